@@ -1,0 +1,1 @@
+"""kvd_client: what an engine imports to talk to a kvd daemon."""

@@ -1,0 +1,1 @@
+"""kvd: the KV-cache offload daemon."""

@@ -1,0 +1,160 @@
+"""Messages between the broker and its lanes.
+
+They travel over a SOCK_SEQPACKET socket pair that the broker makes before it
+starts the lane, in the wire's own frame format with tags of their own, one
+message per datagram, descriptors attached where the docstring says so. The link's end of
+file tells each side that the other process is gone.
+"""
+
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import Codec
+from kvd_proto.layout import RankLayout
+from kvd_proto.messages import Count, HostHandle, Message, Name, Text
+
+
+class LaneReady(Message):
+    """Lane → broker, first: it serves. Carries the read end of its lifeline."""
+
+    device: Name
+    incarnation: Count
+    pid: Count
+    endpoint: Text
+
+
+class ImportWorker(Message):
+    """Broker → lane: map this worker's memory. Carries control page, then the storages' memory.
+
+    The attached descriptors are those that the client sent over the door, in
+    its numbering: number 0 is the control page, `handles[i].fd_index` is the
+    memory of storage i.
+    """
+
+    session: Count
+    token: bytes
+    rank: Count
+    world_size: Count
+    layout: RankLayout
+    handles: tuple[HostHandle, ...]
+
+
+class Imported(Message):
+    """Lane → broker: the answer to ImportWorker; `error` is empty where it worked."""
+
+    session: Count
+    error: Text
+
+
+class BindWorker(Message):
+    """Broker → lane: this worker's chunks live here. Carries the directory, read-only.
+
+    Slot i of the rank's arena is pool bytes [arena_base + i * slot_bytes, + slot_bytes).
+    `owner` is the engine's number in the directory; `rank` of a replicated
+    layout writes the slots with slot % world_size == rank.
+    """
+
+    session: Count
+    namespace: bytes
+    owner: Count
+    arena_base: Count
+    slot_bytes: Count
+    num_slots: Count
+
+
+class UnbindWorker(Message):
+    """Broker → lane: the engine is incomplete; end this worker's jobs, keep its memory mapped."""
+
+    session: Count
+
+
+class ReleaseWorker(Message):
+    """Broker → lane: drain this worker's copies, then unmap its memory."""
+
+    session: Count
+
+
+class Released(Message):
+    """Lane → broker: nothing touches this worker's memory any more."""
+
+    session: Count
+
+
+class Revoke(Message):
+    """Broker → lane: start no more writes into these slots; answer when none is in flight."""
+
+    namespace: bytes
+    slots: IntArray
+    generations: IntArray
+
+
+class Revoked(Message):
+    """Lane → broker: no write into these slots is in flight."""
+
+    namespace: bytes
+    slots: IntArray
+    generations: IntArray
+
+
+class ShareDone(Message):
+    """Lane → broker: this rank's share of these chunks is in the pool (or will never be).
+
+    first, count: the blocks of each chunk that were written.
+    """
+
+    session: Count
+    rank: Count
+    namespace: bytes
+    slots: IntArray
+    generations: IntArray
+    first: IntArray
+    count: IntArray
+    ok: bool
+
+
+class LanePing(Message):
+    """Broker → lane: answer from the loop that moves bytes."""
+
+    sequence: Count
+
+
+class LaneCounters(Message):
+    """What one lane has done since it started."""
+
+    store_bytes: Count = 0
+    load_bytes: Count = 0
+    store_ns: Count = 0
+    load_ns: Count = 0
+    jobs: dict[str, Count] = {}  # noqa: RUF012  # msgspec copies defaults
+
+
+class LanePong(Message):
+    """Lane → broker: alive, with what it holds and has done."""
+
+    sequence: Count
+    queued_jobs: Count
+    bytes_in_flight: Count
+    workers: Count
+    counters: LaneCounters
+
+
+class StopLane(Message):
+    """Broker → lane: refuse new jobs, finish what is queued, exit 0."""
+
+
+LINK = Codec(
+    {
+        0x101: LaneReady,
+        0x102: ImportWorker,
+        0x103: Imported,
+        0x104: BindWorker,
+        0x105: UnbindWorker,
+        0x106: ReleaseWorker,
+        0x107: Released,
+        0x108: Revoke,
+        0x109: Revoked,
+        0x10A: ShareDone,
+        0x10B: LanePing,
+        0x10C: LanePong,
+        0x10D: StopLane,
+    }
+)
+"""The codec of the link."""

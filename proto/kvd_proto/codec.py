@@ -1,0 +1,173 @@
+"""Bytes ↔ messages. Sans-I/O: no sockets here.
+
+A message is one frame: a header of 48 bytes and a msgpack map of fields.
+
+======  ====  ======================================================
+offset  size  field (little-endian)
+======  ====  ======================================================
+0       4     magic ``b"kvd\\x00"``
+4       2     protocol version, u16
+6       2     tag, u16 (see ``messages.TAGS``)
+8       8     request id, u64; replies repeat it, notices carry 0
+16      16    boot id of the daemon; zero in HELLO
+32      16    session token from the door; zero where there is none
+======  ====  ======================================================
+
+The header has a fixed shape so that a request whose body cannot be decoded
+can still be answered by its id.
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import msgspec
+
+from kvd_proto.errors import (
+    BadHeader,
+    ExtraField,
+    Malformed,
+    MissingField,
+    Oversize,
+    UnknownTag,
+    VersionMismatch,
+    WrongType,
+)
+from kvd_proto.messages import PROTOCOL_VERSION, TAGS, Message
+
+MAGIC = b"kvd\x00"
+NO_ID = bytes(16)
+MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_ARRAY_ITEMS = 65536
+MAX_MAP_ITEMS = 1024
+_HEADER = struct.Struct("<4sHHQ16s16s")
+HEADER_BYTES = _HEADER.size
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The fixed part of a message."""
+
+    tag: int
+    request_id: int
+    boot_id: bytes = NO_ID
+    session: bytes = NO_ID
+    version: int = PROTOCOL_VERSION
+
+
+class Codec:
+    """Encodes and decodes the messages of one tag table.
+
+    Args:
+        tags: tag → message type. The wire's own table is `messages.TAGS`.
+    """
+
+    def __init__(self, tags: Mapping[int, type[Message]]) -> None:
+        self._types = dict(tags)
+        self._tags = {kind: tag for tag, kind in self._types.items()}
+        if len(self._tags) != len(self._types):
+            raise ValueError("a message type has two tags")
+
+    def encode(
+        self,
+        message: Message,
+        request_id: int = 0,
+        boot_id: bytes = NO_ID,
+        session: bytes = NO_ID,
+    ) -> bytes:
+        """The frame of `message`.
+
+        Raises:
+            Oversize: the frame would be above `MAX_MESSAGE_BYTES`.
+        """
+        header = _HEADER.pack(
+            MAGIC, PROTOCOL_VERSION, self._tags[type(message)], request_id, boot_id, session
+        )
+        fields = msgspec.to_builtins(message, builtin_types=(bytes,))
+        frame = header + msgpack.packb(fields, use_bin_type=True)
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise Oversize(
+                f"{type(message).__name__} of {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}"
+            )
+        return bytes(frame)
+
+    def decode_header(self, frame: bytes) -> Header:
+        """The header of `frame`, without a look at the body or the version.
+
+        Raises:
+            BadHeader: too short, or not a kvd message.
+        """
+        if len(frame) < HEADER_BYTES:
+            raise BadHeader(f"{len(frame)} bytes, a header has {HEADER_BYTES}")
+        magic, version, tag, request_id, boot_id, session = _HEADER.unpack_from(frame)
+        if magic != MAGIC:
+            raise BadHeader(f"magic {magic!r}, expected {MAGIC!r}")
+        return Header(tag, request_id, boot_id, session, version)
+
+    def decode(self, frame: bytes) -> tuple[Header, Message]:
+        """Header and message of `frame`, validated in full."""
+        header = self.decode_header(frame)
+        return header, self.decode_body(header, frame)
+
+    def decode_body(self, header: Header, frame: bytes) -> Message:
+        """The message of `frame`, whose header was read before.
+
+        Raises:
+            VersionMismatch, UnknownTag, Malformed, MissingField, ExtraField,
+            WrongType, Oversize: as their names say; nothing is guessed.
+        """
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise Oversize(f"a message of {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+        if header.version != PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"protocol version {header.version}, this side speaks {PROTOCOL_VERSION}"
+            )
+        kind = self._types.get(header.tag)
+        if kind is None:
+            raise UnknownTag(f"tag 0x{header.tag:02x} names no message")
+        return _convert(kind, _unpack(frame))
+
+
+def _unpack(frame: bytes) -> dict[str, Any]:
+    try:
+        fields = msgpack.unpackb(
+            memoryview(frame)[HEADER_BYTES:],
+            raw=False,
+            strict_map_key=True,
+            max_array_len=MAX_ARRAY_ITEMS,
+            max_map_len=MAX_MAP_ITEMS,
+            max_ext_len=0,
+        )
+    except msgpack.exceptions.ExtraData as error:
+        raise Malformed("bytes follow the message's body") from error
+    except ValueError as error:
+        if "exceeds max_" in str(error):
+            raise Oversize(f"an array or map above its limit: {error}") from error
+        raise Malformed(f"the body is not msgpack: {error}") from error
+    except (msgpack.exceptions.UnpackException, RecursionError, TypeError) as error:
+        raise Malformed(f"the body is not msgpack: {error}") from error
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise Malformed("the body is not a map with text keys")
+    return fields
+
+
+def _convert(kind: type[Message], fields: dict[str, Any]) -> Message:
+    try:
+        return msgspec.convert(fields, kind, strict=True, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        text = str(error)
+        where = f"{kind.__name__}: {text}"
+        # msgspec has one exception type; its sentences are pinned by the tests.
+        if "missing required field" in text:
+            raise MissingField(where) from error
+        if "contains unknown field" in text:
+            raise ExtraField(where) from error
+        if "length <=" in text:
+            raise Oversize(where) from error
+        raise WrongType(where) from error
+
+
+WIRE = Codec(TAGS)
+"""The codec of the wire between clients and daemon."""

@@ -1,0 +1,100 @@
+"""Errors of the protocol package.
+
+::
+
+    ProtoError
+    ├── LocalProtocolError        our side broke the rules: a bug in the caller
+    │   └── IllegalTransition     an event that the state machine does not allow; state unchanged
+    ├── DecodeError               the other side sent something that is not the protocol
+    │   ├── BadHeader             too short, wrong magic: not even a request id can be read
+    │   ├── VersionMismatch       a protocol version that is not spoken here
+    │   ├── UnknownTag            no message has this tag
+    │   ├── Malformed             the body is not a msgpack map with text keys
+    │   ├── MissingField          a field that the message needs is not there
+    │   ├── ExtraField            a field that the message does not have
+    │   ├── WrongType             a field's value has the wrong type or is out of range
+    │   └── Oversize              a message, array, string or map above its limit
+    ├── LayoutError               a KV layout that cannot be served
+    │   ├── LayoutMismatch        ranks of one engine that disagree
+    │   ├── SizeError             sizes that make no pool: zero, negative, below one chunk, unreadable
+    │   ├── AlignmentError        block size and hash block size do not divide
+    │   ├── AdmissionError        a request that can never fit
+    │   └── JobShapeError         a job whose arrays do not fit each other or the layout
+    └── DirectoryError            a buffer that is not a directory of this version
+"""
+
+
+class ProtoError(Exception):
+    """Base of everything that kvd_proto raises."""
+
+
+class LocalProtocolError(ProtoError):
+    """Our own side broke the rules of the protocol."""
+
+
+class IllegalTransition(LocalProtocolError):
+    """The state machine does not allow this event now; its state is unchanged."""
+
+
+class DecodeError(ProtoError):
+    """Bytes from the other side are not a message of this protocol."""
+
+
+class BadHeader(DecodeError):
+    """The header cannot be read; no request id is known."""
+
+
+class VersionMismatch(DecodeError):
+    """The message speaks a protocol version that is not spoken here."""
+
+
+class UnknownTag(DecodeError):
+    """No message has this tag."""
+
+
+class Malformed(DecodeError):
+    """The body is not a msgpack map with text keys."""
+
+
+class MissingField(DecodeError):
+    """The message lacks a field."""
+
+
+class ExtraField(DecodeError):
+    """The message has a field that its type does not have."""
+
+
+class WrongType(DecodeError):
+    """A field's value has the wrong type or lies out of range."""
+
+
+class Oversize(DecodeError):
+    """A message, array, string or map is above its limit."""
+
+
+class LayoutError(ProtoError):
+    """A KV layout that cannot be served."""
+
+
+class LayoutMismatch(LayoutError):
+    """Ranks of one engine disagree about what they must share."""
+
+
+class SizeError(LayoutError):
+    """Sizes that make no pool."""
+
+
+class AlignmentError(LayoutError):
+    """Block size and hash block size do not divide."""
+
+
+class AdmissionError(LayoutError):
+    """A request that can never fit, refused at once."""
+
+
+class JobShapeError(LayoutError):
+    """A job whose arrays do not fit each other or the layout."""
+
+
+class DirectoryError(ProtoError):
+    """A buffer that is not a chunk directory of this version."""

@@ -1,0 +1,423 @@
+"""Every message of the wire, as frozen typed values, and the tag table.
+
+Requests go from a client to the broker or to a lane and get exactly one reply:
+the reply type named in `REPLY_OF`, or `Error`. Notices travel over the door
+(the Unix socket that a session holds for life) and are not answered.
+Times are milliseconds unless a name says otherwise; sizes are bytes.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kvd_proto.arrays import IntArray
+from kvd_proto.layout import RankLayout
+
+PROTOCOL_VERSION = 1
+MAX_KEYS = 65536
+MAX_KEY_BYTES = 48
+MAX_RANKS = 64
+
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
+Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+JobIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_KEYS)]
+Kind: TypeAlias = Literal["scheduler", "worker", "tool"]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every message; immutable, compared by value."""
+
+
+class ErrorCode(StrEnum):
+    """Why a request was not served; stable names that clients may switch on."""
+
+    BAD_MESSAGE = "bad_message"  # could not be decoded beyond its request id
+    BAD_VERSION = "bad_version"  # no common protocol version
+    BAD_SESSION = "bad_session"  # unknown or foreign session token: reconnect
+    STALE_BOOT = "stale_boot"  # the daemon has restarted: reconnect
+    BAD_STATE = "bad_state"  # not allowed in this session's state or for its kind
+    BAD_LAYOUT = "bad_layout"  # registration describes memory that cannot be served
+    NOT_READY = "not_ready"  # not every rank of the engine has registered yet
+    LIMIT = "limit"  # a limit of the daemon would be exceeded
+    DRAINING = "draining"  # the daemon takes no new work
+    LANE_LOST = "lane_lost"  # the device's lane is being replaced: retry later
+    INTERNAL = "internal"  # a bug in kvd; the log has the details
+
+
+class JobStatus(StrEnum):
+    """How a job ended. Everything but OK is a miss for the engine."""
+
+    OK = "ok"
+    CANCELLED = "cancelled"  # by CANCEL, before it was done
+    STALE = "stale"  # a slot was evicted, given up or never this session's
+    VOID = "void"  # the worker's epoch moved on while the job ran
+    TIMEOUT = "timeout"  # the timeline did not reach the job's number in time
+    REFUSED = "refused"  # malformed, out of bounds, or shed because a queue is full
+    FAILED = "failed"  # the device failed
+
+
+# ---------------------------------------------------------------- handshake
+
+
+class Hello(Message):
+    """First request of a session, with the token from the door in its header."""
+
+    kind: Kind
+    engine: Name
+    pid: Count
+    protocol_min: Annotated[int, Meta(ge=0, le=65535)]
+    protocol_max: Annotated[int, Meta(ge=0, le=65535)]
+    client: Name
+
+
+class Welcome(Message):
+    """The daemon's side of the handshake."""
+
+    protocol: int
+    daemon: Name
+    pid: Count
+    max_message_bytes: Count
+    max_keys: Count
+
+
+class Fingerprint(Message):
+    """What must be equal for two engines to share chunks; all of it is hashed.
+
+    Layout figures (groups, pages, world size, replication) are taken from the
+    registration itself, so that they cannot be claimed differently from what
+    is stored.
+    """
+
+    model: Name
+    revision: Text = ""
+    dtype: Text = ""
+    kv_layout: Text = ""
+    attention_backend: Text = ""
+    parallelism: Text = ""
+    label: Text = ""
+
+
+class HostHandle(Message):
+    """A storage in host memory: descriptor number `fd_index` of those sent over the door."""
+
+    fd_index: Count
+    offset: Count = 0
+
+
+class Register(Message):
+    """A worker's KV memory. Handles' descriptors were sent over the door before.
+
+    `handles[i]` is the memory of `layout.storages[i]`; descriptor 0 is the
+    worker's control page (timeline word, epoch word).
+    """
+
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    stage: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
+    device: Name
+    fingerprint: Fingerprint
+    layout: RankLayout
+    handles: Annotated[tuple[HostHandle, ...], Meta(max_length=4096)]
+
+
+class Registered(Message):
+    """The registration holds. `missing_ranks` have not registered yet."""
+
+    missing_ranks: tuple[int, ...]
+    lane: Name
+    incarnation: Count
+
+
+class Unregister(Message):
+    """Forget this session's tensors; answered when nothing touches them any more."""
+
+
+class Unregistered(Message):
+    """The memory is the worker's own again."""
+
+
+# ---------------------------------------------------------------- scheduler
+
+
+class PrepareStore(Message):
+    """Ask for slots for these keys."""
+
+    keys: Keys
+
+
+class StorePrepared(Message):
+    """`answers[i]` for key i (see StoreAnswer); slots and generations of the accepted, in order."""
+
+    answers: IntArray
+    slots: IntArray
+    generations: IntArray
+    evicted: tuple[bytes, ...]
+
+
+class CompleteStore(Message):
+    """The engine is done with these stores; without success what is unfinished is dropped."""
+
+    keys: Keys
+    success: bool
+
+
+class StoreCompleted(Message):
+    """How many of the keys are ready, still being written by a lane, and dropped."""
+
+    ready: Count
+    pending: Count
+    dropped: Count
+
+
+class PrepareLoad(Message):
+    """Pin these chunks under a lease."""
+
+    keys: Keys
+    lease_ms: Annotated[int, Meta(ge=1, le=600_000)]
+
+
+class LoadPrepared(Message):
+    """`found[i]` is 1 where key i is pinned; slots and generations of the found, in order."""
+
+    lease: Count
+    lease_ms: Count
+    found: IntArray
+    slots: IntArray
+    generations: IntArray
+
+
+class CompleteLoad(Message):
+    """Give a lease back."""
+
+    lease: Count
+
+
+class LoadCompleted(Message):
+    """`released` is false where the lease had run out before."""
+
+    released: bool
+
+
+class Touch(Message):
+    """These chunks were useful just now, prefix first."""
+
+    keys: Keys
+
+
+class Touched(Message):
+    """How many of them are here."""
+
+    found: Count
+
+
+class Reset(Message):
+    """Drop every chunk of this engine's namespace."""
+
+
+class ResetDone(Message):
+    """Chunks dropped now, and those that go when their leases end."""
+
+    dropped: Count
+    deferred: Count
+
+
+# --------------------------------------------------------------------- jobs
+
+
+class Job(Message):
+    """One rank's share of a store or a load.
+
+    block_ids: flat, group by group; sum(group_sizes) == len(block_ids).
+    block_indices: logical index of each group's first block.
+    slots, generations: the chunks, group by group,
+    cdiv(group_size + block_index % blocks_per_chunk, blocks_per_chunk) each.
+    after: the timeline number that must be reached before memory is touched.
+    epoch: the worker's epoch word at submission.
+    """
+
+    job: Count
+    block_ids: IntArray
+    group_sizes: IntArray
+    block_indices: IntArray
+    slots: IntArray
+    generations: IntArray
+    after: Count
+    epoch: Count
+    deadline_ms: Annotated[int, Meta(ge=1, le=600_000)]
+
+
+class Store(Job):
+    """Copy the worker's blocks into the pool. Answered by Done."""
+
+
+class Load(Job):
+    """Copy chunks into the worker's blocks. Answered by Done."""
+
+
+class Done(Message):
+    """The job's end: nothing touches its blocks any more."""
+
+    job: Count
+    status: JobStatus
+    text: Text
+    bytes: Count
+    queued_ns: Count
+    copy_ns: Count
+
+
+class Cancel(Message):
+    """Stop these jobs; each still ends with its own Done."""
+
+    jobs: JobIds
+
+
+class CancelDone(Message):
+    """How many of them were still unfinished."""
+
+    stopped: Count
+
+
+class Wait(Message):
+    """Do these jobs first; answered when all of them have ended."""
+
+    jobs: JobIds
+
+
+class WaitDone(Message):
+    """All of them have ended; their Done messages were sent before this one."""
+
+
+# ------------------------------------------------------------------- common
+
+
+class Ping(Message):
+    """Answered by the loop that serves every other request."""
+
+
+class Pong(Message):
+    """Alive."""
+
+    pid: Count
+
+
+class Status(Message):
+    """Ask for the daemon's state."""
+
+
+class StatusReport(Message):
+    """The daemon's state as documented in docs/status.md."""
+
+    status: dict[str, Any]
+
+
+class Error(Message):
+    """A request that was not served: a code for programs, a sentence for people."""
+
+    code: ErrorCode
+    text: Text
+
+
+# ---------------------------------------------------- notices over the door
+
+
+class Greeting(Message):
+    """Broker's first word on the door; the session token and boot id are in the header."""
+
+    pid: Count
+
+
+class Handles(Message):
+    """Client to broker: descriptors `first`..`first + count - 1` are attached."""
+
+    first: Count
+    count: Annotated[int, Meta(ge=1, le=64)]
+
+
+class Attached(Message):
+    """Broker to every session of an engine whose ranks are all registered.
+
+    Carries a read-only descriptor of the namespace's directory.
+    """
+
+    namespace: bytes
+    world_size: int
+    bytes_per_chunk: Count
+    num_chunks: Count
+
+
+class Detached(Message):
+    """The engine is no longer complete: loads and stores answer NOT_READY until it is."""
+
+    reason: Text
+
+
+class LaneUp(Message):
+    """A lane process serves `device`; carries its lifeline (EOF there = that process is dead)."""
+
+    device: Name
+    incarnation: Count
+    endpoint: Text
+
+
+TAGS: dict[int, type[Message]] = {
+    0x01: Hello,
+    0x02: Welcome,
+    0x03: Register,
+    0x04: Registered,
+    0x05: Unregister,
+    0x06: Unregistered,
+    0x10: PrepareStore,
+    0x11: StorePrepared,
+    0x12: CompleteStore,
+    0x13: StoreCompleted,
+    0x14: PrepareLoad,
+    0x15: LoadPrepared,
+    0x16: CompleteLoad,
+    0x17: LoadCompleted,
+    0x18: Touch,
+    0x19: Touched,
+    0x1A: Reset,
+    0x1B: ResetDone,
+    0x20: Store,
+    0x21: Load,
+    0x22: Done,
+    0x23: Cancel,
+    0x24: CancelDone,
+    0x25: Wait,
+    0x26: WaitDone,
+    0x30: Ping,
+    0x31: Pong,
+    0x32: Status,
+    0x33: StatusReport,
+    0x3F: Error,
+    0x40: Greeting,
+    0x41: Handles,
+    0x42: Attached,
+    0x43: Detached,
+    0x44: LaneUp,
+}
+"""Tag → type; tags are never reused."""
+
+REPLY_OF: dict[type[Message], type[Message]] = {
+    Hello: Welcome,
+    Register: Registered,
+    Unregister: Unregistered,
+    PrepareStore: StorePrepared,
+    CompleteStore: StoreCompleted,
+    PrepareLoad: LoadPrepared,
+    CompleteLoad: LoadCompleted,
+    Touch: Touched,
+    Reset: ResetDone,
+    Store: Done,
+    Load: Done,
+    Cancel: CancelDone,
+    Wait: WaitDone,
+    Ping: Pong,
+    Status: StatusReport,
+}
+"""Request type → the type of its one reply (or `Error`)."""
