@@ -7,6 +7,8 @@
     ├── AlreadyRunning       another daemon holds the runtime directory: names its pid
     ├── NotRunning           no daemon answers in the runtime directory
     ├── PoolError            the pool's memory cannot be had
+    ├── ChannelFull          the peer of a channel does not read
+    ├── BadDatagram          a datagram that cannot be sent or was cut off
     ├── LaneError            a lane cannot do what was asked
     │   └── ImportFailed     a worker's memory cannot be mapped as described
     ├── Refused              a request that is answered with an ERROR; carries its code
@@ -35,6 +37,14 @@ class NotRunning(KvdError):
 
 class PoolError(KvdError):
     """The pool's memory cannot be had."""
+
+
+class ChannelFull(KvdError):
+    """What waits to be sent is above its bound: the peer does not read."""
+
+
+class BadDatagram(KvdError):
+    """A datagram above a channel's limits."""
 
 
 class LaneError(KvdError):
