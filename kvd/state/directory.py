@@ -1,0 +1,221 @@
+"""The one writer of a directory (format: `kvd_proto.directory`).
+
+It keeps no second copy of anything: the shared memory is the truth. Batches are
+loops over local names, because a store of a thousand keys must not hold up the
+broker for more than a few milliseconds.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import IntegrityError
+from kvd_proto.directory import (
+    KEY_BYTES,
+    NO_SHARE_YET,
+    RECORD,
+    RECORD_BYTES,
+    SLOT_MASK,
+    DirectoryHeader,
+    DirectoryView,
+    SlotState,
+)
+from kvd_proto.errors import DirectoryError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_STATE, _KEY_LEN, _KEY = 20, 21, 32
+_WORDS = RECORD_BYTES // 8
+_FREE, _WRITING = int(SlotState.FREE), int(SlotState.WRITING)
+
+
+def directory_bytes(num_slots: int) -> int:
+    """Size in bytes of the directory of `num_slots` slots."""
+    return DirectoryHeader.plan(num_slots, bytes(16), bytes(16)).total_bytes
+
+
+class DirectoryWriter(DirectoryView):
+    """Reads and writes a directory; there is one writer for each."""
+
+    def __init__(self, buffer: "WriteableBuffer") -> None:
+        super().__init__(buffer)
+        if self._whole.readonly:
+            raise DirectoryError("the writer of a directory needs writable memory")
+        self._words = self._records.cast("Q")
+        self._halves = self._records.cast("H")
+
+    @classmethod
+    def create(
+        cls, buffer: "WriteableBuffer", num_slots: int, namespace: bytes, boot_id: bytes
+    ) -> Self:
+        """Make a directory in memory that is all zero; touches its first page only.
+
+        Raises:
+            DirectoryError: sizes out of range, or the buffer is too small.
+        """
+        header = DirectoryHeader.plan(num_slots, namespace, boot_id)
+        whole = memoryview(buffer).cast("B")
+        if len(whole) < header.total_bytes:
+            raise DirectoryError(
+                f"{len(whole)} bytes for a directory of {header.total_bytes} bytes"
+            )
+        packed = header.pack()
+        whole[: len(packed)] = packed
+        return cls(buffer)
+
+    def state(self, slot: int) -> int:
+        """The slot's `SlotState` as a plain number."""
+        return self._records[slot * RECORD_BYTES + _STATE]
+
+    def generation(self, slot: int) -> int:
+        """The slot's generation."""
+        return self._words[slot * _WORDS]
+
+    def generations(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        """Generations of slots: [n]."""
+        result: npt.NDArray[np.uint64] = self._columns["generation"][slots]
+        return result
+
+    def owner(self, slot: int) -> int:
+        """The session that wrote the slot, or writes it."""
+        owner: int = self._words[slot * _WORDS + 2] & 0xFFFF_FFFF
+        return owner
+
+    def key(self, slot: int) -> bytes:
+        """The key of the chunk that is or was last in the slot."""
+        base = slot * RECORD_BYTES
+        records = self._records
+        return bytes(records[base + _KEY : base + _KEY + records[base + _KEY_LEN]])
+
+    def write_state(self, slot: int, state: SlotState) -> None:
+        """Set the state byte."""
+        self._records[slot * RECORD_BYTES + _STATE] = state
+
+    def begin(self, keys: Sequence[bytes], slots: Sequence[int], owner: int) -> list[int]:
+        """FREE -> WRITING: give every key its slot, with the next generation.
+
+        The keys are not in the index yet and have 1 to 48 bytes.
+
+        Returns:
+            The generations; 0 where the index has no room near the key's home, and
+            then the slot stays FREE.
+        """
+        index, mask, limit = self._index, self._mask, self._limit
+        words, records, pack_into = self._words, self._records, RECORD.pack_into
+        generations = []
+        for key, slot in zip(keys, slots, strict=True):
+            hash32 = crc32(key)
+            home = hash32 & mask
+            for i in range(home, home + limit):
+                if not index[i & mask]:
+                    break
+            else:
+                generations.append(0)
+                continue
+            generation = words[slot * _WORDS] + 1
+            pack_into(
+                records,
+                slot * RECORD_BYTES,
+                generation,
+                0,
+                owner,
+                _WRITING,
+                len(key),
+                0,
+                NO_SHARE_YET,
+                key,
+            )
+            index[i & mask] = hash32 << 32 | slot + 1
+            generations.append(generation)
+        return generations
+
+    def free(self, slots: Sequence[int]) -> list[bytes]:
+        """READY -> FREE: take chunks out of the index; their keys, in the same order."""
+        records = self._records
+        keys = []
+        for slot in slots:
+            base = slot * RECORD_BYTES
+            key = bytes(records[base + _KEY : base + _KEY + records[base + _KEY_LEN]])
+            records[base + _STATE] = _FREE
+            self._unindex(key, slot)
+            keys.append(key)
+        return keys
+
+    def unindex(self, slot: int) -> None:
+        """Take one chunk out of the index: lookups miss it from now on."""
+        self._unindex(self.key(slot), slot)
+
+    def add_share(self, slot: int, rank: int, first: int, count: int) -> tuple[int, int]:
+        """Note that a rank's share is there, holding blocks first..first + count - 1.
+
+        Returns:
+            The ranks done, as a bit mask, and how many blocks all of them hold.
+        """
+        done = self._words[slot * _WORDS + 1] | 1 << rank
+        at = slot * (RECORD_BYTES // 2) + 11
+        halves = self._halves
+        if halves[at + 1] != NO_SHARE_YET:
+            end = min(first + count, halves[at] + halves[at + 1])
+            first = max(first, halves[at])
+            count = max(0, end - first)
+        halves[at] = first
+        halves[at + 1] = count
+        self._words[slot * _WORDS + 1] = done
+        return done, count
+
+    def release(self) -> None:
+        """Let go of the buffer. Nothing works afterwards."""
+        self._words.release()
+        self._halves.release()
+        super().release()
+
+    def _unindex(self, key: bytes, slot: int) -> None:
+        index, mask = self._index, self._mask
+        hash32 = crc32(key)
+        entry = hash32 << 32 | slot + 1
+        home = hash32 & mask
+        for i in range(home, home + self._limit):
+            if index[i & mask] == entry:
+                break
+        else:
+            raise IntegrityError(f"slot {slot} is not in the index: {self!r}")
+        # Shift back what the hole would cut off from its home. An entry is copied
+        # before its old place is overwritten, so a reader sees it twice or misses it.
+        hole = i & mask
+        j = hole
+        while True:
+            j = (j + 1) & mask
+            entry = index[j]
+            if not entry:
+                break
+            if (j - (entry >> 32)) & mask >= (j - hole) & mask:
+                index[hole] = entry
+                hole = j
+        index[hole] = 0
+
+    def check_integrity(self) -> None:
+        """Index and records agree.
+
+        Raises:
+            IntegrityError: an entry is doubled, out of reach of its home, or points to
+                a slot that is not WRITING or READY under a key with this hash.
+        """
+        entries = np.frombuffer(
+            self._whole, "<u8", self.header.index_capacity, self.header.index_offset
+        )
+        seen: set[int] = set()
+        for place in map(int, np.flatnonzero(entries)):
+            entry = int(entries[place])
+            hash32, slot = entry >> 32, (entry & SLOT_MASK) - 1
+            if not 0 <= slot < self.num_slots or slot in seen:
+                raise IntegrityError(f"index entry {place} points to slot {slot}, once too often")
+            seen.add(slot)
+            key = self.key(slot)
+            if not 0 < len(key) <= KEY_BYTES or crc32(key) != hash32:
+                raise IntegrityError(f"index entry {place}: slot {slot} has another key")
+            if self.find(key) != slot:
+                raise IntegrityError(f"slot {slot} cannot be found by its key {key.hex()}")

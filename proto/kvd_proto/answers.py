@@ -1,0 +1,24 @@
+"""Answers that broker and client share: per key of a lookup, per key of a store."""
+
+from enum import IntEnum
+
+
+class LookupResult(IntEnum):
+    """What the directory says about a key. A hint: only a lease is the truth."""
+
+    MISS = 0
+    HIT = 1  # READY: every rank's share is there
+    HIT_PENDING = 2  # somebody is writing it
+
+
+class StoreAnswer(IntEnum):
+    """What `PREPARE_STORE` says about a key; stable numbers of the wire."""
+
+    ACCEPTED = 1  # a slot is given; write it
+    PRESENT = 2  # READY already; nothing to do
+    PENDING = 3  # somebody is writing it
+    FULL = 4  # no room: everything is pinned, being written, or named in the same request
+    NOT_YET = 5  # not offered often enough to be worth a slot
+    BAD_KEY = 6  # empty or longer than a key may be
+    QUOTA = 7  # this engine has too much unfinished
+    DRAINING = 8  # the daemon takes no new work

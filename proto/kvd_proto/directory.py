@@ -1,0 +1,361 @@
+"""The directory: a table of chunks in shared memory, written by the broker alone.
+
+Little-endian throughout. Three parts, in this order:
+
+Header, one page of 4096 bytes, the rest of it zero::
+
+    offset  type     field
+         0  8 bytes  magic "kvd-dir" and a zero byte
+         8  u32      version (1)
+        12  u32      record size (80)
+        16  u32      number of slots
+        20  u32      index capacity, a power of two
+        24  u32      probe limit: how far from its home an entry may lie
+        28  u32      zero
+        32  u64      offset of the slot records
+        40  u64      offset of the index
+        48  u64      size of the whole directory
+        56  16 bytes namespace id
+        72  16 bytes boot id of the daemon that writes it
+        88  u32      check word: zlib.crc32 of bytes 0..88
+
+Slot records, one for every slot of the pool, all zero for a slot never used::
+
+    offset  type     field
+         0  u64      generation: one more at every FREE -> WRITING
+         8  u64      ranks done: bit r is set when rank r's share is there
+        16  u32      owner: the session that writes it
+        20  u8       state: FREE 0, WRITING 1, READY 2, DRAINING 3
+        21  u8       key length
+        22  u16      first block of the chunk that holds bytes
+        24  u16      count of blocks that hold bytes (0xffff while no share is there)
+        26  6 bytes  zero
+        32  48 bytes key, padded with zeros
+
+Index, `index capacity` entries of u64: ``hash32 << 32 | slot + 1``, zero when
+empty, where ``hash32 = zlib.crc32(key)`` and the home of an entry is
+``hash32 % index capacity``. Linear probing, at most `probe limit` entries from
+home on; deletion shifts entries back, so there are no tombstones. Only WRITING
+and READY chunks are in the index.
+
+A reader needs no lock. It compares the key in the record, so it never takes
+one key for another; while the writer shifts entries it may miss a key that is
+there. Lookups are hints: a lease is what makes a chunk safe to read.
+"""
+
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Self
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_proto.answers import LookupResult
+from kvd_proto.errors import DirectoryError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+MAGIC = b"kvd-dir\0"
+VERSION = 1
+HEADER_BYTES = 4096
+RECORD_BYTES = 80
+KEY_BYTES = 48
+MAX_SLOTS = 2**31 - 2
+PROBE_LIMIT = 512
+NO_SHARE_YET = 0xFFFF
+
+HEADER = struct.Struct("<8s6I3Q16s16s")
+CHECK_WORD = struct.Struct("<I")
+RECORD = struct.Struct("<QQIBBHH6x48s")
+SLOT_MASK = 0xFFFF_FFFF
+
+# By key length: state, key length and the key itself, read in one call from KEY_PART on.
+KEY_PART = 20
+KEY_READERS = tuple(struct.Struct(f"<BB10x{n}s").unpack_from for n in range(KEY_BYTES + 1))
+
+RECORD_DTYPE = np.dtype(
+    {
+        "names": ["generation", "ranks_done", "owner", "state", "key_len", "first", "count", "key"],
+        "formats": ["<u8", "<u8", "<u4", "u1", "u1", "<u2", "<u2", f"V{KEY_BYTES}"],
+        "offsets": [0, 8, 16, 20, 21, 22, 24, 32],
+        "itemsize": RECORD_BYTES,
+    }
+)
+
+
+class SlotState(IntEnum):
+    """The state byte of a slot record."""
+
+    FREE = 0
+    WRITING = 1
+    READY = 2
+    DRAINING = 3
+
+
+_WRITING, _READY = int(SlotState.WRITING), int(SlotState.READY)
+_MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """One slot as it was when it was read."""
+
+    generation: int
+    ranks_done: int
+    owner: int
+    state: SlotState
+    first: int
+    count: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryHeader:
+    """The header page, and the arithmetic of the parts behind it."""
+
+    num_slots: int
+    index_capacity: int
+    namespace: bytes
+    boot_id: bytes
+    probe_limit: int = PROBE_LIMIT
+
+    @classmethod
+    def plan(cls, num_slots: int, namespace: bytes, boot_id: bytes) -> Self:
+        """The header of a directory of `num_slots` slots.
+
+        The index capacity is the power of two that keeps its load at 0.75 or less.
+
+        Raises:
+            DirectoryError: a count out of range, or ids that are not 16 bytes.
+        """
+        if not 1 <= num_slots <= MAX_SLOTS:
+            raise DirectoryError(f"a directory has 1 to {MAX_SLOTS} slots, not {num_slots}")
+        if len(namespace) != 16 or len(boot_id) != 16:
+            raise DirectoryError(
+                f"ids have 16 bytes; namespace has {len(namespace)}, boot id {len(boot_id)}"
+            )
+        return cls(num_slots, 1 << (num_slots * 4 // 3).bit_length(), namespace, boot_id)
+
+    @property
+    def records_offset(self) -> int:
+        """Bytes from the start to slot record 0."""
+        return HEADER_BYTES
+
+    @property
+    def index_offset(self) -> int:
+        """Bytes from the start to index entry 0."""
+        return HEADER_BYTES + self.num_slots * RECORD_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the whole directory in bytes."""
+        return self.index_offset + self.index_capacity * 8
+
+    def pack(self) -> bytes:
+        """The header's bytes with their check word; zeros fill the page behind them."""
+        head = HEADER.pack(
+            MAGIC,
+            VERSION,
+            RECORD_BYTES,
+            self.num_slots,
+            self.index_capacity,
+            self.probe_limit,
+            0,
+            self.records_offset,
+            self.index_offset,
+            self.total_bytes,
+            self.namespace,
+            self.boot_id,
+        )
+        return head + CHECK_WORD.pack(crc32(head))
+
+    @classmethod
+    def unpack(cls, buffer: memoryview) -> Self:
+        """Read and check the header of a directory.
+
+        Raises:
+            DirectoryError: not a directory, another version, damaged, or too small.
+        """
+        if len(buffer) < HEADER_BYTES:
+            raise DirectoryError(
+                f"{len(buffer)} bytes cannot hold a directory: its header alone has {HEADER_BYTES}"
+            )
+        magic, version, record, slots, capacity, limit, _, records_at, index_at, total, ns, boot = (
+            HEADER.unpack_from(buffer)
+        )
+        if magic != MAGIC:
+            raise DirectoryError(f"not a chunk directory: it starts with {magic!r}")
+        if version != VERSION:
+            raise DirectoryError(f"directory version {version}; {VERSION} is spoken here")
+        (check,) = CHECK_WORD.unpack_from(buffer, HEADER.size)
+        if check != crc32(buffer[: HEADER.size]):
+            raise DirectoryError("the directory's header is damaged: its check word does not fit")
+        header = cls(slots, capacity, ns, boot, limit)
+        if (record, records_at, index_at, total) != (
+            RECORD_BYTES,
+            header.records_offset,
+            header.index_offset,
+            header.total_bytes,
+        ) or capacity.bit_count() != 1:
+            raise DirectoryError("the directory's header contradicts itself")
+        if len(buffer) < total:
+            raise DirectoryError(f"{len(buffer)} bytes of a directory of {total} bytes")
+        return header
+
+
+class DirectoryView:
+    """A directory to look things up in. Never writes; sans-I/O: the buffer is given.
+
+    Args:
+        buffer: the whole directory, e.g. an mmap; it stays referenced until `release`.
+
+    Raises:
+        DirectoryError: the buffer is not a directory of this version.
+    """
+
+    def __init__(self, buffer: "ReadableBuffer") -> None:
+        if sys.byteorder != "little":
+            raise DirectoryError("directories are little-endian, this machine is not")
+        whole = memoryview(buffer).cast("B")
+        self.header = DirectoryHeader.unpack(whole)
+        head = self.header
+        self._whole = whole
+        self._records = whole[head.records_offset : head.index_offset]
+        self._index = whole[head.index_offset : head.total_bytes].cast("Q")
+        self._mask = head.index_capacity - 1
+        self._limit = head.probe_limit
+        self._num_slots = head.num_slots
+        self._records_bytes = len(self._records)
+        table = np.frombuffer(whole, RECORD_DTYPE, head.num_slots, head.records_offset)
+        self._columns: dict[str, npt.NDArray[Any]] = {
+            name: table[name] for name in ("generation", "state", "owner", "first", "count")
+        }
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots the namespace has."""
+        return self._num_slots
+
+    @property
+    def namespace(self) -> bytes:
+        """The namespace's id, 16 bytes."""
+        return self.header.namespace
+
+    @property
+    def boot_id(self) -> bytes:
+        """Boot id of the daemon that writes this directory, 16 bytes."""
+        return self.header.boot_id
+
+    def find(self, key: bytes) -> int:
+        """The slot of a WRITING or READY chunk, or -1."""
+        size = len(key)
+        if not 0 < size <= KEY_BYTES:
+            return -1
+        hash32 = crc32(key)
+        index, mask, left = self._index, self._mask, self._limit
+        i = hash32 & mask
+        while left and (entry := index[i]):
+            if entry >> 32 == hash32:
+                base: int = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
+                if base < self._records_bytes:
+                    state, length, name = KEY_READERS[size](self._records, base + KEY_PART)
+                    if name == key and length == size and _WRITING <= state <= _READY:
+                        return base // RECORD_BYTES
+            left -= 1
+            i = (i + 1) & mask
+        return -1
+
+    def lookup(self, key: bytes) -> LookupResult:
+        """HIT, HIT_PENDING or MISS. A hint: it may be outdated when it returns."""
+        # The same walk as `find`, written out: a call more would cost a quarter of it.
+        size = len(key)
+        if not 0 < size <= KEY_BYTES:
+            return _MISS
+        hash32 = crc32(key)
+        index, mask, left = self._index, self._mask, self._limit
+        i = hash32 & mask
+        while left and (entry := index[i]):
+            if entry >> 32 == hash32:
+                base = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
+                if base < self._records_bytes:
+                    state, length, name = KEY_READERS[size](self._records, base + KEY_PART)
+                    if name == key and length == size:
+                        if state == _READY:
+                            return _HIT
+                        if state == _WRITING:
+                            return _HIT_PENDING
+            left -= 1
+            i = (i + 1) & mask
+        return _MISS
+
+    def lookup_many(self, keys: Sequence[bytes]) -> list[LookupResult]:
+        """`lookup` of every key, in order."""
+        return list(map(self.lookup, keys))
+
+    def record(self, slot: int) -> SlotRecord:
+        """Everything about one slot.
+
+        Raises:
+            IndexError: there is no such slot.
+        """
+        if not 0 <= slot < self._num_slots:
+            raise IndexError(f"slot {slot} of {self._num_slots}")
+        generation, ranks, owner, state, length, first, count, key = RECORD.unpack_from(
+            self._records, slot * RECORD_BYTES
+        )
+        return SlotRecord(generation, ranks, owner, SlotState(state), first, count, key[:length])
+
+    def check(
+        self,
+        slots: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint64],
+        state: int,
+        owner: int | None = None,
+    ) -> npt.NDArray[np.bool_]:
+        """Which slots exist and have this generation, state and (where given) owner.
+
+        Args:
+            slots: [n]; any number, also outside the table.
+            generations: [n]
+            state: a `SlotState`.
+            owner: a session's number.
+
+        Returns:
+            [n]
+        """
+        columns = self._columns
+        inside = slots < self._num_slots
+        at = np.where(inside, slots, 0)
+        good: npt.NDArray[np.bool_] = inside & (columns["generation"][at] == generations)
+        good &= columns["state"][at] == state
+        if owner is not None:
+            good &= columns["owner"][at] == owner
+        return good
+
+    def coverage(
+        self, slots: npt.NDArray[np.uint32]
+    ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
+        """First block and count of blocks that hold bytes, for every slot: [n], [n].
+
+        Raises:
+            IndexError: there is no such slot.
+        """
+        return self._columns["first"][slots], self._columns["count"][slots]
+
+    def release(self) -> None:
+        """Let go of the buffer, so that its owner may unmap it. Nothing works afterwards."""
+        self._columns.clear()
+        self._index.release()
+        self._records.release()
+        self._whole.release()
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.namespace.hex()[:8]}"
+            f" {self._num_slots} slots, {self.header.total_bytes} bytes>"
+        )
