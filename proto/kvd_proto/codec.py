@@ -1,11 +1,11 @@
-"""Bytes ↔ messages. Sans-I/O: no sockets here.
+r"""Bytes ↔ messages. Sans-I/O: no sockets here.
 
 A message is one frame: a header of 48 bytes and a msgpack map of fields.
 
 ======  ====  ======================================================
 offset  size  field (little-endian)
 ======  ====  ======================================================
-0       4     magic ``b"kvd\\x00"``
+0       4     magic ``b"kvd\x00"``
 4       2     protocol version, u16
 6       2     tag, u16 (see ``messages.TAGS``)
 8       8     request id, u64; replies repeat it, notices carry 0

@@ -4,7 +4,7 @@
 
     ProtoError
     ├── LocalProtocolError        our side broke the rules: a bug in the caller
-    │   └── IllegalTransition     an event that the state machine does not allow; state unchanged
+    │   └── IllegalTransition     an event that the state machine does not allow
     ├── DecodeError               the other side sent something that is not the protocol
     │   ├── BadHeader             too short, wrong magic: not even a request id can be read
     │   ├── VersionMismatch       a protocol version that is not spoken here

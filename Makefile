@@ -1,0 +1,55 @@
+# The commands of the project. Each sets up what it needs; make and Python >= 3.11 suffice.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-vllm lint format bench gpu docs constraints clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "kvd needs Python >= 3.11, '$(PYTHON)' is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv: $(STAMP)
+
+demo: $(STAMP) ## two ranks store and load verified KV bytes through one daemon
+	$(BIN)/kvd demo
+
+test: $(STAMP) ## every test that needs no GPU and no engine
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff, mypy strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## measure the host backend; writes bench/out/host.json
+	$(BIN)/python bench/host.py
+
+docs: $(STAMP) ## write the generated part of docs/protocol.md anew
+	$(BIN)/python docs/generate_protocol.py
+
+constraints: $(STAMP) ## pin what is installed now
+	@(head -n 1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//') > constraints.new
+	@mv constraints.new constraints.txt
+
+test-vllm: ## tests with the real vLLM engine on CPU
+	@echo "make test-vllm: the vLLM connector is not built yet; see CHANGELOG.md" >&2; exit 1
+
+gpu: ## CUDA tests and benchmark
+	@echo "make gpu: the CUDA backend is not built yet; see CHANGELOG.md" >&2; exit 1
+
+clean: ## remove what the commands above made
+	rm -rf $(VENV) .venv-vllm bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,84 @@
+"""The door: one Unix connection for every session's whole life.
+
+It tells who came (peer credentials), carries descriptors and notices, and its
+end of file says that the other process is gone. Where the peer's pid is
+visible here a pidfd says so too, which holds even if a forked child of the
+engine keeps the socket open.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvd.core.sessions import Peer, Session
+from kvd.seqpacket import Channel
+
+_UCRED = struct.Struct("3i")
+
+
+@dataclass(slots=True, eq=False)
+class Visitor:
+    """One open connection: its channel, its session, and what it has sent."""
+
+    channel: Channel
+    peer: Peer
+    pidfd: int = -1
+    session: Session | None = None
+    fds: list[int] = field(default_factory=list)
+    identity: bytes = b""
+
+    def drop_fds(self) -> None:
+        """Close the descriptors that it sent."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+    def close(self) -> None:
+        """Close everything."""
+        self.drop_fds()
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def __repr__(self) -> str:
+        return f"<Visitor pid {self.peer.pid}, {len(self.fds)} descriptors, {self.session!r}>"
+
+
+class Door:
+    """The listening socket."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket.bind(str(path))
+        path.chmod(0o660)
+        self._socket.listen(128)
+        self._socket.setblocking(False)  # the socket API's own form
+
+    def fileno(self) -> int:
+        """For polling."""
+        return self._socket.fileno()
+
+    def accept(self) -> Visitor | None:
+        """The next visitor, or None."""
+        try:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, gid = _UCRED.unpack(credentials)
+        pidfd = -1
+        if pid > 0:  # 0: the peer's pid namespace is not visible from here
+            with contextlib.suppress(OSError):
+                pidfd = os.pidfd_open(pid)
+        return Visitor(Channel(connection), Peer(pid, uid, gid), pidfd)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._socket.close()
+
+    def __repr__(self) -> str:
+        return f"<Door {self.fileno()}>"

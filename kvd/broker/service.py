@@ -1,0 +1,365 @@
+"""The broker's loop: everything that touches the outside, around kvd.core.
+
+startup → loop → drain → shutdown. One thread; it polls the request socket, the
+door and its connections, the lanes' links, pidfds, the pool's allocator and
+signals, turns each into a call of the core, and carries the effects out.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections import deque
+from pathlib import Path
+from types import FrameType
+
+import zmq
+from kvd_proto.sizes import format_size
+
+from kvd.broker.available import available_bytes
+from kvd.broker.door import Door, Visitor
+from kvd.broker.memory import DirectoryMemory, PoolMemory
+from kvd.broker.requests import Requests
+from kvd.broker.runtime_dir import RuntimeDir
+from kvd.broker.supervisor import LaneProcess
+from kvd.core.broker import Broker
+from kvd.core.effects import (
+    DirectoryFd,
+    DropFds,
+    Effect,
+    Event,
+    FdName,
+    KillLane,
+    LifelineFd,
+    Notify,
+    OpenPool,
+    Reply,
+    SessionFds,
+    ToLane,
+)
+from kvd.errors import BadDatagram, ChannelFull, PoolError, Refused
+from kvd.link import LINK, LaneReady, StopLane
+from kvd.seqpacket import close_all
+from kvd.settings import Settings
+from kvd.state.namespaces import Namespaces
+from kvd_proto.codec import WIRE
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import ErrorCode, Handles
+
+log = logging.getLogger("kvd.broker")
+TICK_SECONDS = 0.25
+DEVICES = ("host",)
+
+
+class Service:
+    """One running daemon.
+
+    Raises:
+        KvdError: it cannot start, with the remedy.
+    """
+
+    def __init__(self, settings: Settings, version: str) -> None:
+        self.settings = settings
+        self._pool_dir = Path(settings.pool_dir)
+        self._runtime = RuntimeDir(Path(settings.runtime_dir), self._pool_dir)
+        self._runtime.lock()
+        self._directories = DirectoryMemory()
+        self._pool: PoolMemory | None = None
+        self._lanes = {device: LaneProcess(device, self._runtime.path) for device in DEVICES}
+        self._visitors: dict[int, Visitor] = {}
+        self._by_fd: dict[int, Visitor] = {}
+        self._stop_at: float | None = None
+        self._signals = 0
+        self.events: deque[tuple[float, str]] = deque(maxlen=200)
+        self._poller = zmq.Poller()
+        self.core = Broker(
+            settings,
+            boot_id=os.urandom(16),
+            version=version,
+            pid=os.getpid(),
+            devices=DEVICES,
+            open_namespaces=self._open_namespaces,
+            available_bytes=lambda: available_bytes(self._pool_dir),
+        )
+        if settings.pool_bytes is not None:
+            self._open_pool(settings.pool_bytes)
+        self._requests = Requests(self._runtime.broker_socket, self.core, self._visitors)
+        self._door = Door(self._runtime.door_socket)
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._poller.register(self._requests.socket, zmq.POLLIN)
+        for fd in (self._door.fileno(), self._wake_read):
+            self._poller.register(fd, zmq.POLLIN)
+
+    # ----------------------------------------------------------------- loop
+
+    def run(self) -> int:
+        """Serve until a signal ends it; the exit status."""
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        try:
+            log.info("serving %s, pid %d", self._runtime.path, os.getpid())
+            while not self._finished():
+                self._turn()
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self._shutdown()
+        return 0
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        self._start_lanes(now)
+        ready = dict(self._poller.poll(int(TICK_SECONDS * 1000)))
+        now = time.monotonic()
+        for process in self._lanes.values():  # first: what lanes report decides what is READY
+            self._lane_turn(process, ready, now)
+        if self._requests.socket in ready:
+            for effects in self._requests.receive(now):
+                self._carry_out(effects)
+        for fd in ready:
+            if fd in self._by_fd:
+                self._visitor_turn(self._by_fd[fd], now)
+        if self._door.fileno() in ready:
+            self._accept(now)
+        if self._wake_read in ready:
+            os.read(self._wake_read, 512)
+        if self._pool is not None and not self.core.state.pool_ready:
+            self._pool_turn(self._pool)
+        self._carry_out(self.core.tick(now))
+        for visitor in list(self._visitors.values()):
+            if visitor.channel.wants_write:
+                visitor.channel.flush()
+
+    # ----------------------------------------------------------------- pool
+
+    def _open_namespaces(self, cpu_bytes: int) -> Namespaces:
+        return Namespaces(
+            cpu_bytes,
+            policy=self.settings.policy,
+            reuse_threshold=self.settings.reuse_threshold,
+            lease_seconds=self.settings.lease_seconds,
+            ticket_seconds=self.settings.ticket_seconds,
+            make_buffer=self._directories.make,
+        )
+
+    def _open_pool(self, nbytes: int) -> None:
+        self._pool = PoolMemory(self._runtime.pool, nbytes)
+        self._poller.register(self._pool.start(), zmq.POLLIN)
+        log.info("pool of %s at %s", format_size(nbytes), self._runtime.pool)
+
+    def _pool_turn(self, pool: PoolMemory) -> None:
+        if pool.error:
+            raise PoolError(pool.error)
+        if pool.ready:
+            self.core.state.pool_ready = True
+            log.info("pool ready")
+
+    # ---------------------------------------------------------------- lanes
+
+    def _start_lanes(self, now: float) -> None:
+        pool = self._pool
+        if pool is None or self.core.state.draining:
+            return
+        for process in self._lanes.values():
+            if not process.running and now >= process.start_at:
+                process.start(pool.fd, pool.nbytes)
+                if process.channel is not None:
+                    self._poller.register(process.channel.fileno(), zmq.POLLIN)
+                self._poller.register(process.pidfd, zmq.POLLIN)
+
+    def _lane_turn(self, process: LaneProcess, ready: dict[object, int], now: float) -> None:
+        channel = process.channel
+        if channel is None:
+            return
+        if channel.wants_write:
+            channel.flush()
+        if channel.fileno() in ready:
+            try:
+                while (received := channel.recv()) is not None:
+                    self._lane_message(process, *received, now)
+            except EOFError:
+                self._poller.unregister(channel.fileno())
+                process.kill()
+        if process.pidfd in ready:
+            for fd in (process.pidfd, channel.fileno()):
+                with contextlib.suppress(KeyError):
+                    self._poller.unregister(fd)
+            reason = process.reap(now)
+            if not self.core.state.draining:
+                self._carry_out(self.core.lane_lost(process.device, reason))
+
+    def _lane_message(
+        self, process: LaneProcess, frame: bytes, fds: tuple[int, ...], now: float
+    ) -> None:
+        try:
+            _, message = LINK.decode(frame)
+        except DecodeError:
+            log.exception("lane %s sent what is no message", process.device)
+            process.kill()
+            return
+        if isinstance(message, LaneReady) and fds:
+            process.lifeline, fds = fds[0], fds[1:]
+            process.served = True
+        close_all(fds)
+        self._carry_out(self.core.lane_message(process.device, message, now))
+
+    # ------------------------------------------------------------- visitors
+
+    def _accept(self, now: float) -> None:
+        del now
+        while (visitor := self._door.accept()) is not None:
+            session, effects = self.core.connected(os.urandom(16), visitor.peer)
+            if session is None:
+                visitor.close()
+            else:
+                visitor.session = session
+                self._visitors[session.number] = visitor
+                for fd in (visitor.channel.fileno(), visitor.pidfd):
+                    if fd >= 0:
+                        self._by_fd[fd] = visitor
+                        self._poller.register(fd, zmq.POLLIN)
+            self._carry_out(effects)
+
+    def _visitor_turn(self, visitor: Visitor, now: float) -> None:
+        session = visitor.session
+        if session is None or session.number not in self._visitors:
+            return
+        try:
+            while (received := visitor.channel.recv()) is not None:
+                frame, fds = received
+                visitor.fds += fds
+                _, message = WIRE.decode(frame)
+                if not isinstance(message, Handles) or message.count != len(fds):
+                    name = type(message).__name__
+                    text = f"{name} with {len(fds)} descriptors at the door"
+                    raise Refused(ErrorCode.BAD_MESSAGE, text)
+                effects = self.core.descriptors(session, message.first, message.count, now)
+                self._carry_out(effects)
+            alive = visitor.pidfd < 0 or not _readable(visitor.pidfd)
+        except EOFError:
+            alive = False
+        except (BadDatagram, DecodeError, Refused) as error:
+            log.warning("%s is shown the door: %s", session.label, error)
+            alive = False
+        if not alive:
+            self._leave(visitor)
+
+    def _leave(self, visitor: Visitor) -> None:
+        session = visitor.session
+        if session is None or self._visitors.pop(session.number, None) is None:
+            return
+        for fd in (visitor.channel.fileno(), visitor.pidfd):
+            if fd >= 0:
+                del self._by_fd[fd]
+                self._poller.unregister(fd)
+        self._carry_out(self.core.lost(session))
+        visitor.close()
+
+    # -------------------------------------------------------------- effects
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Reply():
+                    self._requests.reply(effect)
+                case Notify():
+                    self._notify(effect)
+                case ToLane():
+                    self._to_lane(effect)
+                case KillLane():
+                    log.error("lane %s is killed: %s", effect.device, effect.reason)
+                    self._lanes[effect.device].kill()
+                case OpenPool():
+                    log.info("cpu_bytes auto: %s", effect.explanation)
+                    self._open_pool(effect.cpu_bytes)
+                case DropFds():
+                    visitor = self._visitors.get(effect.session)
+                    if visitor is not None:
+                        visitor.drop_fds()
+                case Event():
+                    self.events.append((time.time(), effect.text))
+                    log.log(logging.getLevelNamesMapping()[effect.level.upper()], effect.text)
+
+    def _notify(self, effect: Notify) -> None:
+        visitor = self._visitors.get(effect.session)
+        if visitor is None or visitor.session is None:
+            return
+        session = visitor.session
+        frame = WIRE.encode(effect.message, 0, self.core.state.boot_id, session.token)
+        try:
+            visitor.channel.send(frame, self._resolve(effect.fd))
+        except (ChannelFull, EOFError, OSError) as error:
+            log.warning("%s does not listen (%s)", session.label, error)
+            self._leave(visitor)
+
+    def _to_lane(self, effect: ToLane) -> None:
+        process = self._lanes[effect.device]
+        if process.channel is None:
+            return
+        try:
+            process.channel.send(LINK.encode(effect.message), self._resolve(effect.fd))
+        except (ChannelFull, EOFError, OSError) as error:
+            log.error("lane %s does not listen (%s)", effect.device, error)  # noqa: TRY400
+            process.kill()
+
+    def _resolve(self, name: FdName | None) -> list[int]:
+        match name:
+            case DirectoryFd():
+                return [self._directories.fd(name.namespace.hex())]
+            case LifelineFd():
+                return [self._lanes[name.device].lifeline]
+            case SessionFds():
+                return list(self._visitors[name.session].fds)
+            case None:
+                return []
+
+    # ------------------------------------------------------------------ end
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._signals += 1
+
+    def _finished(self) -> bool:
+        if not self._signals:
+            return False
+        now = time.monotonic()
+        if self._stop_at is None:
+            log.info("draining")
+            self.core.state.draining = True
+            self._stop_at = now + self.settings.drain_seconds
+            for process in self._lanes.values():
+                self._to_lane(ToLane(process.device, StopLane()))
+        lanes_gone = not any(process.running for process in self._lanes.values())
+        if lanes_gone or self._signals > 1:
+            return True
+        if now >= self._stop_at:
+            log.warning("not drained after %.0f s, stopping", self.settings.drain_seconds)
+            return True
+        return False
+
+    def _shutdown(self) -> None:
+        for process in self._lanes.values():
+            process.kill()
+            process.reap(time.monotonic())
+        for visitor in list(self._visitors.values()):
+            visitor.close()
+        self._door.close()
+        self._requests.close()
+        self._directories.close()
+        if self._pool is not None:
+            self._pool.close()
+        self._runtime.release()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        log.info("stopped")
+
+    def __repr__(self) -> str:
+        return f"<Service {self._runtime!r}: {self.core!r}>"
+
+
+def _readable(fd: int) -> bool:
+    poller = zmq.Poller()
+    poller.register(fd, zmq.POLLIN)
+    return bool(poller.poll(0))

@@ -1,0 +1,52 @@
+"""The `kvd` command. Subcommands are imported when they are asked for.
+
+Commands of other packages join through the entry-point group `kvd.commands`.
+"""
+
+import importlib
+import sys
+from importlib.metadata import entry_points
+
+import click
+
+from kvd.version import VERSION
+
+_OWN = {
+    "serve": "kvd.cli.serve:serve",
+    "status": "kvd.cli.status:status",
+    "plan": "kvd.cli.plan:plan",
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands cost their imports only when they run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return sorted({*_OWN, *(entry.name for entry in entry_points(group="kvd.commands"))})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        target = _OWN.get(cmd_name)
+        if target is not None:
+            module, _, name = target.partition(":")
+            command = getattr(importlib.import_module(module), name)
+        else:
+            found = entry_points(group="kvd.commands", name=cmd_name)
+            if not found:
+                return None
+            command = next(iter(found)).load()
+        if not isinstance(command, click.Command):
+            raise click.ClickException(f"{cmd_name} is registered, but is no command: {command!r}")
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="kvd")
+def cli() -> None:
+    """Keep an inference server's KV cache in a daemon of its own."""
+
+
+def main() -> None:
+    """Entry point of the `kvd` program."""
+    sys.exit(cli.main(standalone_mode=True))

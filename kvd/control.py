@@ -1,0 +1,125 @@
+"""A tool's connection to a running daemon: door, HELLO, one request at a time."""
+
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from kvd.errors import NotRunning
+from kvd.seqpacket import Channel, close_all
+from kvd.version import VERSION
+from kvd_proto.codec import WIRE
+from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message
+
+
+class Control:
+    """One session of kind `tool`.
+
+    Raises:
+        NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds.
+    """
+
+    def __init__(self, runtime_dir: Path, timeout: float = 5.0) -> None:
+        self._runtime_dir = runtime_dir.absolute()
+        self._timeout = timeout
+        self._request_id = 0
+        self._context = zmq.Context()
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            door.connect(str(self._runtime_dir / "door.sock"))
+            self._door = Channel(door)
+            greeting = self._greeting()
+            header = WIRE.decode_header(greeting)
+            self._boot_id, self._session = header.boot_id, header.session
+            self._socket = self._context.socket(zmq.DEALER)
+            self._socket.linger = 0
+            self._socket.connect(f"ipc://{self._runtime_dir / 'broker.sock'}")
+            self.request(
+                Hello(
+                    kind="tool",
+                    engine=f"tool-{os.getpid()}",
+                    pid=os.getpid(),
+                    protocol_min=PROTOCOL_VERSION,
+                    protocol_max=PROTOCOL_VERSION,
+                    client=f"kvd {VERSION}",
+                )
+            )
+        except (OSError, EOFError) as error:
+            door.close()
+            self._context.destroy(0)
+            raise NotRunning(
+                f"no daemon answers in {self._runtime_dir} ({error}); start one with:"
+                f" kvd serve --runtime-dir {self._runtime_dir}"
+            ) from error
+        except NotRunning:
+            self.close()
+            raise
+
+    def request(self, message: Message) -> Message:
+        """Send a request; its reply, or the daemon's ERROR as it is.
+
+        Raises:
+            NotRunning: no reply in time.
+        """
+        self._request_id += 1
+        frame = WIRE.encode(message, self._request_id, self._boot_id, self._session)
+        self._socket.send(frame)
+        deadline = time.monotonic() + self._timeout
+        while (left := deadline - time.monotonic()) > 0:
+            if not self._socket.poll(int(left * 1000) + 1):
+                break
+            header, reply = WIRE.decode(self._socket.recv())
+            if header.request_id == self._request_id:
+                return reply
+        raise NotRunning(
+            f"the daemon in {self._runtime_dir} did not answer {type(message).__name__} within"
+            f" {self._timeout:g} s"
+        )
+
+    def _greeting(self) -> bytes:
+        poller = zmq.Poller()
+        poller.register(self._door.fileno(), zmq.POLLIN)
+        if not poller.poll(int(self._timeout * 1000)):
+            raise NotRunning(
+                f"the daemon in {self._runtime_dir} did not greet within {self._timeout:g} s"
+            )
+        received = self._door.recv()
+        if received is None:
+            raise EOFError("no greeting")
+        close_all(received[1])
+        return received[0]
+
+    def close(self) -> None:
+        """Leave."""
+        self._door.close()
+        self._context.destroy(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Control {self._runtime_dir}>"
+
+
+def expect(reply: Message, kind: type[Message]) -> None:
+    """Check a reply's type.
+
+    Raises:
+        NotRunning: the daemon answered with an error, which is quoted.
+    """
+    if isinstance(reply, Error):
+        raise NotRunning(f"the daemon refused ({reply.code}): {reply.text}")
+    if not isinstance(reply, kind):
+        raise NotRunning(f"the daemon answered {type(reply).__name__} instead of {kind.__name__}")

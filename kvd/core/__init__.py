@@ -1,0 +1,1 @@
+"""The broker's decisions: pure, no sockets, no processes, no clock of their own."""

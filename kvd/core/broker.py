@@ -1,0 +1,393 @@
+"""The broker's decisions: one message or event in, a list of effects out.
+
+One writer: nothing else changes the state. Whatever a client sends, it gets
+exactly one reply: each handler returns the reply, raises `Refused` (answered
+with its code), or leaves a note in the state that a later event answers.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
+from kvd.core.lanes import Lane, add_counters, arrays
+from kvd.core.registration import Registration
+from kvd.core.sessions import Peer, Registry, Session
+from kvd.core.state import BrokerState, OpenNamespaces
+from kvd.core.status import status_report
+from kvd.errors import Refused
+from kvd.link import (
+    Imported,
+    LaneCounters,
+    LanePing,
+    LanePong,
+    LaneReady,
+    Released,
+    Revoked,
+    ShareDone,
+)
+from kvd.settings import Settings
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import MAX_MESSAGE_BYTES
+from kvd_proto.errors import IllegalTransition
+from kvd_proto.messages import (
+    MAX_KEYS,
+    PROTOCOL_VERSION,
+    CompleteLoad,
+    CompleteStore,
+    Error,
+    ErrorCode,
+    Greeting,
+    Hello,
+    LoadCompleted,
+    LoadPrepared,
+    Message,
+    Ping,
+    Pong,
+    PrepareLoad,
+    PrepareStore,
+    Register,
+    Reset,
+    ResetDone,
+    Status,
+    StatusReport,
+    StoreCompleted,
+    StorePrepared,
+    Touch,
+    Touched,
+    Unregister,
+    Welcome,
+)
+from kvd_proto.states import SessionEvent, SessionState
+
+PING_SECONDS = 0.5
+MAX_DESCRIPTORS = 250
+
+
+class Broker:
+    """Every decision of the daemon.
+
+    Args:
+        settings: what the operator chose.
+        boot_id: 16 bytes, new at every start.
+        version: the daemon's name and version, for WELCOME.
+        pid: the daemon's process id.
+        devices: names of the devices that have a lane.
+        open_namespaces, available_bytes: see `BrokerState`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        boot_id: bytes,
+        version: str,
+        pid: int,
+        devices: Iterable[str],
+        open_namespaces: OpenNamespaces,
+        available_bytes: Callable[[], int],
+    ) -> None:
+        self.state = BrokerState(
+            settings, boot_id, open_namespaces, available_bytes, Registry(settings.max_sessions)
+        )
+        self.state.lanes = {device: Lane(device) for device in devices}
+        if settings.pool_bytes is not None:
+            self.state.namespaces = open_namespaces(settings.pool_bytes)
+        self.version = version
+        self.pid = pid
+        self._registration = Registration(self.state)
+        self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
+            Hello: self._hello,
+            Register: self._registration.register,
+            Unregister: lambda s, i, _m, _n: self._registration.unregister(s, i),
+            PrepareStore: self._prepare_store,
+            CompleteStore: self._complete_store,
+            PrepareLoad: self._prepare_load,
+            CompleteLoad: self._complete_load,
+            Touch: self._touch,
+            Reset: self._reset,
+            Ping: self._ping,
+            Status: self._status,
+        }
+
+    # ------------------------------------------------------------- sessions
+
+    def connected(self, token: bytes, peer: Peer) -> tuple[Session | None, list[Effect]]:
+        """Somebody came to the door. None where the house is full."""
+        registry = self.state.registry
+        if len(registry.sessions) >= registry.max_sessions:
+            text = (
+                f"connection of pid {peer.pid} refused: {registry.max_sessions} sessions are open"
+            )
+            return None, [Event(text, "warning")]
+        session = registry.connect(token, peer)
+        return session, [Notify(session.number, Greeting(pid=self.pid))]
+
+    def descriptors(self, session: Session, first: int, count: int, now: float) -> list[Effect]:
+        """`count` descriptors arrived over the door.
+
+        Raises:
+            Refused: out of order or too many.
+        """
+        if first != session.descriptors or first + count > MAX_DESCRIPTORS:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"descriptors {first}..{first + count - 1} after {session.descriptors};"
+                f" they must follow each other, {MAX_DESCRIPTORS} at most",
+            )
+        session.descriptors += count
+        return self._registration.advance(session, now)
+
+    def lost(self, session: Session) -> list[Effect]:
+        """The session's door is closed: its process is gone."""
+        if session.number not in self.state.registry.sessions:
+            return []
+        effects = self._registration.session_lost(session)
+        engine = session.engine
+        if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
+            dropped = engine.namespace.table.drop_owner(engine.number)
+            effects += self.state.revoke(engine.namespace, dropped)
+            effects.append(
+                Event(f"{session.label} is gone; {len(dropped)} chunks in writing given up")
+            )
+        elif session.state is not SessionState.CONNECTED and session.kind != "tool":
+            effects.append(Event(f"{session.label} is gone"))
+        session.machine.fire(SessionEvent.LOST)
+        self.state.registry.remove(session)
+        return effects
+
+    # ------------------------------------------------------------- requests
+
+    def request(
+        self, session: Session, request_id: int, message: Message, now: float
+    ) -> list[Effect]:
+        """Serve one request; a refusal becomes its ERROR reply."""
+        handler = self._handlers.get(type(message))
+        try:
+            if handler is None:
+                raise Refused(
+                    ErrorCode.BAD_STATE, f"{type(message).__name__} is no request to the broker"
+                )
+            if session.state is SessionState.CONNECTED and type(message) not in (Hello, Ping):
+                raise Refused(ErrorCode.BAD_STATE, "say HELLO first")
+            return handler(session, request_id, message, now)
+        except Refused as refusal:
+            return [Reply(session.number, request_id, Error(code=refusal.code, text=str(refusal)))]
+        except IllegalTransition as error:
+            reply = Error(code=ErrorCode.BAD_STATE, text=str(error))
+            return [Reply(session.number, request_id, reply)]
+
+    def _hello(self, session: Session, request_id: int, message: Hello, now: float) -> list[Effect]:
+        del now
+        if not message.protocol_min <= PROTOCOL_VERSION <= message.protocol_max:
+            raise Refused(
+                ErrorCode.BAD_VERSION,
+                f"the client speaks protocol {message.protocol_min}..{message.protocol_max}, this"
+                f" daemon {PROTOCOL_VERSION}; update the older of the two",
+            )
+        session.machine.fire(SessionEvent.HELLO)
+        session.kind = message.kind
+        session.client = message.client
+        welcome = Welcome(
+            protocol=PROTOCOL_VERSION,
+            daemon=self.version,
+            pid=self.pid,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_keys=MAX_KEYS,
+        )
+        effects: list[Effect] = [Reply(session.number, request_id, welcome)]
+        if message.kind != "tool":
+            engine = self.state.registry.join(session, message.engine)
+            effects.append(Event(f"{session.label} is here"))
+            if engine.attached:
+                effects.append(self._registration.attached_notice(engine, session.number))
+        return effects
+
+    def _prepare_store(
+        self, session: Session, request_id: int, message: PrepareStore, now: float
+    ) -> list[Effect]:
+        self._open_for_work()
+        engine, namespace = self.state.attached_namespace(session.engine)
+        decision = namespace.table.prepare_store(message.keys, engine.number, now)
+        reply = StorePrepared(
+            answers=IntArray.of(decision.answers, "u1"),
+            slots=IntArray.of(decision.slots, "u4"),
+            generations=IntArray.of(decision.generations, "u8"),
+            evicted=tuple(decision.evicted),
+        )
+        return [Reply(session.number, request_id, reply)]
+
+    def _complete_store(
+        self, session: Session, request_id: int, message: CompleteStore, now: float
+    ) -> list[Effect]:
+        del now
+        engine, namespace = self.state.attached_namespace(session.engine)
+        summary, slots = namespace.table.complete_store(
+            message.keys, engine.number, success=message.success
+        )
+        reply = StoreCompleted(
+            ready=summary.ready, pending=summary.pending, dropped=summary.dropped
+        )
+        return [Reply(session.number, request_id, reply), *self.state.revoke(namespace, slots)]
+
+    def _prepare_load(
+        self, session: Session, request_id: int, message: PrepareLoad, now: float
+    ) -> list[Effect]:
+        engine, namespace = self.state.attached_namespace(session.engine)
+        seconds = min(message.lease_ms / 1000, self.state.settings.lease_seconds)
+        decision = namespace.table.prepare_load(message.keys, engine.number, now, seconds)
+        reply = LoadPrepared(
+            lease=decision.lease_id,
+            lease_ms=int(seconds * 1000),
+            found=IntArray.of(decision.found, "u1"),
+            slots=IntArray.of(decision.slots, "u4"),
+            generations=IntArray.of(decision.generations, "u8"),
+        )
+        return [Reply(session.number, request_id, reply)]
+
+    def _complete_load(
+        self, session: Session, request_id: int, message: CompleteLoad, now: float
+    ) -> list[Effect]:
+        del now
+        engine, namespace = self.state.attached_namespace(session.engine)
+        released = namespace.table.complete_load(message.lease, engine.number)
+        return [Reply(session.number, request_id, LoadCompleted(released=released))]
+
+    def _touch(self, session: Session, request_id: int, message: Touch, now: float) -> list[Effect]:
+        del now
+        _, namespace = self.state.attached_namespace(session.engine)
+        found = namespace.table.touch(message.keys)
+        return [Reply(session.number, request_id, Touched(found=found))]
+
+    def _reset(self, session: Session, request_id: int, message: Reset, now: float) -> list[Effect]:
+        del message, now
+        _, namespace = self.state.attached_namespace(session.engine)
+        result = namespace.table.reset()
+        reply = ResetDone(dropped=result.dropped, deferred=result.deferred)
+        return [
+            Reply(session.number, request_id, reply),
+            *self.state.revoke(namespace, result.revoke),
+            Event(f"{session.label} reset its namespace: {result.dropped} chunks dropped"),
+        ]
+
+    def _ping(self, session: Session, request_id: int, message: Ping, now: float) -> list[Effect]:
+        del message, now
+        return [Reply(session.number, request_id, Pong(pid=self.pid))]
+
+    def _status(
+        self, session: Session, request_id: int, message: Status, now: float
+    ) -> list[Effect]:
+        del message
+        report = status_report(self.state, self.pid, self.version, now)
+        return [Reply(session.number, request_id, StatusReport(status=report))]
+
+    def _open_for_work(self) -> None:
+        if self.state.draining:
+            raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
+        if not self.state.pool_ready:
+            raise Refused(ErrorCode.NOT_READY, "the pool's memory is still being made")
+
+    # ---------------------------------------------------------------- lanes
+
+    def lane_message(self, device: str, message: Message, now: float) -> list[Effect]:
+        """A lane said something."""
+        lane = self.state.lanes[device]
+        lane.last_seen = now
+        match message:
+            case LaneReady():
+                return self._registration.lane_ready(lane, message, now)
+            case Imported():
+                return self._registration.imported(message, now)
+            case Released():
+                return self._registration.released(message)
+            case Revoked():
+                free = self.state.revocations.answered(
+                    device, message.namespace, message.slots, message.generations
+                )
+                self._free(message.namespace, free)
+                return []
+            case ShareDone():
+                return self._share_done(message)
+            case LanePong():
+                lane.pong = message
+                return []
+            case _:
+                return [Event(f"lane {device} sent {type(message).__name__}", "error")]
+
+    def lane_lost(self, device: str, reason: str) -> list[Effect]:
+        """A lane process has ended: all it was writing is lost, nothing else is."""
+        lane = self.state.lanes[device]
+        lane.up = False
+        lane.restarts += 1
+        lane.last_error = reason
+        lane.past = add_counters(lane.past, lane.pong.counters)
+        lane.pong = LanePong(
+            sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
+        )
+        effects: list[Effect] = [Event(f"lane {device} is lost: {reason}", "error")]
+        for namespace_id, free in self.state.revocations.lane_lost(device).items():
+            self._free(namespace_id, free)
+        for engine in self.state.registry.engines.values():
+            uses = any(
+                w.registration and w.registration.device == device for w in engine.workers.values()
+            )
+            if uses and engine.namespace is not None:
+                slots = engine.namespace.table.drop_owner(engine.number)
+                effects += self.state.revoke(engine.namespace, slots)
+        for session in list(self.state.registry.sessions.values()):
+            if session.registration is not None and session.registration.device == device:
+                session.imported = False
+            if session.pending is not None and session.pending.message.device == device:
+                session.pending.importing = False
+            if session.releasing is not None:  # a dead lane touches nothing
+                effects += self._registration.released(Released(session=session.number))
+        return effects
+
+    def _share_done(self, message: ShareDone) -> list[Effect]:
+        session = self.state.registry.sessions.get(message.session)
+        engine = session.engine if session is not None else None
+        if engine is None or engine.namespace is None or engine.namespace.id != message.namespace:
+            return []  # its engine is gone, and with it these writes
+        result = engine.namespace.table.share_done(
+            engine.number,
+            message.rank,
+            message.slots.numpy(),
+            message.generations.numpy(),
+            message.first.numpy(),
+            message.count.numpy(),
+            ok=message.ok,
+        )
+        return self.state.revoke(engine.namespace, result.dropped)
+
+    def _free(self, namespace_id: bytes, slots: list[tuple[int, int]]) -> None:
+        namespaces = self.state.namespaces
+        namespace = namespaces.get(namespace_id) if namespaces is not None else None
+        if namespace is not None and slots:
+            namespace.table.revoked(*arrays(slots))
+
+    # ----------------------------------------------------------------- time
+
+    def tick(self, now: float) -> list[Effect]:
+        """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""
+        effects = self._registration.expire(now)
+        if self.state.namespaces is not None:
+            for namespace in self.state.namespaces:
+                expired = namespace.table.expire(now)
+                if expired:
+                    effects.append(
+                        Event(f"{len(expired)} chunks in writing ran out of time", "warning")
+                    )
+                effects += self.state.revoke(namespace, expired)
+        for lane in self.state.lanes.values():
+            silent = now - lane.last_seen
+            if not lane.up or lane.killed:
+                continue
+            if silent > self.state.settings.lane_timeout_seconds:
+                lane.killed = True
+                effects.append(KillLane(lane.device, f"silent for {silent:.1f} s"))
+            elif silent > PING_SECONDS:
+                lane.pings += 1
+                effects.append(ToLane(lane.device, LanePing(sequence=lane.pings)))
+        return effects
+
+    def __repr__(self) -> str:
+        return f"<Broker {self.state.registry!r}, lanes {list(self.state.lanes.values())}>"

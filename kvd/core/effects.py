@@ -1,0 +1,95 @@
+"""What the broker's decisions ask the outside to do.
+
+The core returns lists of these; `kvd.broker.service` carries them out in order.
+Descriptors are named, not held: the core has no file descriptors.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvd_proto.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryFd:
+    """The read-only descriptor of a namespace's directory."""
+
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LifelineFd:
+    """The read end of the lifeline of the lane that serves `device`."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFds:
+    """All descriptors that a session has sent over the door, in order."""
+
+    session: int
+
+
+FdName: TypeAlias = DirectoryFd | LifelineFd | SessionFds
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer one request of a session."""
+
+    session: int
+    request_id: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Send a notice over a session's door."""
+
+    session: int
+    message: Message
+    fd: FdName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToLane:
+    """Send a message over a lane's link."""
+
+    device: str
+    message: Message
+    fd: FdName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KillLane:
+    """End a lane process that hangs; its end is reported back as lost."""
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPool:
+    """Make the pool's memory, of a size that is now known."""
+
+    cpu_bytes: int
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropFds:
+    """Close the descriptors that a session has sent."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something worth a line in the log and a place in the list of recent events."""
+
+    text: str
+    level: str = "info"
+
+
+Effect: TypeAlias = Reply | Notify | ToLane | KillLane | OpenPool | DropFds | Event

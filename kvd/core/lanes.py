@@ -1,0 +1,117 @@
+"""Lanes as the broker sees them, and writes that are being called back."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvd.link import LaneCounters, LanePong, Revoke
+from kvd_proto.arrays import IntArray
+
+
+@dataclass(slots=True)
+class Lane:
+    """One device's lane: its process, and what it last said."""
+
+    device: str
+    incarnation: int = 0
+    up: bool = False
+    pid: int = 0
+    endpoint: str = ""
+    last_seen: float = 0.0
+    restarts: int = 0
+    last_error: str = ""
+    pings: int = 0
+    killed: bool = False
+    pong: LanePong = field(
+        default_factory=lambda: LanePong(
+            sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
+        )
+    )
+    past: LaneCounters = field(default_factory=LaneCounters)
+
+    @property
+    def counters(self) -> LaneCounters:
+        """Totals over all incarnations."""
+        return add_counters(self.past, self.pong.counters)
+
+    def __repr__(self) -> str:
+        state = "up" if self.up else "down"
+        return f"<Lane {self.device}#{self.incarnation} {state}, {self.restarts} restarts>"
+
+
+def add_counters(left: LaneCounters, right: LaneCounters) -> LaneCounters:
+    """The sum, field by field."""
+    jobs = dict(left.jobs)
+    for name, count in right.jobs.items():
+        jobs[name] = jobs.get(name, 0) + count
+    return LaneCounters(
+        store_bytes=left.store_bytes + right.store_bytes,
+        load_bytes=left.load_bytes + right.load_bytes,
+        store_ns=left.store_ns + right.store_ns,
+        load_ns=left.load_ns + right.load_ns,
+        jobs=jobs,
+    )
+
+
+class Revocations:
+    """Slots in DRAINING, and the lanes that have not yet said that nothing writes there."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[bytes, int, int], set[str]] = {}
+
+    def start(
+        self, namespace: bytes, slots: Iterable[tuple[int, int]], devices: Iterable[str]
+    ) -> Revoke:
+        """Ask `devices` about these (slot, generation) pairs; the message to send to each."""
+        pairs = list(slots)
+        names = set(devices)
+        for slot, generation in pairs:
+            self._waiting[(namespace, slot, generation)] = set(names)
+        return Revoke(
+            namespace=namespace,
+            slots=IntArray.of((slot for slot, _ in pairs), "u4"),
+            generations=IntArray.of((generation for _, generation in pairs), "u8"),
+        )
+
+    def answered(
+        self, device: str, namespace: bytes, slots: IntArray, generations: IntArray
+    ) -> list[tuple[int, int]]:
+        """The pairs that no lane writes to any more, now that `device` has answered."""
+        free = []
+        for slot, generation in zip(
+            slots.numpy().tolist(), generations.numpy().tolist(), strict=True
+        ):
+            waiting = self._waiting.get((namespace, slot, generation))
+            if waiting is None:
+                continue
+            waiting.discard(device)
+            if not waiting:
+                del self._waiting[(namespace, slot, generation)]
+                free.append((slot, generation))
+        return free
+
+    def lane_lost(self, device: str) -> dict[bytes, list[tuple[int, int]]]:
+        """A dead lane writes nowhere: the pairs, by namespace, that it alone held up."""
+        free: dict[bytes, list[tuple[int, int]]] = {}
+        for (namespace, slot, generation), waiting in list(self._waiting.items()):
+            waiting.discard(device)
+            if not waiting:
+                del self._waiting[(namespace, slot, generation)]
+                free.setdefault(namespace, []).append((slot, generation))
+        return free
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __repr__(self) -> str:
+        return f"<Revocations {len(self)} slots>"
+
+
+def arrays(pairs: Iterable[tuple[int, int]]) -> tuple["np.ndarray", "np.ndarray"]:  # type: ignore[type-arg]
+    """(slot, generation) pairs as two arrays, u4 and u8."""
+    listed = list(pairs)
+    return (
+        np.array([slot for slot, _ in listed], dtype=np.uint32),
+        np.array([generation for _, generation in listed], dtype=np.uint64),
+    )

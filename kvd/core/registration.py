@@ -1,0 +1,435 @@
+"""A worker's memory: register, import, attach the engine, and let go again.
+
+A registration is answered once the lane has mapped the memory. It may have to
+wait for descriptors (the door and the request socket are not ordered against
+each other), for the pool's size (``auto``), or for a lane that is being
+restarted; it waits to a deadline and is then refused with the reason.
+"""
+
+from kvd_proto.layout import compare_ranks, validate_layout
+from kvd_proto.sizes import auto_cpu_bytes, kv_bytes_per_block, size_pool, total_gpu_kv_bytes
+
+from kvd.core.effects import (
+    DirectoryFd,
+    DropFds,
+    Effect,
+    Event,
+    LifelineFd,
+    Notify,
+    OpenPool,
+    Reply,
+    SessionFds,
+    ToLane,
+)
+from kvd.core.identity import namespace_id
+from kvd.core.lanes import Lane
+from kvd.core.sessions import Engine, PendingRegister, Session
+from kvd.core.state import BrokerState
+from kvd.errors import KvdError, Refused
+from kvd.link import BindWorker, Imported, ImportWorker, LaneReady, Released, ReleaseWorker
+from kvd_proto.errors import LayoutError
+from kvd_proto.messages import (
+    Attached,
+    Error,
+    ErrorCode,
+    LaneUp,
+    Register,
+    Registered,
+    Unregistered,
+)
+from kvd_proto.states import SessionEvent, SessionState
+
+REGISTER_SECONDS = 20.0
+DESCRIPTOR_SECONDS = 2.0
+
+
+class Registration:
+    """Decisions about workers' memory over the shared state."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+
+    # ------------------------------------------------------------ requests
+
+    def register(
+        self, session: Session, request_id: int, message: Register, now: float
+    ) -> list[Effect]:
+        """Check what can be checked at once; the rest happens when it can.
+
+        Raises:
+            Refused: with the figures, where it can never be served.
+        """
+        engine = session.engine
+        if engine is None or session.state is not SessionState.WELCOMED:
+            raise Refused(ErrorCode.BAD_STATE, f"REGISTER in state {session.state}")
+        if session.kind != "worker":
+            raise Refused(ErrorCode.BAD_STATE, f"REGISTER by a {session.kind}, only workers may")
+        if session.pending is not None or session.releasing is not None:
+            raise Refused(ErrorCode.BAD_STATE, "a registration of this session is under way")
+        if message.device not in self._state.lanes:
+            served = ", ".join(self._state.lanes)
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"device {message.device!r} is not served here; served: {served}",
+            )
+        self._check_rank(engine, message)
+        self._check_layout(engine, message)
+        session.pending = PendingRegister(request_id, message, now + REGISTER_SECONDS)
+        effects = self._open_pool(message)
+        return effects + self.advance(session, now)
+
+    def advance(self, session: Session, now: float) -> list[Effect]:
+        """Move a pending registration on if what it waited for is there."""
+        pending = session.pending
+        if pending is None or pending.importing:
+            return []
+        needed = 1 + max((h.fd_index for h in pending.message.handles), default=0)
+        if session.descriptors < needed:
+            pending.deadline = min(pending.deadline, now + DESCRIPTOR_SECONDS)
+            return []
+        lane = self._state.lanes[pending.message.device]
+        if not lane.up:
+            return []
+        pending.importing = True
+        return [
+            Notify(session.number, _lane_up(lane), LifelineFd(lane.device)),
+            self._import(session, pending.message),
+        ]
+
+    def unregister(self, session: Session, request_id: int) -> list[Effect]:
+        """Let go of the session's memory; answered when nothing touches it.
+
+        Raises:
+            Refused: there is nothing registered.
+        """
+        registration = session.registration
+        if registration is None or session.state is not SessionState.REGISTERED:
+            raise Refused(ErrorCode.BAD_STATE, "nothing is registered by this session")
+        effects = self._leave(session, "unregistered")
+        session.machine.fire(SessionEvent.UNREGISTER)
+        session.releasing = request_id
+        lane = self._state.lanes[registration.device]
+        if lane.up and session.imported:
+            session.imported = False
+            return [*effects, ToLane(lane.device, ReleaseWorker(session=session.number))]
+        return effects + self.released(Released(session=session.number))
+
+    # ---------------------------------------------------------- lane's words
+
+    def imported(self, message: Imported, now: float) -> list[Effect]:
+        """A lane has mapped a worker's memory, or says why not."""
+        del now
+        session = self._state.registry.sessions.get(message.session)
+        if session is None:
+            return []
+        if session.pending is None:
+            return self._reimported(session, message)
+        pending = session.pending
+        session.pending = None
+        if message.error:
+            return [
+                Reply(session.number, pending.request_id, _refusal(message.error)),
+                *self._forget_descriptors(session),
+            ]
+        engine = session.engine
+        if engine is None:
+            return []
+        try:  # another session may have taken the rank while the lane was busy
+            self._check_rank(engine, pending.message)
+            self._check_layout(engine, pending.message)
+        except Refused as refusal:
+            return [
+                ToLane(pending.message.device, ReleaseWorker(session=session.number)),
+                Reply(
+                    session.number, pending.request_id, Error(code=refusal.code, text=str(refusal))
+                ),
+                *self._forget_descriptors(session),
+            ]
+        session.machine.fire(SessionEvent.REGISTER)
+        session.registration = pending.message
+        session.imported = True
+        engine.workers[pending.message.rank] = session
+        lane = self._state.lanes[pending.message.device]
+        reply = Registered(
+            missing_ranks=engine.missing_ranks, lane=lane.endpoint, incarnation=lane.incarnation
+        )
+        effects: list[Effect] = [
+            Event(
+                f"{session.label} registered; missing ranks: {list(engine.missing_ranks) or 'none'}"
+            )
+        ]
+        try:
+            effects += self._attach(engine)
+        except (LayoutError, KvdError) as error:
+            del engine.workers[pending.message.rank]
+            session.machine.fire(SessionEvent.UNREGISTER)
+            session.registration = None
+            session.imported = False
+            return [
+                ToLane(lane.device, ReleaseWorker(session=session.number)),
+                Reply(session.number, pending.request_id, _refusal(str(error))),
+                *self._forget_descriptors(session),
+            ]
+        return [Reply(session.number, pending.request_id, reply), *effects]
+
+    def released(self, message: Released) -> list[Effect]:
+        """A lane touches a worker's memory no more."""
+        session = self._state.registry.sessions.get(message.session)
+        if session is None or session.releasing is None:
+            return []
+        request_id, session.releasing = session.releasing, None
+        return [
+            Reply(session.number, request_id, Unregistered()),
+            *self._forget_descriptors(session),
+        ]
+
+    def lane_ready(self, lane: Lane, message: LaneReady, now: float) -> list[Effect]:
+        """A lane serves: give it every worker of its device, and tell them where it is."""
+        lane.up = True
+        lane.killed = False
+        lane.pid = message.pid
+        lane.endpoint = message.endpoint
+        lane.incarnation = message.incarnation
+        lane.last_seen = now
+        effects: list[Effect] = [
+            Event(f"lane {lane.device} is up (incarnation {lane.incarnation}, pid {lane.pid})")
+        ]
+        for session in self._state.registry.sessions.values():
+            registration = session.registration
+            if registration is not None and registration.device == lane.device:
+                effects.append(Notify(session.number, _lane_up(lane), LifelineFd(lane.device)))
+                effects.append(self._import(session, registration))
+            else:
+                effects += self.advance(session, now)
+        return effects
+
+    # ------------------------------------------------------------- departure
+
+    def session_lost(self, session: Session) -> list[Effect]:
+        """The session's process is gone: nothing of it may stay pinned or written to."""
+        effects: list[Effect] = []
+        device = None
+        if session.registration is not None:
+            device = session.registration.device
+            effects += self._leave(session, f"rank {session.registration.rank} is gone")
+        elif session.pending is not None and session.pending.importing:
+            device = session.pending.message.device
+        session.pending = None
+        if device is not None and self._state.lanes[device].up:
+            effects.append(ToLane(device, ReleaseWorker(session=session.number)))
+        effects.append(DropFds(session.number))
+        return effects
+
+    def expire(self, now: float) -> list[Effect]:
+        """Refuse registrations that have waited too long, saying for what."""
+        effects: list[Effect] = []
+        for session in self._state.registry.sessions.values():
+            pending = session.pending
+            if pending is None or now < pending.deadline:
+                continue
+            if pending.importing:
+                text = f"lane {pending.message.device} did not map the memory in time; try again"
+                code = ErrorCode.LANE_LOST
+            elif not self._state.lanes[pending.message.device].up:
+                text = f"lane {pending.message.device} is not up; try again"
+                code = ErrorCode.LANE_LOST
+            else:
+                text = (
+                    f"{session.descriptors} descriptors arrived over the door, the handles name"
+                    f" more; send HANDLES before REGISTER"
+                )
+                code = ErrorCode.BAD_LAYOUT
+            session.pending = None
+            effects.append(Reply(session.number, pending.request_id, Error(code=code, text=text)))
+            effects += self._forget_descriptors(session)
+            if pending.importing and self._state.lanes[pending.message.device].up:
+                effects.append(
+                    ToLane(pending.message.device, ReleaseWorker(session=session.number))
+                )
+        return effects
+
+    # --------------------------------------------------------------- helpers
+
+    def _check_rank(self, engine: Engine, message: Register) -> None:
+        holder = engine.workers.get(message.rank)
+        if holder is not None:
+            raise Refused(
+                ErrorCode.BAD_STATE,
+                f"rank {message.rank} of engine {engine.name!r} is held by pid {holder.peer.pid};"
+                " give each engine instance a name of its own",
+            )
+        if message.rank >= message.world_size:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"rank {message.rank} in a world of {message.world_size}; ranks count from 0",
+            )
+        if engine.workers and engine.world_size != message.world_size:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"rank {message.rank} says world size {message.world_size}, the engine's other"
+                f" ranks say {engine.world_size}",
+            )
+        if engine.fingerprint is not None and engine.fingerprint != message.fingerprint:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"rank {message.rank} has another fingerprint than the engine's other ranks:"
+                f" {message.fingerprint} against {engine.fingerprint}",
+            )
+
+    def _check_layout(self, engine: Engine, message: Register) -> None:
+        if len(message.handles) != len(message.layout.storages):
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"{len(message.handles)} handles for {len(message.layout.storages)} storages",
+            )
+        registrations = {
+            rank: worker.registration
+            for rank, worker in engine.workers.items()
+            if worker.registration is not None
+        } | {message.rank: message}
+        try:
+            validate_layout(message.layout)
+            compare_ranks(
+                {rank: r.layout for rank, r in registrations.items()},
+                {rank: r.stage for rank, r in registrations.items()},
+            )
+            budget = self._state.settings.pool_bytes
+            if budget is not None:  # refused at once, not when the last rank comes
+                size_pool([message.layout] * message.world_size, budget)
+        except LayoutError as error:
+            raise Refused(ErrorCode.BAD_LAYOUT, str(error)) from error
+
+    def _open_pool(self, message: Register) -> list[Effect]:
+        """With ``auto``, the first registration decides the pool's size."""
+        state = self._state
+        if state.namespaces is not None:
+            return []
+        reported = total_gpu_kv_bytes(message.layout)
+        # Figures of kv_bytes_per_block are refused in validate_layout already.
+        kv_bytes_per_block(reported, message.layout.num_blocks)
+        size = auto_cpu_bytes(
+            reported,
+            1 if message.layout.replicated else message.world_size,
+            ratio=state.settings.host_ratio,
+            available=state.available_bytes(),
+            reserve=state.settings.reserve_bytes,
+        )
+        try:
+            size_pool([message.layout] * message.world_size, size.cpu_bytes)
+        except LayoutError as error:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT, f"cpu_bytes auto: {size.explanation}: {error}"
+            ) from error
+        state.namespaces = state.open_namespaces(size.cpu_bytes)
+        return [OpenPool(size.cpu_bytes, size.explanation)]
+
+    def _attach(self, engine: Engine) -> list[Effect]:
+        state = self._state
+        if engine.missing_ranks or state.namespaces is None:
+            return []
+        workers = [engine.workers[rank] for rank in range(engine.world_size)]
+        registrations = [w.registration for w in workers if w.registration is not None]
+        layouts = [r.layout for r in registrations]
+        sizes = size_pool(layouts, state.namespaces.cpu_bytes)
+        namespace = state.namespaces.open(
+            namespace_id(registrations),
+            sizes.slot_bytes,
+            world_size=engine.world_size,
+            replicated=layouts[0].replicated,
+            boot_id=state.boot_id,
+            label=registrations[0].fingerprint.model,
+        )
+        state.namespaces.attach_engine(namespace)
+        engine.namespace = namespace
+        effects: list[Effect] = [self._bind(worker) for worker in workers]
+        effects += [self.attached_notice(engine, number) for number in engine.sessions]
+        effects.append(
+            Event(
+                f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
+                f" {sizes.num_chunks} chunks of {sizes.bytes_per_chunk} bytes"
+            )
+        )
+        return effects
+
+    def attached_notice(self, engine: Engine, session: int) -> Notify:
+        """The notice that an attached engine's sessions get."""
+        namespace = engine.namespace
+        if namespace is None:
+            raise KvdError(f"{engine!r} is not attached")
+        geometry = namespace.geometry
+        return Notify(
+            session,
+            Attached(
+                namespace=namespace.id,
+                world_size=engine.world_size,
+                bytes_per_chunk=sum(geometry.slot_bytes),
+                num_chunks=geometry.num_slots,
+            ),
+            DirectoryFd(namespace.id),
+        )
+
+    def _import(self, session: Session, registration: Register) -> ToLane:
+        session.imported = False
+        return ToLane(
+            registration.device,
+            ImportWorker(
+                session=session.number,
+                token=session.token,
+                rank=registration.rank,
+                world_size=registration.world_size,
+                layout=registration.layout,
+                handles=registration.handles,
+            ),
+            SessionFds(session.number),
+        )
+
+    def _bind(self, worker: Session) -> ToLane:
+        engine, registration = worker.engine, worker.registration
+        if engine is None or registration is None or engine.namespace is None:
+            raise KvdError(f"{worker!r} cannot be bound")
+        geometry = engine.namespace.geometry
+        arena = 0 if registration.layout.replicated else registration.rank
+        return ToLane(
+            registration.device,
+            BindWorker(
+                session=worker.number,
+                namespace=engine.namespace.id,
+                owner=engine.number,
+                arena_base=geometry.arena_base(arena),
+                slot_bytes=geometry.slot_bytes[arena],
+                num_slots=geometry.num_slots,
+            ),
+            DirectoryFd(engine.namespace.id),
+        )
+
+    def _reimported(self, session: Session, message: Imported) -> list[Effect]:
+        """After a lane's restart."""
+        if session.registration is None:
+            return []
+        if message.error:
+            return [
+                Event(f"{session.label}: memory lost to the new lane: {message.error}", "error")
+            ]
+        session.imported = True
+        return [self._bind(session)] if session.engine and session.engine.attached else []
+
+    def _leave(self, session: Session, reason: str) -> list[Effect]:
+        engine, registration = session.engine, session.registration
+        effects: list[Effect] = []
+        if engine is not None and registration is not None:
+            effects = self._state.detach(engine, reason)
+            engine.workers.pop(registration.rank, None)
+        session.registration = None
+        return effects
+
+    def _forget_descriptors(self, session: Session) -> list[Effect]:
+        session.descriptors = 0
+        return [DropFds(session.number)]
+
+
+def _lane_up(lane: Lane) -> LaneUp:
+    return LaneUp(device=lane.device, incarnation=lane.incarnation, endpoint=lane.endpoint)
+
+
+def _refusal(text: str) -> Error:
+    return Error(code=ErrorCode.BAD_LAYOUT, text=text)

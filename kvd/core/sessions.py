@@ -1,0 +1,168 @@
+"""Sessions and engines: who is here, and what each has registered."""
+
+from dataclasses import dataclass, field
+
+from kvd.errors import IntegrityError
+from kvd.state.namespaces import Namespace
+from kvd_proto.messages import Fingerprint, Register
+from kvd_proto.states import SESSION, Machine, SessionEvent, SessionState
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What the kernel says about the process at the other end of the door."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+@dataclass(slots=True)
+class PendingRegister:
+    """A registration that waits for descriptors, for its lane, or for the import."""
+
+    request_id: int
+    message: Register
+    deadline: float
+    importing: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connection at the door, until its end of file."""
+
+    number: int
+    token: bytes
+    peer: Peer
+    machine: Machine[SessionState, SessionEvent] = field(
+        default_factory=lambda: Machine(SESSION, SessionState.CONNECTED)
+    )
+    kind: str = ""
+    client: str = ""
+    engine: "Engine | None" = None
+    descriptors: int = 0
+    pending: PendingRegister | None = None
+    registration: Register | None = None
+    imported: bool = False
+    releasing: int | None = None  # request id of an Unregister in progress
+
+    @property
+    def state(self) -> SessionState:
+        """Where the session stands."""
+        return self.machine.state
+
+    @property
+    def label(self) -> str:
+        """How logs name this session."""
+        who = self.engine.name if self.engine else "?"
+        rank = f" rank {self.registration.rank}" if self.registration else ""
+        return f"engine {who}{rank} ({self.kind or 'new'}, pid {self.peer.pid})"
+
+    def __repr__(self) -> str:
+        return f"<Session {self.number} {self.state}: {self.label}>"
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One inference server instance: its scheduler and its ranks."""
+
+    number: int
+    name: str
+    sessions: dict[int, Session] = field(default_factory=dict)
+    workers: dict[int, Session] = field(default_factory=dict)
+    namespace: Namespace | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Every rank is registered and bound to a namespace."""
+        return self.namespace is not None
+
+    @property
+    def world_size(self) -> int:
+        """As its workers registered it; 0 before the first."""
+        for worker in self.workers.values():
+            if worker.registration:
+                return worker.registration.world_size
+        return 0
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that have not registered."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.workers)
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """As the first registered rank has it."""
+        for worker in self.workers.values():
+            if worker.registration:
+                return worker.registration.fingerprint
+        return None
+
+    def __repr__(self) -> str:
+        state = "attached" if self.attached else f"missing ranks {list(self.missing_ranks)}"
+        return f"<Engine {self.number} {self.name!r}: {len(self.sessions)} sessions, {state}>"
+
+
+class Registry:
+    """All sessions and engines, by number, token and name."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self.max_sessions = max_sessions
+        self.sessions: dict[int, Session] = {}
+        self.by_token: dict[bytes, Session] = {}
+        self.engines: dict[str, Engine] = {}
+        self._next_session = 1
+        self._next_engine = 1
+
+    def connect(self, token: bytes, peer: Peer) -> Session:
+        """A new session in state CONNECTED."""
+        session = Session(self._next_session, token, peer)
+        self._next_session += 1
+        self.sessions[session.number] = session
+        self.by_token[token] = session
+        return session
+
+    def join(self, session: Session, name: str) -> Engine:
+        """Put the session into the engine `name`, which comes to be if need be."""
+        engine = self.engines.get(name)
+        if engine is None:
+            engine = self.engines[name] = Engine(self._next_engine, name)
+            self._next_engine += 1
+        engine.sessions[session.number] = session
+        session.engine = engine
+        return engine
+
+    def remove(self, session: Session) -> None:
+        """Forget a session, and its engine with the last of them."""
+        del self.sessions[session.number]
+        del self.by_token[session.token]
+        engine = session.engine
+        if engine is not None:
+            del engine.sessions[session.number]
+            if not engine.sessions:
+                del self.engines[engine.name]
+
+    def check_integrity(self) -> None:
+        """Every index names the same objects.
+
+        Raises:
+            IntegrityError: one does not.
+        """
+        if {s.token for s in self.sessions.values()} != set(self.by_token):
+            raise IntegrityError("tokens and sessions disagree")
+        for name, engine in self.engines.items():
+            if engine.name != name or not engine.sessions:
+                raise IntegrityError(f"{engine!r} is filed under {name!r} or empty")
+            for session in engine.sessions.values():
+                if self.sessions.get(session.number) is not session:
+                    raise IntegrityError(f"{session!r} of {engine!r} is not a session")
+            for rank, worker in engine.workers.items():
+                if worker.registration is None or worker.registration.rank != rank:
+                    raise IntegrityError(f"{worker!r} is filed as rank {rank}")
+                if worker.number not in engine.sessions:
+                    raise IntegrityError(f"{worker!r} is a worker, not a session, of {engine!r}")
+            if engine.attached and engine.missing_ranks:
+                raise IntegrityError(f"{engine!r} is attached and lacks {engine.missing_ranks}")
+
+    def __repr__(self) -> str:
+        return f"<Registry {len(self.sessions)} sessions, {len(self.engines)} engines>"

@@ -1,0 +1,106 @@
+"""Everything the broker knows, in one place, for the decision modules that share it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvd.core.effects import Effect, Event, Notify, ToLane
+from kvd.core.lanes import Lane, Revocations, arrays
+from kvd.core.sessions import Engine, Registry
+from kvd.errors import IntegrityError, Refused
+from kvd.settings import Settings
+from kvd.state.namespaces import Namespace, Namespaces
+from kvd_proto.messages import Detached, ErrorCode
+
+
+class OpenNamespaces(Protocol):
+    """Makes the namespaces over a pool of `cpu_bytes`."""
+
+    def __call__(self, cpu_bytes: int) -> Namespaces:
+        """Called once, when the size is known."""
+
+
+@dataclass(slots=True)
+class BrokerState:
+    """Sessions, engines, lanes, namespaces, and writes being called back.
+
+    `open_namespaces` supplies directory memory and `available_bytes` what the
+    machine has to give; both touch the outside, so both are handed in.
+    """
+
+    settings: Settings
+    boot_id: bytes
+    open_namespaces: OpenNamespaces
+    available_bytes: Callable[[], int]
+    registry: Registry
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    revocations: Revocations = field(default_factory=Revocations)
+    namespaces: Namespaces | None = None
+    pool_ready: bool = False
+    draining: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """New work is served: memory is there and every lane is up."""
+        lanes_up = all(lane.up for lane in self.lanes.values())
+        return self.pool_ready and lanes_up and not self.draining
+
+    def attached_namespace(self, engine: Engine | None) -> tuple[Engine, Namespace]:
+        """The engine and its namespace.
+
+        Raises:
+            Refused: NOT_READY where the engine is not complete.
+        """
+        if engine is None:
+            raise Refused(ErrorCode.BAD_STATE, "say HELLO first")
+        if engine.namespace is None:
+            missing = engine.missing_ranks
+            waits = f"ranks {list(missing)} have" if missing else "no rank has"
+            raise Refused(
+                ErrorCode.NOT_READY,
+                f"engine {engine.name!r}: {waits} not registered yet"
+                if missing
+                else f"engine {engine.name!r}: {waits} registered yet",
+            )
+        return engine, engine.namespace
+
+    def revoke(self, namespace: Namespace, slots: list[tuple[int, int]]) -> list[Effect]:
+        """Call back writes into slots that are DRAINING now; free at once what no lane holds."""
+        if not slots:
+            return []
+        devices = [lane.device for lane in self.lanes.values() if lane.up]
+        if not devices:
+            namespace.table.revoked(*arrays(slots))
+            return []
+        message = self.revocations.start(namespace.id, slots, devices)
+        return [ToLane(device, message) for device in devices]
+
+    def detach(self, engine: Engine, reason: str) -> list[Effect]:
+        """The engine is no longer complete: give up its writes, tell its sessions."""
+        namespace = engine.namespace
+        if namespace is None or self.namespaces is None:
+            return []
+        dropped = namespace.table.drop_owner(engine.number)
+        effects = self.revoke(namespace, dropped)
+        engine.namespace = None
+        self.namespaces.detach_engine(namespace)
+        effects += [Notify(number, Detached(reason=reason)) for number in engine.sessions]
+        effects.append(
+            Event(f"engine {engine.name}: {reason}; {len(dropped)} chunks in writing given up")
+        )
+        return effects
+
+    def check_integrity(self) -> None:
+        """All that can be checked, checked.
+
+        Raises:
+            IntegrityError: an invariant does not hold.
+        """
+        self.registry.check_integrity()
+        if self.namespaces is not None:
+            self.namespaces.check_integrity()
+        for engine in self.registry.engines.values():
+            if engine.namespace is not None and (
+                self.namespaces is None or self.namespaces.get(engine.namespace.id) is None
+            ):
+                raise IntegrityError(f"{engine!r} is attached to a namespace that is gone")

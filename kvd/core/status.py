@@ -1,0 +1,109 @@
+"""The daemon's state as one plain dictionary: the model of `kvd status --json`."""
+
+from typing import Any
+
+from kvd.core.lanes import Lane
+from kvd.core.sessions import Engine
+from kvd.core.state import BrokerState
+from kvd.state.namespaces import Namespace
+
+
+def status_report(state: BrokerState, pid: int, version: str, now: float) -> dict[str, Any]:
+    """Everything an operator's script may want; see docs/status.md."""
+    namespaces = list(state.namespaces) if state.namespaces is not None else []
+    return {
+        "version": version,
+        "boot_id": state.boot_id.hex(),
+        "pid": pid,
+        "ready": state.ready,
+        "not_ready": _reasons(state),
+        "draining": state.draining,
+        "pool": state.namespaces.stats() if state.namespaces is not None else {"cpu_bytes": 0},
+        "namespaces": [_namespace(namespace) for namespace in namespaces],
+        "engines": [_engine(engine) for engine in state.registry.engines.values()],
+        "lanes": [_lane(lane, now) for lane in state.lanes.values()],
+        "counters": _counters(state, namespaces),
+    }
+
+
+def _reasons(state: BrokerState) -> list[str]:
+    reasons = [f"lane {lane.device} is not up" for lane in state.lanes.values() if not lane.up]
+    if not state.pool_ready:
+        reasons.append("the pool's memory is not there yet")
+    if state.draining:
+        reasons.append("draining")
+    return reasons
+
+
+def _namespace(namespace: Namespace) -> dict[str, Any]:
+    geometry = namespace.geometry
+    return {
+        "id": namespace.id.hex(),
+        "model": namespace.label,
+        "engines": namespace.engines,
+        "world_size": geometry.world_size,
+        "replicated": geometry.replicated,
+        "bytes_per_chunk": sum(geometry.slot_bytes),
+        "num_chunks": geometry.num_slots,
+        "chunks": namespace.table.stats(),
+    }
+
+
+def _engine(engine: Engine) -> dict[str, Any]:
+    return {
+        "name": engine.name,
+        "attached": engine.attached,
+        "namespace": engine.namespace.id.hex() if engine.namespace else None,
+        "world_size": engine.world_size,
+        "missing_ranks": list(engine.missing_ranks),
+        "sessions": [
+            {
+                "kind": session.kind,
+                "rank": session.registration.rank if session.registration else None,
+                "device": session.registration.device if session.registration else None,
+                "state": str(session.state),
+                "pid": session.peer.pid,
+                "uid": session.peer.uid,
+            }
+            for session in engine.sessions.values()
+        ],
+    }
+
+
+def _lane(lane: Lane, now: float) -> dict[str, Any]:
+    return {
+        "device": lane.device,
+        "up": lane.up,
+        "pid": lane.pid,
+        "incarnation": lane.incarnation,
+        "restarts": lane.restarts,
+        "last_error": lane.last_error,
+        "seconds_since_heard": round(now - lane.last_seen, 3) if lane.up else None,
+        "queued_jobs": lane.pong.queued_jobs,
+        "bytes_in_flight": lane.pong.bytes_in_flight,
+        "workers": lane.pong.workers,
+    }
+
+
+def _counters(state: BrokerState, namespaces: list[Namespace]) -> dict[str, Any]:
+    totals: dict[str, Any] = {
+        "store_bytes": 0,
+        "load_bytes": 0,
+        "store_seconds": 0.0,
+        "load_seconds": 0.0,
+        "lane_restarts": 0,
+        "jobs": {},
+    }
+    for lane in state.lanes.values():
+        counters = lane.counters
+        totals["store_bytes"] += counters.store_bytes
+        totals["load_bytes"] += counters.load_bytes
+        totals["store_seconds"] += counters.store_ns / 1e9
+        totals["load_seconds"] += counters.load_ns / 1e9
+        totals["lane_restarts"] += lane.restarts
+        for name, count in counters.jobs.items():
+            totals["jobs"][name] = totals["jobs"].get(name, 0) + count
+    for namespace in namespaces:
+        for name, value in namespace.table.counters().items():
+            totals[name] = totals.get(name, 0) + value
+    return totals

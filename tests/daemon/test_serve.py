@@ -1,0 +1,173 @@
+"""`kvd serve` and `kvd status` as an operator meets them."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Daemon, StartDaemon
+
+
+def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The `kvd` command, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvd", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_ready_daemon_reports_itself(daemon: Daemon) -> None:
+    """The status names pid, boot id, pool and lane, and says ready."""
+    report = daemon.wait_ready()
+    assert report["pid"] == daemon.process.pid
+    assert len(report["boot_id"]) == 32
+    assert report["pool"]["cpu_bytes"] == 64 * 2**20
+    assert [(lane["device"], lane["up"]) for lane in report["lanes"]] == [("host", True)]
+    assert report["namespaces"] == []
+    assert report["engines"] == []
+
+
+def test_status_prints_a_table(daemon: Daemon) -> None:
+    """Without --json people get a table, and exit status 0 says ready."""
+    done = run_kvd("status", "--runtime-dir", str(daemon.runtime_dir))
+    assert done.returncode == 0
+    assert "ready" in done.stdout
+    assert "host" in done.stdout
+
+
+def test_status_without_a_daemon_says_how_to_start_one(tmp_path: Path) -> None:
+    """No daemon: exit status not 0, and the command to start one."""
+    done = run_kvd("status", "--runtime-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert f"kvd serve --runtime-dir {tmp_path}" in done.stderr
+
+
+def test_sigterm_drains_and_leaves_nothing(daemon: Daemon) -> None:
+    """SIGTERM ends the daemon with 0; sockets, lock and pool are gone."""
+    pools = [line for line in daemon.log.read_text().splitlines() if "/dev/shm/" in line]
+    pool = Path(pools[0].split()[-1])
+    assert pool.exists()
+    assert daemon.stop() == 0
+    assert not pool.exists()
+    assert list(daemon.runtime_dir.iterdir()) == []
+
+
+def test_a_second_daemon_refuses_and_names_the_first(
+    daemon: Daemon, start_daemon: StartDaemon
+) -> None:
+    """Two daemons on one directory: the second says the first one's pid and leaves it alone."""
+    second = start_daemon(ready=False)
+    assert second.process.wait(timeout=30) == 1
+    assert f"pid {daemon.process.pid}" in second.log.read_text()
+    assert daemon.wait_ready()["pid"] == daemon.process.pid
+
+
+def test_a_killed_daemon_does_not_keep_its_successor_out(
+    daemon: Daemon, start_daemon: StartDaemon
+) -> None:
+    """After SIGKILL a new daemon starts on the same directory, and the old lane is gone."""
+    lane = daemon.wait_ready()["lanes"][0]["pid"]
+    pidfd = os.pidfd_open(lane)
+    daemon.stop(signal.SIGKILL)
+    import select  # noqa: PLC0415
+
+    ended, _, _ = select.select([pidfd], [], [], 20)
+    os.close(pidfd)
+    assert ended, "the lane outlived its broker"
+    assert start_daemon().wait_ready()["ready"]
+
+
+def test_a_killed_lane_is_replaced(daemon: Daemon) -> None:
+    """SIGKILL of the lane: the broker starts another and is ready again."""
+    before = daemon.wait_ready()["lanes"][0]
+    pidfd = os.pidfd_open(before["pid"])
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
+    for _ in range(100):
+        after = daemon.status(wait=10)["lanes"][0]
+        if after["restarts"]:
+            break
+    assert daemon.wait_ready()["lanes"][0]["pid"] != before["pid"]
+    assert after["restarts"] == 1
+    assert "signal 9" in after["last_error"]
+
+
+def test_a_frozen_lane_is_killed_and_replaced(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """SIGSTOP of the lane: after its timeout it is killed and another serves."""
+    config = tmp_path / "kvd.toml"
+    config.write_text("lane_timeout_seconds = 1.0\n")
+    daemon = start_daemon("--config", str(config))
+    before = daemon.wait_ready()["lanes"][0]["pid"]
+    pidfd = os.pidfd_open(before)
+    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+    import select  # noqa: PLC0415
+
+    ended, _, _ = select.select([pidfd], [], [], 30)
+    os.close(pidfd)
+    assert ended, daemon.log.read_text()
+    assert daemon.wait_ready()["lanes"][0]["pid"] != before
+
+
+def test_files_are_for_owner_and_group_only(daemon: Daemon) -> None:
+    """Nobody else may enter the directory or use its sockets."""
+    assert stat.S_IMODE(daemon.runtime_dir.stat().st_mode) == 0o750
+    for name in ("broker.sock", "door.sock"):
+        assert stat.S_IMODE((daemon.runtime_dir / name).stat().st_mode) == 0o660
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cpu-bytes", "banana"], ["cpu_bytes", "banana"]),
+        (["--cpu-bytes", "0"], ["cpu_bytes", "auto"]),
+        (["--cpu-bytes", "-5GiB"], ["cpu_bytes", "-5GiB"]),
+        (["--cpu-bytes", "900TiB"], ["/dev/shm", "--cpu-bytes"]),
+        (["--config", "/nonexistent/kvd.toml"], ["/nonexistent/kvd.toml"]),
+        (["--reuse-threshold", "0"], ["reuse_threshold"]),
+        (["--pool-dir", "/nonexistent"], ["/nonexistent"]),
+    ],
+)
+def test_bad_settings_name_the_value(
+    tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    """A setting that cannot work gives one line with key and value, and exit status 1."""
+    done = run_kvd("serve", "--runtime-dir", str(tmp_path / "run"), *arguments)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_unknown_keys_in_the_file_are_refused(tmp_path: Path) -> None:
+    """A misspelt key is named, and the known ones are listed."""
+    config = tmp_path / "kvd.toml"
+    config.write_text('cpu_byte = "1GiB"\n')
+    done = run_kvd("serve", "--runtime-dir", str(tmp_path / "run"), "--config", str(config))
+    assert done.returncode == 1
+    assert "cpu_byte" in done.stderr
+    assert str(config) in done.stderr
+    assert "cpu_bytes" in done.stderr
+
+
+def test_options_come_before_the_file(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """A flag overrides the same key of the file."""
+    config = tmp_path / "kvd.toml"
+    config.write_text('cpu_bytes = "1GiB"\npolicy = "arc"\n')
+    daemon = start_daemon("--config", str(config), cpu_bytes="8MiB")
+    assert daemon.status()["pool"]["cpu_bytes"] == 8 * 2**20
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    """A runtime directory whose socket paths would not fit says so before anything is made."""
+    path = tmp_path / ("x" * 120)
+    done = run_kvd("serve", "--runtime-dir", str(path), "--cpu-bytes", "1MiB")
+    assert done.returncode == 1
+    assert "/run/kvd" in done.stderr
+    assert not path.exists()

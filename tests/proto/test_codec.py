@@ -1,0 +1,206 @@
+"""The codec: every message survives, every malformed one is named."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import HEADER_BYTES, MAX_ARRAY_ITEMS, MAX_MESSAGE_BYTES, WIRE, Codec
+from kvd_proto.errors import (
+    BadHeader,
+    DecodeError,
+    ExtraField,
+    Malformed,
+    MissingField,
+    Oversize,
+    UnknownTag,
+    VersionMismatch,
+    WrongType,
+)
+from kvd_proto.messages import REPLY_OF, TAGS, Message, Ping, PrepareStore, Register, Touch
+from kvd_proto.vectors import BOOT_ID, EXAMPLES, REQUEST_ID, SESSION, vector
+
+PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+
+def frame_of(tag: int, body: object, version: int = 1) -> bytes:
+    """A frame with a chosen body, valid or not."""
+    header = WIRE.encode(Ping(), 9)[:HEADER_BYTES]
+    raw = body if isinstance(body, bytes) else msgpack.packb(body)
+    return header[:4] + version.to_bytes(2, "little") + tag.to_bytes(2, "little") + header[8:] + raw
+
+
+def test_examples_cover_every_message() -> None:
+    """There is one example for each tag."""
+    assert {type(example) for example in EXAMPLES} == set(TAGS.values())
+
+
+def test_every_request_has_a_reply_type() -> None:
+    """Requests and their replies are both in the tag table."""
+    known = set(TAGS.values())
+    assert known >= set(REPLY_OF)
+    assert known >= set(REPLY_OF.values())
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_messages_round_trip(example: Message) -> None:
+    """Decoding an encoded message gives the same value, header included."""
+    header, message = WIRE.decode(WIRE.encode(example, REQUEST_ID, BOOT_ID, SESSION))
+    assert message == example
+    assert (header.request_id, header.boot_id, header.session) == (REQUEST_ID, BOOT_ID, SESSION)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_documented_vectors_are_what_is_encoded(example: Message) -> None:
+    """The hex in docs/protocol.md is the frame that this code writes and reads."""
+    text = PROTOCOL_MD.read_text(encoding="utf-8")
+    name = type(example).__name__
+    found = re.search(rf"^\*\*{name}\*\*\n\n```\n([0-9a-f]+)\n```", text, re.MULTILINE)
+    assert found is not None, f"no vector of {name} in docs/protocol.md; run make docs"
+    assert bytes.fromhex(found[1]) == vector(example)
+    assert WIRE.decode(bytes.fromhex(found[1]))[1] == example
+
+
+def test_generated_documentation_is_current() -> None:
+    """docs/protocol.md is what `make docs` would write."""
+    namespace: dict[str, object] = {"__name__": "generate", "__file__": str(PROTOCOL_MD)}
+    source = (PROTOCOL_MD.parent / "generate_protocol.py").read_text(encoding="utf-8")
+    exec(compile(source, "generate_protocol.py", "exec"), namespace)  # noqa: S102  # our own file
+    text = PROTOCOL_MD.read_text(encoding="utf-8")
+    generated = namespace["generated"]
+    assert callable(generated)
+    assert text.split(str(namespace["MARKER"]))[1].strip() == generated().strip()
+
+
+@pytest.mark.parametrize(
+    ("frame", "error"),
+    [
+        (b"", BadHeader),
+        (b"xyz\0" + bytes(60), BadHeader),
+        (WIRE.encode(Ping())[: HEADER_BYTES - 1], BadHeader),
+        (frame_of(0x30, {}, version=2), VersionMismatch),
+        (frame_of(0x7777, {}), UnknownTag),
+        (frame_of(0x30, b""), Malformed),
+        (frame_of(0x30, b"\xc1"), Malformed),
+        (frame_of(0x30, [1, 2]), Malformed),
+        (frame_of(0x30, {1: 2}), Malformed),
+        (frame_of(0x30, msgpack.packb({}) + b"\0"), Malformed),
+        (frame_of(0x30, msgpack.ExtType(4, b"x")), Oversize),
+        (frame_of(0x10, {}), MissingField),
+        (frame_of(0x30, {"more": 1}), ExtraField),
+        (frame_of(0x10, {"keys": 3}), WrongType),
+        (frame_of(0x10, {"keys": ["text"]}), WrongType),
+        (frame_of(0x10, {"keys": [b""]}), WrongType),
+        (frame_of(0x10, {"keys": [bytes(49)]}), Oversize),
+        (frame_of(0x10, {"keys": [b"k"] * (MAX_ARRAY_ITEMS + 1)}), Oversize),
+        (frame_of(0x30, {"x": bytes(MAX_MESSAGE_BYTES)}), Oversize),
+        (frame_of(0x16, {"lease": -1}), WrongType),
+        (frame_of(0x16, {"lease": 2**63}), WrongType),
+        (frame_of(0x16, {"lease": 1.0}), WrongType),
+        (frame_of(0x41, {"first": 0, "count": 65}), WrongType),
+    ],
+)
+def test_each_fault_has_its_own_error(frame: bytes, error: type[DecodeError]) -> None:
+    """A malformed frame raises exactly the error that names its fault."""
+    with pytest.raises(DecodeError) as caught:
+        WIRE.decode(frame)
+    assert type(caught.value) is error
+
+
+def test_nested_fields_are_checked_as_strictly() -> None:
+    """A missing or unknown field deep inside a registration is named with its path."""
+    register = next(example for example in EXAMPLES if isinstance(example, Register))
+    fields = msgpack.unpackb(vector(register)[HEADER_BYTES:])
+    del fields["layout"]["tensors"][0]["offset"]
+    with pytest.raises(MissingField, match=r"layout.tensors"):
+        WIRE.decode(frame_of(0x03, fields))
+    fields["layout"]["tensors"][0] |= {"offset": 0, "color": 1}
+    with pytest.raises(ExtraField, match=r"layout.tensors"):
+        WIRE.decode(frame_of(0x03, fields))
+
+
+def test_deep_nesting_is_refused() -> None:
+    """A message nested a thousand deep is malformed, not a crash."""
+    with pytest.raises(Malformed):
+        WIRE.decode(frame_of(0x30, b"\x91" * 2000 + b"\xc0"))
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_never_crash_the_codec(junk: bytes) -> None:
+    """Any bytes either decode or raise DecodeError."""
+    for frame in (junk, WIRE.encode(Ping())[:HEADER_BYTES] + junk):
+        with contextlib.suppress(DecodeError):
+            WIRE.decode(frame)
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_mutated_messages_never_crash_the_codec(example: Message, data: st.DataObject) -> None:
+    """A valid frame with flipped, cut or repeated bytes decodes or raises DecodeError."""
+    frame = bytearray(vector(example))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(frame) - 1))
+        frame[place] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(frame)))
+    for mutant in (bytes(frame), bytes(frame[:cut]), bytes(frame[:cut] + frame)):
+        with contextlib.suppress(DecodeError):
+            WIRE.decode(mutant)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=48), max_size=50))
+def test_keys_survive(keys: list[bytes]) -> None:
+    """Any keys of legal size come back as they were."""
+    message = Touch(keys=tuple(keys))
+    assert WIRE.decode(WIRE.encode(message))[1] == message
+
+
+def test_a_second_tag_for_a_type_is_refused() -> None:
+    """A tag table maps one to one."""
+    with pytest.raises(ValueError, match="two tags"):
+        Codec({1: Ping, 2: Ping})
+
+
+def test_too_large_a_message_is_not_sent() -> None:
+    """Encoding stops at the limit that the other side would refuse."""
+    keys = tuple(bytes(48) for _ in range(400_000))
+    with pytest.raises(Oversize, match="16777216"):
+        WIRE.encode(PrepareStore(keys=keys))
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", "i4", "i8"])
+def test_arrays_travel_without_copy(dtype: str) -> None:
+    """The numpy view lies on the received bytes and is read-only."""
+    array = IntArray.of([0, 1, 100], dtype)  # type: ignore[arg-type]
+    view = array.numpy()
+    assert view.tolist() == [0, 1, 100]
+    assert not view.flags.owndata
+    assert not view.flags.writeable
+    assert len(array) == 3
+
+
+@pytest.mark.parametrize("values", [[-1], [256], [0.5], [[1]]])
+def test_arrays_refuse_what_their_dtype_cannot_hold(values: list[object]) -> None:
+    """Negative, too large, fractional and nested values are refused, not wrapped."""
+    with pytest.raises(WrongType):
+        IntArray.of(np.asarray(values), "u1")
+
+
+def test_array_bytes_must_be_whole_items() -> None:
+    """Three bytes are no u2 array."""
+    with pytest.raises(WrongType, match="no whole number"):
+        WIRE.decode(
+            frame_of(
+                0x11,
+                {
+                    "answers": ["u2", b"abc"],
+                    "slots": ["u4", b""],
+                    "generations": ["u8", b""],
+                    "evicted": [],
+                },
+            )
+        )
