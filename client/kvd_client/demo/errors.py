@@ -1,0 +1,28 @@
+"""Errors of the demo.
+
+::
+
+    KvdClientError
+    └── DemoError
+        ├── TraceError     a line of the trace that says something impossible; names line and field
+        ├── OutOfBlocks    more GPU blocks asked for than are free; carries the figures
+        └── ProcessLost    the daemon or a rank ended, or did not start in time
+"""
+
+from kvd_client.errors import KvdClientError
+
+
+class DemoError(KvdClientError):
+    """The demo cannot go on."""
+
+
+class TraceError(DemoError):
+    """A trace that is not in the Mooncake format."""
+
+
+class OutOfBlocks(DemoError):
+    """There are not that many free blocks."""
+
+
+class ProcessLost(DemoError):
+    """A process that the demo needs is not there."""
