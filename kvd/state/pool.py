@@ -1,0 +1,228 @@
+"""One byte budget, shared by namespaces whose chunks differ in size.
+
+Every extent of the pool belongs to one namespace or to none, and a namespace uses
+only columns of which it owns every extent (see `kvd.state.geometry`). Alone, it
+owns them all and reaches ``cpu_bytes // bytes_per_chunk`` chunks.
+
+Whoever needs room gets, in this order: free extents; columns of others that hold
+nothing; and, while it stays within its fair share (the budget divided by the
+number of namespaces with engines attached), the column used least recently of
+those that hold more than theirs. A namespace that holds nothing may take its first
+column from anybody. Beyond that it must evict its own chunks. No column is taken
+in which a chunk is pinned, being written or draining.
+"""
+
+from dataclasses import dataclass
+
+from kvd.errors import IntegrityError
+from kvd.state.geometry import Extents, Geometry
+from kvd.state.space import Space, Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class _Take:
+    """A column to take, and the columns of others that go for it."""
+
+    column: int
+    others: tuple[tuple[Space, int], ...]
+
+
+class Pool:
+    """Who owns which extent."""
+
+    def __init__(self, cpu_bytes: int) -> None:
+        self.extents = Extents(cpu_bytes)
+        self._owner: list[Space | None] = [None] * self.extents.count
+        self._claims = [0] * self.extents.count  # columns of the owner that touch the extent
+        self._spaces: list[Space] = []
+        self._joined = 0
+        self._tick = 0
+        self._releases = 0
+        self._barren: dict[int, int] = {}  # space -> releases when it found nothing to claim
+
+    @property
+    def cpu_bytes(self) -> int:
+        """The budget."""
+        return self.extents.cpu_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the extents that nobody owns."""
+        return self._bytes_of(None)
+
+    def held_bytes(self, space: Space) -> int:
+        """Bytes of the extents that a space owns."""
+        return self._bytes_of(space)
+
+    def _bytes_of(self, space: Space | None) -> int:
+        owned = sum(owner is space for owner in self._owner) * self.extents.size
+        if self._owner and self._owner[-1] is space:  # the last extent may be cut short
+            owned -= self.extents.count * self.extents.size - self.extents.cpu_bytes
+        return owned
+
+    def join(self, geometry: Geometry, tenant: Tenant) -> Space:
+        """A new space, which owns nothing yet."""
+        space = Space(geometry, tenant, self._joined)
+        self._joined += 1
+        self._spaces.append(space)
+        return space
+
+    def leave(self, space: Space) -> None:
+        """A space ends; none of its slots may be in use.
+
+        Raises:
+            IntegrityError: some are.
+        """
+        for column in space.claimed:
+            self._release(space, column)
+        self._spaces.remove(space)
+        self._barren.pop(space.number, None)
+
+    def tick(self) -> int:
+        """A number greater than all before, to mark uses with."""
+        self._tick += 1
+        return self._tick
+
+    def fair_extents(self, space: Space) -> float:
+        """How many extents a space may take from others for."""
+        if not space.active:
+            return 0.0
+        return self.extents.count / sum(other.active for other in self._spaces)
+
+    def acquire(self, space: Space, slots: int) -> None:
+        """Claim columns until `slots` are free in `space`, or no more may be had.
+
+        Chunks of other namespaces may be evicted for it, never those of `space`.
+        """
+        while space.free_slots < slots and not space.is_whole:
+            column = self._claimable(space)
+            if column is None:
+                take = self._plan_take(space)
+                if take is None:
+                    return
+                for other, theirs in take.others:
+                    used = other.used_slots(theirs)
+                    if used:
+                        other.tenant.yield_slots(used)
+                    self._release(other, theirs)
+                column = take.column
+            self._claim(space, column)
+
+    def give_back(self, space: Space) -> None:
+        """Release every column of a space that holds no chunk."""
+        for column in list(space.empty):
+            self._release(space, column)
+
+    def _order(self, space: Space) -> range:
+        # Every other namespace starts at the far end, so that two that grow meet once
+        # instead of interleaving and cutting each other's columns.
+        columns = range(len(space.column_extents))
+        return columns if space.number % 2 == 0 else columns[::-1]
+
+    def _claimable(self, space: Space) -> int | None:
+        if self._barren.get(space.number) == self._releases:
+            return None
+        owner = self._owner
+        for column in self._order(space):
+            if column not in space and all(
+                owner[extent] is None or owner[extent] is space
+                for extent in space.column_extents[column]
+            ):
+                return column
+        self._barren[space.number] = self._releases
+        return None
+
+    def _plan_take(self, space: Space) -> _Take | None:
+        """The best column to take from others, or None. Changes nothing."""
+        fair = self.fair_extents(space)
+        others = [other for other in self._spaces if other is not space]
+        if space.held >= fair and space.held and not any(other.empty for other in others):
+            return None
+        rich = {other.number for other in others if other.held > self.fair_extents(other)}
+        busy = {
+            other.number: {s // other.geometry.column_slots for s in other.tenant.busy_slots()}
+            for other in others
+        }
+        best: tuple[tuple[bool, int, int], _Take] | None = None
+        for column in self._order(space):
+            if column in space:
+                continue
+            theirs = self._overlapped(space, column)
+            if any(theirs_column in busy[other.number] for other, theirs_column in theirs):
+                continue
+            holding = [(other, c) for other, c in theirs if c not in other.empty]
+            if holding and space.held:
+                new = sum(self._owner[e] is not space for e in space.column_extents[column])
+                if space.held + new > fair or any(o.number not in rich for o, _ in holding):
+                    continue
+            used_at = max((other.used_at(c) for other, c in holding), default=0)
+            rank = (bool(holding), used_at, len(theirs))
+            if best is None or rank < best[0]:
+                best = (rank, _Take(column, tuple(theirs)))
+        return best and best[1]
+
+    def _overlapped(self, space: Space, column: int) -> list[tuple[Space, int]]:
+        """The claimed columns of others that share an extent with this one."""
+        found: dict[tuple[int, int], tuple[Space, int]] = {}
+        for extent in space.column_extents[column]:
+            other = self._owner[extent]
+            if other is not None and other is not space:
+                for theirs in other.columns_at[extent]:
+                    if theirs in other:
+                        found[other.number, theirs] = (other, theirs)
+        return list(found.values())
+
+    def _claim(self, space: Space, column: int) -> None:
+        for extent in space.column_extents[column]:
+            if self._owner[extent] is None:
+                self._owner[extent] = space
+                space.held += 1
+            self._claims[extent] += 1
+        space.open_column(column)
+
+    def _release(self, space: Space, column: int) -> None:
+        space.close_column(column)
+        for extent in space.column_extents[column]:
+            self._claims[extent] -= 1
+            if not self._claims[extent]:
+                self._owner[extent] = None
+                space.held -= 1
+        self._releases += 1
+
+    def check_integrity(self) -> None:
+        """Extents are owned as the claimed columns say, and no byte by two chunks.
+
+        Raises:
+            IntegrityError: otherwise.
+        """
+        owner: list[Space | None] = [None] * self.extents.count
+        claims = [0] * self.extents.count
+        shares: list[tuple[int, int, int, int]] = []
+        for space in self._spaces:
+            space.check_integrity()
+            for column in space.claimed:
+                for extent in space.column_extents[column]:
+                    if owner[extent] not in (None, space):
+                        raise IntegrityError(f"extent {extent} is claimed twice")
+                    owner[extent] = space
+                    claims[extent] += 1
+                for slot in space.used_slots(column):
+                    shares += [
+                        (*share, space.number, slot) for share in space.geometry.shares(slot)
+                    ]
+            if space.held != sum(each is space for each in owner):
+                raise IntegrityError(f"held extents are miscounted: {space!r}")
+        if owner != self._owner or claims != self._claims:
+            raise IntegrityError("extents are not owned as the claimed columns say")
+        end = 0
+        for first, after, number, slot in sorted(shares):
+            if first < end or after > self.cpu_bytes:
+                raise IntegrityError(f"slot {slot} of space {number} overlaps or leaves the pool")
+            end = after
+
+    def __repr__(self) -> str:
+        free = sum(owner is None for owner in self._owner)
+        return (
+            f"<Pool {self.cpu_bytes} bytes, {free} of {self.extents.count} extents free,"
+            f" {len(self._spaces)} namespaces>"
+        )
