@@ -1,0 +1,334 @@
+"""One job of one worker: what it moves, whether it still may, and where it stands.
+
+Everything here looks and decides; nothing is moved or sent.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.lane.device import PIECE_BYTES, Direction
+from kvd.lane.workers import Binding, Worker
+from kvd.link import ShareDone
+from kvd_proto.arrays import IntArray
+from kvd_proto.directory import SlotState
+from kvd_proto.errors import JobShapeError
+from kvd_proto.expand import Copies, coverage, expand_job
+from kvd_proto.messages import Job, JobStatus, Load
+from kvd_proto.states import JOB, JobEvent, JobState, Machine
+
+SHARES_PER_MESSAGE = 4096  # 18 bytes each: well inside one datagram of the link
+
+Mask = npt.NDArray[np.bool_]
+Refusal = tuple[JobStatus, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks that a job names, one item each.
+
+    own: whether this rank writes the chunk; all true but for stores of a replicated layout.
+    """
+
+    slots: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint64]
+    first: npt.NDArray[np.int64]
+    count: npt.NDArray[np.int64]
+    own: Mask
+
+    @classmethod
+    def of(cls, worker: Worker, binding: Binding, request: Job) -> "Chunks":
+        """Read a request's arrays against the worker's layout.
+
+        Raises:
+            JobShapeError: arrays that do not fit each other, a slot outside the arena, or a
+                store that names a slot twice.
+        """
+        first, count = coverage(
+            request.group_sizes.numpy(),
+            request.block_indices.numpy(),
+            worker.layout.blocks_per_chunk,
+        )
+        slots = request.slots.numpy()
+        if not len(slots) == len(request.generations) == len(first):
+            raise JobShapeError(
+                f"{len(first)} chunks are described, with {len(slots)} slots and"
+                f" {len(request.generations)} generations"
+            )
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < binding.num_slots:
+            raise JobShapeError(
+                f"slots {slots.min()}..{slots.max()} of an arena of {binding.num_slots}"
+            )
+        own = np.ones(len(slots), dtype=np.bool_)
+        if not isinstance(request, Load):
+            if len(np.unique(slots)) != len(slots):
+                raise JobShapeError("a store names a slot twice")
+            own = _own(worker, slots)
+        return cls(
+            slots.astype(np.uint32),
+            request.generations.numpy().astype(np.uint64),
+            np.asarray(first, dtype=np.int64),
+            np.asarray(count, dtype=np.int64),
+            own,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTo:
+    """Where a job's Done goes."""
+
+    identity: bytes
+    request_id: int
+    boot_id: bytes
+
+
+@dataclass(eq=False, slots=True)
+class LaneJob:
+    """A job that has not ended, or just has."""
+
+    worker: Worker
+    binding: Binding
+    direction: Direction
+    request: Job
+    chunks: Chunks
+    reply: ReplyTo
+    accepted_ns: int
+    machine: Machine[JobState, JobEvent] = field(
+        default_factory=lambda: Machine(JOB, JobState.QUEUED)
+    )
+    pieces: list[Copies] = field(default_factory=list)
+    next_piece: int = 0
+    in_flight: int = 0
+    in_flight_bytes: int = 0
+    moved_bytes: int = 0
+    copy_ns: int = 0
+    started_ns: int = 0
+    outcome: Refusal = (JobStatus.OK, "")
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def deadline_ns(self) -> int:
+        """When it is given up, on the clock of `accepted_ns`."""
+        return self.accepted_ns + self.request.deadline_ms * 1_000_000
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether its Done is still to come."""
+        return self.machine.state is not JobState.ENDED
+
+    @property
+    def timeline_reached(self) -> bool:
+        """Whether the worker has got to where memory may be touched."""
+        return self.worker.control.timeline >= self.request.after
+
+    def objection(self) -> Refusal | None:
+        """Why the job's chunks or blocks are not its own now; None where they are.
+
+        Asked before the first byte and after the last one: whatever happened in
+        between to a slot has changed its generation or its state.
+        """
+        if self.worker.control.epoch != self.request.epoch:
+            return JobStatus.VOID, f"the worker's epoch is no longer {self.request.epoch}"
+        chunks, directory = self.chunks, self.binding.directory
+        if self.direction is Direction.STORE:
+            bad = chunks.own & ~_writing(self.binding, chunks.slots, chunks.generations)
+            what = "being written by this engine"
+        else:
+            bad = ~directory.check(chunks.slots, chunks.generations, SlotState.READY)
+            what = "ready"
+            if not bad.any():
+                first, count = directory.coverage(chunks.slots)
+                begin, end = first.astype(np.int64), first.astype(np.int64) + count
+                bad = (chunks.first < begin) | (chunks.first + chunks.count > end)
+                what = "stored with all blocks that are to be loaded"
+        if not bad.any():
+            return None
+        worst = int(np.argmax(bad))
+        return JobStatus.STALE, (
+            f"slot {chunks.slots[worst]} generation {chunks.generations[worst]} is not {what}"
+            f" ({int(bad.sum())} of {len(bad)} chunks)"
+        )
+
+    def plan(self) -> None:
+        """Work out the runs of bytes and cut them into pieces.
+
+        Raises:
+            JobShapeError: blocks or runs outside the worker's memory or arena.
+        """
+        request, layout = self.request, self.worker.layout
+        copies = expand_job(
+            layout,
+            request.block_ids.numpy(),
+            request.group_sizes.numpy(),
+            request.block_indices.numpy(),
+            self.chunks.slots,
+        )
+        if not self.chunks.own.all():
+            # Replicated: keep what lies in this rank's slots; runs may span several.
+            copies = split_runs(copies, self.binding.slot_bytes)
+            copies = select(copies, _own(self.worker, copies.arena_offset // self.binding.slot_bytes))
+        check_bounds(copies, self.worker, self.binding)
+        self.pieces = cut(copies)
+
+    def shares(self, *, ok: bool) -> list[ShareDone]:
+        """What the broker is told about a store's chunks.
+
+        Of a store that failed, those that are still this engine's to write: a job may have
+        named what never was.
+        """
+        chunks = self.chunks
+        mask = chunks.own
+        if not ok:
+            mask = mask & _writing(self.binding, chunks.slots, chunks.generations)
+        return _share_messages(
+            self.worker,
+            self.binding,
+            chunks.slots[mask],
+            chunks.generations[mask],
+            chunks.first[mask],
+            chunks.count[mask],
+            ok=ok,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<LaneJob {self.direction} {self.request.job} of session {self.worker.session}"
+            f" {self.machine.state}, piece {self.next_piece}/{len(self.pieces)},"
+            f" {self.in_flight} in flight>"
+        )
+
+
+def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[ShareDone]:
+    """What the broker is told of a store that could not even be read: its chunks are given up.
+
+    Names those that are this engine's to write, as far as slots and generations can be paired.
+    """
+    slots, generations = request.slots.numpy(), request.generations.numpy()
+    if len(slots) != len(generations):
+        return []
+    inside = (slots >= 0) & (slots < binding.num_slots)
+    slots = slots[inside].astype(np.uint32)
+    generations = generations[inside].astype(np.uint64)
+    mask = _own(worker, slots) & _writing(binding, slots, generations)
+    nothing = np.zeros(int(mask.sum()), dtype=np.int64)
+    return _share_messages(
+        worker, binding, slots[mask], generations[mask], nothing, nothing, ok=False
+    )
+
+
+def split_runs(copies: Copies, unit: int) -> Copies:
+    """The same copies, cut so that no run crosses a multiple of `unit` bytes of the arena."""
+    begins = copies.arena_offset
+    ends = begins + copies.nbytes
+    first = begins // unit
+    parts = (ends - 1) // unit - first + 1
+    if bool((parts == 1).all()):
+        return copies
+    run = np.repeat(np.arange(len(parts)), parts)
+    part = np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
+    begin = np.maximum((first[run] + part) * unit, begins[run])
+    end = np.minimum((first[run] + part + 1) * unit, ends[run])
+    return Copies(
+        storage=copies.storage[run],
+        tensor_offset=copies.tensor_offset[run] + (begin - begins[run]),
+        arena_offset=begin,
+        nbytes=end - begin,
+        total_bytes=copies.total_bytes,
+    )
+
+
+def select(copies: Copies, which: Mask | slice) -> Copies:
+    """Some of the runs."""
+    nbytes = copies.nbytes[which]
+    return Copies(
+        storage=copies.storage[which],
+        tensor_offset=copies.tensor_offset[which],
+        arena_offset=copies.arena_offset[which],
+        nbytes=nbytes,
+        total_bytes=int(nbytes.sum()),
+    )
+
+
+def cut(copies: Copies) -> list[Copies]:
+    """Pieces of about `PIECE_BYTES` (below twice that), in order."""
+    copies = split_runs(copies, PIECE_BYTES)
+    filled = np.cumsum(copies.nbytes) // PIECE_BYTES
+    cuts = [0, *(np.flatnonzero(np.diff(filled)) + 1).tolist(), len(filled)]
+    return [
+        select(copies, slice(begin, end))
+        for begin, end in zip(cuts, cuts[1:], strict=False)
+        if begin < end
+    ]
+
+
+def check_bounds(copies: Copies, worker: Worker, binding: Binding) -> None:
+    """Every run lies inside its storage and inside the arena.
+
+    Raises:
+        JobShapeError: one does not.
+    """
+    if not len(copies.nbytes):
+        return
+    sizes = np.array([storage.nbytes for storage in worker.layout.storages], dtype=np.int64)
+    arena = binding.slot_bytes * binding.num_slots
+    inside = (
+        (copies.storage >= 0)
+        & (copies.storage < len(sizes))
+        & (copies.nbytes > 0)
+        & (copies.tensor_offset >= 0)
+        & (copies.arena_offset >= 0)
+        & (copies.arena_offset + copies.nbytes <= arena)
+    )
+    if bool(inside.all()):
+        inside = copies.tensor_offset + copies.nbytes <= sizes[copies.storage]
+    if not bool(inside.all()):
+        worst = int(np.argmin(inside))
+        raise JobShapeError(
+            f"{copies.nbytes[worst]} bytes between offset {copies.tensor_offset[worst]} of storage"
+            f" {copies.storage[worst]} and offset {copies.arena_offset[worst]} of the arena of"
+            f" {arena} bytes lie outside"
+        )
+
+
+def _own(worker: Worker, slots: npt.NDArray[np.integer]) -> Mask:
+    """Which slots this rank writes: replicated shares are written once, in turns."""
+    if not worker.layout.replicated:
+        return np.ones(len(slots), dtype=np.bool_)
+    mine: Mask = slots % worker.world_size == worker.rank
+    return mine
+
+
+def _writing(
+    binding: Binding, slots: npt.NDArray[np.uint32], generations: npt.NDArray[np.uint64]
+) -> Mask:
+    return binding.directory.check(slots, generations, SlotState.WRITING, binding.owner)
+
+
+def _share_messages(
+    worker: Worker,
+    binding: Binding,
+    slots: npt.NDArray[np.uint32],
+    generations: npt.NDArray[np.uint64],
+    first: npt.NDArray[np.int64],
+    count: npt.NDArray[np.int64],
+    *,
+    ok: bool,
+) -> list[ShareDone]:
+    return [
+        ShareDone(
+            session=worker.session,
+            rank=worker.rank,
+            namespace=binding.namespace,
+            slots=IntArray.of(slots[part], "u4"),
+            generations=IntArray.of(generations[part], "u8"),
+            first=IntArray.of(first[part], "u2"),
+            count=IntArray.of(count[part], "u2"),
+            ok=ok,
+        )
+        for part in (
+            slice(begin, begin + SHARES_PER_MESSAGE)
+            for begin in range(0, len(slots), SHARES_PER_MESSAGE)
+        )
+    ]

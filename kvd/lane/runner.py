@@ -1,0 +1,281 @@
+"""Runs jobs on a device: admits, starts, feeds pieces, stops, ends.
+
+No sockets: what has ended is taken by the caller, who reports it. All moves of
+a job go through the table in kvd_proto.states.
+"""
+
+import heapq
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from kvd.errors import IntegrityError, LaneError
+from kvd.lane.device import Device, Direction, Finished, Transfer, TransferId
+from kvd.lane.jobs import Chunks, LaneJob, ReplyTo
+from kvd.lane.queue import JobQueue, Limits
+from kvd.lane.workers import Worker
+from kvd_proto.errors import JobShapeError
+from kvd_proto.messages import Job, JobStatus, Load
+from kvd_proto.states import JobEvent, JobState
+
+_log = logging.getLogger(__name__)
+_SPARE_DEADLINES = 256  # of ended jobs, before they are thrown out
+
+
+class Runner:
+    """All jobs of a lane.
+
+    Args:
+        device: where the bytes are moved.
+        limits: per engine, of what waits.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        limits: Limits | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._device = device
+        self._clock = clock
+        self._queue: JobQueue[LaneJob] = JobQueue(limits)
+        self._jobs: dict[Worker, dict[int, LaneJob]] = {}
+        self._transfers: dict[TransferId, tuple[LaneJob, int]] = {}
+        self._transfer_id = 0
+        self._deadlines: list[tuple[int, int, LaneJob]] = []
+        self._accepted = 0
+        self._ended: list[LaneJob] = []
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, worker: Worker, request: Job, reply: ReplyTo) -> None:
+        """Take a job. It may end at once, as refused.
+
+        Raises:
+            JobShapeError: its arrays fit neither each other nor the worker's layout.
+            LaneError: its worker has no binding, or its number is in use.
+        """
+        binding = worker.binding
+        if binding is None or worker.leaving:
+            raise LaneError("this worker's engine is not complete: no jobs are taken")
+        if self.find(worker, request.job) is not None:
+            raise LaneError(f"job {request.job} of this session has not ended")
+        load = isinstance(request, Load)
+        job = LaneJob(
+            worker=worker,
+            binding=binding,
+            direction=Direction.LOAD if load else Direction.STORE,
+            request=request,
+            chunks=Chunks.of(worker, binding, request),
+            reply=reply,
+            accepted_ns=self._clock(),
+        )
+        self._jobs.setdefault(worker, {})[request.job] = job
+        self._watch_deadline(job)
+        shed = self._queue.push(
+            job,
+            engine=binding.owner,
+            worker=worker.session,
+            load=load,
+            nbytes=job.expected_bytes,
+        )
+        for victim in shed:
+            self.stop(victim, JobStatus.REFUSED, "queue full")
+
+    def stop(self, job: LaneJob, status: JobStatus, text: str) -> None:
+        """End a job as soon as nothing of it moves any more; that may be now."""
+        if job.machine.state in (JobState.DRAINING, JobState.ENDED):
+            return
+        job.outcome = (status, text)
+        self._queue.remove(job)
+        if job.machine.fire(JobEvent.STOP) is JobState.DRAINING and not job.in_flight:
+            job.machine.fire(JobEvent.DRAINED)
+        self._settle(job)
+
+    def hoist(self, job: LaneJob) -> None:
+        """Somebody waits for it: it goes first."""
+        self._queue.hoist(job)
+
+    def when_ended(self, jobs: Collection[LaneJob], action: Callable[[], None]) -> None:
+        """Call `action` once all of `jobs` have ended and were reported; at once if none is left."""
+        left = [job for job in jobs if job.unfinished]
+        if not left:
+            action()
+            return
+        count = len(left)
+
+        def one_less() -> None:
+            nonlocal count
+            count -= 1
+            if not count:
+                action()
+
+        for job in left:
+            job.on_end.append(one_less)
+
+    # ------------------------------------------------------------ the work
+
+    def turn(self) -> bool:
+        """Expire, start and feed jobs, look at the device; whether anything moved on."""
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            job = heapq.heappop(self._deadlines)[2]
+            if job.unfinished:
+                self.stop(job, JobStatus.TIMEOUT, f"not done in {job.request.deadline_ms} ms")
+        moved = False
+        while self._device.has_room:
+            job_or_none = self._queue.next(_timeline_reached)
+            if job_or_none is None:
+                break
+            self._feed(job_or_none)
+            moved = True
+        for finished in self._device.progress():
+            self._piece_done(finished)
+            moved = True
+        return moved
+
+    def take_ended(self) -> list[LaneJob]:
+        """Jobs that have ended since the last call, in order."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # ------------------------------------------------------------- looking
+
+    @property
+    def now(self) -> int:
+        """The clock's nanoseconds."""
+        return self._clock()
+
+    def find(self, worker: Worker, number: int) -> LaneJob | None:
+        """A worker's unfinished job by its number."""
+        return self._jobs.get(worker, {}).get(number)
+
+    def jobs_of(self, worker: Worker) -> list[LaneJob]:
+        """A worker's unfinished jobs."""
+        return list(self._jobs.get(worker, {}).values())
+
+    def __iter__(self) -> Iterator[LaneJob]:
+        """All unfinished jobs."""
+        return iter([job for mine in self._jobs.values() for job in mine.values()])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._jobs.values()))
+
+    @property
+    def queued_jobs(self) -> int:
+        """Jobs that have not started."""
+        return sum(job.machine.state is JobState.QUEUED for job in self)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes that the device has been given and has not reported."""
+        return sum(job.in_flight_bytes for job in self)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError where jobs, queue and transfers disagree."""
+        self._queue.check_integrity()
+        if sum(job.in_flight for job in self) != len(self._transfers):
+            raise IntegrityError(f"{self!r}: jobs and transfers in flight differ")
+        for job in self:
+            waits = job in self._queue
+            if job.machine.state is JobState.QUEUED and not waits:
+                raise IntegrityError(f"{job!r} is queued nowhere")
+            if job.machine.state is JobState.DRAINING and (waits or not job.in_flight):
+                raise IntegrityError(f"{job!r} drains nothing, or waits for a turn")
+
+    # ------------------------------------------------------------- details
+
+    def _watch_deadline(self, job: LaneJob) -> None:
+        if len(self._deadlines) > 2 * len(self) + _SPARE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].unfinished]
+            heapq.heapify(self._deadlines)
+        self._accepted += 1
+        heapq.heappush(self._deadlines, (job.deadline_ns, self._accepted, job))
+
+    def _feed(self, job: LaneJob) -> None:
+        """Give the device the job's next piece, if it still may move."""
+        if job.machine.state is JobState.QUEUED and not self._start(job):
+            return
+        if job.next_piece < len(job.pieces):
+            if job.worker.control.epoch != job.request.epoch:
+                self.stop(job, JobStatus.VOID, "the worker's epoch moved on while it ran")
+                return
+            self._submit_piece(job)
+        if job.next_piece == len(job.pieces):
+            self._queue.remove(job)
+            self._conclude(job)
+
+    def _start(self, job: LaneJob) -> bool:
+        refusal = job.objection()
+        if refusal is None:
+            try:
+                job.plan()
+            except JobShapeError as error:
+                refusal = (JobStatus.REFUSED, str(error))
+        if refusal is not None:
+            self.stop(job, *refusal)
+            return False
+        job.machine.fire(JobEvent.START)
+        job.started_ns = self._clock()
+        self._queue.start(job)
+        return True
+
+    def _submit_piece(self, job: LaneJob) -> None:
+        piece = job.pieces[job.next_piece]
+        self._transfer_id += 1
+        number = TransferId(self._transfer_id)
+        try:
+            self._device.submit(
+                Transfer(number, job.worker.memory, job.direction, job.binding.arena_base, piece)
+            )
+        except LaneError as error:
+            self.stop(job, JobStatus.FAILED, str(error))
+            return
+        self._transfers[number] = (job, piece.total_bytes)
+        job.next_piece += 1
+        job.in_flight += 1
+        job.in_flight_bytes += piece.total_bytes
+
+    def _piece_done(self, finished: Finished) -> None:
+        job, submitted_bytes = self._transfers.pop(finished.id)
+        job.in_flight -= 1
+        job.in_flight_bytes -= submitted_bytes
+        job.moved_bytes += finished.nbytes
+        job.copy_ns += finished.nanoseconds
+        if finished.error:
+            _log.error("%r: %s", job, finished.error)
+            self.stop(job, JobStatus.FAILED, finished.error)
+        if job.machine.state is JobState.DRAINING and not job.in_flight:
+            job.machine.fire(JobEvent.DRAINED)
+            self._settle(job)
+        else:
+            self._conclude(job)
+
+    def _conclude(self, job: LaneJob) -> None:
+        """End a job all of whose bytes have moved: as good, if its chunks are still its own."""
+        if (
+            job.machine.state is JobState.COPYING
+            and not job.in_flight
+            and job.next_piece == len(job.pieces)
+        ):
+            job.outcome = job.objection() or (JobStatus.OK, "")
+            job.machine.fire(JobEvent.COPIED)
+            self._settle(job)
+
+    def _settle(self, job: LaneJob) -> None:
+        if job.unfinished:
+            return
+        mine = self._jobs[job.worker]
+        del mine[job.request.job]
+        if not mine:
+            del self._jobs[job.worker]
+        job.pieces.clear()
+        self._ended.append(job)
+
+    def __repr__(self) -> str:
+        return f"<Runner {len(self)} jobs, {len(self._transfers)} transfers in flight>"
+
+
+def _timeline_reached(job: LaneJob) -> bool:
+    return job.timeline_reached

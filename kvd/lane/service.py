@@ -1,0 +1,430 @@
+"""The lane's loop: jobs from workers, orders from the broker, turns of the device.
+
+One thread, and nothing in it waits for a peer: sends to workers and to the
+broker are non-blocking, copies come in pieces of a fraction of a millisecond,
+and both sockets are looked at between two pieces.
+"""
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from kvd.errors import BadDatagram, ImportFailed, LaneError
+from kvd.lane.device import Device, Direction
+from kvd.lane.jobs import LaneJob, ReplyTo, refused_shares
+from kvd.lane.runner import Runner
+from kvd.lane.workers import Binding, Worker, Workers
+from kvd.link import (
+    LINK,
+    BindWorker,
+    Imported,
+    ImportWorker,
+    LaneCounters,
+    LanePing,
+    LanePong,
+    LaneReady,
+    Released,
+    ReleaseWorker,
+    Revoke,
+    Revoked,
+    StopLane,
+    UnbindWorker,
+)
+from kvd.seqpacket import Channel, close_all
+from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE, Header
+from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
+from kvd_proto.messages import (
+    Cancel,
+    CancelDone,
+    Done,
+    Error,
+    ErrorCode,
+    Job,
+    JobStatus,
+    Load,
+    Message,
+    Ping,
+    Pong,
+    Store,
+    Wait,
+    WaitDone,
+)
+from kvd_proto.states import JobState
+
+_log = logging.getLogger(__name__)
+
+FRAMES_PER_TURN = 64  # of each socket, before the device gets its turn
+REPLIES_WAITING = 65536  # per worker that does not read; beyond, replies are dropped
+REQUESTS_WAITING = 16384
+TEXT_LIMIT = 1000
+SHORTEST_NAP = 20e-6
+LONGEST_NAP = 1e-3
+LINGER_MS = 500
+
+
+class LaneService:
+    """One lane process's life.
+
+    Args:
+        name: the device's name.
+        incarnation: which lane of this device since the broker started.
+        endpoint: where workers send jobs.
+        link: the broker.
+        device: the backend.
+        pool_bytes: size of the pool that the device maps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        endpoint: str,
+        link: Channel,
+        device: Device,
+        pool_bytes: int,
+    ) -> None:
+        self._name = name
+        self._incarnation = incarnation
+        self._endpoint = endpoint
+        self._link = link
+        self._device = device
+        self._pool_bytes = pool_bytes
+        self._workers = Workers(device)
+        self._runner = Runner(device)
+        self._stopping = False
+        self._counts: Counter[str] = Counter()
+        self._moved: Counter[str] = Counter()
+        self._dropped_frames = 0
+        self._dropped_replies = 0
+        self._lifeline = -1
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._on_link: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
+            ImportWorker: self._import,
+            BindWorker: self._bind,
+            UnbindWorker: self._unbind,
+            ReleaseWorker: self._release,
+            Revoke: self._revoke,
+            LanePing: self._answer_broker,
+            StopLane: self._stop,
+        }
+        self._on_wire: dict[type[Message], Callable[[Worker, Any, ReplyTo], None]] = {
+            Store: self._job,
+            Load: self._job,
+            Cancel: self._cancel,
+            Wait: self._wait,
+        }
+
+    def run(self) -> None:
+        """Serve until the broker says stop (queued work is finished first) or is gone.
+
+        Raises:
+            ChannelFull: the broker does not read what it must know.
+        """
+        try:
+            self._announce()
+            poller = zmq.Poller()
+            poller.register(self._router, zmq.POLLIN)
+            nap = 0.0
+            while not (self._stopping and not len(self._runner)):
+                link_events = zmq.POLLIN | (zmq.POLLOUT if self._link.wants_write else 0)
+                poller.register(self._link.fileno(), link_events)
+                events = dict(poller.poll(self._patience(nap)))
+                if self._link.fileno() in events:
+                    self._read_link()
+                if self._router in events:
+                    self._read_router()
+                moved = self._runner.turn()
+                self._report()
+                nap = self._rest(nap, busy=moved or bool(events))
+        except EOFError:
+            _log.warning("the broker is gone: ending")
+        finally:
+            self._router.close(linger=LINGER_MS if self._stopping else 0)
+            self._context.term()
+            self._link.close()
+
+    # ---------------------------------------------------------------- pace
+
+    def _patience(self, nap: float) -> int | None:
+        """Milliseconds to wait for messages; None: for ever, there is nothing to do."""
+        if not len(self._runner):
+            return None
+        return 1 if nap >= LONGEST_NAP else 0
+
+    def _rest(self, nap: float, *, busy: bool) -> float:
+        """Sleep for less than a poll can, where jobs wait for a timeline or for the device."""
+        if busy or not len(self._runner):
+            return 0.0
+        if nap < LONGEST_NAP:
+            nap = max(2 * nap, SHORTEST_NAP)
+            time.sleep(nap)
+        return nap
+
+    def _announce(self) -> None:
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.SNDHWM, REPLIES_WAITING)
+        self._router.setsockopt(zmq.RCVHWM, REQUESTS_WAITING)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.bind(self._endpoint)
+        # The write end stays open here alone, for life: whoever reads end of file from
+        # the other end knows for certain that this process is gone.
+        read_end, self._lifeline = os.pipe()
+        ready = LaneReady(
+            device=self._name,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            endpoint=self._endpoint,
+        )
+        self._link.send(LINK.encode(ready), (read_end,))
+        os.close(read_end)
+
+    # ---------------------------------------------------------------- link
+
+    def _read_link(self) -> None:
+        self._link.flush()
+        for _ in range(FRAMES_PER_TURN):
+            received = self._link.recv()
+            if received is None:
+                return
+            frame, fds = received
+            try:
+                _, message = LINK.decode(frame)
+                self._on_link[type(message)](message, fds)
+            except (DecodeError, KeyError, BadDatagram):
+                _log.exception("a frame of the link makes no sense")
+            finally:
+                close_all(fds)
+            self._report()
+
+    def _tell(self, message: Message) -> None:
+        self._link.send(LINK.encode(message))
+
+    def _import(self, message: ImportWorker, fds: tuple[int, ...]) -> None:
+        error = ""
+        try:
+            worker = self._workers.add(message, fds)
+            _log.info("imported %r", worker)
+        except ImportFailed as problem:
+            error = str(problem)
+            _log.warning("session %d: %s", message.session, error)
+        self._tell(Imported(session=message.session, error=error))
+
+    def _bind(self, message: BindWorker, fds: tuple[int, ...]) -> None:
+        worker = self._workers.by_session(message.session)
+        if worker is None or worker.leaving:
+            _log.warning("session %d is to be bound and is not here", message.session)
+            return
+        try:
+            worker.binding = Binding.of(message, fds, self._pool_bytes)
+        except LaneError:
+            # Unbound, its jobs are refused; the broker's log and this one say why.
+            _log.exception("session %d cannot be bound", message.session)
+
+    def _unbind(self, message: UnbindWorker, _fds: tuple[int, ...]) -> None:
+        worker = self._workers.by_session(message.session)
+        if worker is not None:
+            worker.binding = None
+            self._stop_all(worker, "the engine is no longer complete")
+
+    def _release(self, message: ReleaseWorker, _fds: tuple[int, ...]) -> None:
+        worker = self._workers.by_session(message.session)
+        if worker is None:
+            self._tell(Released(session=message.session))
+            return
+        worker.leaving = True
+        jobs = self._stop_all(worker, "the worker is gone")
+
+        def let_go() -> None:
+            self._workers.remove(worker)
+            _log.info("released %r", worker)
+            self._tell(Released(session=message.session))
+
+        self._runner.when_ended(jobs, let_go)
+
+    def _stop_all(self, worker: Worker, reason: str) -> list[LaneJob]:
+        jobs = self._runner.jobs_of(worker)
+        for job in jobs:
+            self._runner.stop(job, JobStatus.CANCELLED, reason)
+        return jobs
+
+    def _revoke(self, message: Revoke, _fds: tuple[int, ...]) -> None:
+        """Stop what writes there. What has not started meets the directory, which says DRAINING."""
+        slots = set(message.slots.numpy().tolist())
+        writing = [
+            job
+            for job in self._runner
+            if job.direction is Direction.STORE
+            and job.machine.state in (JobState.COPYING, JobState.DRAINING)
+            and job.binding.namespace == message.namespace
+            and not slots.isdisjoint(job.chunks.slots.tolist())
+        ]
+        for job in writing:
+            self._runner.stop(job, JobStatus.STALE, "a chunk was given up while it was written")
+        answer = Revoked(
+            namespace=message.namespace, slots=message.slots, generations=message.generations
+        )
+        self._runner.when_ended(writing, lambda: self._tell(answer))
+
+    def _answer_broker(self, message: LanePing, _fds: tuple[int, ...]) -> None:
+        self._tell(
+            LanePong(
+                sequence=message.sequence,
+                queued_jobs=self._runner.queued_jobs,
+                bytes_in_flight=self._runner.bytes_in_flight,
+                workers=len(self._workers),
+                counters=LaneCounters(
+                    store_bytes=self._moved["store_bytes"],
+                    load_bytes=self._moved["load_bytes"],
+                    store_ns=self._moved["store_ns"],
+                    load_ns=self._moved["load_ns"],
+                    jobs=dict(self._counts),
+                    dropped_frames=self._dropped_frames,
+                    dropped_replies=self._dropped_replies,
+                ),
+            )
+        )
+
+    def _stop(self, _message: StopLane, _fds: tuple[int, ...]) -> None:
+        self._stopping = True
+
+    # -------------------------------------------------------------- workers
+
+    def _read_router(self) -> None:
+        for _ in range(FRAMES_PER_TURN):
+            try:
+                parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) == 2:
+                self._frame(parts[0], parts[1])
+            else:
+                self._dropped_frames += 1
+            self._report()
+
+    def _frame(self, identity: bytes, frame: bytes) -> None:
+        try:
+            header = WIRE.decode_header(frame)
+        except BadHeader:
+            self._dropped_frames += 1
+            return
+        # The token proves that the sender means this boot of the daemon: it was made by it.
+        reply = ReplyTo(identity, header.request_id, header.boot_id)
+        try:
+            self._request(header, frame, reply)
+        except VersionMismatch as error:
+            self._refuse(reply, ErrorCode.BAD_VERSION, str(error))
+        except DecodeError as error:
+            self._refuse(reply, ErrorCode.BAD_MESSAGE, str(error))
+        except Exception:  # one worker's request must not end the other engines' lane
+            _log.exception("request %d", header.request_id)
+            self._refuse(reply, ErrorCode.INTERNAL, "a bug in the lane; its log has the details")
+
+    def _request(self, header: Header, frame: bytes, reply: ReplyTo) -> None:
+        message = WIRE.decode_body(header, frame)
+        if isinstance(message, Ping):
+            self._send(reply, Pong(pid=os.getpid()))
+            return
+        handler = self._on_wire.get(type(message))
+        worker = self._workers.by_token(header.session)
+        if handler is None:
+            name = type(message).__name__
+            self._refuse(reply, ErrorCode.BAD_STATE, f"a lane serves jobs, not {name}")
+        elif worker is None:
+            self._refuse(reply, ErrorCode.BAD_SESSION, "no worker of this lane has this token")
+        else:
+            handler(worker, message, reply)
+
+    def _job(self, worker: Worker, request: Job, reply: ReplyTo) -> None:
+        try:
+            if self._stopping:
+                raise LaneError("the lane is stopping")  # noqa: TRY301  # one way to refuse
+            self._runner.submit(worker, request, reply)
+        except JobShapeError as error:
+            self._refuse_job(request, reply, str(error))
+            if isinstance(request, Store) and worker.binding is not None:
+                for share in refused_shares(worker, worker.binding, request):
+                    self._tell(share)
+        except LaneError as error:
+            self._refuse_job(request, reply, str(error))
+
+    def _cancel(self, worker: Worker, request: Cancel, reply: ReplyTo) -> None:
+        jobs = [job for job in map(self._finder(worker), set(request.jobs)) if job is not None]
+        for job in jobs:
+            self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
+        self._send(reply, CancelDone(stopped=len(jobs)))
+
+    def _wait(self, worker: Worker, request: Wait, reply: ReplyTo) -> None:
+        named = map(self._finder(worker), dict.fromkeys(request.jobs))
+        jobs = [job for job in named if job is not None]
+        for job in jobs:
+            self._runner.hoist(job)
+        self._runner.when_ended(jobs, lambda: self._send(reply, WaitDone()))
+
+    def _finder(self, worker: Worker) -> Callable[[int], LaneJob | None]:
+        return lambda number: self._runner.find(worker, number)
+
+    # ------------------------------------------------------------- reporting
+
+    def _report(self) -> None:
+        """Tell of every job that has ended, then do what waited for it."""
+        for job in self._runner.take_ended():
+            status, text = job.outcome
+            self._count(job, status)
+            if job.direction is Direction.STORE:
+                for share in job.shares(ok=status is JobStatus.OK):
+                    self._tell(share)
+            started = job.started_ns or self._runner.now
+            self._send(
+                job.reply,
+                Done(
+                    job=job.request.job,
+                    status=status,
+                    text=text[:TEXT_LIMIT],
+                    bytes=job.moved_bytes,
+                    queued_ns=started - job.accepted_ns,
+                    copy_ns=job.copy_ns,
+                ),
+            )
+            for action in job.on_end:
+                action()
+
+    def _count(self, job: LaneJob, status: JobStatus) -> None:
+        self._counts[status] += 1
+        self._moved[f"{job.direction}_bytes"] += job.moved_bytes
+        self._moved[f"{job.direction}_ns"] += job.copy_ns
+
+    def _refuse_job(self, request: Job, reply: ReplyTo, text: str) -> None:
+        self._counts[JobStatus.REFUSED] += 1
+        self._send(
+            reply,
+            Done(
+                job=request.job,
+                status=JobStatus.REFUSED,
+                text=text[:TEXT_LIMIT],
+                bytes=0,
+                queued_ns=0,
+                copy_ns=0,
+            ),
+        )
+
+    def _refuse(self, reply: ReplyTo, code: ErrorCode, text: str) -> None:
+        self._send(reply, Error(code=code, text=text[:TEXT_LIMIT]))
+
+    def _send(self, reply: ReplyTo, message: Message) -> None:
+        frame = WIRE.encode(message, reply.request_id, reply.boot_id)
+        try:
+            self._router.send_multipart([reply.identity, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Gone (the broker notices by its own means), or it has not read for very long.
+            self._dropped_replies += 1
+            _log.debug("a reply is dropped: %s", error)
+
+    def __repr__(self) -> str:
+        return f"<LaneService {self._name}#{self._incarnation} {self._runner!r}>"

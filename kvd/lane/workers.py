@@ -1,0 +1,193 @@
+"""Workers whose memory this lane holds: mapping, control page, binding.
+
+A worker is imported (memory and control page mapped), then bound (its chunks
+have a place and a directory), perhaps unbound and bound again, and released.
+"""
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvd.errors import ImportFailed, LaneError
+from kvd.lane.device import Device, MemoryId
+from kvd.link import BindWorker, ImportWorker
+from kvd_proto.directory import DirectoryView
+from kvd_proto.errors import DirectoryError
+from kvd_proto.layout import RankLayout
+
+CONTROL_PAGE_BYTES = 4096
+_TIMELINE, _EPOCH = 0, 1
+
+
+class ControlPage:
+    """A worker's words in shared memory: u64 each, little-endian, written by the worker alone.
+
+    Word 0, timeline: everything that the worker numbered up to this has happened.
+    Word 1, epoch: jobs of any other epoch are void.
+
+    Args:
+        fd: a memory file of at least 4096 bytes; stays the caller's.
+
+    Raises:
+        ImportFailed: it is smaller, or cannot be mapped.
+    """
+
+    def __init__(self, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        if size < CONTROL_PAGE_BYTES:
+            raise ImportFailed(
+                f"the control page has {size} bytes, {CONTROL_PAGE_BYTES} are needed"
+            )
+        try:
+            page = mmap.mmap(fd, CONTROL_PAGE_BYTES, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise ImportFailed(f"the control page cannot be mapped: {error}") from error
+        # Item access of a "Q" view reads its eight bytes at once.
+        self._words = memoryview(page).cast("Q")
+
+    @property
+    def timeline(self) -> int:
+        """The number that has been reached."""
+        return self._words[_TIMELINE]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose jobs are valid."""
+        return self._words[_EPOCH]
+
+    def __repr__(self) -> str:
+        return f"<ControlPage timeline={self.timeline} epoch={self.epoch}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Where a worker's chunks live.
+
+    owner: the engine's number, which the directory names as owner of what it writes.
+    """
+
+    namespace: bytes
+    owner: int
+    arena_base: int
+    slot_bytes: int
+    num_slots: int
+    directory: DirectoryView
+
+    @classmethod
+    def of(cls, message: BindWorker, descriptors: Sequence[int], pool_bytes: int) -> "Binding":
+        """Map the directory and check that the arena lies inside the pool.
+
+        Raises:
+            LaneError: it does not, or the descriptor is no directory for so many slots.
+        """
+        end = message.arena_base + message.slot_bytes * message.num_slots
+        if end > pool_bytes or not message.slot_bytes:
+            raise LaneError(
+                f"an arena of {message.num_slots} slots of {message.slot_bytes} bytes from"
+                f" {message.arena_base} does not lie inside the pool of {pool_bytes} bytes"
+            )
+        if len(descriptors) != 1:
+            raise LaneError(f"one directory is needed, {len(descriptors)} descriptors came")
+        try:
+            size = os.fstat(descriptors[0]).st_size
+            view = DirectoryView(mmap.mmap(descriptors[0], size, prot=mmap.PROT_READ))
+        except (OSError, ValueError, DirectoryError) as error:
+            raise LaneError(f"the directory cannot be used: {error}") from error
+        if view.num_slots < message.num_slots:
+            raise LaneError(
+                f"a directory of {view.num_slots} slots for an arena of {message.num_slots}"
+            )
+        return cls(
+            namespace=message.namespace,
+            owner=message.owner,
+            arena_base=message.arena_base,
+            slot_bytes=message.slot_bytes,
+            num_slots=message.num_slots,
+            directory=view,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One worker's memory, as this lane holds it."""
+
+    session: int
+    token: bytes
+    rank: int
+    world_size: int
+    layout: RankLayout
+    memory: MemoryId
+    control: ControlPage
+    binding: Binding | None = None
+    leaving: bool = False
+
+    @property
+    def engine(self) -> int:
+        """The engine whose turn this worker's jobs take; its own session until it is bound."""
+        return self.binding.owner if self.binding is not None else self.session
+
+    def __repr__(self) -> str:
+        bound = "bound" if self.binding is not None else "not bound"
+        return f"<Worker session={self.session} rank={self.rank}/{self.world_size} {bound}>"
+
+
+class Workers:
+    """The imported workers, by session number and by token."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._by_session: dict[int, Worker] = {}
+        self._by_token: dict[bytes, Worker] = {}
+
+    def add(self, message: ImportWorker, descriptors: Sequence[int]) -> Worker:
+        """Map a worker's memory. The descriptors stay the caller's.
+
+        Raises:
+            ImportFailed: the memory is not as described; nothing stays mapped.
+        """
+        if message.session in self._by_session or message.token in self._by_token:
+            raise ImportFailed(f"session {message.session} has its memory here already")
+        if not descriptors:
+            raise ImportFailed("no descriptors came; number 0 is the control page")
+        if not message.rank < message.world_size:
+            raise ImportFailed(f"rank {message.rank} of {message.world_size}")
+        sizes = [storage.nbytes for storage in message.layout.storages]
+        if len(sizes) != len(message.handles):
+            raise ImportFailed(f"{len(message.handles)} handles for {len(sizes)} storages")
+        control = ControlPage(descriptors[0])
+        worker = Worker(
+            session=message.session,
+            token=message.token,
+            rank=message.rank,
+            world_size=message.world_size,
+            layout=message.layout,
+            memory=self._device.import_memory(message.handles, sizes, descriptors),
+            control=control,
+        )
+        self._by_session[worker.session] = worker
+        self._by_token[worker.token] = worker
+        return worker
+
+    def remove(self, worker: Worker) -> None:
+        """Unmap a worker's memory; nothing may be in flight on it."""
+        self._device.release_memory(worker.memory)
+        del self._by_session[worker.session]
+        del self._by_token[worker.token]
+
+    def by_session(self, session: int) -> Worker | None:
+        """The worker of a session, by the broker's number."""
+        return self._by_session.get(session)
+
+    def by_token(self, token: bytes) -> Worker | None:
+        """The worker whose session has this token."""
+        return self._by_token.get(token)
+
+    def __len__(self) -> int:
+        return len(self._by_session)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._by_session.values()))
+
+    def __repr__(self) -> str:
+        return f"<Workers {len(self)}>"
