@@ -6,13 +6,14 @@ message per datagram, descriptors attached where the docstring says so. The link
 file tells each side that the other process is gone.
 """
 
+from kvd_proto.layout import RankLayout
+
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import Codec
-from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Count, HostHandle, Message, Name, Text
 
 
-class LaneReady(Message):
+class LaneReady(Message, frozen=True):
     """Lane → broker, first: it serves. Carries the read end of its lifeline."""
 
     device: Name
@@ -21,7 +22,7 @@ class LaneReady(Message):
     endpoint: Text
 
 
-class ImportWorker(Message):
+class ImportWorker(Message, frozen=True):
     """Broker → lane: map this worker's memory. Carries control page, then the storages' memory.
 
     The attached descriptors are those that the client sent over the door, in
@@ -37,14 +38,14 @@ class ImportWorker(Message):
     handles: tuple[HostHandle, ...]
 
 
-class Imported(Message):
+class Imported(Message, frozen=True):
     """Lane → broker: the answer to ImportWorker; `error` is empty where it worked."""
 
     session: Count
     error: Text
 
 
-class BindWorker(Message):
+class BindWorker(Message, frozen=True):
     """Broker → lane: this worker's chunks live here. Carries the directory, read-only.
 
     Slot i of the rank's arena is pool bytes [arena_base + i * slot_bytes, + slot_bytes).
@@ -60,25 +61,25 @@ class BindWorker(Message):
     num_slots: Count
 
 
-class UnbindWorker(Message):
+class UnbindWorker(Message, frozen=True):
     """Broker → lane: the engine is incomplete; end this worker's jobs, keep its memory mapped."""
 
     session: Count
 
 
-class ReleaseWorker(Message):
+class ReleaseWorker(Message, frozen=True):
     """Broker → lane: drain this worker's copies, then unmap its memory."""
 
     session: Count
 
 
-class Released(Message):
+class Released(Message, frozen=True):
     """Lane → broker: nothing touches this worker's memory any more."""
 
     session: Count
 
 
-class Revoke(Message):
+class Revoke(Message, frozen=True):
     """Broker → lane: start no more writes into these slots; answer when none is in flight."""
 
     namespace: bytes
@@ -86,7 +87,7 @@ class Revoke(Message):
     generations: IntArray
 
 
-class Revoked(Message):
+class Revoked(Message, frozen=True):
     """Lane → broker: no write into these slots is in flight."""
 
     namespace: bytes
@@ -94,7 +95,7 @@ class Revoked(Message):
     generations: IntArray
 
 
-class ShareDone(Message):
+class ShareDone(Message, frozen=True):
     """Lane → broker: this rank's share of these chunks is in the pool (or will never be).
 
     first, count: the blocks of each chunk that were written.
@@ -110,13 +111,13 @@ class ShareDone(Message):
     ok: bool
 
 
-class LanePing(Message):
+class LanePing(Message, frozen=True):
     """Broker → lane: answer from the loop that moves bytes."""
 
     sequence: Count
 
 
-class LaneCounters(Message):
+class LaneCounters(Message, frozen=True):
     """What one lane has done since it started."""
 
     store_bytes: Count = 0
@@ -124,9 +125,11 @@ class LaneCounters(Message):
     store_ns: Count = 0
     load_ns: Count = 0
     jobs: dict[str, Count] = {}  # noqa: RUF012  # msgspec copies defaults
+    dropped_frames: Count = 0
+    dropped_replies: Count = 0
 
 
-class LanePong(Message):
+class LanePong(Message, frozen=True):
     """Lane → broker: alive, with what it holds and has done."""
 
     sequence: Count
@@ -136,7 +139,7 @@ class LanePong(Message):
     counters: LaneCounters
 
 
-class StopLane(Message):
+class StopLane(Message, frozen=True):
     """Broker → lane: refuse new jobs, finish what is queued, exit 0."""
 
 

@@ -16,7 +16,7 @@
     │   └── Oversize              a message, array, string or map above its limit
     ├── LayoutError               a KV layout that cannot be served
     │   ├── LayoutMismatch        ranks of one engine that disagree
-    │   ├── SizeError             sizes that make no pool: zero, negative, below one chunk, unreadable
+    │   ├── SizeError             sizes that make no pool: zero, below one chunk, unreadable
     │   ├── AlignmentError        block size and hash block size do not divide
     │   ├── AdmissionError        a request that can never fit
     │   └── JobShapeError         a job whose arrays do not fit each other or the layout

@@ -64,7 +64,7 @@ class JobStatus(StrEnum):
 # ---------------------------------------------------------------- handshake
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First request of a session, with the token from the door in its header."""
 
     kind: Kind
@@ -75,7 +75,7 @@ class Hello(Message):
     client: Name
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The daemon's side of the handshake."""
 
     protocol: int
@@ -85,7 +85,7 @@ class Welcome(Message):
     max_keys: Count
 
 
-class Fingerprint(Message):
+class Fingerprint(Message, frozen=True):
     """What must be equal for two engines to share chunks; all of it is hashed.
 
     Layout figures (groups, pages, world size, replication) are taken from the
@@ -102,7 +102,7 @@ class Fingerprint(Message):
     label: Text = ""
 
 
-class HostHandle(Message):
+class HostHandle(Message, frozen=True):
     """A storage in host memory: descriptor number `fd_index` of those sent over the door."""
 
     fd_index: Count
@@ -125,7 +125,7 @@ class Register(Message, kw_only=True):
     handles: Annotated[tuple[HostHandle, ...], Meta(max_length=4096)]
 
 
-class Registered(Message):
+class Registered(Message, frozen=True):
     """The registration holds. `missing_ranks` have not registered yet."""
 
     missing_ranks: tuple[int, ...]
@@ -133,24 +133,24 @@ class Registered(Message):
     incarnation: Count
 
 
-class Unregister(Message):
+class Unregister(Message, frozen=True):
     """Forget this session's tensors; answered when nothing touches them any more."""
 
 
-class Unregistered(Message):
+class Unregistered(Message, frozen=True):
     """The memory is the worker's own again."""
 
 
 # ---------------------------------------------------------------- scheduler
 
 
-class PrepareStore(Message):
+class PrepareStore(Message, frozen=True):
     """Ask for slots for these keys."""
 
     keys: Keys
 
 
-class StorePrepared(Message):
+class StorePrepared(Message, frozen=True):
     """`answers[i]` for key i (see StoreAnswer); slots and generations of the accepted, in order."""
 
     answers: IntArray
@@ -159,14 +159,14 @@ class StorePrepared(Message):
     evicted: tuple[bytes, ...]
 
 
-class CompleteStore(Message):
+class CompleteStore(Message, frozen=True):
     """The engine is done with these stores; without success what is unfinished is dropped."""
 
     keys: Keys
     success: bool
 
 
-class StoreCompleted(Message):
+class StoreCompleted(Message, frozen=True):
     """How many of the keys are ready, still being written by a lane, and dropped."""
 
     ready: Count
@@ -174,14 +174,14 @@ class StoreCompleted(Message):
     dropped: Count
 
 
-class PrepareLoad(Message):
+class PrepareLoad(Message, frozen=True):
     """Pin these chunks under a lease."""
 
     keys: Keys
     lease_ms: Annotated[int, Meta(ge=1, le=600_000)]
 
 
-class LoadPrepared(Message):
+class LoadPrepared(Message, frozen=True):
     """`found[i]` is 1 where key i is pinned; slots and generations of the found, in order."""
 
     lease: Count
@@ -191,35 +191,35 @@ class LoadPrepared(Message):
     generations: IntArray
 
 
-class CompleteLoad(Message):
+class CompleteLoad(Message, frozen=True):
     """Give a lease back."""
 
     lease: Count
 
 
-class LoadCompleted(Message):
+class LoadCompleted(Message, frozen=True):
     """`released` is false where the lease had run out before."""
 
     released: bool
 
 
-class Touch(Message):
+class Touch(Message, frozen=True):
     """These chunks were useful just now, prefix first."""
 
     keys: Keys
 
 
-class Touched(Message):
+class Touched(Message, frozen=True):
     """How many of them are here."""
 
     found: Count
 
 
-class Reset(Message):
+class Reset(Message, frozen=True):
     """Drop every chunk of this engine's namespace."""
 
 
-class ResetDone(Message):
+class ResetDone(Message, frozen=True):
     """Chunks dropped now, and those that go when their leases end."""
 
     dropped: Count
@@ -229,7 +229,7 @@ class ResetDone(Message):
 # --------------------------------------------------------------------- jobs
 
 
-class Job(Message):
+class Job(Message, frozen=True):
     """One rank's share of a store or a load.
 
     block_ids: flat, group by group; sum(group_sizes) == len(block_ids).
@@ -251,15 +251,15 @@ class Job(Message):
     deadline_ms: Annotated[int, Meta(ge=1, le=600_000)]
 
 
-class Store(Job):
+class Store(Job, frozen=True):
     """Copy the worker's blocks into the pool. Answered by Done."""
 
 
-class Load(Job):
+class Load(Job, frozen=True):
     """Copy chunks into the worker's blocks. Answered by Done."""
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """The job's end: nothing touches its blocks any more."""
 
     job: Count
@@ -270,52 +270,52 @@ class Done(Message):
     copy_ns: Count
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Stop these jobs; each still ends with its own Done."""
 
     jobs: JobIds
 
 
-class CancelDone(Message):
+class CancelDone(Message, frozen=True):
     """How many of them were still unfinished."""
 
     stopped: Count
 
 
-class Wait(Message):
+class Wait(Message, frozen=True):
     """Do these jobs first; answered when all of them have ended."""
 
     jobs: JobIds
 
 
-class WaitDone(Message):
+class WaitDone(Message, frozen=True):
     """All of them have ended; their Done messages were sent before this one."""
 
 
 # ------------------------------------------------------------------- common
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Answered by the loop that serves every other request."""
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     """Alive."""
 
     pid: Count
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Ask for the daemon's state."""
 
 
-class StatusReport(Message):
+class StatusReport(Message, frozen=True):
     """The daemon's state as documented in docs/status.md."""
 
     status: dict[str, Any]
 
 
-class Error(Message):
+class Error(Message, frozen=True):
     """A request that was not served: a code for programs, a sentence for people."""
 
     code: ErrorCode
@@ -325,20 +325,20 @@ class Error(Message):
 # ---------------------------------------------------- notices over the door
 
 
-class Greeting(Message):
+class Greeting(Message, frozen=True):
     """Broker's first word on the door; the session token and boot id are in the header."""
 
     pid: Count
 
 
-class Handles(Message):
+class Handles(Message, frozen=True):
     """Client to broker: descriptors `first`..`first + count - 1` are attached."""
 
     first: Count
     count: Annotated[int, Meta(ge=1, le=64)]
 
 
-class Attached(Message):
+class Attached(Message, frozen=True):
     """Broker to every session of an engine whose ranks are all registered.
 
     Carries a read-only descriptor of the namespace's directory.
@@ -350,13 +350,13 @@ class Attached(Message):
     num_chunks: Count
 
 
-class Detached(Message):
+class Detached(Message, frozen=True):
     """The engine is no longer complete: loads and stores answer NOT_READY until it is."""
 
     reason: Text
 
 
-class LaneUp(Message):
+class LaneUp(Message, frozen=True):
     """A lane process serves `device`; carries its lifeline (EOF there = that process is dead)."""
 
     device: Name
