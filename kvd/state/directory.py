@@ -85,6 +85,18 @@ class DirectoryWriter(DirectoryView):
         owner: int = self._words[slot * _WORDS + 2] & 0xFFFF_FFFF
         return owner
 
+    def ranks_done(self, slot: int) -> int:
+        """The ranks whose shares are there, as a bit mask."""
+        return self._words[slot * _WORDS + 1]
+
+    def slots_by_state(self) -> dict[SlotState, list[int]]:
+        """All slots that are not FREE, ascending; reads the whole table."""
+        states = self._columns["state"]
+        return {
+            state: np.flatnonzero(states == state).tolist()
+            for state in (SlotState.WRITING, SlotState.READY, SlotState.DRAINING)
+        }
+
     def key(self, slot: int) -> bytes:
         """The key of the chunk that is or was last in the slot."""
         base = slot * RECORD_BYTES

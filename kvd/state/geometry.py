@@ -42,10 +42,17 @@ class Extents:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The grid of one namespace. `slot_bytes[r]`: bytes of one slot in arena r."""
+    """The grid of one namespace.
+
+    slot_bytes: bytes of one slot in each arena, one arena for each rank.
+    world_size: how many ranks hold shares of one chunk.
+    replicated: all of them hold the same bytes, stored once: there is one arena.
+    """
 
     slot_bytes: tuple[int, ...]
     extents: Extents
+    world_size: int
+    replicated: bool = False
 
     @property
     def bytes_per_chunk(self) -> int:

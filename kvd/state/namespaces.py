@@ -1,0 +1,237 @@
+"""Every namespace of the daemon, in one pool.
+
+A namespace outlives its engines, so that the next engine of the same model finds
+its chunks. It ends when it is closed: by the operator, or to make room for
+another one when `limit` is reached.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvd.errors import ConfigError, Refused
+from kvd.state.chunks import ChunkTable, TableConfig
+from kvd.state.directory import DirectoryWriter, directory_bytes
+from kvd.state.geometry import Geometry
+from kvd.state.policies import POLICIES
+from kvd.state.pool import Pool
+from kvd_proto.directory import MAX_SLOTS
+from kvd_proto.messages import ErrorCode
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+MakeBuffer = Callable[[str, int], "WriteableBuffer"]
+
+_STATES = ("ready", "writing", "draining")
+
+
+def _in_words(geometry: Geometry) -> str:
+    same = ", all holding the same bytes" if geometry.replicated else ""
+    return f"slots of {geometry.slot_bytes} bytes for {geometry.world_size} ranks{same}"
+
+
+class Namespace:
+    """Chunks that may be shared, and where they lie.
+
+    `id` has 16 bytes, `label` is a name for people, `buffer` what `make_buffer` made.
+    """
+
+    def __init__(
+        self, ns_id: bytes, label: str, table: ChunkTable, buffer: "WriteableBuffer"
+    ) -> None:
+        self.id = ns_id
+        self.label = label
+        self.table = table
+        self.buffer = buffer
+        self.engines = 0
+
+    @property
+    def geometry(self) -> Geometry:
+        """Slot sizes, arenas and number of slots."""
+        return self.table.space.geometry
+
+    @property
+    def directory(self) -> DirectoryWriter:
+        """The directory that clients and lanes read."""
+        return self.table.directory
+
+    def __repr__(self) -> str:
+        return (
+            f"<Namespace {self.id.hex()[:8]} {self.label!r}, {self.engines} engines,"
+            f" {self.table!r}>"
+        )
+
+
+class Namespaces:
+    """The namespaces that are open.
+
+    Args:
+        cpu_bytes: the pool's budget.
+        make_buffer: makes zero-filled memory for a directory, given the namespace's id
+            in hex and a size in bytes; it should cost nothing until it is touched.
+        policy: the name of an eviction policy.
+        reuse_threshold: a key gets a slot at its n-th offer.
+        lease_seconds: the longest that a lease lasts.
+        ticket_seconds: how long a store may take.
+        limit: how many may be open at once.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        cpu_bytes: int,
+        *,
+        make_buffer: MakeBuffer,
+        policy: str = "lru",
+        reuse_threshold: int = 1,
+        lease_seconds: float = 60.0,
+        ticket_seconds: float = 60.0,
+        limit: int = 64,
+    ) -> None:
+        if cpu_bytes < 1:
+            raise ConfigError(f"a pool of {cpu_bytes} bytes holds nothing")
+        if policy not in POLICIES:
+            raise ConfigError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+        self.pool = Pool(cpu_bytes)
+        self.config = TableConfig(policy, reuse_threshold, lease_seconds, ticket_seconds)
+        self.limit = limit
+        self._make_buffer = make_buffer
+        self._open: dict[bytes, Namespace] = {}
+
+    def open(
+        self,
+        ns_id: bytes,
+        slot_bytes: tuple[int, ...],
+        *,
+        world_size: int,
+        replicated: bool,
+        boot_id: bytes,
+        label: str = "",
+    ) -> Namespace:
+        """The namespace of this id, made where it is not open yet.
+
+        Args:
+            ns_id: 16 bytes.
+            slot_bytes: bytes of one slot for each rank; one figure where replicated.
+            world_size: ranks that hold shares of one chunk.
+            replicated: every rank holds the same bytes.
+            boot_id: of this daemon, 16 bytes.
+            label: a name for people, e.g. the model's.
+
+        Raises:
+            Refused: BAD_LAYOUT where the figures contradict each other, an open
+                namespace or the budget; LIMIT where too many are open.
+        """
+        geometry = Geometry(tuple(slot_bytes), self.pool.extents, world_size, replicated)
+        known = self._open.get(ns_id)
+        if known is not None:
+            if known.geometry != geometry:
+                raise Refused(
+                    ErrorCode.BAD_LAYOUT,
+                    f"namespace {ns_id.hex()} is open with {_in_words(known.geometry)},"
+                    f" asked for with {_in_words(geometry)}",
+                )
+            return known
+        self._check(geometry)
+        buffer = self._make_buffer(ns_id.hex(), directory_bytes(geometry.num_slots))
+        directory = DirectoryWriter.create(buffer, geometry.num_slots, ns_id, boot_id)
+        table = ChunkTable(directory, geometry, self.pool, self.config)
+        namespace = Namespace(ns_id, label, table, buffer)
+        self._open[ns_id] = namespace
+        return namespace
+
+    @property
+    def cpu_bytes(self) -> int:
+        """The pool's budget."""
+        return self.pool.cpu_bytes
+
+    def _check(self, geometry: Geometry) -> None:
+        sizes, arenas = geometry.slot_bytes, 1 if geometry.replicated else geometry.world_size
+        if len(sizes) != arenas or min(sizes, default=0) < 1:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"{_in_words(geometry)}: {arenas} sizes above zero are needed",
+            )
+        if not 1 <= geometry.num_slots <= MAX_SLOTS:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"a budget of {self.pool.cpu_bytes} bytes holds {geometry.num_slots} chunks of"
+                f" {geometry.bytes_per_chunk} bytes; 1 to {MAX_SLOTS} can be served:"
+                " change the budget or the blocks per chunk",
+            )
+        if len(self._open) >= self.limit:
+            raise Refused(ErrorCode.LIMIT, f"{self.limit} namespaces are open, no more are allowed")
+
+    def attach_engine(self, namespace: Namespace) -> None:
+        """An engine uses the namespace now, so it has a fair share of the pool."""
+        namespace.engines += 1
+        namespace.table.space.active = True
+
+    def detach_engine(self, namespace: Namespace) -> None:
+        """An engine is gone. With the last one the chunks stay until others need the room.
+
+        Raises:
+            ValueError: no engine is attached.
+        """
+        if not namespace.engines:
+            raise ValueError(f"no engine is attached to {namespace!r}")
+        namespace.engines -= 1
+        namespace.table.space.active = namespace.engines > 0
+
+    def get(self, ns_id: bytes) -> Namespace | None:
+        """The open namespace of this id."""
+        return self._open.get(ns_id)
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(list(self._open.values()))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def closable(self) -> list[Namespace]:
+        """Namespaces without engines, with nothing under way, the oldest first."""
+        return [ns for ns in self if not ns.engines and ns.table.is_idle]
+
+    def close(self, namespace: Namespace) -> None:
+        """Drop a namespace and its chunks, and let go of its buffer.
+
+        Raises:
+            Refused: BAD_STATE where engines are attached or something is under way.
+        """
+        if namespace.engines or not namespace.table.is_idle:
+            raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
+        namespace.table.reset()
+        self.pool.leave(namespace.table.space)
+        namespace.directory.release()
+        del self._open[namespace.id]
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes of the pool: nobody's, and by namespace held, and by state of its chunks."""
+        spaces = {}
+        for namespace in self:
+            chunk, counts = namespace.geometry.bytes_per_chunk, namespace.table.stats()
+            spaces[namespace.id.hex()] = {
+                "held_bytes": self.pool.held_bytes(namespace.table.space),
+                "directory_bytes": namespace.directory.header.total_bytes,
+                **{f"{name}_bytes": counts[name] * chunk for name in _STATES},
+            }
+        return {
+            "cpu_bytes": self.cpu_bytes,
+            "free_bytes": self.pool.free_bytes,
+            "namespaces": spaces,
+        }
+
+    def check_integrity(self) -> None:
+        """Every table holds what it promises, and the pool is divided properly.
+
+        Raises:
+            IntegrityError: otherwise.
+        """
+        for namespace in self:
+            namespace.table.check_integrity()
+        self.pool.check_integrity()
+
+    def __repr__(self) -> str:
+        return f"<Namespaces {len(self._open)} of {self.limit}, {self.pool!r}>"
