@@ -15,9 +15,8 @@ import os
 import threading
 from pathlib import Path
 
-from kvd_proto.sizes import format_size
-
 from kvd.errors import PoolError
+from kvd_proto.sizes import format_size
 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; not in Python's fcntl
 _STEP = 64 * 2**20
@@ -118,6 +117,10 @@ class DirectoryMemory:
     def fd(self, name: str) -> int:
         """The read-only descriptor."""
         return self._fds[name]
+
+    def drop(self, name: str) -> None:
+        """Close one namespace's descriptor."""
+        os.close(self._fds.pop(name))
 
     def close(self) -> None:
         """Close the descriptors; mappings live on where they are."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 
 import zmq
-from kvd_proto.sizes import format_size
 
 from kvd.broker.available import available_bytes
 from kvd.broker.door import Door, Visitor
@@ -26,6 +25,7 @@ from kvd.broker.supervisor import LaneProcess
 from kvd.core.broker import Broker
 from kvd.core.effects import (
     DirectoryFd,
+    DropDirectory,
     DropFds,
     Effect,
     Event,
@@ -46,6 +46,7 @@ from kvd.state.namespaces import Namespaces
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import ErrorCode, Handles
+from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.broker")
 TICK_SECONDS = 0.25
@@ -278,6 +279,8 @@ class Service:
                     visitor = self._visitors.get(effect.session)
                     if visitor is not None:
                         visitor.drop_fds()
+                case DropDirectory():
+                    self._directories.drop(effect.namespace.hex())
                 case Event():
                     self.events.append((time.time(), effect.text))
                     log.log(logging.getLevelNamesMapping()[effect.level.upper()], effect.text)

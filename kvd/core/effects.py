@@ -85,6 +85,13 @@ class DropFds:
 
 
 @dataclass(frozen=True, slots=True)
+class DropDirectory:
+    """Let go of the directory of a namespace that was closed."""
+
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """Something worth a line in the log and a place in the list of recent events."""
 
@@ -92,4 +99,4 @@ class Event:
     level: str = "info"
 
 
-Effect: TypeAlias = Reply | Notify | ToLane | KillLane | OpenPool | DropFds | Event
+Effect: TypeAlias = Reply | Notify | ToLane | KillLane | OpenPool | DropFds | DropDirectory | Event

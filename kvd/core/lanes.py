@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.link import LaneCounters, LanePong, Revoke
 from kvd_proto.arrays import IntArray
@@ -108,7 +109,9 @@ class Revocations:
         return f"<Revocations {len(self)} slots>"
 
 
-def arrays(pairs: Iterable[tuple[int, int]]) -> tuple["np.ndarray", "np.ndarray"]:  # type: ignore[type-arg]
+def arrays(
+    pairs: Iterable[tuple[int, int]],
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
     """(slot, generation) pairs as two arrays, u4 and u8."""
     listed = list(pairs)
     return (

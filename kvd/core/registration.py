@@ -6,11 +6,9 @@ each other), for the pool's size (``auto``), or for a lane that is being
 restarted; it waits to a deadline and is then refused with the reason.
 """
 
-from kvd_proto.layout import compare_ranks, validate_layout
-from kvd_proto.sizes import auto_cpu_bytes, kv_bytes_per_block, size_pool, total_gpu_kv_bytes
-
 from kvd.core.effects import (
     DirectoryFd,
+    DropDirectory,
     DropFds,
     Effect,
     Event,
@@ -28,6 +26,7 @@ from kvd.core.state import BrokerState
 from kvd.errors import KvdError, Refused
 from kvd.link import BindWorker, Imported, ImportWorker, LaneReady, Released, ReleaseWorker
 from kvd_proto.errors import LayoutError
+from kvd_proto.layout import compare_ranks, validate_layout
 from kvd_proto.messages import (
     Attached,
     Error,
@@ -37,6 +36,7 @@ from kvd_proto.messages import (
     Registered,
     Unregistered,
 )
+from kvd_proto.sizes import auto_cpu_bytes, kv_bytes_per_block, size_pool, total_gpu_kv_bytes
 from kvd_proto.states import SessionEvent, SessionState
 
 REGISTER_SECONDS = 20.0
@@ -331,8 +331,10 @@ class Registration:
         registrations = [w.registration for w in workers if w.registration is not None]
         layouts = [r.layout for r in registrations]
         sizes = size_pool(layouts, state.namespaces.cpu_bytes)
+        ns_id = namespace_id(registrations)
+        effects = self._make_room(ns_id)
         namespace = state.namespaces.open(
-            namespace_id(registrations),
+            ns_id,
             sizes.slot_bytes,
             world_size=engine.world_size,
             replicated=layouts[0].replicated,
@@ -341,7 +343,7 @@ class Registration:
         )
         state.namespaces.attach_engine(namespace)
         engine.namespace = namespace
-        effects: list[Effect] = [self._bind(worker) for worker in workers]
+        effects += [self._bind(worker) for worker in workers]
         effects += [self.attached_notice(engine, number) for number in engine.sessions]
         effects.append(
             Event(
@@ -350,6 +352,18 @@ class Registration:
             )
         )
         return effects
+
+    def _make_room(self, ns_id: bytes) -> list[Effect]:
+        """Close the longest unused namespace where no more may be open."""
+        namespaces = self._state.namespaces
+        if namespaces is None or namespaces.get(ns_id) is not None:
+            return []
+        if len(namespaces) < namespaces.limit:
+            return []
+        unused = namespaces.closable()[:1]
+        for namespace in unused:
+            namespaces.close(namespace)
+        return [DropDirectory(namespace.id) for namespace in unused]
 
     def attached_notice(self, engine: Engine, session: int) -> Notify:
         """The notice that an attached engine's sessions get."""

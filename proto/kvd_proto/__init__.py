@@ -1,1 +1,1 @@
-"""kvd_proto: messages, codec and layout arithmetic shared by daemon and client; no I/O, no torch."""
+"""kvd_proto: messages, codec and layout arithmetic of daemon and client; no I/O, no torch."""

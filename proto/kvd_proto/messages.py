@@ -109,7 +109,7 @@ class HostHandle(Message, frozen=True):
     offset: Count = 0
 
 
-class Register(Message, kw_only=True):
+class Register(Message, frozen=True, kw_only=True):
     """A worker's KV memory. Handles' descriptors were sent over the door before.
 
     `handles[i]` is the memory of `layout.storages[i]`; descriptor 0 is the
