@@ -67,7 +67,7 @@ class ArcPolicy(Policy):
             return []
         cold1 = filter(may_evict, self._slots.walk(_T1))
         cold2 = filter(may_evict, self._slots.walk(_T2))
-        size1 = self._slots.size(_T1)
+        size1, where = self._slots.size(_T1), self._slots.where
         chosen: list[int] = []
         while len(chosen) < n:
             slot = next(cold1, None) if size1 > self._target else None
@@ -77,11 +77,12 @@ class ArcPolicy(Policy):
                 slot = next(cold1, None)
             if slot is None:
                 return None
-            size1 -= self._slots.where(slot) == _T1
+            size1 -= where(slot) == _T1
             chosen.append(slot)
+        key_of, b1, b2 = self.key_of, self._b1, self._b2
         for slot in chosen:
-            ghosts = self._b1 if self._slots.remove(slot) == _T1 else self._b2
-            ghosts[self.key_of(slot)] = None
+            (b1 if where(slot) == _T1 else b2)[key_of(slot)] = None
+        self._slots.remove_all(chosen)
         self._trim()
         return chosen
 

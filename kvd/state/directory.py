@@ -5,6 +5,7 @@ loops over local names, because a store of a thousand keys must not hold up the
 broker for more than a few milliseconds.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
@@ -28,7 +29,8 @@ from kvd_proto.errors import DirectoryError
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_STATE, _KEY_LEN, _KEY = 20, 21, 32
+_STATE, _KEY_LEN = 20, 21
+_READ_KEY = struct.Struct(f"<B10x{KEY_BYTES}s").unpack_from  # from the key's length on
 _WORDS = RECORD_BYTES // 8
 _FREE, _WRITING = int(SlotState.FREE), int(SlotState.WRITING)
 
@@ -99,9 +101,8 @@ class DirectoryWriter(DirectoryView):
 
     def key(self, slot: int) -> bytes:
         """The key of the chunk that is or was last in the slot."""
-        base = slot * RECORD_BYTES
-        records = self._records
-        return bytes(records[base + _KEY : base + _KEY + records[base + _KEY_LEN]])
+        length, padded = _READ_KEY(self._records, slot * RECORD_BYTES + _KEY_LEN)
+        return bytes(padded[:length])
 
     def write_state(self, slot: int, state: SlotState) -> None:
         """Set the state byte."""
@@ -147,11 +148,12 @@ class DirectoryWriter(DirectoryView):
 
     def free(self, slots: Sequence[int]) -> list[bytes]:
         """READY -> FREE: take chunks out of the index; their keys, in the same order."""
-        records = self._records
+        records, read_key = self._records, _READ_KEY
         keys = []
         for slot in slots:
             base = slot * RECORD_BYTES
-            key = bytes(records[base + _KEY : base + _KEY + records[base + _KEY_LEN]])
+            length, padded = read_key(records, base + _KEY_LEN)
+            key = padded[:length]
             records[base + _STATE] = _FREE
             self._unindex(key, slot)
             keys.append(key)

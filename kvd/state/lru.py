@@ -37,8 +37,7 @@ class LruPolicy(Policy):
             if may_evict(slot):
                 chosen.append(slot)
                 if len(chosen) == n:
-                    for victim in chosen:
-                        self._slots.remove(victim)
+                    self._slots.remove_all(chosen)
                     return chosen
         return None
 
