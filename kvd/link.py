@@ -6,10 +6,9 @@ message per datagram, descriptors attached where the docstring says so. The link
 file tells each side that the other process is gone.
 """
 
-from kvd_proto.layout import RankLayout
-
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import Codec
+from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Count, HostHandle, Message, Name, Text
 
 

@@ -46,9 +46,21 @@ class Chunks:
             JobShapeError: arrays that do not fit each other, a slot outside the arena, or a
                 store that names a slot twice.
         """
+        sizes, indices = request.group_sizes.numpy().tolist(), request.block_indices.numpy().tolist()
+        groups = len(worker.layout.groups)
+        if not len(sizes) == len(indices) == groups:
+            raise JobShapeError(
+                f"{len(sizes)} group sizes and {len(indices)} block indices for {groups} groups"
+            )
+        # Before anything is sized by them.
+        if min([*sizes, *indices], default=0) < 0 or sum(sizes) != len(request.block_ids):
+            raise JobShapeError(
+                f"group sizes {sizes} and block indices {indices} with"
+                f" {len(request.block_ids)} block ids"
+            )
         first, count = coverage(
-            request.group_sizes.numpy(),
-            request.block_indices.numpy(),
+            np.array(sizes, dtype=np.int64),
+            np.array(indices, dtype=np.int64),
             worker.layout.blocks_per_chunk,
         )
         slots = request.slots.numpy()
@@ -112,6 +124,15 @@ class LaneJob:
     def deadline_ns(self) -> int:
         """When it is given up, on the clock of `accepted_ns`."""
         return self.accepted_ns + self.request.deadline_ms * 1_000_000
+
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes that the job names, before anything is left out for being another rank's turn."""
+        sizes = self.request.group_sizes.numpy().tolist()
+        return sum(
+            size * sum(ref.page_bytes for ref in group.refs)
+            for size, group in zip(sizes, self.worker.layout.groups, strict=True)
+        )
 
     @property
     def unfinished(self) -> bool:
@@ -235,19 +256,16 @@ def split_runs(copies: Copies, unit: int) -> Copies:
         tensor_offset=copies.tensor_offset[run] + (begin - begins[run]),
         arena_offset=begin,
         nbytes=end - begin,
-        total_bytes=copies.total_bytes,
     )
 
 
 def select(copies: Copies, which: Mask | slice) -> Copies:
     """Some of the runs."""
-    nbytes = copies.nbytes[which]
     return Copies(
         storage=copies.storage[which],
         tensor_offset=copies.tensor_offset[which],
         arena_offset=copies.arena_offset[which],
-        nbytes=nbytes,
-        total_bytes=int(nbytes.sum()),
+        nbytes=copies.nbytes[which],
     )
 
 
@@ -271,7 +289,7 @@ def check_bounds(copies: Copies, worker: Worker, binding: Binding) -> None:
     """
     if not len(copies.nbytes):
         return
-    sizes = np.array([storage.nbytes for storage in worker.layout.storages], dtype=np.int64)
+    sizes = np.array(worker.layout.storages, dtype=np.int64)
     arena = binding.slot_bytes * binding.num_slots
     inside = (
         (copies.storage >= 0)

@@ -222,7 +222,7 @@ class LaneService:
             _log.warning("session %d is to be bound and is not here", message.session)
             return
         try:
-            worker.binding = Binding.of(message, fds, self._pool_bytes)
+            worker.binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
         except LaneError:
             # Unbound, its jobs are refused; the broker's log and this one say why.
             _log.exception("session %d cannot be bound", message.session)

@@ -14,7 +14,7 @@ from kvd.lane.device import Device, MemoryId
 from kvd.link import BindWorker, ImportWorker
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError
-from kvd_proto.layout import RankLayout
+from kvd_proto.layout import RankLayout, slot_bytes
 
 CONTROL_PAGE_BYTES = 4096
 _TIMELINE, _EPOCH = 0, 1
@@ -75,14 +75,25 @@ class Binding:
     directory: DirectoryView
 
     @classmethod
-    def of(cls, message: BindWorker, descriptors: Sequence[int], pool_bytes: int) -> "Binding":
+    def of(
+        cls,
+        message: BindWorker,
+        descriptors: Sequence[int],
+        layout: RankLayout,
+        pool_bytes: int,
+    ) -> "Binding":
         """Map the directory and check that the arena lies inside the pool.
 
         Raises:
-            LaneError: it does not, or the descriptor is no directory for so many slots.
+            LaneError: it does not, its slots are not the layout's, or the descriptor is no
+                directory for so many slots.
         """
+        if message.slot_bytes != slot_bytes(layout):
+            raise LaneError(
+                f"slots of {message.slot_bytes} bytes for a layout that needs {slot_bytes(layout)}"
+            )
         end = message.arena_base + message.slot_bytes * message.num_slots
-        if end > pool_bytes or not message.slot_bytes:
+        if end > pool_bytes:
             raise LaneError(
                 f"an arena of {message.num_slots} slots of {message.slot_bytes} bytes from"
                 f" {message.arena_base} does not lie inside the pool of {pool_bytes} bytes"
@@ -152,7 +163,7 @@ class Workers:
             raise ImportFailed("no descriptors came; number 0 is the control page")
         if not message.rank < message.world_size:
             raise ImportFailed(f"rank {message.rank} of {message.world_size}")
-        sizes = [storage.nbytes for storage in message.layout.storages]
+        sizes = message.layout.storages
         if len(sizes) != len(message.handles):
             raise ImportFailed(f"{len(message.handles)} handles for {len(sizes)} storages")
         control = ControlPage(descriptors[0])

@@ -1,0 +1,368 @@
+"""A broker's and a worker's end, made by hand, around a real lane process.
+
+Memory is read and written through mappings of the tests' own, so that what the
+lane did is seen without the lane's code.
+"""
+
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from kvd.link import (
+    LINK,
+    BindWorker,
+    Imported,
+    ImportWorker,
+    LanePing,
+    LanePong,
+    LaneReady,
+    ShareDone,
+)
+from kvd.seqpacket import Channel, close_all
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import WIRE, Header
+from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
+from kvd_proto.messages import Done, HostHandle, Job, JobStatus, Message
+
+PATIENCE = 10.0
+NAMESPACE = bytes(range(16))
+BOOT = b"b" * 16
+M = TypeVar("M", bound=Message)
+
+
+class Memory:
+    """A memory file and the tests' own mapping of it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("kvd-test")
+        os.ftruncate(self.fd, nbytes)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
+
+    def close(self) -> None:
+        """Close the file; the mapping goes with the last array over it."""
+        os.close(self.fd)
+
+
+class Directory:
+    """A namespace's directory whose records the test sets as it likes."""
+
+    def __init__(self, num_slots: int) -> None:
+        header = DirectoryHeader.plan(num_slots, NAMESPACE, BOOT)
+        self.memory = Memory(header.total_bytes)
+        packed = np.frombuffer(header.pack(), np.uint8)
+        self.memory.bytes[: len(packed)] = packed
+        self.records: npt.NDArray[Any] = np.frombuffer(
+            self.memory.bytes, RECORD_DTYPE, num_slots, HEADER_BYTES
+        )
+
+    def set(
+        self,
+        slots: Sequence[int],
+        state: SlotState,
+        *,
+        generation: int = 1,
+        owner: int = 7,
+        first: int = 0,
+        count: int = 0,
+    ) -> None:
+        """Write these slots' records."""
+        for slot in slots:
+            row = self.records[slot : slot + 1]
+            row["generation"], row["owner"], row["state"] = generation, owner, int(state)
+            row["first"], row["count"] = first, count
+
+
+def simple_layout(
+    *,
+    tensors: int = 2,
+    num_blocks: int = 32,
+    page: int = 4096,
+    blocks_per_chunk: int = 2,
+    replicated: bool = False,
+) -> RankLayout:
+    """One group over equal tensors, each with a storage of its own and blocks back to back."""
+    return RankLayout(
+        num_blocks=num_blocks,
+        blocks_per_chunk=blocks_per_chunk,
+        hash_block_size=16,
+        storages=tuple(num_blocks * page for _ in range(tensors)),
+        tensors=tuple(TensorSpec(index, 0, page, page) for index in range(tensors)),
+        groups=(GroupSpec(tuple(TensorRef(index, page) for index in range(tensors)), 16),),
+        replicated=replicated,
+    )
+
+
+class FakeWorker:
+    """A worker's memory, and its DEALER to the lane."""
+
+    def __init__(
+        self, layout: RankLayout, *, session: int = 1, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.layout, self.session = layout, session
+        self.rank, self.world_size = rank, world_size
+        self.token = bytes([session]) * 16
+        self.page = Memory(4096)
+        self.words = self.page.bytes.view("<u8")
+        self.storages = [Memory(size) for size in layout.storages]
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._requests = 0
+
+    @property
+    def fds(self) -> list[int]:
+        """Control page first, then the storages."""
+        return [self.page.fd, *(storage.fd for storage in self.storages)]
+
+    def connect(self, endpoint: str) -> None:
+        """Attach to a lane."""
+        self._socket.connect(endpoint)
+
+    def fill(self, seed: int) -> None:
+        """Random bytes everywhere."""
+        rng = np.random.default_rng(seed)
+        for storage in self.storages:
+            storage.bytes[:] = rng.integers(0, 256, len(storage.bytes), dtype=np.uint8)
+
+    def poison(self) -> None:
+        """0xEE everywhere."""
+        for storage in self.storages:
+            storage.bytes[:] = 0xEE
+
+    def pages(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Bytes of these blocks in all tensors: [tensor, block, page byte], a copy."""
+        return np.stack([self._table(index)[list(blocks)] for index in range(len(self.storages))])
+
+    def _table(self, tensor: int) -> npt.NDArray[np.uint8]:
+        spec = self.layout.tensors[tensor]
+        return self.storages[spec.storage].bytes.reshape(-1, spec.page_bytes)
+
+    def request(self, message: Message, *, token: bytes | None = None) -> int:
+        """Send; the request id."""
+        self._requests += 1
+        self.raw(WIRE.encode(message, self._requests, BOOT, token or self.token))
+        return self._requests
+
+    def raw(self, *parts: bytes) -> None:
+        """Send any frames."""
+        self._socket.send_multipart(parts)
+
+    def job(
+        self,
+        kind: type[Job],
+        number: int,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        **changes: Any,
+    ) -> int:
+        """Send a job; its request id."""
+        return self.request(make_job(kind, number, blocks, slots, **changes))
+
+    def run(
+        self,
+        kind: type[Job],
+        number: int,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        **changes: Any,
+    ) -> JobStatus:
+        """Send a job and wait for its Done; the status."""
+        self.job(kind, number, blocks, slots, **changes)
+        done = self.done()
+        assert done.job == number
+        return done.status
+
+    def reply(self, seconds: float = PATIENCE) -> tuple[Header, Message]:
+        """The next message from the lane."""
+        if not self._socket.poll(int(seconds * 1000)):
+            raise TimeoutError("the lane does not answer")
+        return WIRE.decode(self._socket.recv())
+
+    def silent(self, seconds: float = 0.05) -> bool:
+        """Whether nothing arrives for a while."""
+        return not self._socket.poll(int(seconds * 1000))
+
+    def done(self) -> Done:
+        """The next message, which is a Done."""
+        _, message = self.reply()
+        assert isinstance(message, Done), message
+        return message
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._socket.close()
+        self._context.term()
+        for memory in (self.page, *self.storages):
+            memory.close()
+
+
+def make_job(
+    kind: type[Job],
+    number: int,
+    blocks: Sequence[int],
+    slots: Sequence[int],
+    *,
+    generation: int = 1,
+    after: int = 0,
+    epoch: int = 0,
+    deadline_ms: int = 20_000,
+    group_sizes: Sequence[int] | None = None,
+    block_indices: Sequence[int] = (0,),
+) -> Job:
+    """A job; of one group that starts at a chunk's first block if nothing else is said."""
+    return kind(
+        job=number,
+        block_ids=IntArray.of(blocks, "i4"),
+        group_sizes=IntArray.of(group_sizes or [len(blocks)], "i4"),
+        block_indices=IntArray.of(block_indices, "i4"),
+        slots=IntArray.of(slots, "u4"),
+        generations=IntArray.of([generation] * len(slots), "u8"),
+        after=after,
+        epoch=epoch,
+        deadline_ms=deadline_ms,
+    )
+
+
+class Lane:
+    """A real lane process and the broker's end of its link."""
+
+    def __init__(self, runtime_dir: Path, pool_bytes: int) -> None:
+        self.pool = Memory(pool_bytes)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "kvd.lane", "--device", "host", "--incarnation", "1"]
+        command += ["--runtime-dir", str(runtime_dir), "--link-fd", str(theirs.fileno())]
+        command += ["--pool-fd", str(self.pool.fd), "--pool-bytes", str(pool_bytes)]
+        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(), self.pool.fd))
+        theirs.close()
+        self.link = Channel(ours)
+        self.ready, (self.lifeline,) = self._receive(LaneReady)
+        self.workers: list[FakeWorker] = []
+        self._seen: list[Message] = []
+
+    def attach(
+        self,
+        worker: FakeWorker,
+        directory: Directory,
+        *,
+        owner: int = 7,
+        arena_base: int = 0,
+    ) -> FakeWorker:
+        """Import and bind a worker, and connect its socket; the lane closes it in the end."""
+        self.workers.append(worker)
+        worker.connect(self.ready.endpoint)
+        assert not self.import_worker(worker).error
+        self.bind(worker, directory, owner=owner, arena_base=arena_base)
+        self.ping()
+        return worker
+
+    def import_worker(self, worker: FakeWorker, **changes: Any) -> Imported:
+        """Ask for the worker's memory to be mapped; the answer."""
+        fields: dict[str, Any] = {
+            "session": worker.session,
+            "token": worker.token,
+            "rank": worker.rank,
+            "world_size": worker.world_size,
+            "layout": worker.layout,
+            "handles": tuple(HostHandle(1 + i) for i in range(len(worker.storages))),
+        }
+        fds = changes.pop("fds", worker.fds)
+        self.tell(ImportWorker(**{**fields, **changes}), fds)
+        return self.hear(Imported)
+
+    def bind(
+        self, worker: FakeWorker, directory: Directory, *, owner: int = 7, arena_base: int = 0
+    ) -> None:
+        """Say where the worker's chunks live."""
+        size = slot_bytes(worker.layout)
+        self.tell(
+            BindWorker(
+                session=worker.session,
+                namespace=NAMESPACE,
+                owner=owner,
+                arena_base=arena_base,
+                slot_bytes=size,
+                num_slots=len(directory.records),
+            ),
+            [directory.memory.fd],
+        )
+
+    def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send over the link."""
+        self.link.send(LINK.encode(message), fds)
+
+    def hear(self, kind: type[M]) -> M:
+        """The next message of this kind; others are kept for later calls."""
+        for index, message in enumerate(self._seen):
+            if isinstance(message, kind):
+                del self._seen[index]
+                return message
+        return self._receive(kind)[0]
+
+    def heard(self, kind: type[M]) -> list[M]:
+        """What has arrived of this kind until now: everything that the lane sent before a ping."""
+        self.ping()
+        found = [message for message in self._seen if isinstance(message, kind)]
+        self._seen = [message for message in self._seen if not isinstance(message, kind)]
+        return found
+
+    def ping(self) -> LanePong:
+        """Ask the loop."""
+        self.tell(LanePing(sequence=1))
+        return self.hear(LanePong)
+
+    def share(self) -> ShareDone:
+        """The next report of a store."""
+        return self.hear(ShareDone)
+
+    def _receive(self, kind: type[M]) -> tuple[M, tuple[int, ...]]:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.link], [], [], left)[0]:
+                raise TimeoutError(f"no {kind.__name__} from the lane")
+            received = self.link.recv()
+            if received is None:
+                continue
+            frame, fds = received
+            _, message = LINK.decode(frame)
+            if isinstance(message, kind):
+                return message, fds
+            close_all(fds)
+            self._seen.append(message)
+
+    def close(self) -> None:
+        """Kill the lane and let go of everything."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.link.close()
+        os.close(self.lifeline)
+        self.pool.close()
+        for worker in self.workers:
+            worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+

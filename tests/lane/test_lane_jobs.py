@@ -1,0 +1,241 @@
+"""Whole-lane tests: what jobs move, and what they must not."""
+
+import numpy as np
+import pytest
+
+from kvd.link import ShareDone, UnbindWorker
+from kvd_proto.directory import SlotState
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
+from kvd_proto.messages import JobStatus, Load, Store
+from tests.lane.support import Directory, FakeWorker, Lane, simple_layout
+
+SLOTS = 16
+
+
+@pytest.fixture
+def directory() -> Directory:
+    """All slots WRITING at generation 1, owned by engine 7."""
+    table = Directory(SLOTS)
+    table.set(range(SLOTS), SlotState.WRITING)
+    return table
+
+
+@pytest.fixture
+def worker(lane: Lane, directory: Directory) -> FakeWorker:
+    """A worker with two tensors of 32 pages of 4 KiB, bound."""
+    return lane.attach(FakeWorker(simple_layout()), directory)
+
+
+def test_what_was_stored_comes_back_into_other_blocks(
+    lane: Lane, worker: FakeWorker, directory: Directory
+) -> None:
+    """Stored bytes are loaded bit by bit into other, poisoned blocks, and nothing else changes."""
+    worker.fill(1)
+    wanted = worker.pages([3, 9, 4, 20])
+    worker.job(Store, 1, [3, 9, 4, 20], [5, 2])
+    done = worker.done()
+    assert (done.job, done.status, done.bytes) == (1, JobStatus.OK, 2 * 4 * 4096)
+    share = lane.share()
+    assert share.ok
+    assert share.slots.numpy().tolist() == [5, 2]
+    assert (share.first.numpy().tolist(), share.count.numpy().tolist()) == ([0, 0], [2, 2])
+    directory.set([5, 2], SlotState.READY, count=2)
+    worker.poison()
+    worker.job(Load, 2, [10, 11, 30, 1], [5, 2])
+    assert worker.done().status is JobStatus.OK
+    np.testing.assert_array_equal(worker.pages([10, 11, 30, 1]), wanted)
+    others = [block for block in range(32) if block not in {10, 11, 30, 1}]
+    assert (worker.pages(others) == 0xEE).all()
+
+
+def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, worker: FakeWorker) -> None:
+    """Pool bytes outside the job's slots stay what they were, and inside lie tensor by tensor."""
+    lane.pool.bytes[:] = 0xAB
+    worker.fill(2)
+    worker.job(Store, 1, [7, 8], [3])
+    assert worker.done().status is JobStatus.OK
+    size = slot_bytes(worker.layout)
+    slot = lane.pool.bytes[3 * size : 4 * size].copy()
+    np.testing.assert_array_equal(slot, worker.pages([7, 8]).reshape(-1))
+    lane.pool.bytes[3 * size : 4 * size] = 0xAB
+    assert (lane.pool.bytes == 0xAB).all()
+
+
+def test_arenas_of_ranks_do_not_mix(lane: Lane, directory: Directory) -> None:
+    """Two ranks store the same slots, each into its own arena."""
+    layout = simple_layout()
+    arena = SLOTS * slot_bytes(layout)
+    ranks = [FakeWorker(layout, session=1 + rank, rank=rank, world_size=2) for rank in range(2)]
+    for worker in ranks:
+        lane.attach(worker, directory, arena_base=worker.rank * arena)
+        worker.fill(10 + worker.rank)
+        worker.job(Store, 1, [1, 2], [4])
+    wanted = [worker.pages([1, 2]) for worker in ranks]
+    assert [worker.done().status for worker in ranks] == [JobStatus.OK] * 2
+    assert {lane.share().rank for _ in ranks} == {0, 1}
+    directory.set([4], SlotState.READY, count=2)
+    for worker, pages in zip(ranks, wanted, strict=True):
+        worker.poison()
+        worker.job(Load, 2, [5, 6], [4])
+        assert worker.done().status is JobStatus.OK
+        np.testing.assert_array_equal(worker.pages([5, 6]), pages)
+
+
+def test_groups_of_one_job_go_where_they_belong(lane: Lane) -> None:
+    """A full group, an empty one, and a sliding window that starts with a chunk's last block."""
+    page = 512
+    both = (TensorRef(0, page), TensorRef(1, page))
+    layout = RankLayout(
+        num_blocks=16,
+        blocks_per_chunk=4,
+        hash_block_size=16,
+        storages=(16 * page * 2,),
+        tensors=(TensorSpec(0, 0, page, 2 * page), TensorSpec(0, page, page, 2 * page)),
+        groups=(GroupSpec(both, 16), GroupSpec((TensorRef(1, page),), 16), GroupSpec(both[:1], 16)),
+    )
+    directory = Directory(SLOTS)
+    directory.set(range(SLOTS), SlotState.WRITING)
+    worker = lane.attach(FakeWorker(layout), directory)
+    worker.fill(3)
+    memory = worker.storages[0].bytes.reshape(16, 2, page)
+    before = memory.copy()
+    shape = {"group_sizes": [3, 0, 2], "block_indices": [0, 0, 7]}
+    assert worker.run(Store, 1, [4, 5, 6, 8, 9], [2, 3, 9], **shape) is JobStatus.OK
+    share = lane.share()
+    assert share.first.numpy().tolist() == [0, 3, 0]
+    assert share.count.numpy().tolist() == [3, 1, 1]
+    for slot, first, count in ((2, 0, 3), (3, 3, 1), (9, 0, 1)):
+        directory.set([slot], SlotState.READY, first=first, count=count)
+    memory[:] = 0xEE
+    assert worker.run(Load, 2, [10, 11, 12, 14, 15], [2, 3, 9], **shape) is JobStatus.OK
+    np.testing.assert_array_equal(memory[[10, 11, 12]], before[[4, 5, 6]])
+    np.testing.assert_array_equal(memory[[14, 15], 0], before[[8, 9], 0])
+    assert (memory[[14, 15], 1] == 0xEE).all()
+    assert (memory[:10] == 0xEE).all()
+
+
+def test_a_replicated_share_is_written_by_the_rank_whose_turn_it_is(lane: Lane) -> None:
+    """Each slot is copied and reported by one rank only; every rank loads all of them."""
+    layout = simple_layout(tensors=1, page=4096, blocks_per_chunk=1, replicated=True)
+    directory = Directory(SLOTS)
+    directory.set(range(SLOTS), SlotState.WRITING)
+    blocks, slots = [1, 2, 3, 4, 5], [2, 3, 4, 5, 6]
+    ranks = [FakeWorker(layout, session=1 + rank, rank=rank, world_size=2) for rank in range(2)]
+    for worker in ranks:
+        lane.attach(worker, directory)
+        worker.fill(20)
+    wanted = ranks[0].pages(blocks)
+    for worker, mine in zip(ranks, ([2, 4, 6], [3, 5]), strict=True):
+        lane.pool.bytes[:] = 0
+        worker.job(Store, 1, blocks, slots)
+        done = worker.done()
+        assert (done.status, done.bytes) == (JobStatus.OK, len(mine) * 4096)
+        assert lane.share().slots.numpy().tolist() == mine
+        written = lane.pool.bytes.reshape(-1, 4096).any(axis=1).nonzero()[0]
+        assert written.tolist() == mine
+        directory.set(mine, SlotState.READY, count=1)
+    lane.pool.bytes[:] = 0
+    lane.pool.bytes[2 * 4096 : 7 * 4096] = wanted.reshape(-1)
+    for worker in ranks:
+        worker.poison()
+        assert worker.run(Load, 2, [9, 10, 11, 12, 13], slots) is JobStatus.OK
+        np.testing.assert_array_equal(worker.pages([9, 10, 11, 12, 13]), wanted)
+
+
+def test_a_stale_generation_moves_nothing(
+    lane: Lane, worker: FakeWorker, directory: Directory
+) -> None:
+    """A job for a slot that has been given to somebody else is refused before any byte moves."""
+    lane.pool.bytes[:] = 0xAB
+    worker.poison()
+    assert worker.run(Store, 1, [1, 2], [3], generation=2) is JobStatus.STALE
+    directory.set([3], SlotState.WRITING, owner=8)
+    assert worker.run(Store, 2, [1, 2], [3]) is JobStatus.STALE
+    assert lane.heard(ShareDone) == []
+    assert worker.run(Load, 3, [1, 2], [3]) is JobStatus.STALE
+    directory.set([3], SlotState.READY, count=2, generation=5)
+    assert worker.run(Load, 4, [1, 2], [3], generation=4) is JobStatus.STALE
+    assert (lane.pool.bytes == 0xAB).all()
+    assert (worker.pages(range(32)) == 0xEE).all()
+
+
+def test_a_failed_store_gives_up_only_what_is_the_engines_own(
+    lane: Lane, worker: FakeWorker, directory: Directory
+) -> None:
+    """Of a store with one stale slot the others are reported as failed, the stale one is not."""
+    directory.set([4], SlotState.WRITING, owner=8)
+    assert worker.run(Store, 1, [1, 2, 3, 4], [3, 4]) is JobStatus.STALE
+    share = lane.share()
+    assert (share.ok, share.slots.numpy().tolist()) == (False, [3])
+
+
+def test_blocks_that_were_never_stored_are_not_loaded(
+    worker: FakeWorker, directory: Directory
+) -> None:
+    """A load of a chunk's second block fails where only the first was stored."""
+    directory.set([3], SlotState.READY, first=0, count=1)
+    assert worker.run(Load, 1, [1], [3]) is JobStatus.OK
+    assert worker.run(Load, 2, [1], [3], block_indices=[1]) is JobStatus.STALE
+    assert worker.run(Load, 3, [1, 2], [3]) is JobStatus.STALE
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots", "changes", "words"),
+    [
+        ([0, 1], [3], {}, "null block"),
+        ([1, 32], [3], {}, "block ids"),
+        ([1, -1], [3], {}, "block ids"),
+        ([1, 2], [SLOTS], {}, "slots"),
+        ([1, 2], [3, 4], {}, "slots"),
+        ([1, 2, 3], [3, 3], {}, "twice"),
+        ([1, 2], [3], {"group_sizes": [3]}, "group sizes"),
+        ([1, 2], [3], {"group_sizes": [1, 1], "block_indices": [0, 0]}, "group sizes"),
+        ([1, 2], [3], {"block_indices": [-1]}, "block indices"),
+        ([1, 2], [3], {"group_sizes": [2**31 - 1]}, "group sizes"),
+    ],
+)
+def test_a_job_that_does_not_fit_the_layout_is_refused(
+    lane: Lane,
+    worker: FakeWorker,
+    blocks: list[int],
+    slots: list[int],
+    changes: dict[str, list[int]],
+    words: str,
+) -> None:
+    """Wrong blocks, slots or sizes end as REFUSED with the figures, and no pool byte changes."""
+    lane.pool.bytes[:] = 0xAB
+    worker.job(Store, 1, blocks, slots, **changes)
+    done = worker.done()
+    assert done.status is JobStatus.REFUSED
+    assert words in done.text
+    assert (lane.pool.bytes == 0xAB).all()
+
+
+def test_a_refused_store_gives_its_chunks_up(lane: Lane, worker: FakeWorker) -> None:
+    """The broker learns at once that a store that cannot be read will never be there."""
+    assert worker.run(Store, 1, [1, 2, 3], [3]) is JobStatus.REFUSED
+    share = lane.share()
+    assert (share.ok, share.slots.numpy().tolist()) == (False, [3])
+    assert worker.run(Store, 2, [0, 1], [5]) is JobStatus.REFUSED
+    share = lane.share()
+    assert (share.ok, share.slots.numpy().tolist()) == (False, [5])
+
+
+def test_a_job_without_blocks_is_done_at_once(lane: Lane, worker: FakeWorker) -> None:
+    """An empty store moves nothing, reports nothing, and ends well."""
+    worker.job(Store, 1, [], [])
+    done = worker.done()
+    assert (done.status, done.bytes) == (JobStatus.OK, 0)
+    assert lane.heard(ShareDone) == []
+
+
+def test_an_unbound_worker_is_refused(lane: Lane, worker: FakeWorker) -> None:
+    """After UnbindWorker jobs end as REFUSED; bound again they run, memory having stayed mapped."""
+    lane.tell(UnbindWorker(session=worker.session))
+    lane.ping()
+    assert worker.run(Store, 1, [1, 2], [3]) is JobStatus.REFUSED
+    directory = Directory(SLOTS)
+    directory.set(range(SLOTS), SlotState.WRITING)
+    lane.bind(worker, directory)
+    lane.ping()
+    assert worker.run(Store, 2, [1, 2], [3]) is JobStatus.OK
