@@ -1,1 +1,62 @@
-"""kvd_client: what an engine imports to talk to a kvd daemon."""
+"""kvd_client: what an engine imports to talk to a kvd daemon.
+
+The scheduler's process makes a `Scheduler`, each worker process a `Worker`,
+both with the daemon's runtime directory and the engine's name::
+
+    worker.register(memory, layout, fingerprint)          # once
+    ticket = scheduler.prepare_store(keys)                # slots for new chunks
+    worker.submit_store(1, block_ids, sizes, indices, ticket.slots, ticket.generations)
+    worker.get_finished()                                 # later
+    scheduler.complete_store(ticket.keys)
+
+    scheduler.lookup(key)                                 # microseconds, asks nobody
+    ticket = scheduler.prepare_load(keys)                 # pins what is there
+    worker.submit_load(2, block_ids, sizes, indices, ticket.slots, ticket.generations)
+    scheduler.complete_load(ticket)                       # when it has finished
+
+A daemon that is absent, slow or restarting is a cache that misses. Memory comes
+from `HostMemory.allocate`, or from torch tensors by
+`kvd_client.torch_memory.share_torch`, the only module that imports torch.
+"""
+
+from kvd_client.control import Timeline
+from kvd_client.errors import (
+    KvdClientError,
+    RegistrationError,
+    Unavailable,
+    UnsupportedMemory,
+    UsageError,
+)
+from kvd_client.jobs import JobResult
+from kvd_client.memory import HostMemory
+from kvd_client.scheduler import Scheduler
+from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
+from kvd_client.worker import Worker
+from kvd_proto.answers import LookupResult, StoreAnswer
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import Fingerprint, JobStatus
+
+__all__ = [
+    "Fingerprint",
+    "GroupSpec",
+    "HostMemory",
+    "JobResult",
+    "JobStatus",
+    "KvdClientError",
+    "LoadTicket",
+    "LookupResult",
+    "RankLayout",
+    "RegistrationError",
+    "ResetSummary",
+    "Scheduler",
+    "StoreAnswer",
+    "StoreSummary",
+    "StoreTicket",
+    "TensorRef",
+    "TensorSpec",
+    "Timeline",
+    "Unavailable",
+    "UnsupportedMemory",
+    "UsageError",
+    "Worker",
+]

@@ -9,8 +9,13 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── UsageError           an argument of the wrong type, size, dtype or device; a closed session
     ├── RegistrationError    the daemon refused the registration; carries its code and sentence
     ├── Unavailable          no daemon within the deadline (registration with `required=True` only)
-    └── UnsupportedMemory    tensors whose memory cannot be shared with another process
+    ├── UnsupportedMemory    tensors whose memory cannot be shared with another process
+    └── Interrupted          never leaves the package: an exchange with the daemon came to nothing
+        ├── DaemonLost       its end of a connection is closed, or it speaks no sense
+        └── DaemonSilent     no answer within the deadline
 """
+
+from kvd_proto.messages import ErrorCode
 
 
 class KvdClientError(Exception):
@@ -22,7 +27,17 @@ class UsageError(KvdClientError):
 
 
 class RegistrationError(KvdClientError):
-    """The daemon refused the registration."""
+    """The daemon refused the registration.
+
+    Args:
+        code: the daemon's reason, for programs.
+        text: the daemon's reason, for people.
+    """
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(f"{text} [{code.value}]")
+        self.code = code
+        self.text = text
 
 
 class Unavailable(KvdClientError):
@@ -31,3 +46,15 @@ class Unavailable(KvdClientError):
 
 class UnsupportedMemory(KvdClientError):
     """This memory cannot be shared with another process."""
+
+
+class Interrupted(KvdClientError):
+    """An exchange with the daemon came to nothing; becomes a miss inside the package."""
+
+
+class DaemonLost(Interrupted):
+    """The daemon's end is closed, or what came from there is not the protocol."""
+
+
+class DaemonSilent(Interrupted):
+    """No answer within the deadline."""

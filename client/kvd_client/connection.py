@@ -1,0 +1,208 @@
+"""One connection to one daemon process: its door and its request socket.
+
+A connection is used under its session's lock, except for the door's reading
+side, which belongs to the keeper. It never reconnects; a new one is made.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import zmq
+
+from kvd_client.door import Door
+from kvd_client.errors import DaemonLost, DaemonSilent, UsageError
+from kvd_proto.codec import NO_ID, WIRE
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import (
+    PROTOCOL_VERSION,
+    REPLY_OF,
+    Error,
+    Greeting,
+    Hello,
+    Kind,
+    Message,
+    Ping,
+    Welcome,
+)
+
+MAX_SOCKET_PATH = 107
+CLIENT_NAME = "kvd_client"
+HIGH_WATER_MARK = 10_000
+CONNECT_MS = 1000
+
+
+def socket_path(runtime_dir: Path, name: str) -> Path:
+    """Where a socket of the daemon lies.
+
+    Raises:
+        UsageError: the path is longer than the kernel takes for a Unix socket.
+    """
+    path = runtime_dir / name
+    length = len(os.fsencode(path))
+    if length > MAX_SOCKET_PATH:
+        raise UsageError(
+            f"{path} has {length} bytes, a Unix socket's path at most {MAX_SOCKET_PATH};"
+            " choose a shorter runtime directory"
+        )
+    return path
+
+
+def dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+    """A request socket that forgets at once when closed and never reconnects behind our back."""
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+    # A new process behind the same path is another daemon: the session must notice.
+    sock.setsockopt(zmq.RECONNECT_IVL, -1)
+    sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    sock.connect(endpoint)
+    return sock
+
+
+class Connection:
+    """Door and request socket of one session, greeted and welcomed.
+
+    Args:
+        context: the session's ZeroMQ context.
+        runtime_dir: the daemon's.
+        hello: who we are.
+        stop: descriptor that becomes readable when the session is being closed.
+        seconds: for the whole handshake.
+
+    Raises:
+        OSError: no daemon.
+        DaemonLost, DaemonSilent: a daemon that does not do its part.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        runtime_dir: Path,
+        hello: Hello,
+        stop: int,
+        seconds: float,
+    ) -> None:
+        end = time.monotonic() + seconds
+        self.doomed = False
+        self._ids = 0
+        self._probe = 0
+        self.door = Door(socket_path(runtime_dir, "door.sock"), end)
+        try:
+            greeting = self.door.wait(end, stop)
+            greeting.close()
+            if not isinstance(greeting.message, Greeting):
+                raise DaemonLost(f"{type(greeting.message).__name__} in place of a greeting")
+            self.boot_id = greeting.header.boot_id
+            self.token = greeting.header.session
+            self.pid = greeting.message.pid
+            self._dealer = dealer(context, f"ipc://{socket_path(runtime_dir, 'broker.sock')}")
+        except BaseException:
+            self.door.close()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._dealer, zmq.POLLIN)
+        # Only the hang-up: what can be read there is the keeper's.
+        self._poller.register(self.door.fileno(), zmq.POLLERR)
+        self._poller.register(stop, zmq.POLLIN)
+        try:
+            welcome = self.exchange(hello, end, boot_id=NO_ID)
+            if not isinstance(welcome, Welcome):
+                why = welcome.text if isinstance(welcome, Error) else type(welcome).__name__
+                raise DaemonLost(f"not welcome: {why}")
+        except BaseException:
+            self.close()
+            raise
+        self.daemon = welcome.daemon
+
+    def exchange(self, message: Message, end: float, *, boot_id: bytes | None = None) -> Message:
+        """Send a request and wait for its reply, which is of the type that belongs or `Error`.
+
+        Raises:
+            DaemonSilent: no reply until `end` (monotonic).
+            DaemonLost: the daemon died meanwhile, has restarted, or answers nonsense; also when
+                the session is being closed.
+        """
+        request_id = self._send(message, boot_id)
+        while True:
+            ready = dict(self._poller.poll(max(0, round((end - time.monotonic()) * 1000))))
+            if self._dealer in ready:
+                reply = self._receive(request_id)
+                if reply is None:
+                    continue
+                if not isinstance(reply, (REPLY_OF[type(message)], Error)):
+                    raise DaemonLost(
+                        f"{type(message).__name__} was answered by {type(reply).__name__}"
+                    )
+                return reply
+            if ready:
+                raise DaemonLost("the daemon is gone, or this session is being closed")
+            if time.monotonic() >= end:
+                raise DaemonSilent(f"no answer to {type(message).__name__}")
+
+    def ping(self) -> bool:
+        """Whether a daemon that was silent has answered a PING by now. Never waits.
+
+        The first call sends it. One is enough: a local socket loses nothing.
+
+        Raises:
+            DaemonLost: as `exchange`.
+        """
+        if not self._probe:
+            self._probe = self._send(Ping(), None)
+        while True:
+            try:
+                answer = self._receive(self._probe, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            if answer is not None:
+                self._probe = 0
+                return True
+
+    def send_handles(self, fds: list[int], end: float) -> None:
+        """See `Door.send_handles`."""
+        self.door.send_handles(fds, boot_id=self.boot_id, session=self.token, end=end)
+
+    def _send(self, message: Message, boot_id: bytes | None) -> int:
+        self._ids += 1
+        own = self.boot_id if boot_id is None else boot_id
+        frame = WIRE.encode(message, self._ids, own, self.token)
+        try:
+            self._dealer.send(frame, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise DaemonLost("the daemon takes no requests") from error
+        return self._ids
+
+    def _receive(self, request_id: int, flags: int = 0) -> Message | None:
+        """The reply to `request_id`; None for one that came too late for its request."""
+        frame = self._dealer.recv(flags)
+        try:
+            header = WIRE.decode_header(frame)
+            if header.boot_id != self.boot_id:
+                raise DaemonLost("another daemon answers: it has restarted")
+            if header.request_id != request_id:
+                return None
+            return WIRE.decode_body(header, frame)
+        except DecodeError as error:
+            raise DaemonLost(f"an unreadable reply: {error}") from error
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self.door.close()
+        self._dealer.close(linger=0)
+
+    def __repr__(self) -> str:
+        return f"<Connection to {self.daemon} pid {self.pid}, boot {self.boot_id.hex()[:8]}>"
+
+
+def greeting_hello(kind: Kind, engine: str) -> Hello:
+    """The HELLO of this process."""
+    return Hello(
+        kind=kind,
+        engine=engine,
+        pid=os.getpid(),
+        protocol_min=PROTOCOL_VERSION,
+        protocol_max=PROTOCOL_VERSION,
+        client=CLIENT_NAME,
+    )

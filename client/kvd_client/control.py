@@ -1,0 +1,98 @@
+"""The control page: a worker's two words in memory that its lane reads.
+
+Word 0, the timeline: everything that was numbered up to here has happened.
+Word 1, the epoch: jobs of an older one are void. Each is a little-endian u64 at
+an offset of eight, written by this process alone; item assignment of a "Q" view
+is one store of eight bytes, so the other side never reads half a number.
+"""
+
+import mmap
+import os
+import threading
+
+from kvd_client.errors import UsageError
+
+CONTROL_PAGE_BYTES = 4096
+_TIMELINE, _EPOCH = 0, 1
+
+
+class ControlPage:
+    """A new control page; both words are 0."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("kvd-control", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, CONTROL_PAGE_BYTES)
+        self._words = memoryview(mmap.mmap(self.fd, CONTROL_PAGE_BYTES)).cast("Q")
+
+    @property
+    def timeline(self) -> int:
+        """The number that has been reached."""
+        return self._words[_TIMELINE]
+
+    @timeline.setter
+    def timeline(self, number: int) -> None:
+        self._words[_TIMELINE] = number
+
+    @property
+    def epoch(self) -> int:
+        """Jobs of this epoch are valid."""
+        return self._words[_EPOCH]
+
+    def next_epoch(self) -> None:
+        """Void every job that was submitted until now and has not ended."""
+        self._words[_EPOCH] += 1
+
+    def close(self) -> None:
+        """Close the descriptor; a lane that has mapped the page keeps it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __repr__(self) -> str:
+        return f"<ControlPage timeline={self.timeline} epoch={self.epoch}>"
+
+
+class Timeline:
+    """Numbers for an engine that orders its own work: a job waits for the one that it names.
+
+    ``n = timeline.reserve()``; start the work; submit the job with ``after=n``;
+    when the work has finished, ``timeline.signal(n)``. Numbers count as happened
+    in order: signal(7) says that everything up to 7 has. May be used by any thread.
+    """
+
+    def __init__(self, page: ControlPage) -> None:
+        self._page = page
+        self._lock = threading.Lock()
+        self._last = 0
+
+    @property
+    def reached(self) -> int:
+        """The highest number that has been signalled."""
+        return self._page.timeline
+
+    @property
+    def reserved(self) -> int:
+        """The highest number that has been given out."""
+        return self._last
+
+    def reserve(self) -> int:
+        """The next number."""
+        with self._lock:
+            self._last += 1
+            return self._last
+
+    def signal(self, number: int) -> None:
+        """Everything up to `number` has happened.
+
+        Raises:
+            UsageError: a number that was not reserved.
+        """
+        if not isinstance(number, int) or not 0 < number <= self._last:
+            raise UsageError(
+                f"signal({number!r}): numbers up to {self._last} are reserved; call reserve() first"
+            )
+        with self._lock:
+            self._page.timeline = max(self._page.timeline, number)
+
+    def __repr__(self) -> str:
+        return f"<Timeline reached {self.reached}, reserved {self.reserved}>"

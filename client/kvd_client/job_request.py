@@ -1,0 +1,84 @@
+"""From a caller's arrays to the message of a job."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
+
+from kvd_client.errors import UsageError
+from kvd_proto.arrays import DType, IntArray
+from kvd_proto.errors import ProtoError
+from kvd_proto.expand import chunks_per_group
+from kvd_proto.layout import RankLayout
+from kvd_proto.messages import Load, Store
+
+Integers: TypeAlias = Sequence[int] | npt.NDArray[Any]
+
+
+def job_request(
+    kind: type[Store] | type[Load],
+    layout: RankLayout | None,
+    *,
+    job_id: int,
+    block_ids: Integers,
+    group_sizes: Integers,
+    block_indices: Integers,
+    slots: Integers,
+    generations: Integers,
+    after: int,
+    epoch: int,
+    seconds: float,
+) -> Store | Load:
+    """The message of one job, whose fields `messages.Job` describes.
+
+    The layout is that of the registration, None before there is one; `seconds`
+    is how long the job may wait for the timeline.
+
+    Raises:
+        UsageError: values that are no whole numbers, or arrays that do not fit each other.
+    """
+    if not isinstance(job_id, int) or not 0 <= job_id < 2**63:
+        raise UsageError(f"job_id={job_id!r}: a number from 0 on is needed")
+    blocks = _array("block_ids", block_ids, "u4")
+    sizes = _array("group_sizes", group_sizes, "u4")
+    indices = _array("block_indices", block_indices, "u4")
+    chosen = _array("slots", slots, "u4")
+    versions = _array("generations", generations, "u8")
+    listed = int(sizes.numpy().sum())
+    if listed != len(blocks):
+        raise UsageError(f"group_sizes sum to {listed}, block_ids has {len(blocks)}")
+    if len(sizes) != len(indices):
+        raise UsageError(f"{len(sizes)} group_sizes with {len(indices)} block_indices")
+    if len(chosen) != len(versions):
+        raise UsageError(f"{len(chosen)} slots with {len(versions)} generations")
+    if layout is not None:
+        if len(sizes) != len(layout.groups):
+            raise UsageError(
+                f"{len(sizes)} group_sizes, the layout has {len(layout.groups)} groups"
+            )
+        chunks = int(
+            chunks_per_group(sizes.numpy(), indices.numpy(), layout.blocks_per_chunk).sum()
+        )
+        if chunks != len(chosen):
+            raise UsageError(
+                f"these blocks lie in {chunks} chunks (blocks_per_chunk"
+                f" {layout.blocks_per_chunk}), {len(chosen)} slots were given"
+            )
+    return kind(
+        job=job_id,
+        block_ids=blocks,
+        group_sizes=sizes,
+        block_indices=indices,
+        slots=chosen,
+        generations=versions,
+        after=after,
+        epoch=epoch,
+        deadline_ms=max(1, round(seconds * 1000)),
+    )
+
+
+def _array(name: str, values: Integers, dtype: DType) -> IntArray:
+    try:
+        return IntArray.of(values, dtype)
+    except (ProtoError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{name}={values!r}: whole numbers are needed: {error}") from error

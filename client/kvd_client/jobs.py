@@ -1,0 +1,260 @@
+"""The jobs of a worker that have not ended, and the lanes that they were given to.
+
+A job ends with the lane's answer, or with the lane's death, which its lifeline
+shows without doubt. Only a store can also be ended from here: a new epoch makes
+the lane discard whatever it still copies for it.
+"""
+
+import logging
+import select
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from kvd_client.control import ControlPage
+from kvd_client.errors import UsageError
+from kvd_client.lane_link import LaneLink
+from kvd_proto.errors import ProtoError
+from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, Store, Wait
+
+POLL_SECONDS = 0.02
+
+log = logging.getLogger("kvd_client")
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How one job ended.
+
+    Attributes:
+        success: every byte was moved.
+        status: why not, for programs; `text` for people.
+        bytes: moved by this rank.
+        seconds: spent copying, as the lane measured it.
+    """
+
+    job_id: int
+    success: bool
+    status: JobStatus
+    bytes: int = 0
+    seconds: float = 0.0
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    link: LaneLink
+    request_id: int
+    is_store: bool
+    submitted: float
+
+
+class JobTable:
+    """Every unfinished job of one worker. May be used by any thread.
+
+    Args:
+        control: the worker's control page, whose epoch voids stores.
+        store_seconds: after which a store that has not ended is given up.
+    """
+
+    def __init__(self, control: ControlPage, store_seconds: float) -> None:
+        self._control = control
+        self._store_seconds = store_seconds
+        self._lock = threading.Lock()
+        self._lane: LaneLink | None = None
+        self._links: list[LaneLink] = []  # the lane, and predecessors that still owe answers
+        self._running: dict[int, _Running] = {}
+        self._finished: list[JobResult] = []
+
+    # ----------------------------------------------------------------- lanes
+
+    @property
+    def has_lane(self) -> bool:
+        """Whether jobs can be given to a lane."""
+        return self._lane is not None
+
+    def knows(self, endpoint: str, incarnation: int, token: bytes) -> bool:
+        """Whether this is the lane that is in use, and it lives."""
+        with self._lock:
+            lane = self._lane
+            return (
+                lane is not None
+                and (lane.endpoint, lane.incarnation, lane.token) == (endpoint, incarnation, token)
+                and not lane.dead
+            )
+
+    def set_lane(self, lane: LaneLink | None) -> None:
+        """From now on give jobs to this lane. Those of the one before go on until they end."""
+        with self._lock:
+            self._lane = lane
+            if lane is not None:
+                self._links.append(lane)
+            self._collect()
+
+    # ------------------------------------------------------------------ jobs
+
+    def submit(self, job_id: int, build: Callable[[int], Store | Load], *, usable: bool) -> bool:
+        """Give a job to the lane, or note its failure.
+
+        Args:
+            job_id: the caller's number.
+            build: makes the message for an epoch.
+            usable: false where the worker is not registered.
+
+        Raises:
+            UsageError: the id is in use, or the message is too large.
+        """
+        with self._lock:
+            if job_id in self._running:
+                raise UsageError(f"job {job_id} has not ended; number the next one differently")
+            message = build(self._control.epoch)
+            lane = self._lane if usable else None
+            if lane is None:
+                self._finished.append(_failed(job_id, "no lane serves this worker now"))
+                return False
+            try:
+                request_id = lane.send(message)
+            except ProtoError as error:
+                raise UsageError(f"job {job_id} is too large: {error}") from error
+            if not request_id:
+                self._finished.append(_failed(job_id, "the lane takes no more"))
+                return False
+            lane.pending[request_id] = job_id
+            is_store = isinstance(message, Store)
+            self._running[job_id] = _Running(lane, request_id, is_store, time.monotonic())
+            return True
+
+    def finished(self) -> list[JobResult]:
+        """What has ended since the last call. Never waits."""
+        with self._lock:
+            if self._running:
+                self._collect()
+                self._void_overdue()
+            finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: Iterable[int], timeout: float) -> frozenset[int]:
+        """See `Worker.wait`."""
+        end = time.monotonic() + timeout
+        with self._lock:
+            left = frozenset(job_ids) & self._running.keys()
+            self._tell_lanes(Wait, left)
+        while True:
+            poller = select.poll()
+            with self._lock:
+                self._collect()
+                left &= self._running.keys()
+                for link in {self._running[job].link for job in left}:
+                    link.watch(poller)
+            seconds = end - time.monotonic()
+            if not left or seconds <= 0:
+                break
+            # Another thread may take in what this one waits for: look again now and then.
+            poller.poll(min(seconds, POLL_SECONDS) * 1000)
+        with self._lock:
+            left &= self._running.keys()
+            self._void([job for job in left if self._running[job].is_store], timeout)
+            return left & self._running.keys()
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Ask for these jobs to be stopped; they still end by themselves."""
+        with self._lock:
+            self._tell_lanes(Cancel, frozenset(job_ids) & self._running.keys())
+
+    def close(self) -> None:
+        """Forget every job and lane."""
+        with self._lock:
+            self._forget()
+
+    def abandon(self) -> None:
+        """In a forked child: forget everything without taking the parent's lock."""
+        self._lock = threading.Lock()
+        self._forget()
+
+    def check_integrity(self) -> None:
+        """Jobs and the lanes' open requests name each other.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        with self._lock:
+            owed = {(id(ln), r): j for ln in self._links for r, j in ln.pending.items()}
+            running = {(id(r.link), r.request_id): job for job, r in self._running.items()}
+            if owed != running or (self._lane is not None and self._lane not in self._links):
+                raise AssertionError(f"{self!r}: lanes owe {owed}, running are {running}")
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __repr__(self) -> str:
+        return f"<JobTable {len(self._running)} running, lane {self._lane!r}>"
+
+    # ------------------------------------------------- under the lock, below
+
+    def _collect(self) -> None:
+        """Take in what lanes have said, and the death of those that are dead."""
+        for link in list(self._links):
+            dead = link.dead
+            for header, message in link.receive():
+                job_id = link.pending.pop(header.request_id, None)
+                if job_id is not None:
+                    self._end(_result(job_id, message))
+            if dead:
+                for job_id in link.pending.values():
+                    self._end(_failed(job_id, "the lane process has died"))
+                link.pending.clear()
+                if link is self._lane:
+                    self._lane = None
+            if not link.pending and link is not self._lane:
+                link.close()
+                self._links.remove(link)
+
+    def _end(self, result: JobResult) -> None:
+        self._running.pop(result.job_id, None)
+        self._finished.append(result)
+
+    def _void(self, job_ids: Collection[int], seconds: float) -> None:
+        if not job_ids:
+            return
+        self._control.next_epoch()
+        log.warning("%d stores voided, not done within %g s", len(job_ids), seconds)
+        for job_id in job_ids:
+            running = self._running[job_id]
+            del running.link.pending[running.request_id]
+            text = f"voided: not done within {seconds:g} s"
+            self._end(JobResult(job_id, success=False, status=JobStatus.VOID, text=text))
+
+    def _void_overdue(self) -> None:
+        limit = time.monotonic() - self._store_seconds
+        late = [job for job, r in self._running.items() if r.is_store and r.submitted < limit]
+        self._void(late, self._store_seconds)
+
+    def _tell_lanes(self, kind: type[Wait] | type[Cancel], job_ids: Collection[int]) -> None:
+        for link in {self._running[job].link for job in job_ids}:
+            link.send(kind(jobs=tuple(job for job in job_ids if self._running[job].link is link)))
+
+    def _forget(self) -> None:
+        for link in self._links:
+            link.close()
+        self._links = []
+        self._lane = None
+        self._running = {}
+        self._finished = []
+
+
+def _failed(job_id: int, text: str) -> JobResult:
+    return JobResult(job_id, success=False, status=JobStatus.FAILED, text=text)
+
+
+def _result(job_id: int, message: Message | None) -> JobResult:
+    if isinstance(message, Done):
+        return JobResult(
+            job_id,
+            success=message.status is JobStatus.OK,
+            status=message.status,
+            bytes=message.bytes,
+            seconds=message.copy_ns / 1e9,
+            text=message.text,
+        )
+    return _failed(job_id, message.text if isinstance(message, Error) else "an unreadable answer")

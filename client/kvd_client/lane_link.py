@@ -1,0 +1,92 @@
+"""A worker's way to one lane process: jobs out, results in, and the certainty of its death."""
+
+import os
+import select
+
+import zmq
+
+from kvd_client.connection import dealer
+from kvd_proto.codec import WIRE, Header
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import LaneUp, Message
+
+
+class LaneLink:
+    """The request socket to one incarnation of a lane, with its lifeline.
+
+    Args:
+        context: the session's ZeroMQ context.
+        up: the notice that announced the lane.
+        lifeline: read end of a pipe that only the lane holds open for writing; taken over.
+        boot_id, token: of the session.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        up: LaneUp,
+        lifeline: int,
+        boot_id: bytes,
+        token: bytes,
+    ) -> None:
+        self.endpoint = up.endpoint
+        self.incarnation = up.incarnation
+        self.token = token
+        self.pending: dict[int, int] = {}  # request id -> job id of what has not ended
+        self._boot_id = boot_id
+        self._lifeline = lifeline
+        self._dealer = dealer(context, up.endpoint)
+        self._watch = select.poll()
+        self._watch.register(lifeline, 0)  # the hang-up is always reported
+        self._ids = 0
+
+    def send(self, message: Message) -> int:
+        """Send a request; its id, or 0 where the lane takes no more."""
+        self._ids += 1
+        try:
+            self._dealer.send(
+                WIRE.encode(message, self._ids, self._boot_id, self.token), zmq.NOBLOCK
+            )
+        except zmq.Again:
+            return 0
+        return self._ids
+
+    def receive(self) -> list[tuple[Header, Message | None]]:
+        """Everything that has arrived; None in place of a message that cannot be read."""
+        arrived: list[tuple[Header, Message | None]] = []
+        while True:
+            try:
+                frame = self._dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return arrived
+            try:
+                header = WIRE.decode_header(frame)
+            except DecodeError:
+                continue
+            try:
+                arrived.append((header, WIRE.decode_body(header, frame)))
+            except DecodeError:
+                arrived.append((header, None))
+
+    @property
+    def dead(self) -> bool:
+        """Whether the lane process has ended: nothing of it touches memory any more."""
+        return bool(self._watch.poll(0))
+
+    def watch(self, poller: select.poll) -> None:
+        """Have `poller` wake up when there may be something new.
+
+        To be called right after `receive`: ZeroMQ's descriptor tells of changes only.
+        """
+        poller.register(self._dealer.FD, select.POLLIN)
+        poller.register(self._lifeline, 0)
+
+    def close(self) -> None:
+        """Close the socket and the lifeline."""
+        self._dealer.close(linger=0)
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    def __repr__(self) -> str:
+        return f"<LaneLink {self.endpoint} incarnation {self.incarnation}>"

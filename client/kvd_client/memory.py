@@ -1,0 +1,89 @@
+"""Host memory that another process can map: by descriptor, without a name."""
+
+import mmap
+import os
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client.errors import UnsupportedMemory, UsageError
+
+
+class HostMemory:
+    """One storage in shared host memory.
+
+    Args:
+        fd: a descriptor of the memory; taken over.
+        nbytes: how much of it is the storage.
+        offset: where in the file the storage begins.
+        array: the storage as u8[nbytes] in this process, where numpy made it.
+
+    Raises:
+        UnsupportedMemory: the file is smaller than offset + nbytes.
+    """
+
+    def __init__(
+        self, fd: int, nbytes: int, offset: int = 0, array: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        have = os.fstat(fd).st_size
+        if offset < 0 or nbytes <= 0 or have < offset + nbytes:
+            raise UnsupportedMemory(
+                f"{nbytes} bytes from offset {offset} do not lie inside a file of {have} bytes"
+            )
+        self.fd = fd
+        self.nbytes = nbytes
+        self.offset = offset
+        self._array = array
+
+    @classmethod
+    def allocate(cls, nbytes: int) -> Self:
+        """New zeroed memory, mapped here as `array`.
+
+        Raises:
+            UsageError: no size above 0.
+            UnsupportedMemory: the system has no room for it.
+        """
+        if not isinstance(nbytes, int) or nbytes <= 0:
+            raise UsageError(f"nbytes={nbytes!r}: a number of bytes above 0 is needed")
+        fd = os.memfd_create("kvd-memory", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            array = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+            return cls(fd, nbytes, array=array)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise UnsupportedMemory(f"{nbytes} bytes cannot be allocated: {error}") from error
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """u8[nbytes], writable; it keeps the memory mapped for as long as it lives.
+
+        Raises:
+            UsageError: this memory was not made by `allocate`.
+        """
+        if self._array is None:
+            raise UsageError("this memory belongs to a tensor; use the tensor")
+        return self._array
+
+    def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """The memory from its start on as an array of this dtype and shape.
+
+        Raises:
+            UsageError: that does not fit.
+        """
+        kind = np.dtype(dtype)
+        items = int(np.prod(shape, dtype=np.int64))
+        if min(shape, default=0) < 0 or items * kind.itemsize > self.nbytes:
+            raise UsageError(f"{kind}{list(shape)} does not fit {self.nbytes} bytes")
+        return self.array[: items * kind.itemsize].view(kind).reshape(shape)
+
+    def close(self) -> None:
+        """Close the descriptor; what is mapped stays mapped. May be called again."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __repr__(self) -> str:
+        state = "closed" if self.fd < 0 else f"fd {self.fd}"
+        return f"<HostMemory {self.nbytes} bytes at {self.offset}, {state}>"

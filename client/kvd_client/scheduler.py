@@ -1,0 +1,378 @@
+"""The scheduler's side: what is cached, where to store, what to load."""
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from kvd_client.door import Notice
+from kvd_client.errors import UsageError
+from kvd_client.session import Session
+from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
+from kvd_proto.answers import LookupResult, StoreAnswer
+from kvd_proto.directory import DirectoryView
+from kvd_proto.errors import DirectoryError
+from kvd_proto.messages import (
+    MAX_KEY_BYTES,
+    MAX_KEYS,
+    Attached,
+    CompleteLoad,
+    CompleteStore,
+    Detached,
+    LoadPrepared,
+    Message,
+    PrepareLoad,
+    PrepareStore,
+    Reset,
+    ResetDone,
+    Status,
+    StatusReport,
+    StoreCompleted,
+    StorePrepared,
+    Touch,
+    Touched,
+)
+
+MAX_LEASE_SECONDS = 600.0
+_ANSWERS = {int(answer): answer for answer in StoreAnswer}
+_MISS = LookupResult.MISS
+M = TypeVar("M", bound=Message)
+
+log = logging.getLogger("kvd_client")
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """The namespace that an engine's chunks live in."""
+
+    directory: DirectoryView
+    namespace: bytes
+    world_size: int
+    bytes_per_chunk: int
+    num_chunks: int
+
+
+class Scheduler:
+    """An engine's scheduler.
+
+    Whatever happens to the daemon, every call returns within `deadline`
+    seconds; what could not be done is a miss or an empty ticket. All methods
+    may be called from any thread.
+
+    Args:
+        runtime_dir: the daemon's runtime directory.
+        engine: the engine's name; its workers use the same, another engine another one.
+        deadline: seconds that the daemon may take for an answer.
+
+    Raises:
+        UsageError: an argument that cannot be meant. An absent daemon is no error.
+    """
+
+    def __init__(
+        self, runtime_dir: str | os.PathLike[str], engine: str, *, deadline: float = 1.0
+    ) -> None:
+        self._changed = threading.Condition()
+        self._attachment: Attachment | None = None
+        # Swapped on attaching, detaching, silence, loss, close and fork: a lookup tests nothing.
+        self._find: Callable[[bytes], LookupResult] = self._find_nothing
+        self._session = Session(runtime_dir, "scheduler", engine, self, deadline=deadline)
+        self._session.start()
+
+    # ---------------------------------------------------------------- lookups
+
+    def lookup(self, key: bytes) -> LookupResult:
+        """HIT, HIT_PENDING (being written) or MISS. Asks nobody: reads shared memory.
+
+        A hint; `prepare_load` decides.
+
+        Raises:
+            UsageError: no bytes, empty, longer than 48 bytes; or closed.
+        """
+        if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
+            _check_key(key)
+        return self._find(key)
+
+    def lookup_many(self, keys: Collection[bytes]) -> list[LookupResult]:
+        """`lookup` of every key, in order.
+
+        Raises:
+            UsageError: as `lookup`.
+        """
+        for key in keys:
+            _check_key(key)
+        return list(map(self._find, keys))
+
+    def _find_nothing(self, key: bytes) -> LookupResult:
+        del key
+        self._session.check_open()
+        return _MISS
+
+    # ----------------------------------------------------------------- stores
+
+    def prepare_store(self, keys: Collection[bytes]) -> StoreTicket:
+        """Ask for slots. Some keys may be accepted and others not; see the ticket's answers.
+
+        Raises:
+            UsageError: keys that cannot be meant; or closed.
+        """
+        wanted = _keys(keys)
+        reply = self._ask(PrepareStore(keys=wanted), StorePrepared)
+        if reply is None:
+            return StoreTicket()
+        answers = reply.answers.numpy().tolist()
+        slots, generations = reply.slots.numpy(), reply.generations.numpy()
+        accepted = tuple(
+            key
+            for key, answer in zip(wanted, answers, strict=False)
+            if answer == StoreAnswer.ACCEPTED
+        )
+        if len(answers) != len(wanted) or not set(answers) <= _ANSWERS.keys():
+            self._nonsense(reply)
+            return StoreTicket()
+        if not len(accepted) == len(slots) == len(generations):
+            self._nonsense(reply)
+            return StoreTicket()
+        return StoreTicket(
+            keys=accepted,
+            slots=slots,
+            generations=generations,
+            answers=tuple([_ANSWERS[answer] for answer in answers]),
+            evicted=reply.evicted,
+        )
+
+    def complete_store(self, keys: Collection[bytes], success: bool = True) -> StoreSummary:
+        """Say that these stores are over; without success what is unfinished is dropped.
+
+        Raises:
+            UsageError: keys that cannot be meant; or closed.
+        """
+        message = CompleteStore(keys=_keys(keys), success=bool(success))
+        reply = self._ask(message, StoreCompleted)
+        if reply is None:
+            return StoreSummary()
+        return StoreSummary(reply.ready, reply.pending, reply.dropped)
+
+    # ------------------------------------------------------------------ loads
+
+    def prepare_load(self, keys: Collection[bytes], lease_seconds: float = 60.0) -> LoadTicket:
+        """Pin chunks for loading, until `complete_load` or the lease's end.
+
+        Raises:
+            UsageError: keys or a lease that cannot be meant; or closed.
+        """
+        wanted = _keys(keys)
+        if (
+            not isinstance(lease_seconds, (int, float))
+            or not 0 < lease_seconds <= MAX_LEASE_SECONDS
+        ):
+            raise UsageError(
+                f"lease_seconds={lease_seconds!r}: above 0 and at most {MAX_LEASE_SECONDS:g}"
+            )
+        lease_ms = max(1, round(lease_seconds * 1000))
+        reply = self._ask(PrepareLoad(keys=wanted, lease_ms=lease_ms), LoadPrepared)
+        nothing = LoadTicket(found=np.zeros(len(wanted), np.bool_))
+        if reply is None:
+            return nothing
+        found = reply.found.numpy().astype(np.bool_)
+        slots, generations = reply.slots.numpy(), reply.generations.numpy()
+        pinned = int(found.sum())
+        if len(found) != len(wanted) or not pinned == len(slots) == len(generations):
+            self._nonsense(reply)
+            return nothing
+        return LoadTicket(
+            keys=tuple([key for key, here in zip(wanted, found.tolist(), strict=True) if here]),
+            slots=slots,
+            generations=generations,
+            found=found,
+            lease=reply.lease,
+            lease_seconds=reply.lease_ms / 1000,
+        )
+
+    def complete_load(self, ticket: LoadTicket) -> None:
+        """Give a ticket's lease back; nothing happens where it had none.
+
+        Raises:
+            UsageError: not a LoadTicket; or closed.
+        """
+        if not isinstance(ticket, LoadTicket):
+            raise UsageError(f"ticket={ticket!r}: pass what prepare_load returned")
+        self._session.check_open()
+        if ticket.lease:
+            self._session.request(CompleteLoad(lease=ticket.lease))
+
+    # ------------------------------------------------------------------- rest
+
+    def touch(self, keys: Collection[bytes]) -> int:
+        """Say that these chunks were useful just now, prefix first; how many of them are here.
+
+        Raises:
+            UsageError: keys that cannot be meant; or closed.
+        """
+        reply = self._ask(Touch(keys=_keys(keys)), Touched)
+        return 0 if reply is None else reply.found
+
+    def reset(self) -> ResetSummary:
+        """Drop every chunk of this engine's namespace.
+
+        Raises:
+            UsageError: closed.
+        """
+        reply = self._ask(Reset(), ResetDone)
+        return ResetSummary() if reply is None else ResetSummary(reply.dropped, reply.deferred)
+
+    def status(self) -> dict[str, Any]:
+        """The daemon's state as `kvd status --json` prints it; empty without a daemon.
+
+        Raises:
+            UsageError: closed.
+        """
+        reply = self._ask(Status(), StatusReport)
+        return {} if reply is None else reply.status
+
+    @property
+    def attached(self) -> bool:
+        """Whether every rank of the engine is registered, so that chunks can be found."""
+        return self._attachment is not None
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a daemon that answers."""
+        return self._session.connected
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the namespace holds at most; 0 while not attached."""
+        attachment = self._attachment
+        return 0 if attachment is None else attachment.num_chunks
+
+    @property
+    def bytes_per_chunk(self) -> int:
+        """Bytes of a chunk, all ranks together; 0 while not attached."""
+        attachment = self._attachment
+        return 0 if attachment is None else attachment.bytes_per_chunk
+
+    def wait_attached(self, timeout: float) -> bool:
+        """Wait until `attached`, at most `timeout` seconds; whether it is.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._session.check_open()
+        with self._changed:
+            self._changed.wait_for(lambda: self.attached or self._session.closed, timeout)
+        return self.attached
+
+    def close(self) -> None:
+        """End the session: leases are dropped, unfinished stores given up. May be called again."""
+        self._session.close()
+        self._attach(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        attachment = self._attachment
+        chunks = f"{attachment.num_chunks} chunks" if attachment else "not attached"
+        return f"<Scheduler {chunks}, {self._session!r}>"
+
+    # -------------------------------------------------------- session's words
+
+    def on_open(self) -> bool:
+        """See Handler."""
+        return True
+
+    def on_wake(self) -> bool:
+        """See Handler."""
+        return True
+
+    def on_notice(self, notice: Notice) -> None:
+        """See Handler: the directory comes and goes."""
+        message = notice.message
+        if isinstance(message, Attached):
+            self._attach(_map(message, notice))
+        elif isinstance(message, Detached):
+            log.info("engine %s is detached: %s", self._session.engine, message.reason)
+            self._attach(None)
+
+    def on_silent(self, silent: bool) -> None:
+        """See Handler: hits that cannot be loaded are none."""
+        attachment = self._attachment
+        usable = attachment is not None and not silent
+        self._find = attachment.directory.lookup if usable and attachment else self._find_nothing
+
+    def on_lost(self) -> None:
+        """See Handler."""
+        self._attach(None)
+
+    def on_fork(self) -> None:
+        """See Handler: the child reads no directory that it cannot load from."""
+        self._changed = threading.Condition()
+        self._attachment = None
+        self._find = self._find_nothing
+
+    def _attach(self, attachment: Attachment | None) -> None:
+        with self._changed:
+            self._attachment = attachment
+            self._find = attachment.directory.lookup if attachment else self._find_nothing
+            self._changed.notify_all()
+
+    def _ask(self, message: Message, kind: type[M]) -> M | None:
+        reply = self._session.request(message)
+        return reply if isinstance(reply, kind) else None
+
+    def _nonsense(self, reply: Message) -> None:
+        self._session.reset(f"{type(reply).__name__} contradicts itself")
+
+
+def _map(message: Attached, notice: Notice) -> Attachment | None:
+    """Map the directory that came with the notice; the mapping outlives the descriptor."""
+    if len(notice.fds) != 1:
+        log.error("ATTACHED came with %d descriptors, one is needed", len(notice.fds))
+        return None
+    try:
+        size = os.fstat(notice.fds[0]).st_size
+        directory = DirectoryView(mmap.mmap(notice.fds[0], size, prot=mmap.PROT_READ))
+    except (OSError, ValueError, DirectoryError):
+        log.exception("the directory of the chunks cannot be read; nothing will be found")
+        return None
+    return Attachment(
+        directory,
+        message.namespace,
+        message.world_size,
+        message.bytes_per_chunk,
+        message.num_chunks,
+    )
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, bytes):
+        raise UsageError(f"key={key!r}: bytes are needed, not {type(key).__name__}")
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise UsageError(
+            f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} are possible; hash longer ones"
+        )
+
+
+def _keys(keys: object) -> tuple[bytes, ...]:
+    if isinstance(keys, (bytes, bytearray, memoryview, str)) or not isinstance(keys, Iterable):
+        raise UsageError(f"keys={keys!r}: a collection of keys is needed, such as [key]")
+    wanted = tuple(keys)
+    if len(wanted) > MAX_KEYS:
+        raise UsageError(f"{len(wanted)} keys in one call: {MAX_KEYS} at most; split the call")
+    for key in wanted:
+        _check_key(key)
+    return wanted

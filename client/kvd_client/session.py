@@ -1,0 +1,340 @@
+"""One session with the daemon: always there, connected or not.
+
+Requests are made on the caller's thread. One thread, the keeper, watches the
+door and connects again when the daemon is gone; it never speaks for a caller
+and never keeps the process alive. While there is no daemon, or one that has
+let a deadline pass and has not answered a PING since, a request costs
+microseconds and comes to nothing.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from kvd_client.connection import Connection, greeting_hello, socket_path
+from kvd_client.door import Notice
+from kvd_client.errors import DaemonLost, DaemonSilent, UsageError
+from kvd_proto.messages import Error, ErrorCode, Kind, Message
+
+FIRST_BACKOFF_SECONDS = 0.1
+LAST_BACKOFF_SECONDS = 2.0
+PROBE_SECONDS = 0.02
+CLOSE_SECONDS = 2.0
+MAX_ENGINE_NAME = 256
+
+log = logging.getLogger("kvd_client")
+
+
+class Handler(Protocol):
+    """What a session tells its owner; everything but `on_fork` from the keeper's thread."""
+
+    def on_open(self) -> bool:
+        """A connection is there. False: give it up and connect again later."""
+
+    def on_notice(self, notice: Notice) -> None:
+        """The door said something. Descriptors that are not taken are closed afterwards."""
+
+    def on_wake(self) -> bool:
+        """`Session.wake` was called. False as for `on_open`."""
+
+    def on_silent(self, silent: bool) -> None:
+        """A deadline has passed, or the daemon answers again."""
+
+    def on_lost(self) -> None:
+        """The connection is gone."""
+
+    def on_fork(self) -> None:
+        """This process is a fork: close what it inherited. No lock may be taken."""
+
+
+class Session:
+    """A session that reconnects by itself.
+
+    Args:
+        runtime_dir: the daemon's.
+        kind: "scheduler" or "worker".
+        engine: the engine's name, the same for its scheduler and its workers.
+        handler: see `Handler`.
+        deadline: seconds that a request may take where it does not say otherwise.
+
+    Raises:
+        UsageError: an argument that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: str | os.PathLike[str],
+        kind: Kind,
+        engine: str,
+        handler: Handler,
+        *,
+        deadline: float = 1.0,
+    ) -> None:
+        if not isinstance(engine, str) or not 1 <= len(engine) <= MAX_ENGINE_NAME:
+            raise UsageError(
+                f"engine={engine!r}: a name of 1 to {MAX_ENGINE_NAME} characters is needed,"
+                " the same for the scheduler and all workers of one engine"
+            )
+        if not isinstance(deadline, (int, float)) or not 0 < deadline <= 3600:
+            raise UsageError(f"deadline={deadline!r}: seconds above 0 are needed, such as 1.0")
+        if not isinstance(runtime_dir, (str, os.PathLike)):
+            raise UsageError(f"runtime_dir={runtime_dir!r}: the path of a directory is needed")
+        self.runtime_dir = Path(runtime_dir)
+        socket_path(self.runtime_dir, "broker.sock")
+        self.engine = engine
+        self.deadline = float(deadline)
+        self._hello = greeting_hello(kind, engine)
+        self._handler = handler
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._silent = False
+        self._closed = ""
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not closed by `close`: a late `wake` on another thread may still write there.
+        self._free_events = weakref.finalize(self, _close_fds, self._stop, self._wake)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._tried = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name=f"kvd-{kind}", daemon=True)
+
+    def start(self) -> None:
+        """Start the keeper and wait for its first try, at most one deadline.
+
+        Where no daemon is there the first try takes microseconds.
+        """
+        _SESSIONS.add(self)
+        self._keeper.start()
+        self._tried.wait(self.deadline)
+
+    # --------------------------------------------------------------- callers
+
+    @property
+    def connected(self) -> bool:
+        """Whether a request has a chance now."""
+        return self._connection is not None and not self._silent
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or this is a fork."""
+        return bool(self._closed)
+
+    @property
+    def identity(self) -> tuple[bytes, bytes] | None:
+        """Boot id of the daemon and this session's token, or None while there is no daemon."""
+        connection = self._connection
+        return None if connection is None else (connection.boot_id, connection.token)
+
+    def check_open(self) -> None:
+        """Refuse to be used after the end.
+
+        Raises:
+            UsageError: closed, or in a forked child.
+        """
+        if self._closed:
+            raise UsageError(f"{self._closed}; make a new object")
+
+    def request(self, message: Message, seconds: float | None = None) -> Message | None:
+        """Ask the broker; the reply (its own type or `Error`), or None where there is none.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self.check_open()
+        connection = self._connection
+        if connection is None or self._silent:
+            return None
+        end = time.monotonic() + (self.deadline if seconds is None else seconds)
+        if not self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
+            return None
+        try:
+            if connection is not self._connection or self._silent:
+                return None
+            reply = connection.exchange(message, end)
+        except DaemonSilent as error:
+            log.warning("%s within its deadline; treated as a miss until the daemon answers", error)
+            self._silent = True
+            self._handler.on_silent(silent=True)
+            self.wake()
+            return None
+        except DaemonLost as error:
+            self._drop(connection, str(error))
+            return None
+        finally:
+            self._lock.release()
+        if isinstance(reply, Error):
+            if reply.code in (ErrorCode.STALE_BOOT, ErrorCode.BAD_SESSION):
+                self._drop(connection, reply.text)
+                return None
+            log.log(_LEVELS.get(reply.code, logging.DEBUG), "%s: %s", reply.code, reply.text)
+        return reply
+
+    def send_handles(self, fds: Sequence[int], seconds: float) -> bool:
+        """Send descriptors over the door, numbered from 0; whether the daemon took them."""
+        connection = self._connection
+        if connection is None or self._silent:
+            return False
+        try:
+            with self._lock:
+                connection.send_handles(list(fds), time.monotonic() + seconds)
+        except (DaemonLost, DaemonSilent) as error:
+            self._drop(connection, str(error))
+            return False
+        return True
+
+    def reset(self, why: str) -> None:
+        """Give the present connection up; the keeper makes a new one."""
+        connection = self._connection
+        if connection is not None:
+            self._drop(connection, why)
+
+    def wake(self) -> None:
+        """Have the keeper call `Handler.on_wake`."""
+        if not self._closed:
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End the session. The daemon sees it at once. May be called again."""
+        if self._closed:
+            return
+        self._closed = "this session is closed"
+        os.eventfd_write(self._stop, 1)
+        _SESSIONS.discard(self)
+        if self._keeper is not threading.current_thread() and self._keeper.is_alive():
+            self._keeper.join(CLOSE_SECONDS)
+        if not self._keeper.is_alive():
+            self.context.destroy(linger=0)
+
+    # ---------------------------------------------------------------- keeper
+
+    def _keep(self) -> None:
+        delay = 0.0
+        while not self._closed:
+            connection = None
+            good = False
+            try:
+                connection = Connection(
+                    self.context, self.runtime_dir, self._hello, self._stop, max(self.deadline, 1.0)
+                )
+                self._silent = False
+                self._connection = connection
+                log.info("connected: %r", connection)
+                good = self._handler.on_open()
+                self._tried.set()
+                if good:
+                    self._watch(connection)
+            except (DaemonLost, DaemonSilent, OSError) as error:
+                log.debug("no daemon at %s: %s", self.runtime_dir, error)
+            except Exception:
+                log.exception("the keeper of %r failed; it goes on", self)
+            self._tried.set()
+            if connection is not None:
+                self._leave(connection)
+            delay = (
+                0.0 if good else min(max(2 * delay, FIRST_BACKOFF_SECONDS), LAST_BACKOFF_SECONDS)
+            )
+            self._pause(delay)
+
+    def _watch(self, connection: Connection) -> None:
+        """Serve the door until it closes; returns when the connection is to be given up."""
+        poller = select.poll()
+        for fd in (connection.door.fileno(), self._wake, self._stop):
+            poller.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poller.poll(PROBE_SECONDS * 1000 if self._silent else None)}
+            if self._closed or connection.doomed:
+                return
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                if not self._handler.on_wake():
+                    return
+            if connection.door.fileno() in ready:
+                while (notice := connection.door.receive()) is not None:
+                    try:
+                        self._handler.on_notice(notice)
+                    finally:
+                        notice.close()
+            if self._silent and self._answers(connection):
+                self._silent = False
+                self._handler.on_silent(silent=False)
+                log.info("the daemon answers again")
+
+    def _answers(self, connection: Connection) -> bool:
+        if not self._lock.acquire(timeout=PROBE_SECONDS):
+            return False
+        try:
+            return connection.ping()
+        finally:
+            self._lock.release()
+
+    def _drop(self, connection: Connection, why: str) -> None:
+        connection.doomed = True
+        if self._connection is connection:
+            self._connection = None
+            log.info("connection given up: %s", why)
+        self.wake()
+
+    def _leave(self, connection: Connection) -> None:
+        self._connection = None
+        self._handler.on_lost()
+        with self._lock:  # a pending request has ended: its daemon is gone, or the stop is set
+            connection.close()
+
+    def _pause(self, seconds: float) -> None:
+        poller = select.poll()
+        poller.register(self._stop, select.POLLIN)
+        poller.poll(seconds * 1000)
+
+    def abandon(self) -> None:
+        """In a forked child: the session is the parent's, its descriptors are closed here."""
+        self._closed = "this session belongs to the process that was forked"
+        self._lock = threading.Lock()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()  # closes the door's copy; ZeroMQ itself leaves foreign sockets alone
+        self._free_events()
+        self._handler.on_fork()
+
+    def __repr__(self) -> str:
+        connection = self._connection
+        state = self._closed or ("silent" if self._silent else connection) or "no daemon"
+        return f"<Session {self.engine!r} at {self.runtime_dir}: {state}>"
+
+
+def _close_fds(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+_LEVELS = {
+    ErrorCode.BAD_MESSAGE: logging.ERROR,
+    ErrorCode.INTERNAL: logging.ERROR,
+    ErrorCode.BAD_STATE: logging.WARNING,
+    ErrorCode.LIMIT: logging.WARNING,
+}
+_SESSIONS: "weakref.WeakSet[Session]" = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for session in list(_SESSIONS):
+        with contextlib.suppress(Exception):
+            session.close()
+
+
+def _abandon_all() -> None:
+    for session in list(_SESSIONS):
+        session.abandon()
+    _SESSIONS.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,182 @@
+"""torch CPU tensors as memory that the daemon can map.
+
+A tensor's storage is moved in place into anonymous shared memory: every view
+of it follows, its address changes, its contents do not. A storage is moved and
+counted once, however many tensors are views of it.
+"""
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_client.memory import HostMemory
+from kvd_proto.layout import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensor:
+    """A KV tensor, and which of its dimensions counts blocks.
+
+    Attributes:
+        tensor: a strided CPU tensor.
+        block_dim: the dimension whose stride leads from one block to the next.
+        page_bytes: of one block; None where the other dimensions say it, which they do unless
+            pages are padded or interleaved.
+        block_stride: bytes from one block to the next; None where `block_dim` says it, which it
+            does unless the engine's blocks are several rows of that dimension.
+    """
+
+    tensor: torch.Tensor
+    block_dim: int = 0
+    page_bytes: int | None = None
+    block_stride: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensors:
+    """Tensors that now lie in shared memory.
+
+    Attributes:
+        memory: one per distinct storage; for `Worker.register`.
+        storages: their sizes in bytes; for `RankLayout.storages`.
+        tensors: for `RankLayout.tensors`.
+        parts: parts[i] are the indices into `tensors` of the i-th given tensor: one as a rule,
+            several where a block is in several places (keys first, then values).
+    """
+
+    memory: tuple[HostMemory, ...]
+    storages: tuple[int, ...]
+    tensors: tuple[TensorSpec, ...]
+    parts: tuple[tuple[int, ...], ...]
+
+    def close(self) -> None:
+        """Close the descriptors; the tensors stay what they are."""
+        for memory in self.memory:
+            memory.close()
+
+
+def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
+    """Move tensors' storages into shared memory, in place, and describe their pages.
+
+    Shapes say how large a page is and never how many blocks there are: that is
+    the engine's configured number. Nothing may hold a raw address of the tensors.
+
+    Args:
+        tensors: CPU tensors; plain ones count blocks in dimension 0.
+
+    Raises:
+        UsageError: not tensors, or dimensions that cannot be meant. Nothing was moved.
+        UnsupportedMemory: on another device, not strided, or without room in shared memory.
+    """
+    given = [t if isinstance(t, BlockTensor) else BlockTensor(t) for t in tensors]
+    if not given:
+        raise UsageError("no tensors: give the engine's KV-cache tensors")
+    numbers: dict[int, int] = {}
+    storages: list[Any] = []
+    specs: list[TensorSpec] = []
+    parts: list[tuple[int, ...]] = []
+    for index, item in enumerate(given):
+        _check(f"tensors[{index}]", item)
+        storage = item.tensor.untyped_storage()
+        number = numbers.setdefault(storage._cdata, len(storages))  # noqa: SLF001  # what views share
+        if number == len(storages):
+            storages.append(storage)
+        pages = _pages(f"tensors[{index}]", item, number)
+        parts.append(tuple(range(len(specs), len(specs) + len(pages))))
+        specs.extend(pages)
+    memory: list[HostMemory] = []
+    try:
+        memory.extend(_share(storage) for storage in storages)
+    except BaseException:
+        for done in memory:
+            done.close()
+        raise
+    return SharedTensors(
+        tuple(memory), tuple(part.nbytes for part in memory), tuple(specs), tuple(parts)
+    )
+
+
+def _check(name: str, item: BlockTensor) -> None:
+    tensor = item.tensor
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{name} is a {type(tensor).__name__}: a torch.Tensor is needed")
+    if tensor.device.type == "cuda":
+        raise UnsupportedMemory(
+            f"{name} is on {tensor.device}: device memory needs the cuda backend, which this"
+            " version does not have; it serves CPU tensors"
+        )
+    if tensor.device.type != "cpu":
+        raise UnsupportedMemory(
+            f"{name} is on {tensor.device}: only tensors with memory on the CPU can be shared"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UnsupportedMemory(
+            f"{name} is {tensor.layout} {tensor.dtype}: plain strided tensors are needed"
+        )
+    if not tensor.numel():
+        raise UsageError(f"{name} of shape {tuple(tensor.shape)} is empty")
+    if not -tensor.dim() <= item.block_dim < tensor.dim():
+        raise UsageError(
+            f"{name}: block_dim={item.block_dim} of a tensor of {tensor.dim()} dimensions"
+        )
+
+
+def _pages(name: str, item: BlockTensor, storage: int) -> list[TensorSpec]:
+    """The regularly repeated byte ranges that make up the tensor's blocks.
+
+    Dimensions with a larger stride than the blocks' lead to other places of
+    the same block (KV-first layouts): each of them is a range of its own.
+    """
+    tensor, width = item.tensor, item.tensor.element_size()
+    dim = item.block_dim % tensor.dim()
+    stride = tensor.stride(dim) * width if item.block_stride is None else item.block_stride
+    others = [
+        (size, step * width)
+        for d, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        if d != dim and size > 1
+    ]
+    outer = [(size, step) for size, step in others if step >= stride]
+    inner = [(size, step) for size, step in others if step < stride]
+    page = width + sum((size - 1) * step for size, step in inner)
+    dense = width
+    for size, _ in inner:
+        dense *= size
+    if item.page_bytes is not None:
+        page = item.page_bytes
+    elif page != dense:
+        raise UnsupportedMemory(
+            f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}: a block's {dense}"
+            f" bytes are spread over {page}; say what to move with BlockTensor(page_bytes=...)"
+        )
+    if not 0 < page <= stride:
+        raise UsageError(
+            f"{name}: a page of {page} bytes with a block stride of {stride} bytes: blocks would"
+            f" overlap; is block_dim={item.block_dim} the dimension that counts blocks?"
+        )
+    start = int(tensor.storage_offset()) * width
+    return [
+        TensorSpec(
+            storage=storage,
+            offset=start + sum(i * step for i, (_, step) in zip(place, outer, strict=True)),
+            page_bytes=page,
+            block_stride=stride,
+        )
+        for place in itertools.product(*(range(size) for size, _ in outer))
+    ]
+
+
+def _share(storage: Any) -> HostMemory:
+    try:
+        fd, size = storage._share_fd_cpu_()
+    except RuntimeError as error:
+        raise UnsupportedMemory(
+            f"{storage.nbytes()} bytes cannot be moved to shared memory: {error}; is /dev/shm"
+            " large enough?"
+        ) from error
+    # The descriptor is the storage's own and goes with it.
+    return HostMemory(os.dup(fd), size)

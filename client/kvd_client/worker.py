@@ -1,0 +1,431 @@
+"""A worker's side: its KV memory, and the jobs that move it.
+
+Every job that is submitted is reported by `get_finished` exactly once. A store
+that has ended badly was not stored; a load that has ended badly left its blocks
+undefined and nothing writes to them any more: both are misses.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+from kvd_client.control import ControlPage, Timeline
+from kvd_client.door import Notice
+from kvd_client.errors import RegistrationError, Unavailable, UsageError
+from kvd_client.job_request import Integers, job_request
+from kvd_client.jobs import JobResult, JobTable
+from kvd_client.lane_link import LaneLink
+from kvd_client.memory import HostMemory
+from kvd_client.registration import Wanted, wanted_registration
+from kvd_client.session import Session
+from kvd_proto.layout import RankLayout
+from kvd_proto.messages import (
+    MAX_RANKS,
+    Attached,
+    Detached,
+    Error,
+    ErrorCode,
+    Fingerprint,
+    LaneUp,
+    Load,
+    Registered,
+    Store,
+    Unregister,
+)
+
+REGISTER_SECONDS = 30.0
+MAX_JOB_SECONDS = 600.0
+TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
+
+log = logging.getLogger("kvd_client")
+
+
+class Worker:
+    """One rank of an engine. All methods may be called from any thread.
+
+    Args:
+        runtime_dir: the daemon's runtime directory.
+        engine: the engine's name, the same as its scheduler's.
+        rank: this worker's index among those that hold shares of a chunk, from 0.
+        world_size: how many there are.
+        deadline: seconds that the daemon may take for an answer.
+        job_timeout: seconds after which a store that has not ended is given up.
+
+    Raises:
+        UsageError: an argument that cannot be meant. An absent daemon is no error.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: str | os.PathLike[str],
+        engine: str,
+        rank: int,
+        world_size: int,
+        *,
+        deadline: float = 1.0,
+        job_timeout: float = 30.0,
+    ) -> None:
+        if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
+            raise UsageError(f"world_size={world_size!r}: 1 to {MAX_RANKS} ranks are possible")
+        if not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise UsageError(f"rank={rank!r} in a world of {world_size}: ranks count from 0")
+        if not isinstance(job_timeout, (int, float)) or not 0 < job_timeout <= MAX_JOB_SECONDS:
+            raise UsageError(
+                f"job_timeout={job_timeout!r}: seconds above 0, at most {MAX_JOB_SECONDS:g}"
+            )
+        self.rank = rank
+        self.world_size = world_size
+        self.job_timeout = float(job_timeout)
+        self._control = ControlPage()
+        self.timeline = Timeline(self._control)
+        self._jobs = JobTable(self._control, self.job_timeout + deadline)
+        self._changed = threading.Condition()
+        self._wanted: Wanted | None = None
+        self._registered = False
+        self._attached = False
+        self._session = Session(runtime_dir, "worker", engine, self, deadline=deadline)
+        self._session.start()
+
+    # ----------------------------------------------------------- registration
+
+    def register(
+        self,
+        memory: Sequence[HostMemory],
+        layout: RankLayout,
+        fingerprint: Fingerprint,
+        *,
+        device: str = "host",
+        stage: int = 0,
+        required: bool = False,
+        timeout: float = REGISTER_SECONDS,
+    ) -> bool:
+        """Give the daemon this rank's KV memory. From now on that is renewed by itself.
+
+        Args:
+            memory: `memory[i]` is storage i of the layout; stays open until `close`.
+            layout: this rank's tensors and groups.
+            fingerprint: what must be equal for engines to share chunks.
+            device: the lane that serves the memory.
+            stage: the pipeline stage of this rank.
+            required: raise where the daemon is not there.
+            timeout: seconds to wait for the daemon.
+
+        Returns:
+            Whether the registration holds now. Without a daemon that is false at once (but with
+            `required`), and it is made as soon as one is there.
+
+        Raises:
+            UsageError: memory or a layout that cannot be meant; a second registration; closed.
+            RegistrationError: the daemon refuses; it is not tried again.
+            Unavailable: `required`, and no daemon within `timeout`.
+        """
+        self._session.check_open()
+        wanted = wanted_registration(
+            self._control,
+            memory,
+            layout,
+            fingerprint,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=device,
+            stage=stage,
+        )
+        end = time.monotonic() + timeout
+        with self._changed:
+            if self._wanted is not None:
+                raise UsageError("this worker is registered already; close it and make a new one")
+            wanted.waited_for = True
+            self._wanted = wanted
+            self._session.wake()
+            while not self._ready and wanted.refusal is None and not self._session.closed:
+                left = end - time.monotonic()
+                if left <= 0 or not (required or self._session.connected):
+                    break
+                self._changed.wait(left)
+            wanted.waited_for = False
+            if wanted.refusal is not None:
+                self._wanted = None
+                raise RegistrationError(wanted.refusal.code, wanted.refusal.text)
+            if required and not self._ready:
+                self._wanted = None
+                self._session.reset("the registration was given up")
+                raise Unavailable(
+                    f"no registration within {timeout:g} s at {self._session.runtime_dir};"
+                    " is `kvd serve` running there?"
+                )
+            return self._ready
+
+    @property
+    def registered(self) -> bool:
+        """Whether the daemon holds this rank's memory and a lane serves it."""
+        return self._ready
+
+    @property
+    def attached(self) -> bool:
+        """Whether all ranks of the engine are registered."""
+        return self._attached
+
+    def wait_attached(self, timeout: float) -> bool:
+        """Wait until `attached` and `registered`, at most `timeout` seconds; whether they are.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._session.check_open()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (self._attached and self._ready) or self._session.closed, timeout
+            )
+            return self._attached and self._ready
+
+    @property
+    def _ready(self) -> bool:
+        return self._registered and self._jobs.has_lane
+
+    # ------------------------------------------------------------------- jobs
+
+    def submit_store(  # noqa: PLR0917  # a job has so many arrays
+        self,
+        job_id: int,
+        block_ids: Integers,
+        group_sizes: Integers,
+        block_indices: Integers,
+        slots: Integers,
+        generations: Integers,
+        after: int | None = None,
+    ) -> bool:
+        """Copy blocks into the pool.
+
+        Args:
+            job_id: the caller's number, free again when it was reported.
+            block_ids: flat, group by group.
+            group_sizes: blocks of each group; their sum is len(block_ids).
+            block_indices: logical index of each group's first block.
+            slots: of the chunks, group by group, as `prepare_store` gave them.
+            generations: of the slots.
+            after: timeline number that must be reached before a block is read. None: the work
+                on these blocks has finished, as is the case for CPU tensors.
+
+        Returns:
+            Whether a lane has it. Where not, `get_finished` reports it as failed: every
+            submitted job is reported once, whatever is returned here.
+
+        Raises:
+            UsageError: arrays that do not fit each other, a job id in use; or closed.
+        """
+        return self._submit(
+            Store,
+            after,
+            job_id=job_id,
+            block_ids=block_ids,
+            group_sizes=group_sizes,
+            block_indices=block_indices,
+            slots=slots,
+            generations=generations,
+        )
+
+    def submit_load(  # noqa: PLR0917  # a job has so many arrays
+        self,
+        job_id: int,
+        block_ids: Integers,
+        group_sizes: Integers,
+        block_indices: Integers,
+        slots: Integers,
+        generations: Integers,
+        after: int | None = None,
+    ) -> bool:
+        """Copy chunks into blocks; arguments, result and errors as `submit_store`."""
+        return self._submit(
+            Load,
+            after,
+            job_id=job_id,
+            block_ids=block_ids,
+            group_sizes=group_sizes,
+            block_indices=block_indices,
+            slots=slots,
+            generations=generations,
+        )
+
+    def get_finished(self) -> list[JobResult]:
+        """Jobs that have ended since the last call. Never waits.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._session.check_open()
+        return self._jobs.finished()
+
+    def wait(self, job_ids: Iterable[int], timeout: float = 10.0) -> frozenset[int]:
+        """Return when the blocks of these jobs may be overwritten; the lane does them first.
+
+        When the time is out, stores are voided (nothing of them will be found) and their blocks
+        are free. A load cannot be voided while something may write: it stays unfinished.
+
+        Args:
+            job_ids: unknown and finished ones count as ended.
+            timeout: seconds.
+
+        Returns:
+            Loads that have not ended, whose blocks must not be touched yet; empty as a rule.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._session.check_open()
+        return self._jobs.wait(job_ids, timeout)
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Ask the lane to stop these jobs; each is still reported when it has ended.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._session.check_open()
+        self._jobs.cancel(job_ids)
+
+    @property
+    def unfinished(self) -> int:
+        """Jobs that were submitted and have not ended, as far as is known."""
+        return len(self._jobs)
+
+    def close(self) -> None:
+        """Take the memory back from the daemon and end the session. May be called again.
+
+        Jobs that have not ended are stopped and not reported any more.
+        """
+        if self._session.closed:
+            return
+        if self._registered:
+            self._session.request(Unregister())
+        self._jobs.close()
+        self._session.close()
+        self._control.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "registered" if self._ready else "not registered"
+        return (
+            f"<Worker rank {self.rank} of {self.world_size}, {state},"
+            f" {len(self._jobs)} jobs, {self._session!r}>"
+        )
+
+    # ---------------------------------------------------------- jobs, inside
+
+    def _submit(
+        self,
+        kind: type[Store] | type[Load],
+        after: int | None,
+        *,
+        job_id: int,
+        block_ids: Integers,
+        group_sizes: Integers,
+        block_indices: Integers,
+        slots: Integers,
+        generations: Integers,
+    ) -> bool:
+        self._session.check_open()
+        if after is not None and not (
+            isinstance(after, int) and 0 <= after <= self.timeline.reserved
+        ):
+            raise UsageError(
+                f"after={after!r}: numbers up to {self.timeline.reserved} are reserved;"
+                " take one from timeline.reserve(), or None"
+            )
+        wanted = self._wanted
+
+        def build(epoch: int) -> Store | Load:
+            return job_request(
+                kind,
+                wanted.message.layout if wanted is not None else None,
+                job_id=job_id,
+                block_ids=block_ids,
+                group_sizes=group_sizes,
+                block_indices=block_indices,
+                slots=slots,
+                generations=generations,
+                # What has been reached already is "now"; to signal a new number here would also
+                # vouch for work that was reserved before and has not finished.
+                after=self.timeline.reached if after is None else after,
+                epoch=epoch,
+                seconds=self.job_timeout,
+            )
+
+        return self._jobs.submit(job_id, build, usable=self._registered)
+
+    # -------------------------------------------------------- session's words
+
+    def on_open(self) -> bool:
+        """See Handler: register again where that was wanted."""
+        return self._register()
+
+    def on_wake(self) -> bool:
+        """See Handler: a registration is wanted."""
+        return self._register()
+
+    def on_notice(self, notice: Notice) -> None:
+        """See Handler: lanes come; the engine becomes complete and incomplete."""
+        message = notice.message
+        identity = self._session.identity
+        with self._changed:
+            if isinstance(message, LaneUp) and identity is not None and len(notice.fds) == 1:
+                if self._wanted is not None and self._wanted.message.device == message.device:
+                    self._lane_up(message, notice.fds, *identity)
+            elif isinstance(message, (Attached, Detached)):
+                self._attached = isinstance(message, Attached)
+            self._changed.notify_all()
+
+    def on_silent(self, silent: bool) -> None:
+        """See Handler: lanes have sockets of their own, nothing to do."""
+
+    def on_lost(self) -> None:
+        """See Handler. Jobs go on until their lane is known to be dead."""
+        with self._changed:
+            self._registered = False
+            self._attached = False
+            self._jobs.set_lane(None)
+            self._changed.notify_all()
+
+    def on_fork(self) -> None:
+        """See Handler."""
+        self._changed = threading.Condition()
+        self._registered = self._attached = False
+        self._jobs.abandon()
+        self._control.close()
+
+    def _lane_up(self, up: LaneUp, fds: list[int], boot_id: bytes, token: bytes) -> None:
+        if not self._jobs.knows(up.endpoint, up.incarnation, token):
+            lane = LaneLink(self._session.context, up, fds.pop(), boot_id, token)
+            self._jobs.set_lane(lane)
+
+    def _register(self) -> bool:
+        wanted = self._wanted
+        if wanted is None or self._registered:
+            return True
+        if not self._session.send_handles(wanted.fds, self._session.deadline):
+            return False
+        reply = self._session.request(wanted.message, REGISTER_SECONDS)
+        with self._changed:
+            if isinstance(reply, Registered):
+                self._registered = True
+            elif isinstance(reply, Error):
+                if wanted.waited_for and reply.code not in TRANSIENT:
+                    wanted.refusal = reply
+                    self._wanted = None
+                else:
+                    log.warning("registration refused, tried again later: %s", reply.text)
+            self._changed.notify_all()
+            return self._registered
