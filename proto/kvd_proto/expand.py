@@ -110,18 +110,7 @@ def expand_job(
             slot = slot_ids[chunk_at : chunk_at + number][position // layout.blocks_per_chunk]
             inside = position % layout.blocks_per_chunk
             ids = blocks[block_at : block_at + size]
-            for ref, start in zip(
-                layout.groups[group].refs, ref_offsets(layout, group), strict=True
-            ):
-                tensor = layout.tensors[ref.tensor]
-                parts.append(
-                    _runs(
-                        tensor.storage,
-                        tensor.offset + ids * tensor.block_stride,
-                        slot * stride + start + inside * ref.page_bytes,
-                        ref.page_bytes,
-                    )
-                )
+            parts.append(_runs(layout, group, ids, slot * stride, inside))
         block_at += size
         chunk_at += number
     if not parts:
@@ -132,17 +121,40 @@ def expand_job(
 
 
 def _runs(
-    storage: int, memory: npt.NDArray[np.int64], arena: npt.NDArray[np.int64], page: int
+    layout: RankLayout,
+    group: int,
+    ids: npt.NDArray[np.int64],
+    slot_offset: npt.NDArray[np.int64],
+    inside: npt.NDArray[np.int64],
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Merge neighbours that follow each other on both sides."""
-    broken = np.flatnonzero((np.diff(memory) != page) | (np.diff(arena) != page)) + 1
-    starts = np.concatenate(([0], broken))
-    ends = np.concatenate((broken, [len(memory)]))
+    """One group's copies, all refs at once; neighbours that follow each other on both sides merge.
+
+    ids, slot_offset, inside: [blocks], a block's id, its slot's bytes from the arena's start, and
+    its place in the chunk.
+    """
+    refs = layout.groups[group].refs
+    tensors = [layout.tensors[ref.tensor] for ref in refs]
+    storage = np.array([tensor.storage for tensor in tensors], dtype=np.int32)
+    column = np.array(
+        [
+            (tensor.offset, tensor.block_stride, ref.page_bytes, start)
+            for tensor, ref, start in zip(tensors, refs, ref_offsets(layout, group), strict=True)
+        ],
+        dtype=np.int64,
+    ).T[:, :, np.newaxis]
+    offset, stride, page, start = column
+    memory = offset + ids * stride  # [refs, blocks]
+    arena = slot_offset + start + inside * page
+    first = np.ones(memory.shape, dtype=np.bool_)
+    first[:, 1:] = (np.diff(memory, axis=1) != page) | (np.diff(arena, axis=1) != page)
+    starts = np.flatnonzero(first)
+    ref = starts // len(ids)
+    blocks = np.diff(starts, append=first.size)
     return (
-        np.full(len(starts), storage, np.int32),
-        memory[starts],
-        arena[starts],
-        (ends - starts) * page,
+        storage[ref],
+        memory.reshape(-1)[starts],
+        arena.reshape(-1)[starts],
+        blocks * page[ref, 0],
     )
 
 
