@@ -20,7 +20,7 @@ class _Line(msgspec.Struct, frozen=True):
     timestamp: Annotated[int, Meta(ge=0)]
     input_length: _Tokens
     output_length: _Tokens
-    hash_ids: tuple[Annotated[int, Meta(ge=0, lt=2**63)], ...]
+    hash_ids: tuple[Annotated[int, Meta(ge=0, le=2**63 - 1)], ...]
 
 
 def parse_line(line: bytes | str, where: str) -> Request:
