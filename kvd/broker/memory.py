@@ -56,9 +56,13 @@ class PoolMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._allocate, name="kvd-pool", daemon=True)
 
-    def start(self) -> int:
-        """Begin to allocate; the descriptor that becomes readable at the end."""
+    def start(self) -> None:
+        """Begin to allocate."""
         self._thread.start()
+
+    @property
+    def done_fd(self) -> int:
+        """The descriptor that becomes readable when allocation has ended."""
         return self._wake_read
 
     def _allocate(self) -> None:

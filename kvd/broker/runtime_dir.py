@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kvd.errors import AlreadyRunning, ConfigError
 
-# sockaddr_un holds 108 bytes; the longest name below is lane-<device>-<n>.sock.
-_MAX_PATH = 108 - len("/lane-GPU-00000000-0000-0000-0000-000000000000-999999.sock")
+# sockaddr_un holds 108 bytes with its final zero; the longest name is a lane's socket.
+_MAX_PATH = 107 - len("/lane-GPU-00000000-999999.sock")
 
 
 class RuntimeDir:

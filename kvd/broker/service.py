@@ -38,7 +38,7 @@ from kvd.core.effects import (
     SessionFds,
     ToLane,
 )
-from kvd.errors import BadDatagram, ChannelFull, PoolError, Refused
+from kvd.errors import BadDatagram, ChannelFull, ConfigError, PoolError, Refused
 from kvd.link import LINK, LaneReady, StopLane
 from kvd.seqpacket import close_all
 from kvd.settings import Settings
@@ -63,6 +63,10 @@ class Service:
     def __init__(self, settings: Settings, version: str) -> None:
         self.settings = settings
         self._pool_dir = Path(settings.pool_dir)
+        if not self._pool_dir.is_dir():
+            raise ConfigError(
+                f"pool_dir = {self._pool_dir}: no such directory; use a tmpfs such as /dev/shm"
+            )
         self._runtime = RuntimeDir(Path(settings.runtime_dir), self._pool_dir)
         self._runtime.lock()
         self._directories = DirectoryMemory()
@@ -147,13 +151,15 @@ class Service:
 
     def _open_pool(self, nbytes: int) -> None:
         self._pool = PoolMemory(self._runtime.pool, nbytes)
-        self._poller.register(self._pool.start(), zmq.POLLIN)
+        self._pool.start()
+        self._poller.register(self._pool.done_fd, zmq.POLLIN)
         log.info("pool of %s at %s", format_size(nbytes), self._runtime.pool)
 
     def _pool_turn(self, pool: PoolMemory) -> None:
         if pool.error:
             raise PoolError(pool.error)
         if pool.ready:
+            self._poller.unregister(pool.done_fd)
             self.core.state.pool_ready = True
             log.info("pool ready")
 

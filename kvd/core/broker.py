@@ -384,8 +384,9 @@ class Broker:
             if silent > self.state.settings.lane_timeout_seconds:
                 lane.killed = True
                 effects.append(KillLane(lane.device, f"silent for {silent:.1f} s"))
-            elif silent > PING_SECONDS:
+            elif now - lane.last_ping > PING_SECONDS:
                 lane.pings += 1
+                lane.last_ping = now
                 effects.append(ToLane(lane.device, LanePing(sequence=lane.pings)))
         return effects
 

@@ -23,6 +23,7 @@ class Lane:
     restarts: int = 0
     last_error: str = ""
     pings: int = 0
+    last_ping: float = 0.0
     killed: bool = False
     pong: LanePong = field(
         default_factory=lambda: LanePong(
