@@ -1,0 +1,419 @@
+"""The broker's decisions under any order of events: no leaks, one answer to each request."""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from kvd.core.broker import Broker
+from kvd.core.effects import Effect, KillLane, Notify, Reply, ToLane
+from kvd.core.sessions import Peer, Session
+from kvd.link import (
+    BindWorker,
+    Imported,
+    ImportWorker,
+    LaneCounters,
+    LanePong,
+    LaneReady,
+    Released,
+    ReleaseWorker,
+    Revoke,
+    Revoked,
+    ShareDone,
+)
+from kvd.settings import Settings
+from kvd.state.namespaces import Namespaces
+from kvd_proto.answers import StoreAnswer
+from kvd_proto.arrays import IntArray
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import (
+    Attached,
+    CompleteLoad,
+    CompleteStore,
+    Error,
+    Fingerprint,
+    Hello,
+    HostHandle,
+    LoadPrepared,
+    Message,
+    Ping,
+    PrepareLoad,
+    PrepareStore,
+    Register,
+    Reset,
+    Status,
+    StorePrepared,
+    Touch,
+    Unregister,
+)
+
+WORLD = 2
+POOL = 40 * 4096
+PICK = st.integers(0, 50)
+KEYS = [f"key-{i}".encode() for i in range(24)]
+
+
+def layout(pages: int) -> RankLayout:
+    """One tensor of 8 blocks of `pages` 4 KiB pages."""
+    return RankLayout(
+        num_blocks=8,
+        blocks_per_chunk=1,
+        hash_block_size=16,
+        storages=(8 * 4096 * pages,),
+        tensors=(
+            TensorSpec(storage=0, offset=0, page_bytes=4096 * pages, block_stride=4096 * pages),
+        ),
+        groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=4096 * pages),), block_size=16),),
+    )
+
+
+class BrokerMachine(RuleBasedStateMachine):
+    """Two models, engines of two ranks, one lane that answers when it likes."""
+
+    sessions = Bundle("sessions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.broker = Broker(
+            Settings(runtime_dir="/nowhere", cpu_bytes=POOL, lease_seconds=5, ticket_seconds=5),
+            boot_id=bytes(16),
+            version="test",
+            pid=1,
+            devices=["host"],
+            open_namespaces=lambda n: Namespaces(
+                n, make_buffer=lambda _, size: bytearray(size), lease_seconds=5, ticket_seconds=5
+            ),
+            available_bytes=lambda: 2**30,
+        )
+        self.broker.state.pool_ready = True
+        self.asked: Counter[tuple[int, int]] = Counter()
+        self.answered: Counter[tuple[int, int]] = Counter()
+        self.replies: dict[tuple[int, int], Message] = {}
+        self.lane_inbox: list[Message] = []
+        self.writing: list[tuple[Session, bytes, int, int]] = []
+        self.leases: list[tuple[Session, int]] = []
+        self.request_id = 0
+        self.came = 0
+        self.incarnation = 0
+        self.lane_up = False
+        self.start_lane()
+
+    # ------------------------------------------------------------- plumbing
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """Note what the broker wants done."""
+        for effect in effects:
+            match effect:
+                case Reply():
+                    self.answered[(effect.session, effect.request_id)] += 1
+                    self.replies[(effect.session, effect.request_id)] = effect.message
+                case ToLane():
+                    assert self.lane_up, f"{effect} to a lane that is down"
+                    self.lane_inbox.append(effect.message)
+                case Notify(message=Attached()):
+                    session = self.broker.state.registry.sessions[effect.session]
+                    assert session.engine is not None
+                    assert not session.engine.missing_ranks
+                case KillLane():
+                    self.lose_lane()
+
+    def ask(self, session: Session, message: Message) -> Message | None:
+        """Make a request; its reply, if there is one already."""
+        self.request_id += 1
+        key = (session.number, self.request_id)
+        self.asked[key] += 1
+        self.carry_out(self.broker.request(session, self.request_id, message, self.now))
+        return self.replies.get(key)
+
+    def alive(self, session: Session) -> bool:
+        """Whether the session is still open."""
+        return session.number in self.broker.state.registry.sessions
+
+    @rule()
+    def start_lane(self) -> None:
+        """A lane process comes up."""
+        if not self.lane_up:
+            self.lane_up = True
+            self.incarnation += 1
+            ready = LaneReady(
+                device="host", incarnation=self.incarnation, pid=7, endpoint="ipc://lane"
+            )
+            self.carry_out(self.broker.lane_message("host", ready, self.now))
+
+    @rule()
+    def lose_lane(self) -> None:
+        """The lane process dies."""
+        if self.lane_up:
+            self.lane_up = False
+            self.lane_inbox.clear()
+            self.carry_out(self.broker.lane_lost("host", "killed"))
+
+    @rule(count=st.integers(1, 8))
+    def lane_works(self, count: int) -> None:
+        """The lane answers some of what it was told."""
+        for _ in range(min(count, len(self.lane_inbox))):
+            if not self.lane_inbox:
+                return
+            answer: Message | None = None
+            match self.lane_inbox.pop(0):
+                case ImportWorker(session=session):
+                    answer = Imported(session=session, error="")
+                case ReleaseWorker(session=session):
+                    answer = Released(session=session)
+                case Revoke(namespace=namespace, slots=slots, generations=generations):
+                    answer = Revoked(namespace=namespace, slots=slots, generations=generations)
+                case BindWorker() | _:
+                    pass
+            if answer is not None:
+                self.carry_out(self.broker.lane_message("host", answer, self.now))
+
+    # ------------------------------------------------------------- sessions
+
+    @rule(
+        target=sessions,
+        engine=st.sampled_from(["a", "b"]),
+        kind=st.sampled_from(["scheduler", "worker", "worker", "tool"]),
+    )
+    def arrive(self, engine: str, kind: str) -> Session:
+        """Somebody connects."""
+        return self.connect(engine, kind)
+
+    def connect(self, engine: str, kind: str) -> Session:
+        """A new session that has said HELLO."""
+        self.came += 1
+        session, effects = self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
+        assert session is not None
+        self.carry_out(effects)
+        hello = Hello(
+            kind=kind,  # type: ignore[arg-type]
+            engine=engine,
+            pid=1,
+            protocol_min=1,
+            protocol_max=1,
+            client="test",
+        )
+        self.ask(session, hello)
+        return session
+
+    @initialize(target=sessions)
+    def two_engines(self) -> MultipleResults[Session]:
+        """Every run begins with both engines complete."""
+        return multiple(*self.bring_up("a"), *self.bring_up("b"))
+
+    @rule(target=sessions, engine=st.sampled_from(["a", "b"]))
+    def another_engine(self, engine: str) -> MultipleResults[Session]:
+        """An engine comes, or what it lacks comes back."""
+        return multiple(*self.bring_up(engine))
+
+    def bring_up(self, name: str) -> list[Session]:
+        """A scheduler and the missing ranks of engine `name`; the lane does its part."""
+        self.start_lane()
+        came = [self.connect(name, "scheduler")]
+        for rank in range(WORLD):
+            engine = self.broker.state.registry.engines[name]
+            if rank not in engine.workers:
+                worker = self.connect(name, "worker")
+                self.register(session=worker, rank=rank, descriptors=True)
+                came.append(worker)
+        self.lane_works(10_000)
+        return came
+
+    @rule(session=sessions, rank=st.integers(0, WORLD), descriptors=st.booleans())
+    def register(self, session: Session, rank: int, descriptors: bool) -> None:
+        """A worker registers, its descriptors before or after."""
+        if not self.alive(session):
+            return
+        pages = 1 if session.engine is not None and session.engine.name == "a" else 2
+        if descriptors and session.descriptors == 0:
+            self.carry_out(self.broker.descriptors(session, 0, 2, self.now))
+        self.ask(
+            session,
+            Register(
+                rank=rank,
+                world_size=WORLD,
+                device="host",
+                fingerprint=Fingerprint(model=f"model-{pages}"),
+                layout=layout(pages),
+                handles=(HostHandle(fd_index=1),),
+            ),
+        )
+
+    @rule(session=sessions)
+    def late_descriptors(self, session: Session) -> None:
+        """The descriptors arrive after the registration."""
+        if self.alive(session) and session.descriptors == 0:
+            self.carry_out(self.broker.descriptors(session, 0, 2, self.now))
+
+    @rule(session=sessions)
+    def unregister(self, session: Session) -> None:
+        """A worker takes its memory back."""
+        if self.alive(session):
+            self.ask(session, Unregister())
+
+    @rule(session=consumes(sessions))
+    def die(self, session: Session) -> None:
+        """A process is gone."""
+        if self.alive(session):
+            self.carry_out(self.broker.lost(session))
+            for key in list(self.asked):
+                if key[0] == session.number:
+                    del self.asked[key]
+                    self.answered.pop(key, None)
+
+    # --------------------------------------------------------------- chunks
+
+    @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=12))
+    def prepare_store(self, session: Session, keys: list[bytes]) -> None:
+        """A scheduler asks for slots."""
+        if not self.alive(session):
+            return
+        reply = self.ask(session, PrepareStore(keys=tuple(keys)))
+        if isinstance(reply, StorePrepared):
+            assert session.engine is not None
+            assert session.engine.namespace is not None
+            accepted = int((reply.answers.numpy() == StoreAnswer.ACCEPTED).sum())
+            assert len(reply.slots) == len(reply.generations) == accepted
+            for slot, generation in zip(
+                reply.slots.numpy().tolist(), reply.generations.numpy().tolist(), strict=True
+            ):
+                self.writing.append((session, session.engine.namespace.id, slot, generation))
+
+    @rule(
+        engine=st.sampled_from(["a", "b"]),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=16, unique=True),
+        ranks=st.sampled_from([WORLD, WORLD, WORLD, 1]),
+    )
+    def store(self, engine: str, keys: list[bytes], ranks: int) -> None:
+        """A complete engine stores: slots, then shares of all ranks, or of some."""
+        present = self.broker.state.registry.engines.get(engine)
+        if present is None or not present.attached or not self.lane_up:
+            return
+        before = len(self.writing)
+        self.prepare_store(session=next(iter(present.sessions.values())), keys=keys)
+        for position in range(before, len(self.writing)):
+            for rank in range(ranks):
+                self.share_done(rank=rank, ok=True, pick=2 * position, single=True)
+
+    @rule(rank=st.integers(0, WORLD - 1), ok=st.sampled_from([True] * 7 + [False]), pick=PICK)
+    def share_done(self, rank: int, ok: bool, pick: int, single: bool = False) -> None:
+        """The lane reports one rank's share, maybe late, maybe twice."""
+        if not self.writing or not self.lane_up:
+            return
+        session, namespace, slot, generation = self.writing[pick // 2 % len(self.writing)]
+        engine = session.engine
+        worker = engine.workers.get(rank) if engine is not None else None
+        if worker is None:
+            return
+        several = (
+            [w for w in self.writing if w[0] is session][-8:] if pick % 2 and not single else []
+        )
+        refs = [(slot, generation), *((s, g) for _, _, s, g in several)]
+        report = ShareDone(
+            session=worker.number,
+            rank=rank,
+            namespace=namespace,
+            slots=IntArray.of([s for s, _ in refs], "u4"),
+            generations=IntArray.of([g for _, g in refs], "u8"),
+            first=IntArray.of([0] * len(refs), "u2"),
+            count=IntArray.of([1] * len(refs), "u2"),
+            ok=ok,
+        )
+        self.carry_out(self.broker.lane_message("host", report, self.now))
+
+    @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8), ok=st.booleans())
+    def complete_store(self, session: Session, keys: list[bytes], ok: bool) -> None:
+        """A scheduler is done with stores."""
+        if self.alive(session):
+            self.ask(session, CompleteStore(keys=tuple(keys), success=ok))
+
+    @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8))
+    def prepare_load(self, session: Session, keys: list[bytes]) -> None:
+        """A scheduler takes a lease."""
+        if self.alive(session):
+            reply = self.ask(session, PrepareLoad(keys=tuple(keys), lease_ms=3000))
+            if isinstance(reply, LoadPrepared) and reply.lease:
+                self.leases.append((session, reply.lease))
+
+    @rule(pick=PICK)
+    def complete_load(self, pick: int) -> None:
+        """A scheduler gives a lease back."""
+        if self.leases:
+            session, lease = self.leases.pop(pick % len(self.leases))
+            if self.alive(session):
+                self.ask(session, CompleteLoad(lease=lease))
+
+    @rule(
+        session=sessions,
+        message=st.sampled_from([Ping(), Status(), Reset(), Touch(keys=tuple(KEYS[:3]))]),
+    )
+    def other_requests(self, session: Session, message: Message) -> None:
+        """The requests that are answered at once."""
+        if self.alive(session):
+            assert self.ask(session, message) is not None
+
+    @rule(seconds=st.floats(0.1, 8), silent=st.sampled_from([False, False, False, True]))
+    def time_passes(self, seconds: float, silent: bool = False) -> None:
+        """Deadlines come; a silent lane is killed."""
+        self.now += seconds
+        if self.lane_up and not silent:
+            pong = LanePong(
+                sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
+            )
+            self.carry_out(self.broker.lane_message("host", pong, self.now))
+        self.carry_out(self.broker.tick(self.now))
+
+    # ----------------------------------------------------------- invariants
+
+    @invariant()
+    def state_is_sound(self) -> None:
+        """Everything that can be checked holds, and nothing was answered twice."""
+        self.broker.state.check_integrity()
+        for key, count in self.answered.items():
+            assert count == 1, f"request {key} was answered {count} times"
+
+    def teardown(self) -> None:
+        """When all is quiet, every request is answered and nothing is held."""
+        self.start_lane()
+        self.lane_works(10_000)
+        self.time_passes(30.0)
+        self.start_lane()
+        self.lane_works(10_000)
+        for key in self.asked:
+            assert self.answered[key] == 1, f"request {key} was never answered"
+        for session in list(self.broker.state.registry.sessions.values()):
+            self.carry_out(self.broker.lost(session))
+        self.lane_works(10_000)
+        assert not self.broker.state.registry.engines
+        assert len(self.broker.state.revocations) == 0
+        for namespace in self.broker.state.namespaces or ():
+            stats = namespace.table.stats()
+            assert namespace.engines == 0
+            assert (stats["writing"], stats["draining"], stats["pinned"]) == (0, 0, 0)
+        self.broker.state.check_integrity()
+
+
+TestBroker = BrokerMachine.TestCase
+TestBroker.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_errors_are_never_silent() -> None:
+    """A request that no handler knows is refused with a code and a sentence."""
+    machine = BrokerMachine()
+    session = machine.connect("a", "tool")
+    reply = machine.ask(
+        session,
+        Hello(kind="tool", engine="a", pid=1, protocol_min=1, protocol_max=1, client="again"),
+    )
+    assert isinstance(reply, Error)
+    assert "hello in state welcomed" in reply.text
