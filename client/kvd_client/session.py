@@ -101,8 +101,7 @@ class Session:
         self._closed = ""
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Not closed by `close`: a late `wake` on another thread may still write there.
-        self._free_events = weakref.finalize(self, _close_fds, self._stop, self._wake)
+        self._events_lock = threading.Lock()  # a late `wake` must not write to a closed number
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tried = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name=f"kvd-{kind}", daemon=True)
@@ -200,19 +199,24 @@ class Session:
     def wake(self) -> None:
         """Have the keeper call `Handler.on_wake`."""
         if not self._closed:
-            os.eventfd_write(self._wake, 1)
+            with self._events_lock:
+                if self._wake >= 0:
+                    os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """End the session. The daemon sees it at once. May be called again."""
-        if self._closed:
-            return
-        self._closed = "this session is closed"
-        os.eventfd_write(self._stop, 1)
+        with self._events_lock:
+            if self._closed:
+                return
+            self._closed = "this session is closed"
+            os.eventfd_write(self._stop, 1)
         _SESSIONS.discard(self)
         if self._keeper is not threading.current_thread() and self._keeper.is_alive():
             self._keeper.join(CLOSE_SECONDS)
         if not self._keeper.is_alive():
             self.context.destroy(linger=0)
+            with self._events_lock:
+                self._close_events()
 
     # ---------------------------------------------------------------- keeper
 
@@ -298,21 +302,22 @@ class Session:
         """In a forked child: the session is the parent's, its descriptors are closed here."""
         self._closed = "this session belongs to the process that was forked"
         self._lock = threading.Lock()
+        self._events_lock = threading.Lock()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()  # closes the door's copy; ZeroMQ itself leaves foreign sockets alone
-        self._free_events()
+        self._close_events()
         self._handler.on_fork()
+
+    def _close_events(self) -> None:
+        os.close(self._stop)
+        os.close(self._wake)
+        self._stop = self._wake = -1
 
     def __repr__(self) -> str:
         connection = self._connection
         state = self._closed or ("silent" if self._silent else connection) or "no daemon"
         return f"<Session {self.engine!r} at {self.runtime_dir}: {state}>"
-
-
-def _close_fds(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 _LEVELS = {

@@ -1,0 +1,413 @@
+"""A daemon for the client's tests: the real protocol over real sockets, in one thread.
+
+It decides nothing by itself: it accepts, answers from a table that a test may
+change, and keeps what it was told. Its lane copies no bytes.
+"""
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self, TypeVar
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvd_proto.answers import StoreAnswer
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import WIRE, Header
+from kvd_proto.directory import DirectoryHeader
+from kvd_proto.messages import (
+    Attached,
+    Cancel,
+    CancelDone,
+    CompleteLoad,
+    CompleteStore,
+    Done,
+    Greeting,
+    Handles,
+    Hello,
+    Job,
+    JobStatus,
+    LaneUp,
+    LoadCompleted,
+    LoadPrepared,
+    Message,
+    Ping,
+    Pong,
+    PrepareLoad,
+    PrepareStore,
+    Register,
+    Registered,
+    Reset,
+    ResetDone,
+    Status,
+    StatusReport,
+    StoreCompleted,
+    StorePrepared,
+    Touch,
+    Touched,
+    Unregister,
+    Unregistered,
+    Wait,
+    WaitDone,
+    Welcome,
+)
+
+NAMESPACE = b"namespace-16byte"
+NUM_SLOTS = 8
+SECONDS = 10.0
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+
+def directory_fd(keys: dict[bytes, int], boot_id: bytes) -> int:
+    """A memory file with a directory that holds these keys in these states, in slots 0, 1, ..."""
+    header = DirectoryHeader.plan(NUM_SLOTS, NAMESPACE, boot_id)
+    data = bytearray(header.total_bytes)
+    packed = header.pack()
+    data[: len(packed)] = packed
+    index = np.frombuffer(data, "<u8", header.index_capacity, header.index_offset)
+    for slot, (key, state) in enumerate(keys.items()):
+        at = header.records_offset + slot * 80
+        data[at + 20 : at + 22] = bytes((state, len(key)))
+        data[at + 32 : at + 32 + len(key)] = key
+        home = crc32(key) & (header.index_capacity - 1)
+        while index[home]:
+            home = (home + 1) & (header.index_capacity - 1)
+        index[home] = crc32(key) << 32 | slot + 1
+    fd = os.memfd_create("directory", os.MFD_CLOEXEC)
+    os.write(fd, data)
+    return fd
+
+
+@dataclass(eq=False)
+class Visitor:
+    """One client session, as the fake sees it."""
+
+    sock: socket.socket
+    token: bytes
+    hello: Hello | None = None
+    fds: list[int] = field(default_factory=list)
+
+
+class FakeDaemon:
+    """Broker and lane in one thread. `kill` it or leave its `with` block."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.runtime_dir = runtime_dir
+        self.boot_id = os.urandom(16)
+        self.keys: dict[bytes, int] = {}
+        self.received: list[Message] = []
+        self.hold_jobs = False
+        self.incarnation = 0
+        self.replies: dict[type[Message], Callable[[Message], Message | None]] = dict(_REPLIES)
+        self.visitors: dict[int, Visitor] = {}
+        self._seen = threading.Condition()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0)
+        self._running = True
+        self._thawed = threading.Event()
+        self._thawed.set()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        for name in ("door.sock", "broker.sock"):
+            (runtime_dir / name).unlink(missing_ok=True)
+        self._router = self._bind(f"ipc://{runtime_dir}/broker.sock")
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._door.bind(str(runtime_dir / "door.sock"))
+        self._door.listen()
+        self._held: list[tuple[bytes, Header, Job]] = []
+        self.lane: zmq.Socket[bytes] | None = None
+        self._lifeline = (-1, -1)
+        self._endpoint = ""
+        self._open_lane()
+        self._thread = threading.Thread(target=self._serve, name="fake-daemon")
+        self._thread.start()
+
+    # ------------------------------------------------------- the test's side
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Die: every socket, door and lifeline is closed at once."""
+        if self._thread.is_alive():
+            self._thawed.set()
+            self._running = False
+            os.eventfd_write(self._wake, 1)
+            self._thread.join(SECONDS)
+            os.close(self._wake)
+
+    def freeze(self) -> None:
+        """Stop serving, with everything left open, as SIGSTOP does."""
+        self.call(self._thawed.clear)
+
+    def thaw(self) -> None:
+        """Serve again."""
+        self._thawed.set()
+
+    def call(self, action: Callable[[], T]) -> T:
+        """Run `action` in the daemon's thread."""
+        result: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._commands.put(lambda: result.put(action()))
+        os.eventfd_write(self._wake, 1)
+        return result.get(timeout=SECONDS)
+
+    def wait_for(self, kind: type[M], count: int = 1) -> list[M]:
+        """The messages of this kind, once there are `count` of them."""
+
+        def those() -> list[M]:
+            return [m for m in self.received if isinstance(m, kind)]
+
+        with self._seen:
+            assert self._seen.wait_for(lambda: len(those()) >= count, SECONDS), kind
+            return those()
+
+    def attach(self) -> None:
+        """Tell every session that the engine is attached."""
+
+        def attach() -> None:
+            for visitor in self.visitors.values():
+                self._attach(visitor)
+
+        self.call(attach)
+
+    def notify(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """Send a notice to every session."""
+
+        def notify() -> None:
+            for visitor in self.visitors.values():
+                self._notify(visitor, message, fds)
+
+        self.call(notify)
+
+    def finish(self, status: JobStatus = JobStatus.OK) -> None:
+        """Answer the jobs that were held back."""
+
+        def finish() -> None:
+            for held in self._take_held():
+                self._done(*held, status)
+
+        self.call(finish)
+
+    def kill_lane(self) -> None:
+        """End the lane process."""
+        self.call(self._close_lane)
+
+    def restart_lane(self) -> None:
+        """End the lane process and start another one."""
+
+        def restart() -> None:
+            self._close_lane()
+            self._open_lane()
+            for visitor in self.visitors.values():
+                if visitor.hello is not None and visitor.hello.kind == "worker":
+                    self._lane_up(visitor)
+
+        self.call(restart)
+
+    def worker_fds(self) -> list[int]:
+        """Descriptors that the one worker has sent."""
+        return next(v.fds for v in self.visitors.values() if v.fds)
+
+    # ---------------------------------------------------- the daemon's thread
+
+    def _bind(self, endpoint: str) -> "zmq.Socket[bytes]":
+        sock = self._context.socket(zmq.ROUTER)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.bind(endpoint)
+        return sock
+
+    def _open_lane(self) -> None:
+        self.incarnation += 1
+        self._endpoint = f"ipc://{self.runtime_dir}/lane-host-{self.incarnation}.sock"
+        self.lane = self._bind(self._endpoint)
+        self._lifeline = os.pipe2(os.O_CLOEXEC)
+
+    def _close_lane(self) -> None:
+        if self.lane is not None:
+            self.lane.close(linger=0)
+            self.lane = None
+            for fd in self._lifeline:
+                os.close(fd)
+        self._held.clear()
+
+    def _serve(self) -> None:
+        try:
+            while self._running:
+                self._turn()
+        finally:
+            self._close_lane()
+            for visitor in self.visitors.values():
+                visitor.sock.close()
+                for fd in visitor.fds:
+                    os.close(fd)
+            self._door.close()
+            self._context.destroy(linger=0)
+
+    def _turn(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._wake, self._door.fileno(), self._router, *self.visitors):
+            poller.register(source, zmq.POLLIN)
+        if self.lane is not None:
+            poller.register(self.lane, zmq.POLLIN)
+        ready = {source for source, _ in poller.poll()}
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._commands.get_nowait()()
+        self._thawed.wait()
+        if not self._running:
+            return
+        if self._door.fileno() in ready:
+            self._greet()
+        for fd in ready & self.visitors.keys():
+            self._hear(fd)
+        if self._router in ready:
+            identity, frame = self._router.recv_multipart()
+            self._request(identity, frame)
+        if self.lane is not None and self.lane in ready:
+            identity, frame = self.lane.recv_multipart()
+            self._job(identity, frame)
+
+    def _greet(self) -> None:
+        sock, _ = self._door.accept()
+        visitor = Visitor(sock, os.urandom(16))
+        self.visitors[sock.fileno()] = visitor
+        self._notify(visitor, Greeting(pid=os.getpid()))
+
+    def _hear(self, fd: int) -> None:
+        visitor = self.visitors[fd]
+        frame, fds, _, _ = socket.recv_fds(visitor.sock, 2**16, 250)
+        if not frame:
+            del self.visitors[fd]
+            visitor.sock.close()
+            for one in visitor.fds:
+                os.close(one)
+            return
+        visitor.fds += fds
+        _, message = WIRE.decode(frame)
+        assert isinstance(message, Handles)
+        assert message.first + message.count == len(visitor.fds)
+        self._note(message)
+
+    def _notify(self, visitor: Visitor, message: Message, fds: tuple[int, ...] = ()) -> None:
+        frame = WIRE.encode(message, 0, self.boot_id, visitor.token)
+        socket.send_fds(visitor.sock, [frame], list(fds))
+
+    def _attach(self, visitor: Visitor) -> None:
+        fd = directory_fd(self.keys, self.boot_id)
+        message = Attached(
+            namespace=NAMESPACE, world_size=1, bytes_per_chunk=4096, num_chunks=NUM_SLOTS
+        )
+        self._notify(visitor, message, (fd,))
+        os.close(fd)
+
+    def _lane_up(self, visitor: Visitor) -> None:
+        message = LaneUp(device="host", incarnation=self.incarnation, endpoint=self._endpoint)
+        self._notify(visitor, message, (self._lifeline[0],))
+
+    def _note(self, message: Message) -> None:
+        with self._seen:
+            self.received.append(message)
+            self._seen.notify_all()
+
+    def _request(self, identity: bytes, frame: bytes) -> None:
+        header, message = WIRE.decode(frame)
+        visitor = next((v for v in self.visitors.values() if v.token == header.session), None)
+        if visitor is None:
+            return
+        if isinstance(message, Hello):
+            visitor.hello = message
+        reply = self.replies[type(message)](message)
+        if isinstance(reply, Registered):
+            self._lane_up(visitor)
+            reply = msgspec.structs.replace(reply, incarnation=self.incarnation)
+        if reply is not None:
+            boot_id = self.boot_id
+            self._router.send_multipart(
+                [identity, WIRE.encode(reply, header.request_id, boot_id, header.session)]
+            )
+        self._note(message)
+
+    def _job(self, identity: bytes, frame: bytes) -> None:
+        header, message = WIRE.decode(frame)
+        assert header.session in {v.token for v in self.visitors.values()}
+        assert self.lane is not None
+        if isinstance(message, Job):
+            if self.hold_jobs:
+                self._held.append((identity, header, message))
+            else:
+                self._done(identity, header, message, JobStatus.OK)
+        elif isinstance(message, Wait):
+            if not self._held:
+                self._to_worker(identity, header, WaitDone())
+        elif isinstance(message, Cancel):
+            for held in self._take_held():
+                self._done(*held, JobStatus.CANCELLED)
+            self._to_worker(identity, header, CancelDone(stopped=len(message.jobs)))
+        self._note(message)
+
+    def _take_held(self) -> list[tuple[bytes, Header, Job]]:
+        held, self._held = self._held, []
+        return held
+
+    def _done(self, identity: bytes, header: Header, job: Job, status: JobStatus) -> None:
+        done = Done(job=job.job, status=status, text="", bytes=64, queued_ns=1, copy_ns=2_000_000)
+        self._to_worker(identity, header, done)
+
+    def _to_worker(self, identity: bytes, header: Header, message: Message) -> None:
+        assert self.lane is not None
+        frame = WIRE.encode(message, header.request_id, self.boot_id, header.session)
+        self.lane.send_multipart([identity, frame])
+
+
+def _prepare_store(message: Message) -> Message:
+    assert isinstance(message, PrepareStore)
+    count = len(message.keys)
+    return StorePrepared(
+        answers=IntArray.of([StoreAnswer.ACCEPTED] * count, "u1"),
+        slots=IntArray.of(range(count), "u4"),
+        generations=IntArray.of([5] * count, "u8"),
+        evicted=(b"old",),
+    )
+
+
+def _prepare_load(message: Message) -> Message:
+    """Every second key is found."""
+    assert isinstance(message, PrepareLoad)
+    found = [i % 2 == 0 for i in range(len(message.keys))]
+    return LoadPrepared(
+        lease=7,
+        lease_ms=message.lease_ms,
+        found=IntArray.of([int(f) for f in found], "u1"),
+        slots=IntArray.of(range(sum(found)), "u4"),
+        generations=IntArray.of([5] * sum(found), "u8"),
+    )
+
+
+_REPLIES: dict[type[Message], Callable[[Message], Message | None]] = {
+    Hello: lambda _: Welcome(
+        protocol=1, daemon="fake 1", pid=os.getpid(), max_message_bytes=2**24, max_keys=65536
+    ),
+    Register: lambda _: Registered(missing_ranks=(), lane="host", incarnation=1),
+    Unregister: lambda _: Unregistered(),
+    PrepareStore: _prepare_store,
+    CompleteStore: lambda _: StoreCompleted(ready=1, pending=2, dropped=3),
+    PrepareLoad: _prepare_load,
+    CompleteLoad: lambda _: LoadCompleted(released=True),
+    Touch: lambda m: Touched(found=len(m.keys) if isinstance(m, Touch) else 0),
+    Reset: lambda _: ResetDone(dropped=4, deferred=1),
+    Ping: lambda _: Pong(pid=os.getpid()),
+    Status: lambda _: StatusReport(status={"ready": True}),
+}

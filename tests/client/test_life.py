@@ -1,0 +1,132 @@
+"""Forks, process exits and threads: what a client leaves behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvd_client import HostMemory, LookupResult, Scheduler, UsageError, Worker
+from tests.client.conftest import FINGERPRINT, LAYOUT
+from tests.client.fake_daemon import SECONDS, FakeDaemon
+
+PROGRAM = """
+import sys
+from kvd_client import Scheduler, Worker, HostMemory
+from tests.client.conftest import FINGERPRINT, LAYOUT
+worker = Worker(sys.argv[1], "engine", 0, 1)
+scheduler = Scheduler(sys.argv[1], "engine")
+worker.register([HostMemory.allocate(4096)], LAYOUT, FINGERPRINT)
+assert "torch" not in sys.modules
+print(scheduler.status())
+"""
+
+
+def run_program(runtime_dir: Path) -> str:
+    """Run `PROGRAM`, which closes nothing, to its end."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(runtime_dir)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_process_exits_with_a_daemon(daemon: FakeDaemon) -> None:
+    """A process that never closed its sessions exits by itself, quietly, and without torch."""
+    assert "True" in run_program(daemon.runtime_dir)
+
+
+def test_process_exits_without_a_daemon(runtime_dir: Path) -> None:
+    """The same while the keepers are trying to connect."""
+    assert run_program(runtime_dir) == "{}\n"
+
+
+def test_process_exits_with_a_frozen_daemon(daemon: FakeDaemon) -> None:
+    """The same with a daemon that accepts and never answers."""
+    daemon.freeze()
+    assert run_program(daemon.runtime_dir) == "{}\n"
+
+
+def descriptors() -> int:
+    """How many descriptors this process has."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_close_ends_the_keeper(daemon: FakeDaemon) -> None:
+    """After close() no thread and no descriptor of the session is left."""
+    before = descriptors()
+    with Scheduler(daemon.runtime_dir, "engine"):
+        assert any(t.name == "kvd-scheduler" and t.daemon for t in threading.enumerate())
+    assert not any(t.name == "kvd-scheduler" for t in threading.enumerate())
+    end = time.monotonic() + SECONDS
+    while descriptors() > before:  # the daemon's ends are in this process too, and close later
+        assert time.monotonic() < end
+        threading.Event().wait(0.005)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_child_has_a_closed_session(
+    daemon: FakeDaemon, scheduler: Scheduler, worker: Worker
+) -> None:
+    """In a fork every call says whose session it is, nothing hangs, and the parent's goes on."""
+    daemon.keys = {b"ready": 2}
+    daemon.attach()
+    assert scheduler.wait_attached(SECONDS)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a hang is a failure, not a test that never ends
+        wrong = 0
+        for call in (
+            lambda: scheduler.lookup(b"ready"),
+            lambda: scheduler.prepare_store([b"k"]),
+            worker.get_finished,
+        ):
+            try:
+                call()
+                wrong += 1
+            except UsageError as error:
+                wrong += "forked" not in str(error)
+        scheduler.close()
+        worker.close()
+        os._exit(wrong)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert scheduler.lookup(b"ready") is LookupResult.HIT
+    assert scheduler.touch([b"k"]) == 1
+    assert worker.registered
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_fork_does_not_hold_the_door_open(daemon: FakeDaemon) -> None:
+    """The daemon sees the parent's end although a child that was forked before lives on."""
+    memory = HostMemory.allocate(4096)
+    worker = Worker(daemon.runtime_dir, "engine", 0, 1)
+    worker.register([memory], LAYOUT, FINGERPRINT)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+    worker._session.close()
+    end = threading.Event()
+    for _ in range(1000):
+        if not daemon.call(lambda: dict(daemon.visitors)):
+            break
+        end.wait(0.01)
+    assert not daemon.visitors
+    os.close(write)
+    os.waitpid(child, 0)
+    memory.close()

@@ -1,0 +1,147 @@
+"""Memory that another process can map: numpy, torch, the control page."""
+
+import mmap
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from kvd_client import HostMemory, UnsupportedMemory, UsageError
+from kvd_client.control import ControlPage
+from kvd_client.torch_memory import BlockTensor, share_torch
+from kvd_proto.layout import TensorSpec
+
+
+def mapped(memory: HostMemory) -> mmap.mmap:
+    """The memory as another process sees it."""
+    return mmap.mmap(memory.fd, memory.offset + memory.nbytes)
+
+
+def test_host_memory_is_what_the_descriptor_shows() -> None:
+    """What is written through a view is there for whoever maps the descriptor."""
+    memory = HostMemory.allocate(8192)
+    memory.view(np.int16, (2, 16))[1, 3] = 513
+    assert mapped(memory)[38:40] == b"\x01\x02"
+    memory.close()
+    memory.close()
+    assert memory.array[38] == 1
+    assert "closed" in repr(memory)
+
+
+def test_host_memory_checks_sizes() -> None:
+    """Sizes that cannot be meant or do not fit are refused."""
+    with pytest.raises(UsageError, match="nbytes"):
+        HostMemory.allocate(0)
+    memory = HostMemory.allocate(64)
+    with pytest.raises(UsageError, match="does not fit"):
+        memory.view(np.int64, (9,))
+    with pytest.raises(UnsupportedMemory, match="do not lie inside"):
+        HostMemory(memory.fd, 64, offset=1)
+    memory.close()
+
+
+def test_control_page_words() -> None:
+    """Word 0 is the timeline and word 1 the epoch, little-endian u64."""
+    page = ControlPage()
+    page.timeline = 0x0102030405060708
+    page.next_epoch()
+    other = mmap.mmap(page.fd, 4096)
+    assert other[:9] == bytes((8, 7, 6, 5, 4, 3, 2, 1, 1))
+    page.close()
+    assert os.fstat(os.dup(1))  # closing twice closes nobody else's descriptor
+    page.close()
+
+
+def test_torch_views_follow_in_place() -> None:
+    """A storage moves once; the tensor and all its views, old ones too, see the shared bytes."""
+    tensor = torch.arange(4 * 6 * 8, dtype=torch.int16).reshape(4, 6, 8)
+    view = tensor[1:].view(-1)
+    before = tensor.clone()
+    other = tensor.view(torch.uint8)
+    shared = share_torch([tensor[:, :3], tensor[:, 3:]])
+    assert len(shared.memory) == 1
+    assert shared.storages == (4 * 6 * 8 * 2,)
+    assert torch.equal(tensor, before)
+    view[0] = 0x0201
+    assert mapped(shared.memory[0])[96:98] == b"\x01\x02"
+    assert int(other[1, 0, 0]) == 1
+    assert shared.tensors == (
+        TensorSpec(storage=0, offset=0, page_bytes=48, block_stride=96),
+        TensorSpec(storage=0, offset=48, page_bytes=48, block_stride=96),
+    )
+    assert shared.parts == ((0,), (1,))
+    shared.close()
+    view[0] = 7
+    assert int(tensor[1, 0, 0]) == 7
+
+
+def test_torch_descriptor_outlives_the_tensor() -> None:
+    """The descriptor is our own: it stays open when the tensor is gone."""
+    shared = share_torch([torch.full((2, 8), 3, dtype=torch.uint8)])
+    assert mapped(shared.memory[0])[:] == bytes([3] * 16)
+    shared.close()
+
+
+def test_torch_shared_storage_may_be_shared_again() -> None:
+    """A storage that is shared already is not copied once more."""
+    tensor = torch.zeros(2, 8)
+    first, second = share_torch([tensor]), share_torch([tensor])
+    tensor[0, 0] = 1
+    assert mapped(first.memory[0])[:] == mapped(second.memory[0])[:]
+    first.close()
+    second.close()
+
+
+def test_torch_kv_first_layout_is_two_places() -> None:
+    """Keys first, then values: each block is in two places, never one alias of the other's."""
+    shared = share_torch([BlockTensor(torch.zeros(2, 5, 4, 8, dtype=torch.bfloat16), block_dim=1)])
+    assert shared.parts == ((0, 1),)
+    assert shared.tensors == (
+        TensorSpec(storage=0, offset=0, page_bytes=64, block_stride=64),
+        TensorSpec(storage=0, offset=320, page_bytes=64, block_stride=64),
+    )
+    shared.close()
+
+
+def test_torch_permuted_page_is_dense() -> None:
+    """A page whose inner dimensions are permuted in memory is one run of bytes all the same."""
+    shared = share_torch([torch.zeros(5, 2, 4, dtype=torch.int8).permute(0, 2, 1)])
+    assert shared.tensors == (TensorSpec(storage=0, offset=0, page_bytes=8, block_stride=8),)
+    shared.close()
+
+
+def test_torch_explicit_pages_win() -> None:
+    """Padded pages and blocks of several rows are as the caller says, not as the shape says."""
+    item = BlockTensor(torch.zeros(12, 16, dtype=torch.int8), page_bytes=30, block_stride=32)
+    shared = share_torch([item])
+    assert shared.tensors == (TensorSpec(storage=0, offset=0, page_bytes=30, block_stride=32),)
+    shared.close()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error", "text"),
+    [
+        ("no tensor", UsageError, "str"),
+        (torch.zeros(2, 2, device="meta"), UnsupportedMemory, "meta"),
+        (torch.zeros(2, 2).to_sparse(), UnsupportedMemory, "sparse"),
+        (torch.zeros(0, 2), UsageError, "empty"),
+        (torch.zeros(4, 8)[:, ::2], UnsupportedMemory, "spread"),
+        (torch.zeros(1, 8).expand(4, 8), UsageError, "overlap"),
+        (BlockTensor(torch.zeros(2, 2), block_dim=2), UsageError, "block_dim=2"),
+        (BlockTensor(torch.zeros(4, 8), page_bytes=64), UsageError, "overlap"),
+    ],
+    ids=["type", "meta", "sparse", "empty", "holes", "expanded", "dim", "page"],
+)
+def test_torch_refusals(tensor: torch.Tensor, error: type[Exception], text: str) -> None:
+    """What cannot be shared is refused with a reason, before anything was moved."""
+    good = torch.zeros(2, 2)
+    with pytest.raises(error, match=text):
+        share_torch([good, tensor])
+    assert not good.untyped_storage().is_shared()
+
+
+def test_torch_needs_tensors() -> None:
+    """An empty list is a mistake."""
+    with pytest.raises(UsageError, match="no tensors"):
+        share_torch([])

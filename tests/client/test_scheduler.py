@@ -1,0 +1,298 @@
+"""The scheduler's side against a fake daemon."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvd_client import LoadTicket, LookupResult, Scheduler, StoreAnswer, UsageError
+from kvd_proto.arrays import IntArray
+from kvd_proto.messages import (
+    CompleteLoad,
+    CompleteStore,
+    Detached,
+    Error,
+    ErrorCode,
+    Hello,
+    Message,
+    Ping,
+    PrepareLoad,
+    PrepareStore,
+    StorePrepared,
+    Touch,
+)
+from tests.client.fake_daemon import SECONDS, FakeDaemon
+
+
+def ask_everything(scheduler: Scheduler) -> None:
+    """Every call comes to nothing, and to nothing worse."""
+    assert scheduler.lookup(b"k") is LookupResult.MISS
+    assert scheduler.lookup_many([b"k", b"l"]) == [LookupResult.MISS] * 2
+    stored = scheduler.prepare_store([b"k"])
+    assert (stored.keys, stored.served, len(stored.slots)) == ((), False, 0)
+    loaded = scheduler.prepare_load([b"k", b"l"])
+    assert (loaded.keys, loaded.lease, loaded.found.tolist()) == ((), 0, [False, False])
+    scheduler.complete_load(loaded)
+    assert scheduler.complete_store([b"k"]).ready == 0
+    assert scheduler.touch([b"k"]) == 0
+    assert scheduler.reset().dropped == 0
+    assert scheduler.status() == {}
+
+
+def until(scheduler: Scheduler, *, connected: bool) -> None:
+    """Wait until the session has noticed."""
+    end = time.monotonic() + SECONDS
+    while scheduler.connected is not connected:
+        assert time.monotonic() < end
+        threading.Event().wait(0.005)
+
+
+def test_handshake_says_who_is_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """A new scheduler greets with its kind, engine and pid, and is connected at once."""
+    assert scheduler.connected
+    hello = daemon.wait_for(Hello)[0]
+    assert (hello.kind, hello.engine) == ("scheduler", "engine")
+    assert "engine" in repr(scheduler)
+
+
+def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """After ATTACHED, lookups answer from shared memory and send nothing."""
+    daemon.keys = {b"ready": 2, b"writing": 1}
+    assert not scheduler.attached
+    assert scheduler.lookup(b"ready") is LookupResult.MISS
+    daemon.attach()
+    assert scheduler.wait_attached(SECONDS)
+    assert scheduler.lookup_many([b"ready", b"writing", b"no"]) == [
+        LookupResult.HIT,
+        LookupResult.HIT_PENDING,
+        LookupResult.MISS,
+    ]
+    assert (scheduler.num_chunks, scheduler.bytes_per_chunk) == (8, 4096)
+    assert [type(m) for m in daemon.received] == [Hello]
+
+
+def test_detached_is_a_miss(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """When a rank is lost, what was found is not found any more."""
+    daemon.keys = {b"ready": 2}
+    daemon.attach()
+    assert scheduler.wait_attached(SECONDS)
+    daemon.notify(Detached(reason="rank 0 is gone"))
+    end = time.monotonic() + SECONDS
+    while scheduler.attached:
+        assert time.monotonic() < end
+    assert scheduler.lookup(b"ready") is LookupResult.MISS
+
+
+def test_store_ticket_pairs_keys_and_slots(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """Only accepted keys are on the ticket; every key has its answer."""
+    daemon.replies[PrepareStore] = lambda _: StorePrepared(
+        answers=IntArray.of([StoreAnswer.PRESENT, StoreAnswer.ACCEPTED, StoreAnswer.FULL], "u1"),
+        slots=IntArray.of([3], "u4"),
+        generations=IntArray.of([9], "u8"),
+        evicted=(b"gone",),
+    )
+    ticket = scheduler.prepare_store([b"a", b"b", b"c"])
+    assert ticket.keys == (b"b",)
+    assert (ticket.slots.tolist(), ticket.generations.tolist()) == ([3], [9])
+    assert ticket.answers == (StoreAnswer.PRESENT, StoreAnswer.ACCEPTED, StoreAnswer.FULL)
+    assert ticket.evicted == (b"gone",)
+    summary = scheduler.complete_store(ticket.keys, success=False)
+    assert (summary.ready, summary.pending, summary.dropped) == (1, 2, 3)
+    complete = daemon.wait_for(CompleteStore)[0]
+    assert (complete.keys, complete.success) == ((b"b",), False)
+
+
+def test_load_ticket_holds_a_lease(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """The found keys are on the ticket, and completing it gives the lease back."""
+    ticket = scheduler.prepare_load([b"a", b"b", b"c"], lease_seconds=2.5)
+    assert ticket.keys == (b"a", b"c")
+    assert ticket.found.tolist() == [True, False, True]
+    assert (ticket.lease, ticket.lease_seconds, len(ticket)) == (7, 2.5, 2)
+    scheduler.complete_load(ticket)
+    assert daemon.wait_for(CompleteLoad)[0].lease == 7
+
+
+def test_small_requests(scheduler: Scheduler) -> None:
+    """Touch, reset and status return what the daemon says."""
+    assert scheduler.touch([b"a", b"b"]) == 2
+    assert scheduler.reset().dropped == 4
+    assert scheduler.status() == {"ready": True}
+
+
+def test_absent_daemon_is_a_cache_that_misses(runtime_dir: Path) -> None:
+    """Without a daemon every call comes to nothing, without waiting for a deadline."""
+    with Scheduler(runtime_dir, "engine", deadline=60.0) as scheduler:
+        ask_everything(scheduler)
+        assert not scheduler.connected
+        assert not scheduler.wait_attached(0.01)
+
+
+def test_daemon_that_comes_later_is_found(runtime_dir: Path) -> None:
+    """A scheduler that started first attaches when the daemon is there."""
+    with Scheduler(runtime_dir, "engine") as scheduler, FakeDaemon(runtime_dir) as daemon:
+        daemon.wait_for(Hello)
+        daemon.attach()
+        assert scheduler.wait_attached(SECONDS)
+
+
+def test_restarted_daemon_is_found_again(runtime_dir: Path) -> None:
+    """After the daemon's death there are misses, and hits again with its successor."""
+    with FakeDaemon(runtime_dir) as first:
+        first.keys = {b"ready": 2}
+        scheduler = Scheduler(runtime_dir, "engine", deadline=60.0)
+        first.attach()
+        assert scheduler.wait_attached(SECONDS)
+    with scheduler:
+        until(scheduler, connected=False)
+        ask_everything(scheduler)
+        with FakeDaemon(runtime_dir) as second:
+            second.keys = {b"ready": 2}
+            second.wait_for(Hello)
+            second.attach()
+            assert scheduler.wait_attached(SECONDS)
+            assert scheduler.lookup(b"ready") is LookupResult.HIT
+            assert len(scheduler.prepare_store([b"x"])) == 1
+
+
+def test_death_ends_a_pending_request(daemon: FakeDaemon) -> None:
+    """A request whose daemon dies ends then, not at its deadline."""
+    daemon.replies[PrepareStore] = lambda _: None
+    with Scheduler(daemon.runtime_dir, "engine", deadline=3600.0) as scheduler:
+
+        def die() -> None:
+            daemon.wait_for(PrepareStore)
+            daemon.kill()
+
+        dying = threading.Thread(target=die)
+        dying.start()
+        assert not scheduler.prepare_store([b"k"]).served
+        dying.join()
+
+
+def test_frozen_daemon_costs_one_deadline(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """After one deadline everything is a miss at once, until the daemon answers a PING."""
+    daemon.keys = {b"ready": 2}
+    daemon.attach()
+    assert scheduler.wait_attached(SECONDS)
+    daemon.freeze()
+    assert not scheduler.prepare_store([b"k"]).served
+    assert not scheduler.connected
+    assert scheduler.lookup(b"ready") is LookupResult.MISS
+    ask_everything(scheduler)
+    daemon.thaw()
+    until(scheduler, connected=True)
+    assert daemon.wait_for(Ping)
+    assert scheduler.lookup(b"ready") is LookupResult.HIT
+    # The late answer to the first request is not taken for that to the second.
+    assert len(scheduler.prepare_store([b"a", b"b"])) == 2
+
+
+def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
+    """A daemon that accepts and never greets holds the constructor up for one deadline at most."""
+    daemon.freeze()
+    with Scheduler(daemon.runtime_dir, "engine", deadline=0.1) as scheduler:
+        ask_everything(scheduler)
+        daemon.thaw()
+        until(scheduler, connected=True)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.STALE_BOOT, ErrorCode.BAD_SESSION])
+def test_stale_session_connects_again(
+    daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode
+) -> None:
+    """A daemon that does not know the session gets a new one by itself."""
+    good = daemon.replies[Touch]
+    daemon.replies[Touch] = lambda _: Error(code=code, text="who?")
+    assert scheduler.touch([b"k"]) == 0
+    daemon.replies[Touch] = good
+    daemon.wait_for(Hello, 2)
+    until(scheduler, connected=True)
+    assert scheduler.touch([b"k"]) == 1
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.LIMIT, ErrorCode.INTERNAL])
+def test_refusal_is_a_miss(daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode) -> None:
+    """A refused request comes to nothing, and the session goes on."""
+    daemon.replies[PrepareLoad] = lambda _: Error(code=code, text="no")
+    assert scheduler.prepare_load([b"k"]).keys == ()
+    assert scheduler.touch([b"k"]) == 1
+
+
+def nonsense_answers() -> StorePrepared:
+    """An answer of one key's length that names no answer."""
+    return StorePrepared(
+        answers=IntArray.of([99], "u1"),
+        slots=IntArray.of([], "u4"),
+        generations=IntArray.of([], "u8"),
+        evicted=(),
+    )
+
+
+@pytest.mark.parametrize("reply", [nonsense_answers(), Ping()], ids=["contradiction", "type"])
+def test_nonsense_from_the_daemon_is_a_miss(
+    daemon: FakeDaemon, scheduler: Scheduler, reply: Message
+) -> None:
+    """A reply that contradicts itself or is of the wrong type ends the session, not the engine."""
+    daemon.replies[PrepareStore] = lambda _: reply
+    assert not scheduler.prepare_store([b"k"]).served
+    daemon.wait_for(Hello, 2)
+
+
+@pytest.mark.parametrize(
+    "keys", [b"key", "key", ["text"], [b""], [b"x" * 49], 5, [b"k"] * 65537], ids=str
+)
+def test_wrong_keys_raise(scheduler: Scheduler, keys: list[bytes]) -> None:
+    """Keys that cannot be meant are the caller's mistake."""
+    with pytest.raises(UsageError):
+        scheduler.prepare_store(keys)
+
+
+def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
+    """Every other argument is checked too, and the message names it."""
+    with pytest.raises(UsageError, match="49 bytes"):
+        scheduler.lookup(b"x" * 49)
+    with pytest.raises(UsageError, match="str"):
+        scheduler.lookup("text")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="lease_seconds"):
+        scheduler.prepare_load([b"k"], lease_seconds=0)
+    with pytest.raises(UsageError, match="prepare_load"):
+        scheduler.complete_load("ticket")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="engine"):
+        Scheduler(runtime_dir, "")
+    with pytest.raises(UsageError, match="deadline"):
+        Scheduler(runtime_dir, "e", deadline=0)
+    with pytest.raises(UsageError, match="shorter"):
+        Scheduler(runtime_dir / ("x" * 100), "e")
+
+
+def test_closed_raises(scheduler: Scheduler) -> None:
+    """A closed scheduler says so, and may be closed again."""
+    scheduler.close()
+    scheduler.close()
+    for call in (
+        lambda: scheduler.lookup(b"k"),
+        lambda: scheduler.prepare_store([b"k"]),
+        lambda: scheduler.complete_load(LoadTicket()),
+        scheduler.status,
+    ):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+    assert "closed" in repr(scheduler)
+
+
+def test_calls_from_many_threads(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """Concurrent calls each get their own reply."""
+    wrong: list[int] = []
+
+    def work(count: int) -> None:
+        keys = [b"%d" % i for i in range(count)]
+        wrong.extend(count for _ in range(30) if len(scheduler.prepare_store(keys)) != count)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(daemon.wait_for(PrepareStore, 120)) == 120

@@ -1,0 +1,421 @@
+"""The worker's side against a fake daemon and lane."""
+
+import mmap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvd_client import (
+    HostMemory,
+    JobResult,
+    JobStatus,
+    RegistrationError,
+    Unavailable,
+    UsageError,
+    Worker,
+)
+from kvd_proto.messages import (
+    Cancel,
+    Detached,
+    Error,
+    ErrorCode,
+    Handles,
+    Hello,
+    Load,
+    Register,
+    Store,
+    Unregister,
+    Wait,
+)
+from tests.client.conftest import FINGERPRINT, LAYOUT
+from tests.client.fake_daemon import SECONDS, FakeDaemon
+
+JOB: dict[str, Any] = {
+    "block_ids": [3, 4, 5],
+    "group_sizes": [3],
+    "block_indices": [1],
+    "slots": [0, 2],
+    "generations": [5, 6],
+}
+
+
+def results(worker: Worker, count: int = 1) -> list[JobResult]:
+    """Poll as an engine does, until so many jobs were reported."""
+    got: list[JobResult] = []
+    end = time.monotonic() + SECONDS
+    while len(got) < count:
+        assert time.monotonic() < end, got
+        got += worker.get_finished()
+    worker._jobs.check_integrity()
+    return got
+
+
+def until_registered(worker: Worker, value: bool) -> None:
+    """Wait until the keeper has noticed."""
+    end = time.monotonic() + SECONDS
+    while worker.registered is not value:
+        assert time.monotonic() < end
+        threading.Event().wait(0.005)
+
+
+def test_registration_carries_the_memory(
+    daemon: FakeDaemon, worker: Worker, memory: HostMemory
+) -> None:
+    """The control page is descriptor 0, the storage descriptor 1, and both are the real memory."""
+    register = daemon.wait_for(Register)[0]
+    assert (register.rank, register.world_size, register.device) == (0, 1, "host")
+    assert [h.fd_index for h in register.handles] == [1]
+    assert daemon.wait_for(Handles)[0].count == 2
+    control, storage = daemon.worker_fds()
+    worker.timeline.signal(worker.timeline.reserve())
+    assert mmap.mmap(control, 4096)[:16] == bytes([1, *[0] * 15])
+    memory.array[5] = 77
+    assert mmap.mmap(storage, memory.nbytes)[5] == 77
+    assert worker.registered
+    assert "registered" in repr(worker)
+
+
+@pytest.mark.parametrize(("submit", "kind"), [("submit_store", Store), ("submit_load", Load)])
+def test_jobs_go_to_the_lane_and_come_back(
+    daemon: FakeDaemon, worker: Worker, submit: str, kind: type[Store | Load]
+) -> None:
+    """A job reaches the lane as it was given and is reported once."""
+    assert getattr(worker, submit)(11, **JOB)
+    (result,) = results(worker)
+    assert result == JobResult(11, success=True, status=JobStatus.OK, bytes=64, seconds=0.002)
+    assert worker.get_finished() == []
+    job = daemon.wait_for(kind)[0]
+    assert {name: getattr(job, name).numpy().tolist() for name in JOB} == JOB
+    assert (job.job, job.after, job.epoch) == (11, 0, 0)
+
+
+def test_after_names_the_timeline(daemon: FakeDaemon, worker: Worker) -> None:
+    """A reserved number is waited for; None means what has been reached already."""
+    first = worker.timeline.reserve()
+    worker.timeline.signal(first)
+    later = worker.timeline.reserve()
+    worker.submit_store(1, **JOB, after=later)
+    worker.submit_store(2, **JOB)
+    assert [job.after for job in daemon.wait_for(Store, 2)] == [later, first]
+    assert worker.timeline.reached == first
+    with pytest.raises(UsageError, match="reserve"):
+        worker.submit_store(3, **JOB, after=later + 1)
+    with pytest.raises(UsageError, match="reserve"):
+        worker.timeline.signal(later + 1)
+
+
+@pytest.mark.parametrize("status", [JobStatus.STALE, JobStatus.REFUSED, JobStatus.FAILED])
+def test_failed_job_is_reported_not_raised(
+    daemon: FakeDaemon, worker: Worker, status: JobStatus
+) -> None:
+    """Whatever the lane says other than OK is a failure with its status."""
+    daemon.hold_jobs = True
+    worker.submit_load(1, **JOB)
+    daemon.wait_for(Load)
+    daemon.finish(status)
+    (result,) = results(worker)
+    assert (result.success, result.status) == (False, status)
+
+
+def test_without_daemon_jobs_fail_at_once(runtime_dir: Path, memory: HostMemory) -> None:
+    """No daemon: registration is false, submissions are reported as failed, nothing blocks."""
+    with Worker(runtime_dir, "engine", 0, 1, deadline=60.0) as worker:
+        assert not worker.register([memory], LAYOUT, FINGERPRINT, timeout=60.0)
+        assert not worker.submit_store(1, **JOB)
+        assert not worker.submit_load(2, **JOB)
+        assert [(r.job_id, r.success) for r in worker.get_finished()] == [(1, False), (2, False)]
+        assert worker.wait([1, 2], timeout=60.0) == frozenset()
+        with FakeDaemon(runtime_dir) as daemon:
+            daemon.wait_for(Register)
+            until_registered(worker, value=True)
+            assert worker.submit_store(1, **JOB)
+            assert results(worker)[0].success
+
+
+def test_required_registration_raises_without_daemon(runtime_dir: Path, memory: HostMemory) -> None:
+    """With `required` the absence of a daemon is an error that says what to start."""
+    with Worker(runtime_dir, "engine", 0, 1) as worker:
+        with pytest.raises(Unavailable, match="kvd serve"):
+            worker.register([memory], LAYOUT, FINGERPRINT, required=True, timeout=0.05)
+        assert not worker.register([memory], LAYOUT, FINGERPRINT)
+
+
+def test_refused_registration_raises(daemon: FakeDaemon, memory: HostMemory) -> None:
+    """A refusal carries the daemon's code and sentence, and is not tried again by itself."""
+    good = daemon.replies[Register]
+    daemon.replies[Register] = lambda _: Error(code=ErrorCode.BAD_LAYOUT, text="too large")
+    with Worker(daemon.runtime_dir, "engine", 0, 1) as worker:
+        with pytest.raises(RegistrationError, match="too large") as caught:
+            worker.register([memory], LAYOUT, FINGERPRINT)
+        assert caught.value.code is ErrorCode.BAD_LAYOUT
+        daemon.wait_for(Hello, 2)
+        daemon.replies[Register] = good
+        assert worker.register([memory], LAYOUT, FINGERPRINT, required=True)
+        assert len(daemon.wait_for(Register)) == 2
+
+
+def test_transient_refusal_is_tried_again(daemon: FakeDaemon, memory: HostMemory) -> None:
+    """A lane that is being replaced delays the registration; it does not fail it."""
+    good = daemon.replies[Register]
+
+    def first_not(message: object) -> Error:
+        del message
+        daemon.replies[Register] = good
+        return Error(code=ErrorCode.LANE_LOST, text="wait")
+
+    daemon.replies[Register] = first_not
+    with Worker(daemon.runtime_dir, "engine", 0, 1) as worker:
+        assert worker.register([memory], LAYOUT, FINGERPRINT, required=True)
+
+
+def test_restarted_daemon_gets_the_memory_again(runtime_dir: Path, memory: HostMemory) -> None:
+    """After the daemon's death the worker registers with its successor by itself."""
+    with FakeDaemon(runtime_dir) as first:
+        worker = Worker(runtime_dir, "engine", 0, 1)
+        worker.register([memory], LAYOUT, FINGERPRINT)
+        first.hold_jobs = True
+        worker.submit_load(1, **JOB)
+        first.wait_for(Load)
+    with worker:
+        assert not results(worker)[0].success
+        until_registered(worker, value=False)
+        with FakeDaemon(runtime_dir) as second:
+            register = second.wait_for(Register)[0]
+            assert register.layout == LAYOUT
+            until_registered(worker, value=True)
+            assert worker.submit_load(1, **JOB)
+            assert results(worker)[0].success
+
+
+def test_lane_death_fails_its_jobs_at_once(daemon: FakeDaemon, worker: Worker) -> None:
+    """When the lifeline ends, every job of that lane has failed, however long its timeout."""
+    daemon.hold_jobs = True
+    worker.submit_load(1, **JOB)
+    worker.submit_store(2, **JOB)
+    daemon.wait_for(Store)
+    daemon.kill_lane()
+    assert worker.wait([1, 2], timeout=3600.0) == frozenset()
+    assert [(r.job_id, r.status) for r in worker.get_finished()] == [
+        (1, JobStatus.FAILED),
+        (2, JobStatus.FAILED),
+    ]
+    assert not worker.submit_store(3, **JOB)
+    assert not results(worker)[0].success
+
+
+def test_restarted_lane_is_used(daemon: FakeDaemon, worker: Worker) -> None:
+    """Jobs of the old lane fail, the next ones go to the new one, without a new registration."""
+    daemon.hold_jobs = True
+    worker.submit_load(1, **JOB)
+    daemon.wait_for(Load)
+    daemon.hold_jobs = False
+    daemon.restart_lane()
+    assert not results(worker)[0].success
+    until_registered(worker, value=True)
+    assert worker.submit_load(1, **JOB)
+    assert results(worker)[0].success
+    assert len(daemon.wait_for(Register)) == 1
+
+
+def test_wait_hoists_and_returns_when_done(daemon: FakeDaemon, worker: Worker) -> None:
+    """wait() tells the lane and returns with its answer; the job is still reported afterwards."""
+    daemon.hold_jobs = True
+    worker.submit_store(1, **JOB)
+
+    def answer() -> None:
+        daemon.wait_for(Wait)
+        daemon.finish()
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    assert worker.wait([1, 99], timeout=3600.0) == frozenset()
+    answering.join()
+    assert daemon.wait_for(Wait)[0].jobs == (1,)
+    assert worker.get_finished()[0].success
+
+
+def test_wait_out_of_time_voids_stores_not_loads(daemon: FakeDaemon, worker: Worker) -> None:
+    """The epoch is bumped for a store; a load stays unfinished until the lane says otherwise."""
+    daemon.hold_jobs = True
+    worker.submit_store(1, **JOB)
+    worker.submit_load(2, **JOB)
+    daemon.wait_for(Load)
+    assert worker.wait([1, 2], timeout=0.01) == frozenset({2})
+    epoch = mmap.mmap(daemon.worker_fds()[0], 4096)[8:16]
+    assert int.from_bytes(epoch, "little") == 1
+    (voided,) = worker.get_finished()
+    assert (voided.job_id, voided.status) == (1, JobStatus.VOID)
+    assert worker.unfinished == 1
+    daemon.finish(JobStatus.VOID)
+    assert worker.wait([2], timeout=SECONDS) == frozenset()
+    assert [r.job_id for r in worker.get_finished()] == [2]
+    worker._jobs.check_integrity()
+    worker.submit_store(3, **JOB)
+    assert daemon.wait_for(Store, 2)[1].epoch == 1
+
+
+def test_wait_for_loads_alone_leaves_the_epoch(daemon: FakeDaemon, worker: Worker) -> None:
+    """Nothing is voided for a load's sake."""
+    daemon.hold_jobs = True
+    worker.submit_load(2, **JOB)
+    assert worker.wait([2], timeout=0.01) == frozenset({2})
+    assert mmap.mmap(daemon.worker_fds()[0], 4096)[8] == 0
+
+
+def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> None:
+    """A lane that never answers costs a store its job timeout, and frees the blocks."""
+    daemon.hold_jobs = True
+    with Worker(daemon.runtime_dir, "e", 0, 1, deadline=0.5, job_timeout=0.01) as worker:
+        worker.register([memory], LAYOUT, FINGERPRINT)
+        worker.submit_load(1, **JOB)
+        worker.submit_store(2, **JOB)
+        (result,) = results(worker)
+        assert (result.job_id, result.status) == (2, JobStatus.VOID)
+
+
+def test_wait_beside_another_thread_that_polls(daemon: FakeDaemon, worker: Worker) -> None:
+    """wait() also returns when somebody else took the lane's answer in."""
+    daemon.hold_jobs = True
+    worker.submit_store(1, **JOB)
+    got: list[JobResult] = []
+
+    def poll() -> None:
+        daemon.wait_for(Wait)
+        daemon.finish()
+        got.extend(results(worker))
+
+    polling = threading.Thread(target=poll)
+    polling.start()
+    assert worker.wait([1], timeout=3600.0) == frozenset()
+    polling.join()
+    assert [r.job_id for r in got] == [1]
+
+
+def test_cancelled_job_is_reported(daemon: FakeDaemon, worker: Worker) -> None:
+    """cancel() asks the lane; the job ends when the lane says so."""
+    daemon.hold_jobs = True
+    worker.submit_store(1, **JOB)
+    worker.cancel([1, 99])
+    assert results(worker)[0].status is JobStatus.CANCELLED
+    assert daemon.wait_for(Cancel)[0].jobs == (1,)
+
+
+def test_attachment_is_known(daemon: FakeDaemon, worker: Worker) -> None:
+    """A worker knows whether its engine is complete."""
+    daemon.attach()
+    assert worker.wait_attached(SECONDS)
+    daemon.notify(Detached(reason="rank 1 is gone"))
+    end = time.monotonic() + SECONDS
+    while worker.attached:
+        assert time.monotonic() < end
+    assert not worker.wait_attached(0.0)
+
+
+def test_close_takes_the_memory_back(daemon: FakeDaemon, worker: Worker) -> None:
+    """close() unregisters, and nothing works afterwards."""
+    worker.close()
+    worker.close()
+    assert daemon.wait_for(Unregister)
+    for call in (
+        worker.get_finished,
+        lambda: worker.wait([]),
+        lambda: worker.submit_store(1, **JOB),
+    ):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+
+
+def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
+    """Arrays that do not fit each other are the caller's mistake, named with figures."""
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"block_ids": [3, 4]}, "sum to 3, block_ids has 2"),
+        ({"block_ids": [-1, 4, 5]}, "block_ids"),
+        ({"block_ids": ["a", 4, 5]}, "block_ids"),
+        ({"block_ids": [1.5, 4, 5]}, "block_ids"),
+        ({"block_indices": [1, 2]}, "2 block_indices"),
+        ({"slots": [1]}, "1 slots with 2"),
+        ({"slots": [1], "generations": [1]}, "2 chunks .* 1 slots"),
+        ({"group_sizes": [3, 0], "block_indices": [1, 0]}, "1 groups"),
+    ]
+    for change, text in wrong:
+        with pytest.raises(UsageError, match=text):
+            worker.submit_store(1, **{**JOB, **change})
+    with pytest.raises(UsageError, match="job_id"):
+        worker.submit_store(-1, **JOB)
+    daemon.hold_jobs = True
+    worker.submit_store(1, **JOB)
+    with pytest.raises(UsageError, match="job 1 has not ended"):
+        worker.submit_store(1, **JOB)
+
+
+def test_wrong_registrations_raise(runtime_dir: Path, memory: HostMemory) -> None:
+    """What cannot be registered is refused before a daemon sees it."""
+    with pytest.raises(UsageError, match="world_size"):
+        Worker(runtime_dir, "e", 0, 0)
+    with pytest.raises(UsageError, match="rank=2"):
+        Worker(runtime_dir, "e", 2, 2)
+    with pytest.raises(UsageError, match="job_timeout"):
+        Worker(runtime_dir, "e", 0, 1, job_timeout=0)
+    with Worker(runtime_dir, "e", 0, 1) as worker:
+        with pytest.raises(UsageError, match="0 memories for 1"):
+            worker.register([], LAYOUT, FINGERPRINT)
+        with pytest.raises(UsageError, match="HostMemory"):
+            worker.register([np.zeros(4096)], LAYOUT, FINGERPRINT)  # type: ignore[list-item]
+        with pytest.raises(UsageError, match="RankLayout"):
+            worker.register([memory], "layout", FINGERPRINT)  # type: ignore[arg-type]
+        large = msgspec.structs.replace(LAYOUT, num_blocks=9)
+        with pytest.raises(UsageError, match="num_blocks"):
+            worker.register([memory], large, FINGERPRINT)
+        with HostMemorySmall() as small, pytest.raises(UsageError, match="512 bytes"):
+            worker.register([small], LAYOUT, FINGERPRINT)
+        worker.register([memory], LAYOUT, FINGERPRINT)
+        with pytest.raises(UsageError, match="registered already"):
+            worker.register([memory], LAYOUT, FINGERPRINT)
+
+
+class HostMemorySmall:
+    """Host memory of 512 bytes for the length of a `with` block."""
+
+    def __enter__(self) -> HostMemory:
+        self.memory = HostMemory.allocate(512)
+        return self.memory
+
+    def __exit__(self, *_: object) -> None:
+        self.memory.close()
+
+
+def test_storages_in_one_file_send_one_descriptor(daemon: FakeDaemon) -> None:
+    """Two storages at different offsets of one descriptor are sent as one."""
+    whole = HostMemory.allocate(2 * 4096)
+    parts = [HostMemory(whole.fd, 4096), HostMemory(whole.fd, 4096, offset=4096)]
+    layout = msgspec.structs.replace(
+        LAYOUT,
+        storages=(4096, 4096),
+        tensors=(*LAYOUT.tensors, msgspec.structs.replace(LAYOUT.tensors[0], storage=1)),
+    )
+    with Worker(daemon.runtime_dir, "e", 0, 1) as worker:
+        assert worker.register(parts, layout, FINGERPRINT)
+    register = daemon.wait_for(Register)[0]
+    assert [(h.fd_index, h.offset) for h in register.handles] == [(1, 0), (1, 4096)]
+    whole.close()
+
+
+def test_many_storages_go_in_several_notices(daemon: FakeDaemon) -> None:
+    """More descriptors than one notice takes are numbered on."""
+    memory = [HostMemory.allocate(512) for _ in range(70)]
+    layout = msgspec.structs.replace(
+        LAYOUT,
+        num_blocks=1,
+        storages=(512,) * 70,
+        tensors=tuple(msgspec.structs.replace(LAYOUT.tensors[0], storage=i) for i in range(70)),
+    )
+    with Worker(daemon.runtime_dir, "e", 0, 1) as worker:
+        assert worker.register(memory, layout, FINGERPRINT)
+    assert [(h.first, h.count) for h in daemon.wait_for(Handles)] == [(0, 64), (64, 7)]
+    for one in memory:
+        one.close()
