@@ -12,6 +12,7 @@ from pathlib import Path
 from kvd.errors import KvdError
 from kvd.lane.host import HostDevice
 from kvd.lane.service import LaneService
+from kvd.lane.sockets import Sockets
 from kvd.seqpacket import Channel
 
 _PR_SET_PDEATHSIG = 1
@@ -38,7 +39,7 @@ def main() -> int:
             name=options.device,
             incarnation=options.incarnation,
             endpoint=endpoint,
-            link=Channel(socket.socket(fileno=options.link_fd)),
+            sockets=Sockets(endpoint, Channel(socket.socket(fileno=options.link_fd))),
             device=HostDevice(options.pool_fd, options.pool_bytes),
             pool_bytes=options.pool_bytes,
         )

@@ -28,7 +28,7 @@ from typing import NewType
 from kvd_proto.expand import Copies
 from kvd_proto.messages import HostHandle
 
-PIECE_BYTES = 2**20
+PIECE_BYTES = 2 * 2**20
 
 MemoryId = NewType("MemoryId", int)
 """All storages of one worker, as a backend has mapped them."""
@@ -49,8 +49,8 @@ class Transfer:
     """One piece of a job.
 
     Copies `copies.nbytes[i]` bytes between offset `copies.tensor_offset[i]` of
-    storage `copies.storage[i]` and pool offset `pool_base + copies.arena_offset[i]`.
-    Bounds were checked by the caller.
+    storage `copies.storage[i]` and pool offset `pool_base + copies.arena_offset[i]`,
+    `nbytes` in all. Bounds were checked by the caller.
     """
 
     id: TransferId
@@ -58,6 +58,7 @@ class Transfer:
     direction: Direction
     pool_base: int
     copies: Copies
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
-from kvd_proto.expand import Copies
 from kvd_proto.messages import HostHandle
 
 
@@ -102,7 +101,7 @@ class HostDevice(Device):
         except (ValueError, IndexError) as problem:
             error = f"copy failed: {problem}"
         took = time.perf_counter_ns() - start
-        nbytes = 0 if error else transfer.copies.total_bytes
+        nbytes = 0 if error else transfer.nbytes
         return [Finished(transfer.id, nbytes, took, error)]
 
     def close(self) -> None:
@@ -115,22 +114,32 @@ class HostDevice(Device):
 
     def _copy(self, transfer: Transfer) -> None:
         pool, storages = self._pool, self._memories[transfer.memory]
-        copies: Copies = transfer.copies
+        copies, store = transfer.copies, transfer.direction is Direction.STORE
         at = copies.arena_offset + transfer.pool_base
-        runs = zip(
-            copies.storage.tolist(),
+        edges = (
             copies.tensor_offset.tolist(),
             (copies.tensor_offset + copies.nbytes).tolist(),
             at.tolist(),
             (at + copies.nbytes).tolist(),
-            strict=True,
         )
-        if transfer.direction is Direction.STORE:
-            for storage, begin, end, pool_begin, pool_end in runs:
-                pool[pool_begin:pool_end] = storages[storage][begin:end]
+        # Four tight loops instead of one general one: with pages of 16 KiB the look-ups that
+        # they save are a twentieth of the time.
+        if (copies.storage == copies.storage[0]).all():
+            storage = storages[copies.storage[0]]
+            if store:
+                for begin, end, pool_begin, pool_end in zip(*edges, strict=True):
+                    pool[pool_begin:pool_end] = storage[begin:end]
+            else:
+                for begin, end, pool_begin, pool_end in zip(*edges, strict=True):
+                    storage[begin:end] = pool[pool_begin:pool_end]
+            return
+        sides = map(storages.__getitem__, copies.storage.tolist())
+        if store:
+            for side, begin, end, pool_begin, pool_end in zip(sides, *edges, strict=True):
+                pool[pool_begin:pool_end] = side[begin:end]
         else:
-            for storage, begin, end, pool_begin, pool_end in runs:
-                storages[storage][begin:end] = pool[pool_begin:pool_end]
+            for side, begin, end, pool_begin, pool_end in zip(sides, *edges, strict=True):
+                side[begin:end] = pool[pool_begin:pool_end]
 
     def __repr__(self) -> str:
         return (

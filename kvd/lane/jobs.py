@@ -46,7 +46,10 @@ class Chunks:
             JobShapeError: arrays that do not fit each other, a slot outside the arena, or a
                 store that names a slot twice.
         """
-        sizes, indices = request.group_sizes.numpy().tolist(), request.block_indices.numpy().tolist()
+        sizes, indices = (
+            request.group_sizes.numpy().tolist(),
+            request.block_indices.numpy().tolist(),
+        )
         groups = len(worker.layout.groups)
         if not len(sizes) == len(indices) == groups:
             raise JobShapeError(
@@ -110,7 +113,7 @@ class LaneJob:
     machine: Machine[JobState, JobEvent] = field(
         default_factory=lambda: Machine(JOB, JobState.QUEUED)
     )
-    pieces: list[Copies] = field(default_factory=list)
+    pieces: list[tuple[Copies, int]] = field(default_factory=list)
     next_piece: int = 0
     in_flight: int = 0
     in_flight_bytes: int = 0
@@ -189,7 +192,9 @@ class LaneJob:
         if not self.chunks.own.all():
             # Replicated: keep what lies in this rank's slots; runs may span several.
             copies = split_runs(copies, self.binding.slot_bytes)
-            copies = select(copies, _own(self.worker, copies.arena_offset // self.binding.slot_bytes))
+            copies = select(
+                copies, _own(self.worker, copies.arena_offset // self.binding.slot_bytes)
+            )
         check_bounds(copies, self.worker, self.binding)
         self.pieces = cut(copies)
 
@@ -269,15 +274,16 @@ def select(copies: Copies, which: Mask | slice) -> Copies:
     )
 
 
-def cut(copies: Copies) -> list[Copies]:
-    """Pieces of about `PIECE_BYTES` (below twice that), in order."""
+def cut(copies: Copies) -> list[tuple[Copies, int]]:
+    """Pieces of about `PIECE_BYTES` (below twice that) with their bytes, in order."""
     copies = split_runs(copies, PIECE_BYTES)
-    filled = np.cumsum(copies.nbytes) // PIECE_BYTES
-    cuts = [0, *(np.flatnonzero(np.diff(filled)) + 1).tolist(), len(filled)]
+    end = np.cumsum(copies.nbytes)
+    cuts = (np.flatnonzero(np.diff(end // PIECE_BYTES)) + 1).tolist()
+    bounds = [0, *cuts, len(copies)]
+    moved = [0, *(int(end[index - 1]) for index in bounds[1:] if index)]
     return [
-        select(copies, slice(begin, end))
-        for begin, end in zip(cuts, cuts[1:], strict=False)
-        if begin < end
+        (select(copies, slice(bounds[i], bounds[i + 1])), moved[i + 1] - moved[i])
+        for i in range(len(moved) - 1)
     ]
 
 

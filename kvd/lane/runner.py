@@ -222,20 +222,21 @@ class Runner:
         return True
 
     def _submit_piece(self, job: LaneJob) -> None:
-        piece = job.pieces[job.next_piece]
+        copies, nbytes = job.pieces[job.next_piece]
         self._transfer_id += 1
         number = TransferId(self._transfer_id)
+        base = job.binding.arena_base
         try:
             self._device.submit(
-                Transfer(number, job.worker.memory, job.direction, job.binding.arena_base, piece)
+                Transfer(number, job.worker.memory, job.direction, base, copies, nbytes)
             )
         except LaneError as error:
             self.stop(job, JobStatus.FAILED, str(error))
             return
-        self._transfers[number] = (job, piece.total_bytes)
+        self._transfers[number] = (job, nbytes)
         job.next_piece += 1
         job.in_flight += 1
-        job.in_flight_bytes += piece.total_bytes
+        job.in_flight_bytes += nbytes
 
     def _piece_done(self, finished: Finished) -> None:
         job, submitted_bytes = self._transfers.pop(finished.id)

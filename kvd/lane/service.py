@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from kvd.errors import BadDatagram, ImportFailed, LaneError
 from kvd.lane.device import Device, Direction
 from kvd.lane.jobs import LaneJob, ReplyTo, refused_shares
 from kvd.lane.runner import Runner
+from kvd.lane.sockets import Sockets
 from kvd.lane.workers import Binding, Worker, Workers
 from kvd.link import (
     LINK,
@@ -35,8 +34,8 @@ from kvd.link import (
     StopLane,
     UnbindWorker,
 )
-from kvd.seqpacket import Channel, close_all
-from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE, Header
+from kvd.seqpacket import close_all
+from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
 from kvd_proto.messages import (
     Cancel,
@@ -59,12 +58,9 @@ from kvd_proto.states import JobState
 _log = logging.getLogger(__name__)
 
 FRAMES_PER_TURN = 64  # of each socket, before the device gets its turn
-REPLIES_WAITING = 65536  # per worker that does not read; beyond, replies are dropped
-REQUESTS_WAITING = 16384
 TEXT_LIMIT = 1000
 SHORTEST_NAP = 20e-6
 LONGEST_NAP = 1e-3
-LINGER_MS = 500
 
 
 class LaneService:
@@ -73,8 +69,8 @@ class LaneService:
     Args:
         name: the device's name.
         incarnation: which lane of this device since the broker started.
-        endpoint: where workers send jobs.
-        link: the broker.
+        endpoint: where workers send jobs, as they are told.
+        sockets: bound there, with the link to the broker.
         device: the backend.
         pool_bytes: size of the pool that the device maps.
     """
@@ -84,14 +80,15 @@ class LaneService:
         name: str,
         incarnation: int,
         endpoint: str,
-        link: Channel,
+        sockets: Sockets,
         device: Device,
         pool_bytes: int,
     ) -> None:
         self._name = name
         self._incarnation = incarnation
         self._endpoint = endpoint
-        self._link = link
+        self._sockets = sockets
+        self._link = sockets.link
         self._device = device
         self._pool_bytes = pool_bytes
         self._workers = Workers(device)
@@ -100,10 +97,7 @@ class LaneService:
         self._counts: Counter[str] = Counter()
         self._moved: Counter[str] = Counter()
         self._dropped_frames = 0
-        self._dropped_replies = 0
         self._lifeline = -1
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
         self._on_link: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
             ImportWorker: self._import,
             BindWorker: self._bind,
@@ -128,26 +122,20 @@ class LaneService:
         """
         try:
             self._announce()
-            poller = zmq.Poller()
-            poller.register(self._router, zmq.POLLIN)
             nap = 0.0
             while not (self._stopping and not len(self._runner)):
-                link_events = zmq.POLLIN | (zmq.POLLOUT if self._link.wants_write else 0)
-                poller.register(self._link.fileno(), link_events)
-                events = dict(poller.poll(self._patience(nap)))
-                if self._link.fileno() in events:
+                woken = self._sockets.wait(self._patience(nap))
+                if woken.link:
                     self._read_link()
-                if self._router in events:
-                    self._read_router()
+                if woken.workers:
+                    self._read_workers()
                 moved = self._runner.turn()
                 self._report()
-                nap = self._rest(nap, busy=moved or bool(events))
+                nap = self._rest(nap, busy=moved or woken.link or woken.workers)
         except EOFError:
             _log.warning("the broker is gone: ending")
         finally:
-            self._router.close(linger=LINGER_MS if self._stopping else 0)
-            self._context.term()
-            self._link.close()
+            self._sockets.close(deliver=self._stopping)
 
     # ---------------------------------------------------------------- pace
 
@@ -167,12 +155,6 @@ class LaneService:
         return nap
 
     def _announce(self) -> None:
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.SNDHWM, REPLIES_WAITING)
-        self._router.setsockopt(zmq.RCVHWM, REQUESTS_WAITING)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._router.bind(self._endpoint)
         # The write end stays open here alone, for life: whoever reads end of file from
         # the other end knows for certain that this process is gone.
         read_end, self._lifeline = os.pipe()
@@ -286,7 +268,7 @@ class LaneService:
                     load_ns=self._moved["load_ns"],
                     jobs=dict(self._counts),
                     dropped_frames=self._dropped_frames,
-                    dropped_replies=self._dropped_replies,
+                    dropped_replies=self._sockets.dropped_replies,
                 ),
             )
         )
@@ -296,11 +278,10 @@ class LaneService:
 
     # -------------------------------------------------------------- workers
 
-    def _read_router(self) -> None:
+    def _read_workers(self) -> None:
         for _ in range(FRAMES_PER_TURN):
-            try:
-                parts = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            parts = self._sockets.recv()
+            if parts is None:
                 return
             if len(parts) == 2:
                 self._frame(parts[0], parts[1])
@@ -419,12 +400,7 @@ class LaneService:
 
     def _send(self, reply: ReplyTo, message: Message) -> None:
         frame = WIRE.encode(message, reply.request_id, reply.boot_id)
-        try:
-            self._router.send_multipart([reply.identity, frame], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            # Gone (the broker notices by its own means), or it has not read for very long.
-            self._dropped_replies += 1
-            _log.debug("a reply is dropped: %s", error)
+        self._sockets.send(reply.identity, frame)
 
     def __repr__(self) -> str:
         return f"<LaneService {self._name}#{self._incarnation} {self._runner!r}>"
