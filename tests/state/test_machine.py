@@ -1,0 +1,398 @@
+"""Two namespaces in one pool, driven at random beside a plain-dict model."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvd.state.decisions import Refs
+from kvd.state.namespaces import Namespace, Namespaces
+from kvd_proto.answers import LookupResult, StoreAnswer
+
+KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
+OWNERS = (1, 2)
+SPACES = (0, 1)
+LEASE, TICKET = 10.0, 20.0
+
+keys_strategy = st.lists(st.sampled_from(KEYS), max_size=10)
+
+
+@dataclass
+class Chunk:
+    """A WRITING or READY chunk of the model."""
+
+    slot: int
+    generation: int
+    owner: int
+    deadline: float
+    ranks: set[int] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=lambda: set(range(8)))
+    ready: bool = False
+
+
+@dataclass
+class Lease:
+    """A lease of the model: pinned slots, with repetitions."""
+
+    owner: int
+    deadline: float
+    slots: list[int]
+
+
+class Model:
+    """One namespace as plain dicts."""
+
+    def __init__(self, namespace: Namespace, world_size: int, *, replicated: bool) -> None:
+        self.namespace = namespace
+        self.table = namespace.table
+        self.world_size = world_size
+        self.replicated = replicated
+        self.chunks: dict[bytes, Chunk] = {}
+        self.draining: dict[int, int] = {}
+        self.leases: dict[int, Lease] = {}
+        self.doomed: set[int] = set()
+
+    def pinned(self) -> set[int]:
+        """Slots under any lease."""
+        return {slot for lease in self.leases.values() for slot in lease.slots}
+
+    def expected(self, slot: int) -> set[int]:
+        """The ranks that have to write a slot."""
+        return {slot % self.world_size} if self.replicated else set(range(self.world_size))
+
+    def give_up(self, keys: list[bytes], refs: Refs) -> None:
+        """These WRITING chunks are DRAINING now, and exactly they were reported."""
+        gone = [self.chunks.pop(key) for key in keys]
+        assert sorted(refs) == sorted((chunk.slot, chunk.generation) for chunk in gone)
+        self.draining.update(refs)
+
+    def writing(self) -> list[bytes]:
+        """Keys that are being written."""
+        return sorted(key for key, chunk in self.chunks.items() if not chunk.ready)
+
+    def end_leases(self, numbers: list[int]) -> None:
+        """Leases end; doomed chunks that nobody pins any more go."""
+        for number in numbers:
+            del self.leases[number]
+        self.doomed &= self.pinned()
+
+    def evictable(self, key: bytes) -> bool:
+        """READY and not pinned."""
+        return self.chunks[key].ready and self.chunks[key].slot not in self.pinned()
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Every rule does the same to the tables and to the model and compares the answers."""
+
+    policy = "lru"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.namespaces = Namespaces(
+            64 * 1024,
+            make_buffer=lambda _, size: bytearray(size),
+            policy=self.policy,
+            lease_seconds=LEASE,
+            ticket_seconds=TICKET,
+        )
+        shapes = [((4096, 4096), 2, False), ((12288,), 3, True)]
+        self.models = [
+            Model(
+                self.namespaces.open(
+                    bytes([number]) * 16,
+                    sizes,
+                    world_size=world_size,
+                    replicated=replicated,
+                    boot_id=bytes(16),
+                ),
+                world_size,
+                replicated=replicated,
+            )
+            for number, (sizes, world_size, replicated) in enumerate(shapes)
+        ]
+
+    @rule(space=st.sampled_from(SPACES), attach=st.booleans())
+    def engines(self, space: int, attach: bool) -> None:
+        """An engine comes or goes."""
+        namespace = self.models[space].namespace
+        if attach:
+            self.namespaces.attach_engine(namespace)
+        elif namespace.engines:
+            self.namespaces.detach_engine(namespace)
+
+    @rule(space=st.sampled_from(SPACES), keys=keys_strategy, owner=st.sampled_from(OWNERS))
+    def prepare_store(self, space: int, keys: list[bytes], owner: int) -> None:
+        """Slots are asked for."""
+        model, other = self.models[space], self.models[1 - space]
+        decision = model.table.prepare_store([*keys, b"", b"x" * 49], owner, self.now)
+        answers = [StoreAnswer(a) for a in decision.answers]
+        assert answers[-2:] == [StoreAnswer.BAD_KEY] * 2
+        for key in [k for k in other.chunks if other.table.directory.find(k) < 0]:
+            assert other.evictable(key)  # it yielded to this namespace
+            del other.chunks[key]
+        assert len(set(decision.evicted)) == len(decision.evicted)
+        for key in decision.evicted:
+            assert model.evictable(key)
+            assert key not in keys
+            del model.chunks[key]
+        new: list[bytes] = []
+        full = False
+        for key, answer in zip(keys, answers, strict=False):
+            if key in model.chunks:
+                ready = model.chunks[key].ready
+                assert answer == (StoreAnswer.PRESENT if ready else StoreAnswer.PENDING)
+            elif key in new:
+                assert answer == StoreAnswer.PENDING
+            elif answer == StoreAnswer.ACCEPTED:
+                assert not full  # accepted in order
+                new.append(key)
+            else:
+                assert answer == StoreAnswer.FULL
+                full = True
+        assert len(new) == len(decision.slots) >= len(decision.evicted)
+        for key, slot, generation in zip(new, decision.slots, decision.generations, strict=True):
+            model.chunks[key] = Chunk(int(slot), int(generation), owner, self.now + TICKET)
+        if decision.evicted or full:
+            assert model.table.space.free_slots == 0
+        if full:
+            assert not any(model.evictable(key) for key in model.chunks if key not in keys)
+
+    def report(self, model: Model, keys: list[bytes], rank: int, first: int, count: int) -> None:
+        """A lane reports one rank's share of WRITING chunks of one owner; count 0: it failed."""
+        chunks = [model.chunks[key] for key in keys]
+        outcome = model.table.share_done(
+            chunks[0].owner,
+            rank,
+            np.array([chunk.slot for chunk in chunks], "u4"),
+            np.array([chunk.generation for chunk in chunks], "u8"),
+            [first] * len(keys),
+            [max(1, count)] * len(keys),
+            ok=count > 0,
+        )
+        ready, failed = [], []
+        for key, chunk in zip(keys, chunks, strict=True):
+            if rank not in model.expected(chunk.slot) or rank in chunk.ranks:
+                continue
+            chunk.blocks &= set(range(first, first + count))
+            if not chunk.blocks:
+                failed.append(key)
+                continue
+            chunk.ranks.add(rank)
+            if chunk.ranks == model.expected(chunk.slot):
+                chunk.ready = True
+                ready.append((chunk.slot, chunk.generation))
+        assert outcome.ready == ready
+        model.give_up(failed, outcome.dropped)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        data=st.data(),
+        rank=st.integers(0, 2),
+        first=st.integers(0, 7),
+        count=st.integers(0, 8),
+    )
+    def share_done(
+        self, space: int, data: st.DataObject, rank: int, first: int, count: int
+    ) -> None:
+        """A lane reports some shares, also twice or of a rank whose turn it is not."""
+        model = self.models[space]
+        if model.writing():
+            keys = data.draw(st.lists(st.sampled_from(model.writing()), unique=True, min_size=1))
+            owner = model.chunks[keys[0]].owner
+            keys = [key for key in keys if model.chunks[key].owner == owner]
+            self.report(model, keys, rank % model.world_size, first, count)
+
+    @rule(
+        space=st.sampled_from(SPACES), data=st.data(), what=st.sampled_from(["slot", "gen", "own"])
+    )
+    def stale_share(self, space: int, data: st.DataObject, what: str) -> None:
+        """A report about a slot that has moved on, or was never this owner's, changes nothing."""
+        model = self.models[space]
+        refs = [(c.slot, c.generation, c.owner) for c in model.chunks.values()]
+        refs += [(slot, generation, 1) for slot, generation in model.draining.items()]
+        if refs:
+            slot, generation, owner = data.draw(st.sampled_from(sorted(refs)))
+            outcome = model.table.share_done(
+                owner + 10 * (what == "own"),
+                0,
+                [slot + 1000 * (what == "slot")],
+                [generation - (what == "gen")],
+                [0],
+                [8],
+                ok=data.draw(st.booleans()),
+            )
+            assert (outcome.ready, outcome.dropped) == ([], [])
+
+    @rule(space=st.sampled_from(SPACES))
+    def finish(self, space: int) -> None:
+        """Every share that is missing arrives."""
+        model = self.models[space]
+        for key in model.writing():
+            for rank in range(model.world_size):
+                if key in model.chunks and not model.chunks[key].ready:
+                    self.report(model, [key], rank, 0, 8)
+
+    @rule(space=st.sampled_from(SPACES), keys=keys_strategy, owner=st.sampled_from(OWNERS))
+    def store(self, space: int, keys: list[bytes], owner: int) -> None:
+        """Chunks are stored at once, and nothing is left draining."""
+        self.prepare_store(space, keys, owner)
+        self.finish(space)
+        self.drain(space)
+
+    @rule(space=st.sampled_from(SPACES))
+    def drain(self, space: int) -> None:
+        """Lanes have nothing under way in the slots that were given up."""
+        model = self.models[space]
+        slots = list(model.draining)
+        assert model.table.revoked(slots, list(model.draining.values())) == len(slots)
+        model.draining.clear()
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        success=st.booleans(),
+    )
+    def complete_store(self, space: int, keys: list[bytes], owner: int, success: bool) -> None:
+        """An engine says that it is done with stores."""
+        model = self.models[space]
+        summary, refs = model.table.complete_store(keys, owner, success=success)
+        here = {key: model.chunks[key] for key in keys if key in model.chunks}
+        failed = [k for k, c in here.items() if not (c.ready or success or c.owner != owner)]
+        assert summary.ready == sum(key in here and here[key].ready for key in keys)
+        assert summary.dropped == sum(key not in here or key in failed for key in keys)
+        assert summary.ready + summary.pending + summary.dropped == len(keys)
+        model.give_up(failed, refs)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        seconds=st.sampled_from([1.0, 5.0, 99.0]),
+    )
+    def prepare_load(self, space: int, keys: list[bytes], owner: int, seconds: float) -> None:
+        """Chunks are pinned."""
+        model = self.models[space]
+        decision = model.table.prepare_load(keys, owner, self.now, seconds)
+        found = [key for key in keys if key in model.chunks and model.chunks[key].ready]
+        chunks = [model.chunks[key] for key in found]
+        assert decision.found.tolist() == [key in found for key in keys]
+        assert decision.slots.tolist() == [chunk.slot for chunk in chunks]
+        assert decision.generations.tolist() == [chunk.generation for chunk in chunks]
+        for chunk, first, count in zip(chunks, decision.first, decision.count, strict=True):
+            assert set(range(first, first + count)) & set(range(8)) == chunk.blocks
+        assert decision.deadline == self.now + min(seconds, LEASE)
+        assert bool(decision.lease_id) == bool(found)
+        if found:
+            assert decision.lease_id not in model.leases
+            slots = [chunk.slot for chunk in chunks]
+            model.leases[decision.lease_id] = Lease(owner, decision.deadline, slots)
+
+    @rule(space=st.sampled_from(SPACES), number=st.integers(1, 9), owner=st.sampled_from(OWNERS))
+    def complete_load(self, space: int, number: int, owner: int) -> None:
+        """A lease is given back, perhaps by somebody who does not hold it."""
+        model = self.models[space]
+        mine = number in model.leases and model.leases[number].owner == owner
+        assert model.table.complete_load(number, owner) == mine
+        if mine:
+            model.end_leases([number])
+
+    @rule(space=st.sampled_from(SPACES), keys=keys_strategy)
+    def touch(self, space: int, keys: list[bytes]) -> None:
+        """Chunks were useful."""
+        model = self.models[space]
+        assert model.table.touch(keys) == sum(key in model.chunks for key in keys)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 12.0]))
+    def time_passes(self, seconds: float) -> None:
+        """Deadlines come."""
+        self.now += seconds
+        for model in self.models:
+            refs = model.table.expire(self.now)
+            late = [key for key in model.writing() if model.chunks[key].deadline <= self.now]
+            model.give_up(late, refs)
+            ended = [n for n, lease in model.leases.items() if lease.deadline <= self.now]
+            model.end_leases(ended)
+
+    @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))
+    def drop_owner(self, space: int, owner: int) -> None:
+        """An engine dies."""
+        model = self.models[space]
+        refs = model.table.drop_owner(owner)
+        model.give_up([k for k in model.writing() if model.chunks[k].owner == owner], refs)
+        model.end_leases([n for n, lease in model.leases.items() if lease.owner == owner])
+
+    @rule(space=st.sampled_from(SPACES))
+    @precondition(lambda self: any(len(model.chunks) > 3 for model in self.models))
+    def reset(self, space: int) -> None:
+        """A namespace is emptied."""
+        model = self.models[space]
+        outcome = model.table.reset()
+        pinned = model.pinned()
+        ready = {chunk.slot for chunk in model.chunks.values() if chunk.ready}
+        assert outcome.deferred == len(ready & pinned)
+        assert outcome.dropped == len(model.chunks) - outcome.deferred
+        model.give_up(model.writing(), outcome.revoke)
+        model.doomed |= ready & pinned
+        model.chunks.clear()
+
+    @rule(space=st.sampled_from(SPACES), data=st.data())
+    def stale_revocation(self, space: int, data: st.DataObject) -> None:
+        """A lane answers about an older generation, or about a slot that is not draining."""
+        model = self.models[space]
+        refs = [(slot, generation - 1) for slot, generation in model.draining.items()]
+        refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values()]
+        if refs:
+            slot, generation = data.draw(st.sampled_from(sorted(refs)))
+            assert model.table.revoked([slot], [generation]) == 0
+
+    @invariant()
+    def agrees(self) -> None:
+        """Tables and model say the same, and every invariant of the state holds."""
+        self.namespaces.check_integrity()
+        for model in self.models:
+            table = model.table
+            for key in KEYS:
+                chunk = model.chunks.get(key)
+                assert table.directory.find(key) == (chunk.slot if chunk else -1)
+                hint = table.directory.lookup(key)
+                if chunk is None:
+                    assert hint is LookupResult.MISS
+                else:
+                    assert hint is (LookupResult.HIT if chunk.ready else LookupResult.HIT_PENDING)
+            ready = sum(chunk.ready for chunk in model.chunks.values())
+            assert table.stats() == {
+                "ready": ready + len(model.doomed),
+                "writing": len(model.chunks) - ready,
+                "draining": len(model.draining),
+                "pinned": len(model.pinned()),
+                "doomed": len(model.doomed),
+            }
+            assert table.is_idle == (
+                ready == len(model.chunks) and not model.draining and not model.pinned()
+            )
+
+
+class ArcTableMachine(TableMachine):
+    """The same with the other policy."""
+
+    policy = "arc"
+
+
+def test_tables_with_lru() -> None:
+    """Under LRU, two namespaces in one pool behave as the model says after every step."""
+    run_state_machine_as_test(TableMachine, settings=settings(stateful_step_count=60))
+
+
+def test_tables_with_arc() -> None:
+    """Under ARC, two namespaces in one pool behave as the model says after every step."""
+    run_state_machine_as_test(ArcTableMachine, settings=settings(stateful_step_count=60))

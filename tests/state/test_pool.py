@@ -1,0 +1,266 @@
+"""Namespaces that share one pool, and the geometry below them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.errors import ConfigError, IntegrityError, Refused
+from kvd.state.geometry import MAX_EXTENTS, PAGE, Extents, Geometry
+from kvd.state.namespaces import Namespace, Namespaces
+from kvd_proto.messages import ErrorCode
+
+MIB = 2**20
+
+
+def pool(cpu_bytes: int, **config: Any) -> Namespaces:
+    """Namespaces whose directories are bytearrays."""
+    return Namespaces(cpu_bytes, make_buffer=lambda _, size: bytearray(size), **config)
+
+
+def add(
+    namespaces: Namespaces, number: int, *slot_bytes: int, replicated: bool = False
+) -> Namespace:
+    """A namespace with one engine."""
+    namespace = namespaces.open(
+        bytes([number]) * 16,
+        slot_bytes,
+        world_size=2 if replicated else len(slot_bytes),
+        replicated=replicated,
+        boot_id=bytes(16),
+        label=f"model {number}",
+    )
+    namespaces.attach_engine(namespace)
+    return namespace
+
+
+def store(namespace: Namespace, first: int, count: int) -> int:
+    """Store keys by number, all ranks; how many were accepted."""
+    keys = [b"%d" % number for number in range(first, first + count)]
+    decision = namespace.table.prepare_store(keys, 1, 0.0)
+    n = len(decision.slots)
+    for rank in range(namespace.geometry.world_size):
+        namespace.table.share_done(
+            1, rank, decision.slots, decision.generations, [0] * n, [1] * n, ok=True
+        )
+    return n
+
+
+sizes = st.lists(st.integers(1, 40).map(lambda pages: pages * PAGE), min_size=1, max_size=5)
+
+
+@given(st.integers(1, 300 * MIB), sizes)
+def test_geometry(cpu_bytes: int, slot_bytes: list[int]) -> None:
+    """Slots fill the published formula, lie in the pool, and columns cover what they touch."""
+    extents = Extents(cpu_bytes)
+    assert extents.size % PAGE == 0
+    assert 1 <= extents.count <= MAX_EXTENTS
+    assert (extents.count - 1) * extents.size < cpu_bytes <= extents.count * extents.size
+    geometry = Geometry(tuple(slot_bytes), extents, len(slot_bytes))
+    assert geometry.num_slots == cpu_bytes // sum(slot_bytes)
+    slots = [slot for c in range(geometry.columns) for slot in geometry.column_range(c)]
+    assert slots == list(range(geometry.num_slots))
+    for column in {0, geometry.columns // 2, geometry.columns - 1} & set(range(geometry.columns)):
+        touched: set[int] = set()
+        for slot in geometry.column_range(column):
+            for arena, (first, end) in enumerate(geometry.shares(slot)):
+                assert first == geometry.arena_base(arena) + slot * slot_bytes[arena]
+                assert first < end <= cpu_bytes
+                touched |= {first // extents.size, (end - 1) // extents.size}
+        assert touched <= set(geometry.column_extents(column))
+
+
+@given(st.integers(1, 4000), sizes)
+def test_alone_it_reaches_the_budget(pages: int, slot_bytes: list[int]) -> None:
+    """A single namespace holds exactly cpu_bytes // bytes_per_chunk chunks."""
+    chunks = pages * PAGE // sum(slot_bytes)
+    if chunks:
+        namespaces = pool(pages * PAGE)
+        namespace = add(namespaces, 1, *slot_bytes)
+        assert store(namespace, 0, chunks + 5) == chunks
+        namespaces.check_integrity()
+
+
+def test_two_settle_at_their_fair_shares() -> None:
+    """A newcomer takes from a namespace that holds everything, up to its half and no further."""
+    namespaces = pool(16 * MIB)
+    old = add(namespaces, 1, 8192, 8192)
+    assert store(old, 0, 1024) == 1024
+    new = add(namespaces, 2, 12288)
+    for turn in range(40):
+        assert store(new, 1000 * turn, 50) == 50
+        assert store(old, 5000 + 1000 * turn, 50) == 50
+    namespaces.check_integrity()
+    held = namespaces.stats()["namespaces"]
+    for namespace in (old, new):
+        assert 0.4 < held[namespace.id.hex()]["held_bytes"] / (16 * MIB) <= 0.61
+    yielded = old.table.counters()["yielded"], new.table.counters()["yielded"]
+    store(new, 90_000, 400)
+    store(old, 90_000, 400)
+    after = old.table.counters()["yielded"], new.table.counters()["yielded"]
+    assert yielded == after  # settled: each evicts its own from now on
+
+
+def test_the_coldest_column_goes_first() -> None:
+    """A newcomer's first column costs the chunks that were used longest ago."""
+    namespaces = pool(MIB)
+    old = add(namespaces, 1, PAGE)
+    for first in range(0, 256, 2):
+        store(old, first, 2)
+    old.table.touch([b"%d" % number for number in range(4)])
+    new = add(namespaces, 2, PAGE)
+    assert store(new, 0, 2) == 2
+    gone = [n for n in range(256) if old.directory.find(b"%d" % n) < 0]
+    assert gone == [4, 5]
+
+
+def test_pinned_and_written_chunks_are_not_taken() -> None:
+    """A newcomer gets nothing while everything is pinned or being written."""
+    namespaces = pool(MIB)
+    old = add(namespaces, 1, PAGE)
+    store(old, 0, 200)
+    old.table.prepare_store([b"w%d" % n for n in range(56)], 1, 0.0)
+    lease = old.table.prepare_load([b"%d" % n for n in range(200)], 1, 0.0, 10.0)
+    new = add(namespaces, 2, 8192)
+    assert store(new, 0, 10) == 0
+    assert new.table.counters()["full"] == 10
+    assert old.table.complete_load(lease.lease_id, 1)
+    assert store(new, 0, 10) == 10
+    namespaces.check_integrity()
+
+
+def test_detached_namespaces_give_everything() -> None:
+    """Chunks of a namespace without engines stay until others need all of the room."""
+    namespaces = pool(MIB)
+    old = add(namespaces, 1, PAGE)
+    store(old, 0, 256)
+    namespaces.detach_engine(old)
+    new = add(namespaces, 2, 8192)
+    assert old.table.stats()["ready"] == 256
+    assert store(new, 0, 128) == 128
+    assert old.table.stats()["ready"] == 0
+    namespaces.check_integrity()
+
+
+def test_empty_columns_are_lent() -> None:
+    """Room that its owner does not use is taken before anything is evicted."""
+    namespaces = pool(MIB)
+    old = add(namespaces, 1, PAGE)
+    decision = old.table.prepare_store([b"%d" % n for n in range(256)], 1, 0.0)
+    refs = old.table.drop_owner(1)
+    old.table.revoked([slot for slot, _ in refs], decision.generations.tolist())
+    new = add(namespaces, 2, PAGE)
+    assert store(new, 0, 256) == 256  # more than its fair share: nobody is hurt
+    namespaces.check_integrity()
+
+
+def test_a_chunk_larger_than_a_fair_share() -> None:
+    """A namespace whose one chunk fills the pool is served, in turns with the other."""
+    namespaces = pool(MIB)
+    small, large = add(namespaces, 1, PAGE), add(namespaces, 2, MIB)
+    assert store(small, 0, 300) == 256
+    assert store(large, 0, 2) == 1
+    assert small.table.stats()["ready"] == 0
+    assert store(small, 0, 3) == 3
+    namespaces.check_integrity()
+
+
+@given(
+    st.lists(st.tuples(sizes, st.integers(0, 60)), min_size=2, max_size=4),
+    st.integers(16, 600),
+)
+def test_no_byte_has_two_owners(shapes: list[tuple[list[int], int]], pages: int) -> None:
+    """Whatever the chunk sizes, chunks of different namespaces never overlap."""
+    namespaces = pool(pages * PAGE)
+    members = [
+        (add(namespaces, number, *slot_bytes), count)
+        for number, (slot_bytes, count) in enumerate(shapes)
+        if sum(slot_bytes) <= pages * PAGE
+    ]
+    for turn in range(3):
+        for namespace, count in members:
+            store(namespace, 100 * turn, count)
+            namespaces.check_integrity()
+
+
+def test_stats() -> None:
+    """Bytes are told by namespace and by state, and add up."""
+    namespaces = pool(MIB)
+    namespace = add(namespaces, 1, PAGE, PAGE)
+    store(namespace, 0, 3)
+    namespace.table.prepare_store([b"w"], 1, 0.0)
+    stats = namespaces.stats()
+    mine = stats["namespaces"][namespace.id.hex()]
+    assert (mine["ready_bytes"], mine["writing_bytes"]) == (3 * 2 * PAGE, 2 * PAGE)
+    assert mine["held_bytes"] + stats["free_bytes"] == stats["cpu_bytes"] == MIB
+    assert "1 namespaces" in repr(namespaces.pool)
+    assert "model 1" in repr(namespace)
+
+
+def test_open_is_idempotent() -> None:
+    """The same id and figures give the same namespace, other figures are refused."""
+    namespaces = pool(MIB)
+    first = add(namespaces, 1, PAGE)
+    store(first, 0, 2)
+    assert add(namespaces, 1, PAGE) is first
+    assert (first.engines, len(namespaces), namespaces.get(first.id)) == (2, 1, first)
+    with pytest.raises(Refused, match="8192") as refused:
+        add(namespaces, 1, 8192)
+    assert refused.value.code == ErrorCode.BAD_LAYOUT
+
+
+@pytest.mark.parametrize("slot_bytes", [(), (0,), (MIB + PAGE,), (PAGE, -1)])
+def test_impossible_figures(slot_bytes: tuple[int, ...]) -> None:
+    """Slots without bytes and chunks larger than the budget are refused with the figures."""
+    with pytest.raises(Refused) as refused:
+        add(pool(MIB), 1, *slot_bytes)
+    assert refused.value.code == ErrorCode.BAD_LAYOUT
+
+
+def test_replicated_needs_one_size() -> None:
+    """Replicated shares have one arena, whatever the world size."""
+    namespace = add(pool(MIB), 1, PAGE, replicated=True)
+    assert (namespace.geometry.num_slots, namespace.geometry.arena_base(0)) == (256, 0)
+    with pytest.raises(Refused, match="same bytes"):
+        add(pool(MIB), 1, PAGE, PAGE, replicated=True)
+
+
+def test_limit_and_close() -> None:
+    """At the limit a new namespace is refused, until an idle one is closed and its room is free."""
+    namespaces = pool(MIB, limit=1)
+    old = add(namespaces, 1, PAGE)
+    store(old, 0, 10)
+    with pytest.raises(Refused) as refused:
+        add(namespaces, 2, PAGE)
+    assert refused.value.code == ErrorCode.LIMIT
+    assert namespaces.closable() == []
+    with pytest.raises(Refused, match="in use"):
+        namespaces.close(old)
+    namespaces.detach_engine(old)
+    with pytest.raises(ValueError, match="no engine"):
+        namespaces.detach_engine(old)
+    assert namespaces.closable() == [old]
+    namespaces.close(old)
+    assert namespaces.stats()["free_bytes"] == MIB
+    assert store(add(namespaces, 2, PAGE), 0, 300) == 256
+    namespaces.check_integrity()
+
+
+def test_bad_settings() -> None:
+    """A pool of nothing and an unknown policy are refused in clear words."""
+    with pytest.raises(ConfigError, match="holds nothing"):
+        pool(0)
+    with pytest.raises(ConfigError, match="lru, arc"):
+        Namespaces(MIB, make_buffer=lambda _, size: bytearray(size), policy="fifo")
+
+
+def test_damage_is_noticed() -> None:
+    """An extent with two owners does not go unseen."""
+    namespaces = pool(MIB)
+    one, two = add(namespaces, 1, PAGE), add(namespaces, 2, PAGE)
+    store(one, 0, 1)
+    store(two, 0, 1)
+    two.table.space.open_column(0)
+    with pytest.raises(IntegrityError):
+        namespaces.check_integrity()

@@ -1,0 +1,251 @@
+"""Decisions of one namespace's chunk table."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvd.errors import IntegrityError
+from kvd.state.chunks import ChunkTable
+from kvd.state.namespaces import Namespaces
+from kvd_proto.answers import LookupResult, StoreAnswer
+from kvd_proto.directory import PROBE_LIMIT
+
+PAGE = 4096
+OK, PRESENT, PENDING = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.PENDING
+FULL, NOT_YET = StoreAnswer.FULL, StoreAnswer.NOT_YET
+
+
+def make(
+    chunks: int, *, world_size: int = 1, replicated: bool = False, **config: Any
+) -> ChunkTable:
+    """The table of the only namespace in a pool of `chunks` chunks."""
+    arenas = 1 if replicated else world_size
+    namespaces = Namespaces(
+        chunks * arenas * PAGE, make_buffer=lambda _, size: bytearray(size), **config
+    )
+    namespace = namespaces.open(
+        bytes(16),
+        (PAGE,) * arenas,
+        world_size=world_size,
+        replicated=replicated,
+        boot_id=bytes(16),
+    )
+    namespaces.attach_engine(namespace)
+    return namespace.table
+
+
+def names(count: int, first: int = 0) -> list[bytes]:
+    """Keys with numbers."""
+    return [b"key %d" % number for number in range(first, first + count)]
+
+
+def store(table: ChunkTable, keys: list[bytes], ranks: tuple[int, ...] = (0,)) -> list[bytes]:
+    """Store keys at once; what was evicted for them."""
+    decision = table.prepare_store(keys, 1, 0.0)
+    n = len(decision.slots)
+    for rank in ranks:
+        table.share_done(1, rank, decision.slots, decision.generations, [0] * n, [4] * n, ok=True)
+    table.check_integrity()
+    return decision.evicted
+
+
+def test_all_slots_can_be_used() -> None:
+    """A single namespace reaches exactly the published number of chunks."""
+    table = make(1000)
+    decision = table.prepare_store(names(1001), 1, 0.0)
+    assert decision.answers.tolist() == [OK] * 1000 + [FULL]
+    assert sorted(decision.slots) == list(range(1000))
+    assert table.counters()["full"] == 1
+
+
+def test_slots_come_in_runs() -> None:
+    """Fresh slots are neighbours in the order of the keys, so that copies coalesce."""
+    assert make(64).prepare_store(names(40), 1, 0.0).slots.tolist() == list(range(40))
+
+
+def test_partial_acceptance_evicts_exactly_what_it_needs() -> None:
+    """With some chunks pinned, as many keys as fit are accepted in order; the pins stay."""
+    table = make(8)
+    assert store(table, names(8)) == []
+    lease = table.prepare_load(names(5), 1, 0.0, 10.0)
+    decision = table.prepare_store(names(2, first=100), 1, 0.0)
+    assert decision.answers.tolist() == [OK, OK]
+    assert decision.evicted == [b"key 7", b"key 6"]  # a prompt's tail goes first
+    decision = table.prepare_store(names(4, first=200), 1, 0.0)
+    assert decision.answers.tolist() == [OK, FULL, FULL, FULL]
+    assert decision.evicted == [b"key 5"]
+    assert table.complete_load(lease.lease_id, 1)
+    table.check_integrity()
+
+
+def test_named_keys_are_not_evicted_for_their_own_request() -> None:
+    """Chunks that a request finds present stay, even where nothing else can go."""
+    table = make(4)
+    store(table, names(4))
+    decision = table.prepare_store(names(6), 1, 0.0)
+    assert decision.answers.tolist() == [PRESENT] * 4 + [FULL] * 2
+    assert decision.evicted == []
+
+
+def test_duplicates() -> None:
+    """Of equal keys in one request the first gets the slot; the others share its fate."""
+    table = make(1)
+    assert table.prepare_store([b"a", b"a"], 1, 0.0).answers.tolist() == [OK, PENDING]
+    assert table.prepare_store([b"b", b"b"], 1, 0.0).answers.tolist() == [FULL, FULL]
+
+
+def test_touch_keeps_the_head_longest() -> None:
+    """After a touch a prompt's tail is evicted before its head, and others before both."""
+    table = make(4)
+    store(table, names(4))
+    assert table.touch([b"key 1", b"key 3", b"unknown"]) == 2
+    order = [store(table, names(1, first=10 + n))[0] for n in range(4)]
+    assert order == [b"key 2", b"key 0", b"key 3", b"key 1"]
+
+
+def test_ready_only_with_every_rank() -> None:
+    """A chunk hits when the last rank's share is there, in whatever order they come."""
+    table = make(4, world_size=3)
+    slots = table.prepare_store([b"k"], 1, 0.0).slots
+    for rank in (2, 0):
+        assert table.share_done(1, rank, slots, [1], [0], [4], ok=True).ready == []
+        assert table.directory.lookup(b"k") is LookupResult.HIT_PENDING
+        assert table.prepare_load([b"k"], 1, 0.0, 1.0).lease_id == 0
+    assert table.share_done(1, 1, slots, [1], [0], [4], ok=True).ready == [(slots[0], 1)]
+    assert table.directory.lookup(b"k") is LookupResult.HIT
+
+
+def test_replicated_shares_rotate() -> None:
+    """Where ranks hold the same bytes, the slot says which one writes; others do not count."""
+    table = make(8, world_size=4, replicated=True)
+    decision = table.prepare_store(names(8), 1, 0.0)
+    ready = [
+        table.share_done(1, rank, decision.slots, decision.generations, [0] * 8, [1] * 8, ok=True)
+        for rank in range(4)
+    ]
+    assert [[slot for slot, _ in each.ready] for each in ready] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert table.counters()["stale_reports"] == 4 * 8 - 8
+    assert table.stats()["ready"] == 8
+
+
+def test_coverage_is_what_all_ranks_hold() -> None:
+    """A lease tells which blocks are there on every rank; no common block, no chunk."""
+    table = make(4, world_size=2)
+    slots = table.prepare_store([b"a", b"b"], 1, 0.0).slots
+    table.share_done(1, 0, slots, [1, 1], [1, 0], [3, 2], ok=True)
+    outcome = table.share_done(1, 1, slots, [1, 1], [0, 2], [3, 2], ok=True)
+    assert outcome.ready == [(slots[0], 1)]
+    assert outcome.dropped == [(slots[1], 1)]
+    load = table.prepare_load([b"a", b"b"], 1, 0.0, 1.0)
+    assert (load.first.tolist(), load.count.tolist(), load.found.tolist()) == ([1], [2], [1, 0])
+
+
+def test_given_up_slots_wait_for_the_lanes() -> None:
+    """A store that is given up can start anew at once, in another slot; the old one drains."""
+    table = make(2)
+    first = table.prepare_store([b"k"], 1, 0.0)
+    summary, refs = table.complete_store([b"k"], 1, success=False)
+    assert (summary.dropped, refs) == (1, [(first.slots[0], 1)])
+    again = table.prepare_store([b"k", b"x"], 1, 0.0)
+    assert again.answers.tolist() == [OK, FULL]
+    assert again.slots[0] != first.slots[0]
+    assert table.share_done(1, 0, first.slots, [1], [0], [1], ok=True).ready == []
+    assert table.revoked(first.slots, first.generations) == 1
+    last = table.prepare_store([b"x"], 1, 0.0)
+    assert (last.slots.tolist(), last.generations.tolist()) == (first.slots.tolist(), [2])
+    table.check_integrity()
+
+
+def test_deadlines() -> None:
+    """Leases and tickets end when their time has come, not a moment before."""
+    table = make(4, lease_seconds=10, ticket_seconds=20)
+    store(table, [b"a"])
+    table.prepare_store([b"b"], 1, 0.0)
+    lease = table.prepare_load([b"a"], 1, 0.0, 99.0)
+    assert lease.deadline == 10.0  # asked for more than is given
+    assert table.expire(9.9) == []
+    assert table.stats()["pinned"] == 1
+    assert table.expire(10.0) == []
+    assert table.stats()["pinned"] == 0
+    assert not table.complete_load(lease.lease_id, 1)
+    assert table.expire(19.9) == []
+    assert len(table.expire(20.0)) == 1
+    assert table.counters()["tickets_expired"] == 1
+    table.check_integrity()
+
+
+def test_a_lease_belongs_to_its_owner() -> None:
+    """Nobody else can give a lease back, and it can be given back once."""
+    table = make(4)
+    store(table, [b"a"])
+    lease = table.prepare_load([b"a", b"a"], 1, 0.0, 1.0).lease_id
+    assert not table.complete_load(lease, 2)
+    assert table.complete_load(lease, 1)
+    assert not table.complete_load(lease, 1)
+
+
+def test_many_short_leases_leave_nothing_behind() -> None:
+    """Deadlines of leases that were given back are swept."""
+    table = make(4)
+    store(table, [b"a"])
+    for _ in range(1000):
+        table.complete_load(table.prepare_load([b"a"], 1, 0.0, 60.0).lease_id, 1)
+    assert len(table._leases._deadlines) < 100
+
+
+def test_reset_spares_what_is_being_read() -> None:
+    """A reset drops chunks at once; a pinned one misses from now on and goes with its lease."""
+    table = make(4)
+    store(table, names(3))
+    lease = table.prepare_load([b"key 1"], 1, 0.0, 10.0)
+    table.prepare_store([b"w"], 1, 0.0)
+    outcome = table.reset()
+    assert (outcome.dropped, outcome.deferred, len(outcome.revoke)) == (3, 1, 1)
+    assert table.directory.lookup_many(names(3)) == [LookupResult.MISS] * 3
+    good = table.directory.check(lease.slots, lease.generations, 2)
+    assert good.all()  # the load that is under way is still valid
+    assert table.stats()["doomed"] == 1
+    assert table.complete_load(lease.lease_id, 1)
+    assert not table.directory.check(lease.slots, lease.generations, 2).any()
+    table.check_integrity()
+
+
+def test_reuse_threshold() -> None:
+    """With a threshold of 3 a key gets its slot at the third offer."""
+    table = make(4, reuse_threshold=3)
+    answers = [table.prepare_store([b"k"], 1, 0.0).answers[0] for _ in range(4)]
+    assert answers == [NOT_YET, NOT_YET, OK, PENDING]
+    assert table.prepare_store([b"x", b"x"], 1, 0.0).answers.tolist() == [NOT_YET, NOT_YET]
+    table.check_integrity()
+
+
+def test_a_key_without_a_place_in_the_index_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the index has no room near a key's home the store is refused and its slot kept."""
+    monkeypatch.setattr("kvd_proto.directory.crc32", lambda _: 7)
+    monkeypatch.setattr("kvd.state.directory.crc32", lambda _: 7)
+    table = make(PROBE_LIMIT + 8)
+    decision = table.prepare_store(names(PROBE_LIMIT + 3), 1, 0.0)
+    assert decision.answers.tolist() == [OK] * PROBE_LIMIT + [FULL] * 3
+    assert len(decision.slots) == PROBE_LIMIT == np.count_nonzero(decision.generations)
+    assert table.counters()["index_full"] == 3
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("damage", ["state", "pins", "tickets", "policy"])
+def test_damage_is_noticed(damage: str) -> None:
+    """The integrity check sees a state, pin, ticket or policy entry that does not belong."""
+    table = make(4)
+    store(table, [b"a"])
+    slot = int(table.prepare_store([b"w"], 1, 0.0).slots[0])
+    ready = table.directory.find(b"a")
+    if damage == "state":
+        table.directory.write_state(ready, table.directory.record(slot).state)
+    elif damage == "pins":
+        table._leases.pins[ready] = 1
+    elif damage == "tickets":
+        table._tickets.close(1, slot)
+    else:
+        table._policy.remove(ready)
+    with pytest.raises(IntegrityError):
+        table.check_integrity()
