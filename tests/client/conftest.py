@@ -1,7 +1,5 @@
 """Fixtures of the client's tests: a fake daemon, a scheduler, a registered worker."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,11 +29,10 @@ FINGERPRINT = Fingerprint(model="tiny")
 
 
 @pytest.fixture
-def runtime_dir() -> Iterator[Path]:
-    """A directory with a path short enough for Unix sockets."""
-    path = Path(tempfile.mkdtemp(prefix="kvd-"))
-    yield path
-    shutil.rmtree(path)
+def runtime_dir(runtime_dir: Path) -> Path:
+    """The runtime directory, made already: no daemon of these tests' makes it."""
+    runtime_dir.mkdir(mode=0o700)
+    return runtime_dir
 
 
 @pytest.fixture
