@@ -1,0 +1,224 @@
+"""A small engine for tests: two groups, one a sliding window; content derived from the key."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client import (
+    Fingerprint,
+    GroupSpec,
+    HostMemory,
+    JobResult,
+    RankLayout,
+    Scheduler,
+    TensorRef,
+    TensorSpec,
+    Worker,
+)
+
+PAGE = 4096
+BLOCKS = 64
+FACTOR = 2
+TENSORS = 2
+POISON = 0xEE
+
+
+def make_layout(
+    *, blocks: int = BLOCKS, page: int = PAGE, factor: int = FACTOR, replicated: bool = False
+) -> RankLayout:
+    """Two tensors in two storages; group 0 uses both, group 1 the second only."""
+    return RankLayout(
+        num_blocks=blocks,
+        blocks_per_chunk=factor,
+        hash_block_size=16,
+        storages=(blocks * page,) * TENSORS,
+        tensors=tuple(
+            TensorSpec(storage=i, offset=0, page_bytes=page, block_stride=page)
+            for i in range(TENSORS)
+        ),
+        groups=(
+            GroupSpec(refs=(TensorRef(0, page), TensorRef(1, page)), block_size=16),
+            GroupSpec(refs=(TensorRef(1, page),), block_size=16, kind="window", sliding_window=64),
+        ),
+        replicated=replicated,
+    )
+
+
+def content(
+    key: bytes, rank: int, tensor: int, inside: int, page: int = PAGE
+) -> npt.NDArray[np.uint8]:
+    """The bytes of one page: different for every key, rank, tensor and block."""
+    seed = zlib.crc32(key + bytes((rank, tensor, inside)))
+    return np.random.default_rng(seed).integers(0, 256, page, dtype=np.uint8)
+
+
+@dataclass
+class Engine:
+    """A scheduler and its workers in this process, each with memory of its own."""
+
+    runtime_dir: Path
+    name: str = "engine"
+    world_size: int = 2
+    model: str = "model"
+    layout: RankLayout = field(default_factory=make_layout)
+    ranks: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.runtime_dir, self.name)
+        self.workers: dict[int, Worker] = {}
+        self.memory: dict[int, list[HostMemory]] = {}
+        self.job = 0
+        for rank in range(self.world_size) if self.ranks is None else self.ranks:
+            self.add(rank)
+
+    def add(self, rank: int) -> None:
+        """Register one rank."""
+        worker = self.workers[rank] = Worker(
+            self.runtime_dir, self.name, rank, self.world_size, deadline=5.0
+        )
+        self.memory[rank] = [HostMemory.allocate(size) for size in self.layout.storages]
+        worker.register(self.memory[rank], self.layout, Fingerprint(model=self.model))
+
+    def wait_attached(self) -> Self:
+        """Until every rank is there."""
+        assert self.scheduler.wait_attached(20), self.scheduler
+        for worker in self.workers.values():
+            assert worker.wait_attached(20), worker
+        return self
+
+    def page(self, rank: int, tensor: int, block: int) -> npt.NDArray[np.uint8]:
+        """One page of a rank's memory."""
+        size = self.layout.tensors[tensor].page_bytes
+        array: npt.NDArray[np.uint8] = self.memory[rank][tensor].array[
+            block * size : (block + 1) * size
+        ]
+        return array
+
+    def fill(self, keys: Sequence[bytes], first_block: int, group: int = 0) -> list[int]:
+        """Compute: write the keys' content into blocks from `first_block` on; the block ids."""
+        blocks = list(range(first_block, first_block + len(keys) * self.layout.blocks_per_chunk))
+        for position, block in enumerate(blocks):
+            key, inside = self._place(keys, position)
+            for rank in self.workers:
+                for ref in self.layout.groups[group].refs:
+                    self.page(rank, ref.tensor, block)[:] = content(
+                        key, self._who(rank), ref.tensor, inside, ref.page_bytes
+                    )
+        return blocks
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Overwrite blocks in every tensor and rank."""
+        for rank in self.workers:
+            for tensor in range(TENSORS):
+                for block in blocks:
+                    self.page(rank, tensor, block)[:] = POISON
+
+    def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int], group: int = 0) -> int:
+        """Bytes of blocks that are not the keys' content."""
+        wrong = 0
+        for position, block in enumerate(blocks):
+            key, inside = self._place(keys, position)
+            for rank in self.workers:
+                for ref in self.layout.groups[group].refs:
+                    expected = content(key, self._who(rank), ref.tensor, inside, ref.page_bytes)
+                    wrong += int((self.page(rank, ref.tensor, block) != expected).sum())
+        return wrong
+
+    def _place(self, keys: Sequence[bytes], position: int) -> tuple[bytes, int]:
+        factor = self.layout.blocks_per_chunk
+        return keys[position // factor], position % factor
+
+    def _who(self, rank: int) -> int:
+        return 0 if self.layout.replicated else rank
+
+    def submit(
+        self,
+        kind: str,
+        ranks: Sequence[int],
+        blocks: Sequence[int],
+        slots: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint64],
+        group: int = 0,
+        index: int = 0,
+    ) -> dict[int, int]:
+        """A job for each rank; job id by rank."""
+        sizes, indices = [0, 0], [0, 0]
+        sizes[group], indices[group] = len(blocks), index
+        jobs = {}
+        for rank in ranks:
+            self.job += 1
+            submit = getattr(self.workers[rank], f"submit_{kind}")
+            submit(self.job, blocks, sizes, indices, slots, generations)
+            jobs[rank] = self.job
+        return jobs
+
+    def results(self, jobs: dict[int, int], timeout: float = 10.0) -> dict[int, JobResult]:
+        """Wait for the jobs; each rank's result."""
+        found = {}
+        for rank, job in jobs.items():
+            assert not self.workers[rank].wait([job], timeout)
+            by_id = {result.job_id: result for result in self.workers[rank].get_finished()}
+            found[rank] = by_id[job]
+        return found
+
+    def store(self, keys: Sequence[bytes], first_block: int = 1, group: int = 0) -> list[bytes]:
+        """Fill, store by every rank, wait, complete; the keys that were accepted."""
+        ticket = self.scheduler.prepare_store(keys)
+        blocks = self.fill(ticket.keys, first_block, group)
+        if ticket.keys:
+            jobs = self.submit(
+                "store", list(self.workers), blocks, ticket.slots, ticket.generations, group
+            )
+            results = self.results(jobs)
+            done = all(result.success for result in results.values())
+            assert done, results
+            self.scheduler.complete_store(ticket.keys)
+        return list(ticket.keys)
+
+    def load(self, keys: Sequence[bytes], first_block: int = 33, group: int = 0) -> tuple[int, int]:
+        """Poison, load by every rank; (chunks found, wrong bytes among the successful loads)."""
+        ticket = self.scheduler.prepare_load(keys)
+        factor = self.layout.blocks_per_chunk
+        blocks = list(range(first_block, first_block + len(ticket.keys) * factor))
+        self.poison(blocks)
+        if not ticket.keys:
+            return 0, 0
+        jobs = self.submit(
+            "load", list(self.workers), blocks, ticket.slots, ticket.generations, group
+        )
+        results = self.results(jobs)
+        self.scheduler.complete_load(ticket)
+        if not all(result.success for result in results.values()):
+            return 0, 0
+        return len(ticket.keys), self.wrong_bytes(ticket.keys, blocks, group)
+
+    def close(self) -> None:
+        """End the sessions, keep nothing."""
+        for worker in self.workers.values():
+            worker.close()
+        self.scheduler.close()
+        for memories in self.memory.values():
+            for memory in memories:
+                memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def keys_of(name: str, count: int) -> list[bytes]:
+    """`count` keys that share nothing with another name's."""
+    return [f"{name}-{index:04d}".encode().ljust(32, b".") + bytes(4) for index in range(count)]

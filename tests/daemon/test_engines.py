@@ -1,0 +1,275 @@
+"""Engines on a real daemon: what is stored comes back, to whom it may, and only complete."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd_client import Fingerprint, HostMemory, LookupResult, RegistrationError, StoreAnswer, Worker
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of, make_layout
+
+
+def wait_hit(engine: Engine, keys: list[bytes]) -> None:
+    """Ask the daemon until every lane's report has been counted; a round trip each time."""
+    for _ in range(200):
+        if all(result is LookupResult.HIT for result in engine.scheduler.lookup_many(keys)):
+            return
+        engine.scheduler.status()
+    raise AssertionError(engine.scheduler.lookup_many(keys))
+
+
+def test_two_ranks_store_and_load_every_byte(daemon: Daemon) -> None:
+    """Both groups of both ranks come back, from other blocks, over poisoned memory."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        full, window = keys_of("full", 10), keys_of("window", 6)
+        assert engine.store(full) == full
+        assert engine.store(window, first_block=21, group=1) == window
+        wait_hit(engine, full + window)
+        assert engine.load(full) == (10, 0)
+        assert engine.load(window, group=1) == (6, 0)
+
+
+def test_a_chunk_is_ready_only_with_the_share_of_every_rank(daemon: Daemon) -> None:
+    """After one of two ranks a key is pending, for loads it is a miss; after both it is a hit."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("half", 3)
+        ticket = engine.scheduler.prepare_store(keys)
+        blocks = engine.fill(keys, 1)
+        arrays = (blocks, ticket.slots, ticket.generations)
+        engine.results(engine.submit("store", [0], *arrays))
+        engine.scheduler.status()
+        assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT_PENDING] * 3
+        assert not engine.scheduler.prepare_load(keys).keys
+        engine.results(engine.submit("store", [1], *arrays))
+        wait_hit(engine, keys)
+        assert engine.load(keys) == (3, 0)
+
+
+def test_engines_with_the_same_fingerprint_share_chunks(daemon: Daemon) -> None:
+    """What one engine stored, its twin loads; it is offered only once."""
+    keys = keys_of("shared", 5)
+    with (
+        Engine(daemon.runtime_dir, name="one").wait_attached() as one,
+        Engine(daemon.runtime_dir, name="two").wait_attached() as two,
+    ):
+        one.store(keys)
+        wait_hit(two, keys)
+        assert two.load(keys) == (5, 0)
+        assert two.scheduler.prepare_store(keys).answers == (StoreAnswer.PRESENT,) * 5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "another"},
+        {"layout": make_layout(factor=4)},
+        {"layout": make_layout(page=8192)},
+        {"world_size": 1},
+    ],
+)
+def test_engines_that_differ_never_share(daemon: Daemon, other: dict[str, object]) -> None:
+    """Another model, factor, page size or world size is another namespace."""
+    keys = keys_of("private", 4)
+    with (
+        Engine(daemon.runtime_dir, name="one").wait_attached() as one,
+        Engine(daemon.runtime_dir, name="two", **other).wait_attached() as two,  # type: ignore[arg-type]
+    ):
+        one.store(keys)
+        wait_hit(one, keys)
+        assert two.scheduler.lookup_many(keys) == [LookupResult.MISS] * 4
+        assert not two.scheduler.prepare_load(keys).keys
+    assert len(daemon.status()["namespaces"]) == 2
+
+
+def test_more_gpu_blocks_do_not_make_another_namespace(daemon: Daemon) -> None:
+    """An engine with more GPU memory reads the chunks of one with less."""
+    keys = keys_of("bigger", 4)
+    with Engine(daemon.runtime_dir, name="small").wait_attached() as small:
+        small.store(keys)
+    with Engine(
+        daemon.runtime_dir, name="big", layout=make_layout(blocks=128)
+    ).wait_attached() as big:
+        assert big.load(keys) == (4, 0)
+
+
+def test_a_restarted_engine_hits_its_old_chunks(daemon: Daemon) -> None:
+    """The pool outlives the engine."""
+    keys = keys_of("again", 8)
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        engine.store(keys)
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT] * 8
+        assert engine.load(keys) == (8, 0)
+
+
+def test_eviction_makes_room_and_never_takes_what_is_leased(start_daemon: StartDaemon) -> None:
+    """A full pool evicts the coldest; leased chunks stay; when all are leased stores are refused."""
+    layout = make_layout()
+    chunk = 2 * 2 * 2 * 4096
+    daemon = start_daemon(cpu_bytes=str(8 * chunk))
+    with Engine(daemon.runtime_dir, layout=layout).wait_attached() as engine:
+        assert engine.scheduler.num_chunks == 8
+        old = keys_of("old", 8)
+        engine.store(old)
+        wait_hit(engine, old)
+        lease = engine.scheduler.prepare_load(old[:6])
+        new = keys_of("new", 5)
+        ticket = engine.scheduler.prepare_store(new)
+        assert ticket.answers == (StoreAnswer.ACCEPTED,) * 2 + (StoreAnswer.FULL,) * 3
+        assert sorted(ticket.evicted) == old[6:]
+        engine.scheduler.complete_load(lease)
+        assert engine.load(old[:6]) == (6, 0)
+
+
+def test_models_share_one_budget(start_daemon: StartDaemon) -> None:
+    """A second model gets room in a pool that the first has filled."""
+    daemon = start_daemon(cpu_bytes="4MiB")
+    with Engine(daemon.runtime_dir, name="one").wait_attached() as one:
+        first = keys_of("first", 128)
+        for at in range(0, 128, 16):
+            one.store(first[at : at + 16])
+        wait_hit(one, first[-1:])
+        with Engine(
+            daemon.runtime_dir, name="two", model="other", layout=make_layout(factor=4)
+        ).wait_attached() as two:
+            second = keys_of("second", 6)
+            assert two.store(second) == second
+            wait_hit(two, second)
+            assert two.load(second, first_block=33) == (6, 0)
+        kept = [key for key in first if one.scheduler.lookup(key) is LookupResult.HIT]
+        assert 0 < len(kept) < 128
+        assert one.load(kept[:15]) == (15, 0)
+    stats = daemon.status()
+    assert stats["pool"]["cpu_bytes"] == 4 * 2**20
+
+
+def test_replicated_shares_are_stored_once(daemon: Daemon) -> None:
+    """Ranks that hold the same bytes take turns to write one share, and all load it."""
+    layout = make_layout(replicated=True)
+    with Engine(daemon.runtime_dir, layout=layout).wait_attached() as engine:
+        keys = keys_of("mla", 9)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        assert engine.load(keys) == (9, 0)
+        assert engine.scheduler.bytes_per_chunk == 2 * 2 * 4096
+    assert daemon.status()["counters"]["store_bytes"] == 9 * 2 * 2 * 4096
+
+
+def test_blocks_that_were_not_stored_are_a_miss(daemon: Daemon) -> None:
+    """A chunk at a window's edge holds its last block only; a load of the first one fails."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("edge", 1)
+        ticket = engine.scheduler.prepare_store(keys)
+        engine.fill(keys, 2)  # block 3 holds the second block of the chunk
+        arrays = (ticket.slots, ticket.generations)
+        engine.results(engine.submit("store", [0, 1], [3], *arrays, index=7))
+        wait_hit(engine, keys)
+        engine.poison([40, 41])
+        found = engine.scheduler.prepare_load(keys)
+        arrays = (found.slots, found.generations)
+        late = engine.results(engine.submit("load", [0, 1], [41], *arrays, index=7))
+        assert all(result.success for result in late.values())
+        assert np.array_equal(engine.page(1, 0, 41), engine.page(1, 0, 3))
+        early = engine.results(engine.submit("load", [0, 1], [40, 41], *arrays, index=6))
+        assert not any(result.success for result in early.values())
+
+
+def test_the_pool_is_sized_from_what_workers_report(start_daemon: StartDaemon) -> None:
+    """With auto: ratio x reported bytes x world size, and the log shows the arithmetic."""
+    daemon = start_daemon("--host-ratio", "3", cpu_bytes="auto", ready=False)
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        reported = sum(engine.layout.storages)
+        report = daemon.wait_ready()
+        assert report["pool"]["cpu_bytes"] == 3 * reported * 2
+        assert engine.scheduler.num_chunks == 3 * reported * 2 // engine.scheduler.bytes_per_chunk
+        assert "3 x 512 KiB GPU KV x 2 ranks = 3 MiB" in daemon.log.read_text()
+
+
+def test_a_budget_below_one_chunk_is_refused_with_the_figures(start_daemon: StartDaemon) -> None:
+    """Registration fails and names the budget, the chunk and the remedy."""
+    daemon = start_daemon(cpu_bytes="16KiB")
+    with Worker(daemon.runtime_dir, "tiny", 0, 2) as worker:
+        layout = make_layout()
+        memory = [HostMemory.allocate(size) for size in layout.storages]
+        with pytest.raises(RegistrationError, match=r"16384 bytes holds no chunk of 32768 bytes"):
+            worker.register(memory, layout, Fingerprint(model="m"))
+        for item in memory:
+            item.close()
+
+
+def test_an_odd_rank_is_named(daemon: Daemon) -> None:
+    """A rank that reports other num_blocks is refused with both figures; the other one stays."""
+    with Engine(daemon.runtime_dir, ranks=[0]) as engine:
+        layout = make_layout(blocks=32)
+        memory = [HostMemory.allocate(size) for size in layout.storages]
+        with (
+            Worker(daemon.runtime_dir, "engine", 1, 2) as odd,
+            pytest.raises(RegistrationError, match=r"rank 1 reports num_blocks = 32.*64"),
+        ):
+            odd.register(memory, layout, Fingerprint(model="model"))
+        engine.add(1)
+        engine.wait_attached()
+        assert engine.store(keys_of("fine", 2))
+        for item in memory:
+            item.close()
+
+
+def test_reset_drops_the_namespace(daemon: Daemon) -> None:
+    """After a reset nothing of the model is a hit; other models keep theirs."""
+    keys = keys_of("reset", 4)
+    with (
+        Engine(daemon.runtime_dir, name="one").wait_attached() as one,
+        Engine(daemon.runtime_dir, name="two", model="other").wait_attached() as two,
+    ):
+        one.store(keys)
+        two.store(keys)
+        wait_hit(one, keys)
+        wait_hit(two, keys)
+        one.scheduler.reset()
+        assert one.scheduler.lookup_many(keys) == [LookupResult.MISS] * 4
+        assert two.load(keys) == (4, 0)
+
+
+def test_torch_tensors_are_shared_in_place(daemon: Daemon) -> None:
+    """Two views of one torch storage: bytes written through torch are stored and come back."""
+    torch = pytest.importorskip("torch")
+    from kvd_client.torch_memory import share_torch  # noqa: PLC0415
+
+    base = torch.zeros(2, 16, 4096, dtype=torch.uint8)
+    views = [base[0], base[1]]
+    shared = share_torch(views)
+    layout = make_layout(blocks=16)
+    layout = type(layout)(
+        num_blocks=16,
+        blocks_per_chunk=2,
+        hash_block_size=16,
+        storages=tuple(memory.nbytes for memory in shared.memory),
+        tensors=tuple(shared.tensors),
+        groups=layout.groups,
+    )
+    engine = Engine(daemon.runtime_dir, world_size=1, layout=layout, ranks=[])
+    with engine, Worker(daemon.runtime_dir, "engine", 0, 1) as worker:
+        worker.register(shared.memory, layout, Fingerprint(model="torch"))
+        engine.workers[0] = worker
+        engine.wait_attached()
+        views[0][2:4] = 7
+        views[1][2:4] = 9
+        keys = keys_of("torch", 1)
+        ticket = engine.scheduler.prepare_store(keys)
+        engine.results(engine.submit("store", [0], [2, 3], ticket.slots, ticket.generations))
+        wait_hit(engine, keys)
+        found = engine.scheduler.prepare_load(keys)
+        engine.results(engine.submit("load", [0], [8, 9], found.slots, found.generations))
+        assert bool((views[0][8:10] == 7).all())
+        assert bool((base[1, 8:10] == 9).all())
+        assert int(views[0][10:].sum()) == 0
+    shared.close()
+
+
+def test_files_of_an_engine_leave_no_names(daemon: Daemon) -> None:
+    """Nothing of an engine has a name in /dev/shm."""
+    before = set(Path("/dev/shm").iterdir())
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        engine.store(keys_of("nameless", 2))
+        assert {p for p in Path("/dev/shm").iterdir() if "kvd" in p.name} <= before

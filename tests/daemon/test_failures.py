@@ -1,0 +1,261 @@
+"""Things that die: the worst that follows is a miss, and nothing stays behind."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd_client import LookupResult, StoreAnswer, Worker
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of
+from tests.daemon.test_engines import wait_hit
+
+ROOT = Path(__file__).parents[2]
+
+
+def kill_and_wait(pid: int, number: int = signal.SIGKILL) -> None:
+    """Signal a process that is not ours and wait until it has ended."""
+    pidfd = os.pidfd_open(pid)
+    signal.pidfd_send_signal(pidfd, number)
+    ended, _, _ = select.select([pidfd], [], [], 20)
+    os.close(pidfd)
+    assert ended
+
+
+@pytest.fixture
+def rank_process(daemon: Daemon) -> Iterator[subprocess.Popen[str]]:
+    """Rank 1 of `engine`, registered, in a process of its own."""
+    command = [sys.executable, str(ROOT / "tests/daemon/rank_process.py")]
+    process = subprocess.Popen(
+        [*command, str(daemon.runtime_dir), "engine", "1", "2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "registered\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:
+    """Ask until the namespace's chunks by state are as given."""
+    for _ in range(100):
+        found: dict[str, int] = daemon.status()["namespaces"][0]["chunks"]
+        if all(found[name] == value for name, value in chunks.items()):
+            return found
+    raise AssertionError(found)
+
+
+def test_a_killed_worker_frees_what_was_in_writing(
+    daemon: Daemon, rank_process: subprocess.Popen[str]
+) -> None:
+    """SIGKILL of a rank: its engine's half-written chunks are freed, READY ones stay."""
+    with Engine(daemon.runtime_dir, ranks=[0]).wait_attached() as engine:
+        assert rank_process.stdin is not None
+        assert rank_process.stdout is not None
+        whole, half = keys_of("whole", 3), keys_of("half", 5)
+        ticket = engine.scheduler.prepare_store(whole)
+        blocks = engine.fill(whole, 1)
+        engine.results(engine.submit("store", [0], blocks, ticket.slots, ticket.generations))
+        pairs = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
+        rank_process.stdin.write("store " + " ".join(f"{s}@{g}" for s, g in pairs) + "\n")
+        rank_process.stdin.flush()
+        assert rank_process.stdout.readline() == "done ok\n"
+        wait_hit(engine, whole)
+        ticket = engine.scheduler.prepare_store(half)
+        engine.results(
+            engine.submit("store", [0], engine.fill(half, 11), ticket.slots, ticket.generations)
+        )
+        wait_state(daemon, writing=5)
+        rank_process.kill()
+        wait_state(daemon, ready=3, writing=0, draining=0)
+        assert not engine.scheduler.prepare_store(half).served
+        assert "rank 1 is gone" in daemon.log.read_text()
+
+
+def test_a_lost_rank_that_comes_back_completes_the_engine(
+    daemon: Daemon, rank_process: subprocess.Popen[str]
+) -> None:
+    """After its rank is back the engine stores and hits again, without a restart of the others."""
+    with Engine(daemon.runtime_dir, ranks=[0]).wait_attached() as engine:
+        rank_process.kill()
+        rank_process.wait()
+        for _ in range(200):
+            if not engine.workers[0].attached:
+                break
+            engine.scheduler.status()
+        engine.add(1)
+        engine.wait_attached()
+        keys = keys_of("back", 4)
+        assert engine.store(keys) == keys
+        wait_hit(engine, keys)
+        assert engine.load(keys) == (4, 0)
+
+
+def test_a_dead_scheduler_leaves_no_lease(daemon: Daemon) -> None:
+    """When the scheduler's session ends its pins and its tickets go."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("pinned", 4)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        assert engine.scheduler.prepare_load(keys).keys
+        assert engine.scheduler.prepare_store(keys_of("open", 3)).keys
+        assert wait_state(daemon, pinned=4, writing=3)
+        engine.scheduler.close()
+        assert wait_state(daemon, pinned=0, writing=0, draining=0, ready=4)
+
+
+def test_a_killed_lane_costs_its_jobs_and_nothing_else(daemon: Daemon) -> None:
+    """Jobs in a killed lane fail at once; afterwards old chunks hit and new ones store."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("kept", 6)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        ticket = engine.scheduler.prepare_store(keys_of("lost", 2))
+        blocks = engine.fill(ticket.keys, 20)
+        never = engine.workers[0].timeline.reserve()
+        engine.workers[0].submit_store(
+            999, blocks, [4, 0], [0, 0], ticket.slots, ticket.generations, after=never
+        )
+        lane = daemon.status()["lanes"][0]["pid"]
+        kill_and_wait(lane)
+        assert not engine.workers[0].wait([999], 10)
+        (result,) = engine.workers[0].get_finished()
+        assert not result.success
+        daemon.wait_ready()
+        engine.wait_attached()
+        wait_state(daemon, writing=0, draining=0, ready=6)
+        assert engine.load(keys) == (6, 0)
+        assert engine.store(keys_of("lost", 2))
+
+
+def test_a_killed_daemon_is_a_cache_that_misses(daemon: Daemon, start_daemon: StartDaemon) -> None:
+    """SIGKILL: calls return at once as misses; a new daemon gets everybody back by itself."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("before", 4)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        boot = daemon.status()["boot_id"]
+        daemon.stop(signal.SIGKILL)
+        for _ in range(200):
+            if not engine.scheduler.attached and not engine.workers[0].registered:
+                break
+            select.select([], [], [], 0.01)
+        start = time.monotonic()
+        assert engine.scheduler.lookup(keys[0]) is LookupResult.MISS
+        assert not engine.scheduler.prepare_load(keys).keys
+        assert not engine.scheduler.prepare_store(keys).served
+        engine.workers[0].submit_store(1000, [1, 2], [2, 0], [0, 0], [0], [1])
+        engine.workers[0].wait([1000], 5)
+        assert [r.success for r in engine.workers[0].get_finished()] == [False]
+        assert time.monotonic() - start < 5  # bounded; not a measure of speed
+        again = start_daemon()
+        assert again.status()["boot_id"] != boot
+        engine.wait_attached()
+        assert engine.store(keys) == keys
+        wait_hit(engine, keys)
+        assert engine.load(keys) == (4, 0)
+
+
+def test_a_frozen_daemon_costs_one_deadline(daemon: Daemon) -> None:
+    """SIGSTOP of the broker: one call waits for its deadline, the next return at once."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("frozen", 4)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            assert not engine.scheduler.prepare_load(keys).keys
+            start = time.monotonic()
+            for _ in range(100):
+                assert not engine.scheduler.prepare_load(keys).keys
+            assert time.monotonic() - start < 1  # bounded; not a measure of speed
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        for _ in range(500):
+            if engine.scheduler.connected:
+                break
+            select.select([], [], [], 0.01)
+        assert engine.load(keys) == (4, 0)
+
+
+def test_wait_that_runs_out_of_time_voids_the_store(daemon: Daemon) -> None:
+    """A store whose blocks were handed back early can never become a hit."""
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        keys = keys_of("void", 2)
+        ticket = engine.scheduler.prepare_store(keys)
+        blocks = engine.fill(keys, 1)
+        worker = engine.workers[0]
+        later = worker.timeline.reserve()
+        worker.submit_store(7, blocks, [4, 0], [0, 0], ticket.slots, ticket.generations, later)
+        assert not worker.wait([7], 0.2)
+        engine.poison(blocks)
+        worker.timeline.signal(later)
+        wait_state(daemon, writing=0, draining=0, ready=0)
+        assert engine.scheduler.lookup_many(keys) == [LookupResult.MISS] * 2
+        assert [result.success for result in worker.get_finished()] == [False]
+
+
+def test_a_store_that_is_given_up_frees_its_slots(daemon: Daemon) -> None:
+    """complete_store without success: the keys are misses and may be offered again."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("given-up", 3)
+        assert engine.scheduler.prepare_store(keys).keys
+        assert engine.scheduler.prepare_store(keys).answers == (StoreAnswer.PENDING,) * 3
+        engine.scheduler.complete_store(keys, success=False)
+        wait_state(daemon, writing=0, draining=0)
+        assert engine.store(keys) == keys
+
+
+def test_a_ticket_that_is_never_used_runs_out(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """Slots that nobody writes are freed at the ticket's deadline, leases at theirs."""
+    config = tmp_path / "kvd.toml"
+    config.write_text("ticket_seconds = 0.5\nlease_seconds = 0.5\n")
+    daemon = start_daemon("--config", str(config))
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("slow", 3)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        assert engine.scheduler.prepare_load(keys).keys
+        assert engine.scheduler.prepare_store(keys_of("unused", 3)).keys
+        wait_state(daemon, writing=0, pinned=0, draining=0, ready=3)
+
+
+def test_an_engine_may_start_before_its_daemon(
+    runtime_dir: Path, start_daemon: StartDaemon
+) -> None:
+    """Without a daemon registration says no at once; it is made when one comes."""
+    with Engine(runtime_dir) as engine:
+        assert not engine.workers[0].registered
+        assert engine.scheduler.lookup(b"key") is LookupResult.MISS
+        start_daemon()
+        engine.wait_attached()
+        assert engine.store(keys_of("late", 2))
+
+
+def test_a_rank_is_held_by_one_process(daemon: Daemon) -> None:
+    """A second worker of the same rank is refused; the first is not disturbed."""
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        from kvd_client import Fingerprint, HostMemory, RegistrationError  # noqa: PLC0415
+
+        memory = [HostMemory.allocate(size) for size in engine.layout.storages]
+        with (
+            Worker(daemon.runtime_dir, "engine", 0, 1) as second,
+            pytest.raises(RegistrationError, match=f"rank 0 .* held by pid {os.getpid()}"),
+        ):
+            second.register(memory, engine.layout, Fingerprint(model="model"))
+        assert engine.store(keys_of("undisturbed", 2))
+        for item in memory:
+            item.close()
