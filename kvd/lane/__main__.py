@@ -29,9 +29,9 @@ def main() -> int:
     parser.add_argument("--pool-bytes", required=True, type=int)
     options = parser.parse_args()
     _die_with_the_broker()
+    name = f"{options.device}#{options.incarnation}"
     logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s lane {options.device}#{options.incarnation}: %(message)s",
+        level=logging.INFO, format=f"%(asctime)s %(levelname)s lane {name}: %(message)s"
     )
     endpoint = f"ipc://{options.runtime_dir}/lane-{options.device}-{options.incarnation}.sock"
     try:

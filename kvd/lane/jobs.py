@@ -101,8 +101,9 @@ class ReplyTo:
 
 @dataclass(eq=False, slots=True)
 class LaneJob:
-    """A job that has not ended, or just has."""
+    """A job that has not ended, or just has. `serial` is unique in this lane."""
 
+    serial: int
     worker: Worker
     binding: Binding
     direction: Direction
@@ -208,15 +209,7 @@ class LaneJob:
         mask = chunks.own
         if not ok:
             mask = mask & _writing(self.binding, chunks.slots, chunks.generations)
-        return _share_messages(
-            self.worker,
-            self.binding,
-            chunks.slots[mask],
-            chunks.generations[mask],
-            chunks.first[mask],
-            chunks.count[mask],
-            ok=ok,
-        )
+        return _share_messages(self.worker, self.binding, chunks, mask, ok=ok)
 
     def __repr__(self) -> str:
         return (
@@ -237,11 +230,11 @@ def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[Share
     inside = (slots >= 0) & (slots < binding.num_slots)
     slots = slots[inside].astype(np.uint32)
     generations = generations[inside].astype(np.uint64)
-    mask = _own(worker, slots) & _writing(binding, slots, generations)
-    nothing = np.zeros(int(mask.sum()), dtype=np.int64)
-    return _share_messages(
-        worker, binding, slots[mask], generations[mask], nothing, nothing, ok=False
-    )
+    nothing = np.zeros(len(slots), dtype=np.int64)
+    own = _own(worker, slots)
+    chunks = Chunks(slots, generations, nothing, nothing, own)
+    mask = own & _writing(binding, slots, generations)
+    return _share_messages(worker, binding, chunks, mask, ok=False)
 
 
 def split_runs(copies: Copies, unit: int) -> Copies:
@@ -331,28 +324,22 @@ def _writing(
 
 
 def _share_messages(
-    worker: Worker,
-    binding: Binding,
-    slots: npt.NDArray[np.uint32],
-    generations: npt.NDArray[np.uint64],
-    first: npt.NDArray[np.int64],
-    count: npt.NDArray[np.int64],
-    *,
-    ok: bool,
+    worker: Worker, binding: Binding, chunks: Chunks, mask: Mask, *, ok: bool
 ) -> list[ShareDone]:
+    which = np.flatnonzero(mask)
     return [
         ShareDone(
             session=worker.session,
             rank=worker.rank,
             namespace=binding.namespace,
-            slots=IntArray.of(slots[part], "u4"),
-            generations=IntArray.of(generations[part], "u8"),
-            first=IntArray.of(first[part], "u2"),
-            count=IntArray.of(count[part], "u2"),
+            slots=IntArray.of(chunks.slots[part], "u4"),
+            generations=IntArray.of(chunks.generations[part], "u8"),
+            first=IntArray.of(chunks.first[part], "u2"),
+            count=IntArray.of(chunks.count[part], "u2"),
             ok=ok,
         )
         for part in (
-            slice(begin, begin + SHARES_PER_MESSAGE)
-            for begin in range(0, len(slots), SHARES_PER_MESSAGE)
+            which[begin : begin + SHARES_PER_MESSAGE]
+            for begin in range(0, len(which), SHARES_PER_MESSAGE)
         )
     ]

@@ -43,8 +43,10 @@ class Runner:
         self._jobs: dict[Worker, dict[int, LaneJob]] = {}
         self._transfers: dict[TransferId, tuple[LaneJob, int]] = {}
         self._transfer_id = 0
-        self._deadlines: list[tuple[int, int, LaneJob]] = []
-        self._accepted = 0
+        # A heap of numbers, which keep no ended job and none of its mappings alive.
+        self._deadlines: list[tuple[int, int]] = []
+        self._by_serial: dict[int, LaneJob] = {}
+        self._serial = 0
         self._ended: list[LaneJob] = []
 
     # ------------------------------------------------------------ requests
@@ -62,7 +64,9 @@ class Runner:
         if self.find(worker, request.job) is not None:
             raise LaneError(f"job {request.job} of this session has not ended")
         load = isinstance(request, Load)
+        self._serial += 1
         job = LaneJob(
+            serial=self._serial,
             worker=worker,
             binding=binding,
             direction=Direction.LOAD if load else Direction.STORE,
@@ -98,7 +102,7 @@ class Runner:
         self._queue.hoist(job)
 
     def when_ended(self, jobs: Collection[LaneJob], action: Callable[[], None]) -> None:
-        """Call `action` once all of `jobs` have ended and were reported; at once if none is left."""
+        """Call `action` once all of `jobs` have ended and were reported; now if none is left."""
         left = [job for job in jobs if job.unfinished]
         if not left:
             action()
@@ -120,15 +124,15 @@ class Runner:
         """Expire, start and feed jobs, look at the device; whether anything moved on."""
         now = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now:
-            job = heapq.heappop(self._deadlines)[2]
-            if job.unfinished:
-                self.stop(job, JobStatus.TIMEOUT, f"not done in {job.request.deadline_ms} ms")
+            late = self._by_serial.get(heapq.heappop(self._deadlines)[1])
+            if late is not None:
+                self.stop(late, JobStatus.TIMEOUT, f"not done in {late.request.deadline_ms} ms")
         moved = False
         while self._device.has_room:
-            job_or_none = self._queue.next(_timeline_reached)
-            if job_or_none is None:
+            job = self._queue.next(_timeline_reached)
+            if job is None:
                 break
-            self._feed(job_or_none)
+            self._feed(job)
             moved = True
         for finished in self._device.progress():
             self._piece_done(finished)
@@ -188,10 +192,10 @@ class Runner:
 
     def _watch_deadline(self, job: LaneJob) -> None:
         if len(self._deadlines) > 2 * len(self) + _SPARE_DEADLINES:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].unfinished]
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._by_serial]
             heapq.heapify(self._deadlines)
-        self._accepted += 1
-        heapq.heappush(self._deadlines, (job.deadline_ns, self._accepted, job))
+        self._by_serial[job.serial] = job
+        heapq.heappush(self._deadlines, (job.deadline_ns, job.serial))
 
     def _feed(self, job: LaneJob) -> None:
         """Give the device the job's next piece, if it still may move."""
@@ -267,6 +271,7 @@ class Runner:
     def _settle(self, job: LaneJob) -> None:
         if job.unfinished:
             return
+        del self._by_serial[job.serial]
         mine = self._jobs[job.worker]
         del mine[job.request.job]
         if not mine:

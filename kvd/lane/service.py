@@ -77,6 +77,7 @@ class LaneService:
 
     def __init__(
         self,
+        *,
         name: str,
         incarnation: int,
         endpoint: str,
@@ -303,7 +304,7 @@ class LaneService:
             self._refuse(reply, ErrorCode.BAD_VERSION, str(error))
         except DecodeError as error:
             self._refuse(reply, ErrorCode.BAD_MESSAGE, str(error))
-        except Exception:  # one worker's request must not end the other engines' lane
+        except Exception:  # noqa: BLE001  # one request must not end the other engines' lane
             _log.exception("request %d", header.request_id)
             self._refuse(reply, ErrorCode.INTERNAL, "a bug in the lane; its log has the details")
 
@@ -323,9 +324,10 @@ class LaneService:
             handler(worker, message, reply)
 
     def _job(self, worker: Worker, request: Job, reply: ReplyTo) -> None:
+        if self._stopping:
+            self._refuse_job(request, reply, "the lane is stopping")
+            return
         try:
-            if self._stopping:
-                raise LaneError("the lane is stopping")  # noqa: TRY301  # one way to refuse
             self._runner.submit(worker, request, reply)
         except JobShapeError as error:
             self._refuse_job(request, reply, str(error))

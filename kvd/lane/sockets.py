@@ -8,7 +8,7 @@ silence `recv` must have been driven to empty, and every `send` may swallow a si
 
 import logging
 import select
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import zmq
 
@@ -48,7 +48,7 @@ class Sockets:
         self._router.setsockopt(zmq.RCVHWM, REQUESTS_WAITING)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._router.bind(endpoint)
-        self._router_fd = int(self._router.getsockopt(zmq.FD))
+        self._router_fd = cast(int, self._router.getsockopt(zmq.FD))
         self._maybe_more = True
         self._poll = select.poll()
         self._poll.register(self._router_fd, select.POLLIN)
@@ -61,10 +61,13 @@ class Sockets:
             self._link_writes = self.link.wants_write
             mask = select.POLLIN | (select.POLLOUT if self._link_writes else 0)
             self._poll.modify(self.link, mask)
-        workers = self._maybe_more and bool(self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        workers = self._maybe_more and self._readable()
         self._maybe_more = workers
         ready = {fd for fd, _ in self._poll.poll(0 if workers else milliseconds)}
         return Woken(self.link.fileno() in ready, workers or self._router_fd in ready)
+
+    def _readable(self) -> bool:
+        return bool(cast(int, self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def recv(self) -> list[bytes] | None:
         """The next message from a worker, identity first; None where there is none."""

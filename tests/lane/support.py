@@ -364,5 +364,3 @@ class Lane:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-

@@ -131,7 +131,7 @@ def test_a_replicated_share_is_written_by_the_rank_whose_turn_it_is(lane: Lane) 
         done = worker.done()
         assert (done.status, done.bytes) == (JobStatus.OK, len(mine) * 4096)
         assert lane.share().slots.numpy().tolist() == mine
-        written = lane.pool.bytes.reshape(-1, 4096).any(axis=1).nonzero()[0]
+        written = np.flatnonzero(lane.pool.bytes.reshape(-1, 4096).max(axis=1))
         assert written.tolist() == mine
         directory.set(mine, SlotState.READY, count=1)
     lane.pool.bytes[:] = 0
@@ -180,29 +180,28 @@ def test_blocks_that_were_never_stored_are_not_loaded(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "slots", "changes", "words"),
+    ("job", "words"),
     [
-        ([0, 1], [3], {}, "null block"),
-        ([1, 32], [3], {}, "block ids"),
-        ([1, -1], [3], {}, "block ids"),
-        ([1, 2], [SLOTS], {}, "slots"),
-        ([1, 2], [3, 4], {}, "slots"),
-        ([1, 2, 3], [3, 3], {}, "twice"),
-        ([1, 2], [3], {"group_sizes": [3]}, "group sizes"),
-        ([1, 2], [3], {"group_sizes": [1, 1], "block_indices": [0, 0]}, "group sizes"),
-        ([1, 2], [3], {"block_indices": [-1]}, "block indices"),
-        ([1, 2], [3], {"group_sizes": [2**31 - 1]}, "group sizes"),
+        (([0, 1], [3], {}), "null block"),
+        (([1, 32], [3], {}), "block ids"),
+        (([1, -1], [3], {}), "block ids"),
+        (([1, 2], [SLOTS], {}), "slots"),
+        (([1, 2], [3, 4], {}), "slots"),
+        (([1, 2, 3], [3, 3], {}), "twice"),
+        (([1, 2], [3], {"group_sizes": [3]}), "group sizes"),
+        (([1, 2], [3], {"group_sizes": [1, 1], "block_indices": [0, 0]}), "group sizes"),
+        (([1, 2], [3], {"block_indices": [-1]}), "block indices"),
+        (([1, 2], [3], {"group_sizes": [2**31 - 1]}), "group sizes"),
     ],
 )
 def test_a_job_that_does_not_fit_the_layout_is_refused(
     lane: Lane,
     worker: FakeWorker,
-    blocks: list[int],
-    slots: list[int],
-    changes: dict[str, list[int]],
+    job: tuple[list[int], list[int], dict[str, list[int]]],
     words: str,
 ) -> None:
     """Wrong blocks, slots or sizes end as REFUSED with the figures, and no pool byte changes."""
+    blocks, slots, changes = job
     lane.pool.bytes[:] = 0xAB
     worker.job(Store, 1, blocks, slots, **changes)
     done = worker.done()

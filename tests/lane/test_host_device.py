@@ -1,0 +1,113 @@
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.errors import ImportFailed, LaneError
+from kvd.lane.device import Direction
+from kvd.lane.host import HostDevice
+from kvd_proto.messages import HostHandle
+from tests.lane.device_contract import Bytes, DeviceContract, Rig, drain, transfer
+from tests.lane.support import Memory
+
+
+class HostRig(Rig):
+    """Memory files that are read and written with pread and pwrite."""
+
+    def __init__(self) -> None:
+        self.pool = Memory(2**20)
+        self.device = HostDevice(self.pool.fd, 2**20)
+        self.files = [self.pool]
+
+    def make_worker(self, sizes: Sequence[int]) -> tuple[tuple[HostHandle, ...], Sequence[int]]:
+        """One file for all storages, each behind a 64-byte gap."""
+        file = Memory(sum(sizes) + 64 * len(sizes))
+        self.files.append(file)
+        starts = [sum(sizes[:index]) + 64 * (index + 1) for index in range(len(sizes))]
+        # Descriptor 0 stands for the control page, which is not the device's business.
+        return tuple(HostHandle(1, start) for start in starts), (self.pool.fd, file.fd)
+
+    def get(self, descriptor: int, offset: int, nbytes: int) -> Bytes:
+        """By pread."""
+        return np.frombuffer(os.pread(descriptor, nbytes, offset), np.uint8)
+
+    def put(self, descriptor: int, offset: int, data: Bytes) -> None:
+        """By pwrite."""
+        assert os.pwrite(descriptor, data.tobytes(), offset) == len(data)
+
+    def get_pool(self, offset: int, nbytes: int) -> Bytes:
+        """By pread."""
+        return self.get(self.pool.fd, offset, nbytes)
+
+    def put_pool(self, offset: int, data: Bytes) -> None:
+        """By pwrite."""
+        self.put(self.pool.fd, offset, data)
+
+    def close(self) -> None:
+        """Unmap and close."""
+        drain(self.device)
+        self.device.close()
+        for file in self.files:
+            file.close()
+
+
+class TestHostDevice(DeviceContract):
+    """The host backend keeps the contract."""
+
+    @pytest.fixture
+    def rig(self) -> Iterator[Rig]:
+        """A backend of its own."""
+        made = HostRig()
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def host() -> Iterator[HostRig]:
+    """A backend of its own."""
+    made = HostRig()
+    yield made
+    made.close()
+
+
+def test_one_descriptor_is_mapped_once(host: HostRig) -> None:
+    """Storages that lie in one file share one mapping."""
+    handles, fds = host.make_worker((4096, 4096, 4096))
+
+    def mappings() -> int:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        return sum("kvd-test" in line for line in maps.splitlines())
+
+    before = mappings()
+    memory = host.device.import_memory(handles, (4096, 4096, 4096), fds)
+    assert mappings() == before + 1
+    host.device.release_memory(memory)
+    assert mappings() == before
+
+
+def test_a_run_outside_the_memory_fails_alone(host: HostRig) -> None:
+    """What slipped through every check is an error of that transfer, and the next one works."""
+    handles, fds = host.make_worker((4096,))
+    memory = host.device.import_memory(handles, (4096,), fds)
+    host.device.submit(transfer(1, memory, Direction.STORE, [(0, 4090, 0, 100)]))
+    host.device.submit(transfer(2, memory, Direction.STORE, [(0, 0, 0, 100)]))
+    done = drain(host.device)
+    assert "copy failed" in done[1].error
+    assert (done[1].nbytes, done[2].nbytes, done[2].error) == (0, 100, "")
+
+
+def test_a_pool_file_smaller_than_promised_is_refused(host: HostRig) -> None:
+    """Mapping more than there is would end in SIGBUS later; it ends in an error now."""
+    with pytest.raises(LaneError, match="1048576 bytes"):
+        HostDevice(host.pool.fd, 2**21)
+
+
+def test_an_empty_descriptor_is_refused(host: HostRig) -> None:
+    """A file of 0 bytes is refused by name instead of by mmap's own words."""
+    empty = Memory(4096)
+    os.ftruncate(empty.fd, 0)
+    with pytest.raises(ImportFailed, match="0 bytes"):
+        host.device.import_memory((HostHandle(0),), (1,), (empty.fd,))
+    empty.close()

@@ -1,0 +1,346 @@
+"""Whole-lane tests: order, waiting, stopping, and how lanes and workers end."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvd.link import (
+    LINK,
+    LaneReady,
+    Released,
+    ReleaseWorker,
+    Revoke,
+    Revoked,
+    ShareDone,
+    StopLane,
+)
+from kvd.seqpacket import Channel, close_all
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import HEADER_BYTES, WIRE
+from kvd_proto.directory import SlotState
+from kvd_proto.layout import slot_bytes
+from kvd_proto.messages import (
+    Cancel,
+    CancelDone,
+    Done,
+    Error,
+    ErrorCode,
+    JobStatus,
+    Load,
+    Ping,
+    Pong,
+    Status,
+    Store,
+    Wait,
+    WaitDone,
+)
+from tests.lane.support import (
+    NAMESPACE,
+    PATIENCE,
+    Directory,
+    FakeWorker,
+    Lane,
+    Memory,
+    simple_layout,
+)
+
+SLOTS = 16
+TIMELINE, EPOCH = 0, 1
+
+
+@pytest.fixture
+def directory() -> Directory:
+    """All slots WRITING at generation 1, owned by engine 7."""
+    table = Directory(SLOTS)
+    table.set(range(SLOTS), SlotState.WRITING)
+    return table
+
+
+@pytest.fixture
+def worker(lane: Lane, directory: Directory) -> FakeWorker:
+    """A worker with two tensors of 32 pages of 4 KiB, bound."""
+    return lane.attach(FakeWorker(simple_layout()), directory)
+
+
+def test_nothing_is_read_before_its_number_is_reached(lane: Lane, worker: FakeWorker) -> None:
+    """A store waits for the timeline and takes the bytes that are there then."""
+    worker.fill(1)
+    lane.pool.bytes[:] = 0xAB
+    worker.job(Store, 1, [1, 2], [3], after=5)
+    assert worker.silent()
+    worker.words[TIMELINE] = 4
+    assert worker.silent()
+    assert (lane.pool.bytes == 0xAB).all()
+    worker.fill(2)
+    wanted: NDArray[np.uint8] = worker.pages([1, 2])
+    worker.words[TIMELINE] = 5
+    assert worker.done().status is JobStatus.OK
+    size = slot_bytes(worker.layout)
+    np.testing.assert_array_equal(lane.pool.bytes[3 * size : 4 * size], wanted.reshape(-1))
+
+
+def test_a_timeline_that_is_never_reached_times_out(lane: Lane, worker: FakeWorker) -> None:
+    """The job ends as TIMEOUT after its deadline, its chunks are given up, nothing was moved."""
+    lane.pool.bytes[:] = 0xAB
+    worker.job(Store, 1, [1, 2], [3], after=1, deadline_ms=30)
+    assert worker.done().status is JobStatus.TIMEOUT
+    share = lane.share()
+    assert (share.ok, share.slots.numpy().tolist()) == (False, [3])
+    assert (lane.pool.bytes == 0xAB).all()
+
+
+def test_a_job_of_another_epoch_is_void(lane: Lane, worker: FakeWorker) -> None:
+    """Once the worker has moved its epoch on, queued jobs of the old one move nothing."""
+    lane.pool.bytes[:] = 0xAB
+    worker.job(Store, 1, [1, 2], [3], after=1, epoch=0)
+    worker.words[EPOCH] = 1
+    worker.words[TIMELINE] = 1
+    assert worker.done().status is JobStatus.VOID
+    assert not lane.share().ok
+    assert (lane.pool.bytes == 0xAB).all()
+    assert worker.run(Store, 2, [1, 2], [3], epoch=1) is JobStatus.OK
+
+
+def test_cancelled_jobs_end_and_give_their_chunks_up(lane: Lane, worker: FakeWorker) -> None:
+    """Cancel ends what is queued with its own Done, says how many, and leaves others alone."""
+    worker.job(Store, 1, [1, 2], [3], after=1)
+    worker.job(Store, 2, [3, 4], [4], after=1)
+    request = worker.request(Cancel(jobs=(1, 99)))
+    header, message = worker.reply()
+    assert message == CancelDone(stopped=1)
+    assert header.request_id == request
+    assert (done := worker.done()).status is JobStatus.CANCELLED
+    assert done.job == 1
+    assert lane.share().slots.numpy().tolist() == [3]
+    worker.words[TIMELINE] = 1
+    assert worker.done().status is JobStatus.OK
+
+
+def test_wait_is_answered_after_the_jobs_it_names(worker: FakeWorker) -> None:
+    """WaitDone comes behind the Done of all jobs named, and at once where none is left."""
+    worker.request(Wait(jobs=(5,)))
+    assert isinstance(worker.reply()[1], WaitDone)
+    worker.job(Store, 1, [1, 2], [3], after=1)
+    worker.job(Store, 2, [3, 4], [4], after=1)
+    worker.request(Wait(jobs=(1, 2, 2, 77)))
+    assert worker.silent()
+    worker.words[TIMELINE] = 1
+    kinds = [type(worker.reply()[1]) for _ in range(3)]
+    assert kinds == [Done, Done, WaitDone]
+
+
+def test_loads_overtake_stores_and_waited_for_stores_overtake_loads(
+    worker: FakeWorker, directory: Directory
+) -> None:
+    """Of jobs that become possible at the same moment loads run first, but for what is awaited."""
+    directory.set([9], SlotState.READY, count=2)
+    worker.job(Store, 1, [1, 2], [3], after=1)
+    worker.job(Store, 2, [3, 4], [4], after=1)
+    worker.job(Load, 3, [5, 6], [9], after=1)
+    worker.request(Wait(jobs=(2,)))
+    worker.request(Ping())
+    assert isinstance(worker.reply()[1], Pong)
+    worker.words[TIMELINE] = 1
+    order = [worker.reply()[1] for _ in range(4)]
+    assert [m.job for m in order if isinstance(m, Done)] == [2, 3, 1]
+    assert isinstance(order[1], WaitDone)
+
+
+def test_a_ping_is_answered_while_a_long_job_runs(tmp_path: Path) -> None:
+    """Copies come in slices: the loop answers, and a load gets through, before a store is done."""
+    layout = simple_layout(tensors=2, num_blocks=4096, page=16384, blocks_per_chunk=1)
+    with Lane(tmp_path, 4096 * slot_bytes(layout)) as lane:
+        directory = Directory(4096)
+        directory.set(range(1, 4095), SlotState.WRITING)
+        directory.set([0], SlotState.READY, count=1)
+        worker = lane.attach(FakeWorker(layout), directory)
+        # Every other slot and block, backwards: nothing coalesces.
+        slots = list(range(4094, 0, -2))
+        worker.job(Store, 1, slots, slots)
+        worker.request(Ping())
+        worker.job(Load, 2, [4095], [0])
+        assert isinstance(worker.reply()[1], Pong)
+        assert [worker.done().job, worker.done().job] == [2, 1]
+
+
+def test_a_chunk_that_changes_hands_meanwhile_is_stale(
+    lane: Lane, worker: FakeWorker, directory: Directory
+) -> None:
+    """A store whose slot was given up before it began moves nothing and names no foreign chunk."""
+    worker.job(Store, 1, [1, 2], [3], after=1)
+    worker.request(Ping())
+    worker.reply()
+    directory.set([3], SlotState.DRAINING)
+    worker.words[TIMELINE] = 1
+    assert worker.done().status is JobStatus.STALE
+    assert lane.heard(ShareDone) == []
+
+
+def test_revoke_is_answered_when_nothing_writes_there(
+    lane: Lane, worker: FakeWorker, directory: Directory
+) -> None:
+    """With no copy in flight the answer comes at once and repeats slots and generations."""
+    worker.job(Store, 1, [1, 2], [3], after=1)
+    directory.set([3], SlotState.DRAINING)
+    slots, generations = IntArray.of([3], "u4"), IntArray.of([1], "u8")
+    lane.tell(Revoke(namespace=NAMESPACE, slots=slots, generations=generations))
+    assert lane.hear(Revoked) == Revoked(namespace=NAMESPACE, slots=slots, generations=generations)
+    worker.words[TIMELINE] = 1
+    assert worker.done().status is JobStatus.STALE
+
+
+def test_a_released_worker_is_unmapped_and_unknown(lane: Lane, worker: FakeWorker) -> None:
+    """Its jobs end first, then its memory is let go, and its token is worth nothing."""
+    worker.job(Store, 1, [1, 2], [3], after=1)
+    worker.request(Ping())
+    worker.reply()
+    maps = Path(f"/proc/{lane.process.pid}/maps")
+    files = [f"/proc/self/fd/{fd}" for fd in worker.fds]
+    inodes = [f" {os.stat(name).st_ino} " for name in files]  # noqa: PTH116  # of descriptors
+    assert all(inode in maps.read_text() for inode in inodes)
+    lane.tell(ReleaseWorker(session=worker.session))
+    assert lane.hear(Released).session == worker.session
+    assert worker.done().status is JobStatus.CANCELLED
+    assert not any(inode in maps.read_text() for inode in inodes)
+    worker.job(Store, 2, [1, 2], [3])
+    error = worker.reply()[1]
+    assert isinstance(error, Error)
+    assert error.code is ErrorCode.BAD_SESSION
+    lane.tell(ReleaseWorker(session=99))
+    assert lane.hear(Released).session == 99
+
+
+def test_memory_that_is_not_as_described_is_refused(lane: Lane) -> None:
+    """Too small a file, too few descriptors and a short control page are import errors."""
+    layout = simple_layout()
+    worker = FakeWorker(layout)
+    small = Memory(layout.storages[0] - 1)
+    assert "bytes" in lane.import_worker(worker, fds=[*worker.fds[:2], small.fd]).error
+    assert "descriptor" in lane.import_worker(worker, fds=worker.fds[:2]).error
+    page = Memory(8)
+    assert "control page" in lane.import_worker(worker, fds=[page.fd, *worker.fds[1:]]).error
+    assert not lane.import_worker(worker).error
+    assert "already" in lane.import_worker(worker).error
+    for memory in (small, page):
+        memory.close()
+    worker.close()
+
+
+def test_malformed_and_foreign_requests_get_their_error(lane: Lane, worker: FakeWorker) -> None:
+    """Each request with a readable header is answered by its id; noise is dropped and counted."""
+    good = WIRE.encode(Ping(), 41, session=worker.token)
+    cases = [
+        (good[:HEADER_BYTES] + b"\xc1", ErrorCode.BAD_MESSAGE),
+        (good[:4] + b"\x09\x00" + good[6:], ErrorCode.BAD_VERSION),
+        (good[:6] + b"\xff\x7f" + good[8:], ErrorCode.BAD_MESSAGE),
+        (WIRE.encode(Status(), 41, session=worker.token), ErrorCode.BAD_STATE),
+        (WIRE.encode(Cancel(jobs=(1,)), 41, session=b"?" * 16), ErrorCode.BAD_SESSION),
+    ]
+    for frame, code in cases:
+        worker.raw(frame)
+        header, message = worker.reply()
+        assert isinstance(message, Error)
+        assert (header.request_id, message.code) == (41, code)
+    worker.raw(b"noise")
+    worker.raw(good, b"a second part")
+    worker.request(Ping())
+    assert isinstance(worker.reply()[1], Pong)
+    assert lane.ping().counters.dropped_frames == 2
+
+
+def test_a_job_number_in_use_is_refused(worker: FakeWorker) -> None:
+    """The second job of the same number is refused and the first goes on."""
+    worker.job(Store, 1, [1, 2], [3], after=1)
+    assert worker.run(Store, 1, [5, 6], [4]) is JobStatus.REFUSED
+    worker.words[TIMELINE] = 1
+    assert worker.done().status is JobStatus.OK
+
+
+def test_the_pong_tells_what_was_done(lane: Lane, worker: FakeWorker, directory: Directory) -> None:
+    """Counters of bytes and of jobs by status grow with the work."""
+    directory.set([9], SlotState.READY, count=2)
+    worker.run(Store, 1, [1, 2], [3])
+    worker.run(Load, 2, [1, 2], [9])
+    worker.run(Load, 3, [1, 2], [10])
+    worker.job(Store, 4, [1, 2], [4], after=1)
+    worker.request(Ping())
+    worker.reply()
+    pong = lane.ping()
+    assert (pong.workers, pong.queued_jobs, pong.bytes_in_flight) == (1, 1, 0)
+    assert pong.counters.store_bytes == pong.counters.load_bytes == 4 * 4096
+    assert pong.counters.jobs == {"ok": 2, "stale": 1}
+
+
+def test_a_stopping_lane_finishes_and_leaves_cleanly(lane: Lane, worker: FakeWorker) -> None:
+    """StopLane: new jobs are refused, the queued one is done and reported, exit status 0."""
+    worker.job(Store, 1, [1, 2], [3], after=1)
+    worker.request(Ping())
+    worker.reply()
+    lane.tell(StopLane())
+    lane.ping()
+    assert worker.run(Store, 2, [1, 2], [4]) is JobStatus.REFUSED
+    worker.words[TIMELINE] = 1
+    assert worker.done().status is JobStatus.OK
+    assert lane.share().ok
+    assert lane.process.wait(PATIENCE) == 0
+
+
+def test_signals_for_the_group_do_not_end_a_lane(lane: Lane, worker: FakeWorker) -> None:
+    """SIGTERM and SIGINT are the broker's to act on."""
+    lane.process.send_signal(signal.SIGTERM)
+    lane.process.send_signal(signal.SIGINT)
+    assert worker.run(Store, 1, [1, 2], [3]) is JobStatus.OK
+
+
+def test_the_lifeline_ends_with_the_lane(lane: Lane) -> None:
+    """The pipe's read end reports end of file once the process is gone, and not before."""
+    assert select.select([lane.lifeline], [], [], 0)[0] == []
+    lane.process.kill()
+    assert select.select([lane.lifeline], [], [], PATIENCE)[0]
+    assert os.read(lane.lifeline, 1) == b""
+
+
+def test_a_lane_ends_when_the_link_does(lane: Lane) -> None:
+    """End of file from the broker ends the process by itself."""
+    lane.link.close()
+    assert lane.process.wait(PATIENCE) == 0
+
+
+def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Killing the parent kills the lane, even while somebody else holds the link open."""
+    pool = Memory(4096)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "kvd.lane", "--device", "host", "--incarnation", "1"]
+    command += ["--runtime-dir", str(tmp_path), "--link-fd", str(theirs.fileno())]
+    command += ["--pool-fd", str(pool.fd), "--pool-bytes", "4096"]
+    code = (
+        "import subprocess, sys;"
+        f"subprocess.Popen(sys.argv[1:], pass_fds=({theirs.fileno()}, {pool.fd})).wait()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, *command], pass_fds=(theirs.fileno(), pool.fd)
+    )
+    link = Channel(ours)
+    try:
+        assert select.select([link], [], [], PATIENCE)[0]
+        received = link.recv()
+        assert received is not None
+        ready = LINK.decode(received[0])[1]
+        assert isinstance(ready, LaneReady)
+        lane_pidfd = os.pidfd_open(ready.pid)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert select.select([lane_pidfd], [], [], PATIENCE)[0]
+    close_all([lane_pidfd, *received[1]])
+    link.close()
+    theirs.close()
+    pool.close()

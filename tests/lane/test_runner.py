@@ -1,0 +1,375 @@
+"""Jobs on a device whose transfers stay in flight until the test lets them end."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvd.errors import LaneError
+from kvd.lane.device import Device, Finished, MemoryId, Transfer
+from kvd.lane.jobs import LaneJob, ReplyTo
+from kvd.lane.queue import Limits
+from kvd.lane.runner import Runner
+from kvd.lane.workers import Binding, Worker, Workers
+from kvd.link import BindWorker, ImportWorker
+from kvd_proto.directory import SlotState
+from kvd_proto.layout import slot_bytes
+from kvd_proto.messages import HostHandle, Job, JobStatus, Load, Store
+from kvd_proto.states import JobState
+from tests.lane.support import NAMESPACE, Directory, FakeWorker, make_job, simple_layout
+
+REPLY = ReplyTo(b"", 1, bytes(16))
+PAGE = 2 * 2**20  # one page is one piece
+SLOTS = 12
+
+
+class HeldDevice(Device):
+    """Moves nothing; a transfer ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.flying: list[Transfer] = []
+        self.landed: list[Finished] = []
+        self.width = 2
+
+    def import_memory(
+        self, handles: Sequence[HostHandle], sizes: Sequence[int], descriptors: Sequence[int]
+    ) -> MemoryId:
+        """A number."""
+        assert len(handles) == len(sizes)
+        return MemoryId(descriptors[0])
+
+    def release_memory(self, memory: MemoryId) -> None:
+        """Nothing to do."""
+
+    @property
+    def has_room(self) -> bool:
+        """Up to `width` transfers."""
+        return len(self.flying) + len(self.landed) < self.width
+
+    @property
+    def in_flight(self) -> int:
+        """What is not reported."""
+        return len(self.flying) + len(self.landed)
+
+    def submit(self, transfer: Transfer) -> None:
+        """Take it."""
+        self.flying.append(transfer)
+
+    def land(self, index: int = 0, error: str = "") -> None:
+        """Let one end."""
+        transfer = self.flying.pop(index)
+        nbytes = 0 if error else transfer.nbytes
+        self.landed.append(Finished(transfer.id, nbytes, 1000, error))
+
+    def progress(self) -> list[Finished]:
+        """What the test has let end."""
+        landed, self.landed = self.landed, []
+        return landed
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Bench:
+    """A runner over a held device, with a clock that the test moves."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.now = 0
+        self.device = HeldDevice()
+        self.runner = Runner(self.device, limits, clock=lambda: self.now)
+        self.layout = simple_layout(tensors=1, num_blocks=16, page=PAGE, blocks_per_chunk=1)
+        self.directory = Directory(SLOTS)
+        self.directory.set(range(SLOTS), SlotState.WRITING)
+        self.sources: list[FakeWorker] = []
+        self.workers = Workers(self.device)
+
+    def worker(self, session: int = 1, owner: int = 7) -> Worker:
+        """A bound worker."""
+        source = FakeWorker(self.layout, session=session)
+        self.sources.append(source)
+        worker = self.workers.add(
+            ImportWorker(
+                session=session,
+                token=source.token,
+                rank=0,
+                world_size=1,
+                layout=self.layout,
+                handles=(HostHandle(1),),
+            ),
+            source.fds,
+        )
+        size = slot_bytes(self.layout)
+        bind = BindWorker(
+            session=session,
+            namespace=NAMESPACE,
+            owner=owner,
+            arena_base=0,
+            slot_bytes=size,
+            num_slots=SLOTS,
+        )
+        worker.binding = Binding.of(bind, [self.directory.memory.fd], self.layout, size * SLOTS)
+        return worker
+
+    def submit(self, worker: Worker, job: Job) -> None:
+        """Hand a job in."""
+        self.runner.submit(worker, job, REPLY)
+
+    def ended(self) -> list[tuple[int, JobStatus]]:
+        """What has ended, by number and status."""
+        self.runner.check_integrity()
+        return [(job.request.job, job.outcome[0]) for job in self.runner.take_ended()]
+
+    def close(self) -> None:
+        """Let go."""
+        for source in self.sources:
+            source.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """A runner, a held device, no workers."""
+    made = Bench()
+    yield made
+    made.close()
+
+
+def only(runner: Runner) -> LaneJob:
+    """The one unfinished job."""
+    (job,) = runner
+    return job
+
+
+def test_a_stopped_job_ends_when_its_last_transfer_has(bench: Bench) -> None:
+    """An enqueued transfer is drained, never abandoned; no further piece is submitted."""
+    bench.submit(bench.worker(), make_job(Store, 1, [1, 2, 3, 4], [1, 2, 3, 4]))
+    bench.runner.turn()
+    assert len(bench.device.flying) == 2
+    job = only(bench.runner)
+    bench.runner.stop(job, JobStatus.CANCELLED, "cancelled")
+    told: list[bool] = []
+    bench.runner.when_ended([job], lambda: told.append(True))
+    assert job.machine.state is JobState.DRAINING
+    assert bench.ended() == []
+    bench.device.land()
+    bench.runner.turn()
+    assert bench.ended() == []
+    bench.device.land()
+    bench.runner.turn()
+    (ended,) = bench.runner.take_ended()
+    assert ended.outcome[0] is JobStatus.CANCELLED
+    assert bench.device.flying == []
+    for action in ended.on_end:
+        action()
+    assert told == [True]
+
+
+def test_pieces_of_two_engines_alternate(bench: Bench) -> None:
+    """A long job of one engine leaves every other piece to its neighbour."""
+    one, two = bench.worker(1, owner=7), bench.worker(2, owner=8)
+    bench.directory.set(range(SLOTS), SlotState.READY, count=1)
+    bench.device.width = 100
+    bench.submit(one, make_job(Load, 1, [1, 2, 3, 4], [1, 2, 3, 4]))
+    bench.submit(two, make_job(Load, 2, [1, 2, 3, 4], [5, 6, 7, 8]))
+    bench.runner.turn()
+    assert [item.memory for item in bench.device.flying] == [one.memory, two.memory] * 4
+
+
+def test_a_load_takes_the_next_piece_from_a_running_store(bench: Bench) -> None:
+    """A load that arrives while a store copies goes first; the store goes on afterwards."""
+    worker = bench.worker()
+    bench.directory.set([9], SlotState.READY, count=1)
+    bench.device.width = 1
+    bench.submit(worker, make_job(Store, 1, [1, 2], [1, 2]))
+    bench.runner.turn()
+    bench.submit(worker, make_job(Load, 2, [5], [9]))
+    for _ in range(3):
+        bench.device.land()
+        bench.runner.turn()
+        bench.runner.turn()
+    assert bench.ended() == [(2, JobStatus.OK), (1, JobStatus.OK)]
+
+
+def test_a_slot_that_changes_while_it_is_loaded_is_detected(bench: Bench) -> None:
+    """A load whose chunk was evicted during the copy ends as STALE."""
+    bench.directory.set([3], SlotState.READY, count=1)
+    bench.submit(bench.worker(), make_job(Load, 1, [1], [3]))
+    bench.runner.turn()
+    bench.directory.set([3], SlotState.READY, count=1, generation=2)
+    bench.device.land()
+    bench.runner.turn()
+    assert bench.ended() == [(1, JobStatus.STALE)]
+
+
+def test_a_slot_that_is_given_up_while_it_is_stored_is_not_reported(bench: Bench) -> None:
+    """A store whose chunk is no longer its own at the end is STALE and names only the others."""
+    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
+    bench.runner.turn()
+    bench.directory.set([3], SlotState.DRAINING)
+    for _ in range(2):
+        bench.device.land()
+    bench.runner.turn()
+    (job,) = bench.runner.take_ended()
+    assert job.outcome[0] is JobStatus.STALE
+    (share,) = job.shares(ok=False)
+    assert share.slots.numpy().tolist() == [4]
+
+
+def test_an_epoch_that_moves_during_the_copy_voids_the_job(bench: Bench) -> None:
+    """No further piece is submitted, and the job ends as VOID once the flying ones have landed."""
+    bench.device.width = 1
+    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
+    bench.runner.turn()
+    bench.sources[0].words[1] = 9
+    bench.device.land()
+    bench.runner.turn()
+    bench.runner.turn()
+    assert bench.device.flying == []
+    assert bench.ended() == [(1, JobStatus.VOID)]
+
+
+def test_a_device_error_fails_the_job(bench: Bench) -> None:
+    """FAILED, after the other pieces have landed."""
+    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
+    bench.runner.turn()
+    bench.device.land(error="bus on fire")
+    bench.runner.turn()
+    assert bench.ended() == []
+    bench.device.land()
+    bench.runner.turn()
+    assert bench.ended() == [(1, JobStatus.FAILED)]
+
+
+def test_a_deadline_ends_queued_and_copying_jobs(bench: Bench) -> None:
+    """What is queued ends at once, what is copying after its transfers."""
+    worker = bench.worker()
+    bench.submit(worker, make_job(Store, 1, [1, 2], [3, 4], deadline_ms=10))
+    bench.submit(worker, make_job(Store, 2, [1], [5], after=9, deadline_ms=10))
+    bench.runner.turn()
+    bench.now = 10_000_000
+    bench.runner.turn()
+    assert bench.ended() == [(2, JobStatus.TIMEOUT)]
+    for _ in range(2):
+        bench.device.land()
+    bench.runner.turn()
+    assert bench.ended() == [(1, JobStatus.TIMEOUT)]
+
+
+def test_a_full_queue_sheds_stores() -> None:
+    """The oldest queued store ends as REFUSED when the engine's queue overflows."""
+    bench = Bench(Limits(jobs=2))
+    worker = bench.worker()
+    for number in range(3):
+        bench.submit(worker, make_job(Store, number, [1], [number], after=9))
+    assert bench.ended() == [(0, JobStatus.REFUSED)]
+    bench.close()
+
+
+def test_ended_jobs_do_not_pile_up(bench: Bench) -> None:
+    """Deadlines of jobs that have ended are thrown out long before they pass."""
+    worker = bench.worker()
+    for number in range(2000):
+        bench.submit(worker, make_job(Store, number, [], []))
+        bench.runner.turn()
+        assert bench.ended() == [(number, JobStatus.OK)]
+    assert len(bench.runner._deadlines) < 600
+
+
+class RunnerMachine(RuleBasedStateMachine):
+    """Jobs in any order of events: each ends once, and never with a transfer in flight."""
+
+    @initialize()
+    def make(self) -> None:
+        """Two engines."""
+        self.bench = Bench(Limits(jobs=4))
+        self.pair = [self.bench.worker(1, owner=7), self.bench.worker(2, owner=8)]
+        self.bench.directory.set(range(6), SlotState.READY, count=1)
+        self.open: set[int] = set()
+        self.number = 0
+
+    @rule(
+        which=st.integers(0, 1), load=st.booleans(), size=st.integers(0, 3), after=st.integers(0, 2)
+    )
+    def submit(self, which: int, load: bool, size: int, after: int) -> None:
+        """A job of up to three pieces; stores of the second engine are stale."""
+        self.number += 1
+        first = 0 if load else 6
+        blocks, slots = list(range(1, size + 1)), list(range(first, first + size))
+        job = make_job(Load if load else Store, self.number, blocks, slots, after=after)
+        self.bench.submit(self.pair[which], job)
+        self.open.add(self.number)
+
+    @rule(ms=st.sampled_from([0, 1, 30_000]))
+    def turn(self, ms: int) -> None:
+        """The loop turns, perhaps after a long time."""
+        self.bench.now += ms * 1_000_000
+        self.bench.runner.turn()
+
+    @rule(data=st.data(), error=st.sampled_from(["", "", "broken"]))
+    def land(self, data: st.DataObject, error: str) -> None:
+        """Any transfer ends."""
+        if self.bench.device.flying:
+            index = data.draw(st.integers(0, len(self.bench.device.flying) - 1))
+            self.bench.device.land(index, error)
+
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        """Any job is cancelled, perhaps twice."""
+        jobs = list(self.bench.runner)
+        if jobs:
+            job = data.draw(st.sampled_from(jobs))
+            self.bench.runner.stop(job, JobStatus.CANCELLED, "cancelled")
+
+    @rule(data=st.data())
+    def hoist(self, data: st.DataObject) -> None:
+        """Somebody waits for any job."""
+        jobs = list(self.bench.runner)
+        if jobs:
+            self.bench.runner.hoist(data.draw(st.sampled_from(jobs)))
+
+    @rule(which=st.integers(0, 1), value=st.integers(0, 2))
+    def timeline(self, which: int, value: int) -> None:
+        """A worker gets on."""
+        words = self.bench.sources[which].words
+        words[0] = max(int(words[0]), value)
+
+    @rule(generation=st.integers(1, 2))
+    def evict(self, generation: int) -> None:
+        """The loads' slots change hands."""
+        self.bench.directory.set(range(6), SlotState.READY, count=1, generation=generation)
+
+    @invariant()
+    def each_job_ends_once_and_at_rest(self) -> None:
+        """Whatever ended was open, has nothing in flight, and the rest is still known."""
+        if not hasattr(self, "bench"):
+            return
+        self.bench.runner.check_integrity()
+        for job in self.bench.runner.take_ended():
+            assert job.in_flight == 0
+            self.open.remove(job.request.job)
+        assert {job.request.job for job in self.bench.runner} == self.open
+
+    def teardown(self) -> None:
+        """Everything ends in bounded time."""
+        if hasattr(self, "bench"):
+            self.bench.now += 10**12
+            for _ in range(50):
+                while self.bench.device.flying:
+                    self.bench.device.land()
+                self.bench.runner.turn()
+            self.each_job_ends_once_and_at_rest()
+            assert not self.open
+            self.bench.close()
+
+
+TestRunnerMachine = RunnerMachine.TestCase
+TestRunnerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_worker_without_binding_is_refused(bench: Bench) -> None:
+    """Jobs of an incomplete engine are not taken."""
+    worker = bench.worker()
+    worker.binding = None
+    with pytest.raises(LaneError, match="not complete"):
+        bench.submit(worker, make_job(Store, 1, [1], [1]))
