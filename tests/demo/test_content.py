@@ -56,12 +56,12 @@ def test_every_coordinate_makes_another_seed() -> None:
 
 
 def test_hashes_are_chained() -> None:
-    """A chunk's hash depends on everything before it, and its key also on the group."""
+    """A chunk's hash depends on all before it, its key also on group and blocks left out."""
     one, other = list(chain((1, 2, 3))), list(chain((9, 2, 3)))
     assert not set(one) & set(other)
     assert list(chain((1, 2, 7)))[:2] == one[:2]
     assert len(chunk_key(one[0], 0)) == 36
-    assert chunk_key(one[0], 0) != chunk_key(one[0], 1)
+    assert len({chunk_key(one[0], 0), chunk_key(one[0], 1), chunk_key(one[0], 1, 1)}) == 3
 
 
 def test_pages_are_whole_words() -> None:

@@ -34,17 +34,23 @@ def test_the_windows_edge_skips_a_block() -> None:
     assert shape.blocks_present(WINDOW, range(1, 2), 4) == range(3, 4)
 
 
-@given(SHAPES, st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20))
-def test_the_longest_hit_is_longest(shape: Shape, there: list[tuple[bool, bool]]) -> None:
-    """The answer can be loaded, and nothing longer could."""
-    full, window = [f for f, _ in there], [w for _, w in there]
-    hit = shape.longest_hit(full, window)
+@given(SHAPES, st.integers(0, 20), st.sets(st.integers(0, 20)), st.integers(0, 3))
+def test_the_longest_hit_is_longest(
+    shape: Shape, prefix: int, whole: set[int], edge_skipped: int
+) -> None:
+    """The window after the answer is there, and after nothing longer."""
 
-    def loadable(n: int) -> bool:
-        return all(full[:n]) and all(window[c] for c in shape.window_chunks(n))
+    def there(chunk: int, skipped: int) -> bool:
+        return chunk in whole or (skipped > 0 and skipped == edge_skipped)
 
+    def loadable(end: int) -> bool:
+        needed = {b // shape.blocks_per_chunk: b for b in reversed(shape.window_blocks(end))}
+        return all(there(c, first % shape.blocks_per_chunk) for c, first in needed.items())
+
+    hit = shape.longest_hit(prefix, there)
+    assert 0 <= hit <= prefix
     assert loadable(hit)
-    assert not any(loadable(n) for n in range(hit + 1, len(there) + 1))
+    assert not any(loadable(end) for end in range(hit + 1, prefix + 1))
 
 
 @given(st.sets(st.integers(0, 50)))

@@ -27,6 +27,7 @@ ENGINE = "demo"
 DEFAULT_REQUESTS = 400
 MAX_WORLD_SIZE = 16
 POOL_SHARE = 0.4  # of the working set, so that chunks are evicted
+MAX_POOL_BYTES = 2**30  # unless --cpu-bytes says otherwise
 MIN_BLOCKS = 256
 ATTACH_SECONDS = 30.0
 
@@ -136,7 +137,7 @@ def _run(
         bytes_per_chunk = sum(STRIDES) * shape.blocks_per_chunk * world_size
         # Both groups' chunks; the window's are about three of every `step_chunks`.
         chunks = int(POOL_SHARE * 2 * distinct_pieces(requests)) + 4
-        cpu_bytes = chunks * bytes_per_chunk
+        cpu_bytes = min(chunks * bytes_per_chunk, MAX_POOL_BYTES)
     figures = Figures()
     memcpy_gbps = memcpy_rate()
     with Workplace(cpu_bytes) as place, Daemon(place, cpu_bytes) as daemon:

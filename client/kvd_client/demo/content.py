@@ -75,6 +75,10 @@ def chain(hash_ids: tuple[int, ...]) -> Iterator[bytes]:
         yield before
 
 
-def chunk_key(chunk_hash: bytes, group: int) -> bytes:
-    """The key of one group's chunk: its hash and the group index, 36 bytes."""
-    return chunk_hash + group.to_bytes(4, "little")
+def chunk_key(chunk_hash: bytes, group: int, skipped: int = 0) -> bytes:
+    """The key of one group's chunk, 36 bytes: its hash, the group index, blocks left out.
+
+    At a window's edge a chunk's first blocks are not there. What is stored then is less
+    than the chunk, and has a key of its own: who needs all of it must not find the part.
+    """
+    return chunk_hash + group.to_bytes(2, "little") + skipped.to_bytes(2, "little")

@@ -41,13 +41,13 @@ class _Job:
 class _Running:
     """One request while it is served: block ids by group and logical index."""
 
-    keys: list[list[bytes]]  # [group][chunk]
+    hashes: list[bytes]  # of its chunks
     blocks: list[dict[int, int]] = field(default_factory=lambda: [{}, {}])
 
     @property
     def chunks(self) -> int:
         """How many chunks can be cached."""
-        return len(self.keys[FULL])
+        return len(self.hashes)
 
 
 class Engine:
@@ -80,8 +80,7 @@ class Engine:
 
     def serve(self, request: Request) -> None:
         """Serve one request; its stores may still be running afterwards."""
-        hashes = list(chain(request.full_pieces))
-        running = _Running([[chunk_key(h, group) for h in hashes] for group in (FULL, WINDOW)])
+        running = _Running(list(chain(request.full_pieces)))
         self._figures.requests += 1
         try:
             position = self._reuse(running)
@@ -105,14 +104,21 @@ class Engine:
 
     def _reuse(self, running: _Running) -> int:
         """Load the longest prefix that is there; how many chunks."""
-        full = list(takewhile(bool, map(self._is_there, running.keys[FULL])))
-        window = [self._is_there(key) for key in running.keys[WINDOW][: len(full)]]
-        hit = self._shape.longest_hit(full, window)
+        full = [chunk_key(h, FULL) for h in running.hashes]
+        prefix = list(takewhile(self._is_there, full))
+        window: dict[int, bytes] = {}  # the keys that were found, by chunk
+
+        def there(chunk: int, skipped: int) -> bool:
+            key = self._window_key(running, chunk, skipped)
+            if key is not None:
+                window[chunk] = key
+            return key is not None
+
+        hit = self._shape.longest_hit(len(prefix), there)
         if not hit:
             return 0
         window_chunks = self._shape.window_chunks(hit)
-        keys = running.keys[FULL][:hit]
-        keys += running.keys[WINDOW][window_chunks.start : window_chunks.stop]
+        keys = prefix[:hit] + [window[chunk] for chunk in window_chunks]
         ticket = self._scheduler.prepare_load(keys)
         loaded = False
         if len(ticket) == len(keys):
@@ -139,12 +145,24 @@ class Engine:
         self._figures.loaded_chunks += len(keys)
         return hit
 
+    def _window_key(self, running: _Running, chunk: int, skipped: int) -> bytes | None:
+        """The key under which a window chunk is there, whole or but for its first blocks."""
+        for variant in sorted({0, skipped}):
+            key = chunk_key(running.hashes[chunk], WINDOW, variant)
+            if self._is_there(key):
+                return key
+        return None
+
     def _is_there(self, key: bytes) -> bool:
-        started = time.perf_counter_ns()
-        answer = self._scheduler.lookup(key)
-        self._figures.lookup_ns += time.perf_counter_ns() - started
-        self._figures.lookups += 1
-        return answer is LookupResult.HIT
+        """Whether the chunk can be loaded. One that is being stored is worth waiting for."""
+        while True:
+            started = time.perf_counter_ns()
+            answer = self._scheduler.lookup(key)
+            self._figures.lookup_ns += time.perf_counter_ns() - started
+            self._figures.lookups += 1
+            if answer is not LookupResult.HIT_PENDING or not self._jobs:
+                return answer is LookupResult.HIT
+            self._pump()
 
     def _compute(self, running: _Running, start: int, end: int) -> None:
         """Have the ranks compute chunks [start, end): fill their blocks."""
@@ -160,44 +178,42 @@ class Engine:
 
     def _store(self, running: _Running, start: int, end: int) -> None:
         """Offer what a step made, and store what is accepted."""
-        offered = [(FULL, chunk) for chunk in range(start, end)]
-        offered += [(WINDOW, chunk) for chunk in self._shape.window_chunks(end)]
-        keys = [running.keys[group][chunk] for group, chunk in offered]
-        ticket = self._scheduler.prepare_store(keys)
+        offered = {(FULL, c): chunk_key(running.hashes[c], FULL) for c in range(start, end)}
+        for chunk in self._shape.window_chunks(end):
+            skipped = self._shape.skipped(chunk, end)
+            # A part is of no use where the whole chunk is.
+            if not skipped or self._window_key(running, chunk, skipped) is None:
+                offered[WINDOW, chunk] = chunk_key(running.hashes[chunk], WINDOW, skipped)
+        ticket = self._scheduler.prepare_store(list(offered.values()))
         self._figures.evicted_chunks += len(ticket.evicted)
-        self._figures.refused_chunks += len(keys) - sum(a in _TAKEN for a in ticket.answers)
+        self._figures.refused_chunks += len(offered) - sum(a in _TAKEN for a in ticket.answers)
         places = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
-        where = dict(zip(ticket.keys, places, strict=True))
+        accepted = dict(zip(ticket.keys, places, strict=True))
         by_group = [
-            runs(c for g, c in offered if g == group and running.keys[g][c] in where)
+            runs(c for (g, c), key in offered.items() if g == group and key in accepted)
             for group in (FULL, WINDOW)
         ]
         # A job has one run of consecutive chunks a group; holes make several jobs.
         for parts in zip_longest(*by_group, fillvalue=range(0)):
-            self._save(running, parts, end, where)
+            spans = [self._span(running, g, chunks, end) for g, chunks in enumerate(parts)]
+            keys = [offered[g, c] for g, chunks in enumerate(parts) for c in chunks]
+            self._save(spans, {key: accepted[key] for key in keys})
         # The window moves on: blocks behind it are not needed any more.
         window = running.blocks[WINDOW]
         behind = [i for i in window if i < self._shape.window_blocks(end).start]
         self._unuse([window.pop(i) for i in behind])
 
-    def _save(
-        self,
-        running: _Running,
-        parts: Sequence[range],
-        end: int,
-        where: dict[bytes, tuple[int, int]],
-    ) -> None:
-        spans = [self._span(running, group, chunks, end) for group, chunks in enumerate(parts)]
-        keys = [key for span in spans for key in span.keys]
+    def _save(self, spans: list[Span], places: dict[bytes, tuple[int, int]]) -> None:
+        """Store these blocks; `places` are slot and generation by key, as the spans have them."""
 
         def ended(ok: bool) -> None:
             # A lane tells the rank and the broker at the same time: pending ones are written, too.
-            summary = self._scheduler.complete_store(keys, ok)
+            summary = self._scheduler.complete_store(places.keys(), ok)
             self._figures.stored_chunks += summary.ready + summary.pending
             self._figures.failed_stores += not ok
 
         job = self._begin(self._figures.store, spans, ended)
-        slots, generations = zip(*(where[key] for key in keys), strict=True)
+        slots, generations = zip(*places.values(), strict=True)
         self._ranks.send_all(Save(job, spans, list(slots), list(generations)))
 
     # ----------------------------------------------------------- blocks, jobs
@@ -214,7 +230,7 @@ class Engine:
             group,
             logical.start,
             [running.blocks[group][index] for index in logical],
-            running.keys[group][chunks.start : chunks.stop],
+            [chunk_key(running.hashes[chunk], group) for chunk in chunks],
         )
 
     def _allocate(self, running: _Running, chunks: range, end: int) -> None:

@@ -8,7 +8,7 @@ is stored, so that another request can go on from that point: after the first
 chunk (shared system prompts), then every `step_chunks` chunks, and at the end.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 FULL, WINDOW = 0, 1
@@ -56,19 +56,22 @@ class Shape:
         ends = {1, end, *range(self.step_chunks, end, self.step_chunks)}
         return sorted(e for e in ends if start < e <= end)
 
-    def longest_hit(self, full: Sequence[bool], window: Sequence[bool]) -> int:
+    def skipped(self, chunk: int, end: int) -> int:
+        """How many of a window chunk's first blocks are not in the window after `end` chunks."""
+        return max(0, self.window_blocks(end).start - chunk * self.blocks_per_chunk)
+
+    def longest_hit(self, prefix: int, there: Callable[[int, int], bool]) -> int:
         """How many leading chunks can be loaded.
 
         Args:
-            full: [chunks]: is the full group's chunk there.
-            window: [chunks]: is the window group's chunk there.
+            prefix: how many leading chunks of the full group are there.
+            there: whether a chunk of the window group is, but for so many first blocks.
 
         Returns:
-            The largest n with full[:n] there and the window after n chunks there.
+            The largest n up to `prefix` with the window after n chunks there.
         """
-        prefix = next((i for i, there in enumerate(full) if not there), len(full))
         for end in range(prefix, 0, -1):
-            if all(window[chunk] for chunk in self.window_chunks(end)):
+            if all(there(chunk, self.skipped(chunk, end)) for chunk in self.window_chunks(end)):
                 return end
         return 0
 

@@ -61,7 +61,7 @@ class Workplace:
 
 
 class Process:
-    """A subprocess with a log file, in a process group of its own.
+    """A subprocess with a log file, in a process group of its own; it never outlives this one.
 
     Ctrl-C at the terminal then reaches the parent alone, which ends the others in order.
     """
@@ -73,7 +73,10 @@ class Process:
         self.log = log
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [
+                    *(sys.executable, "-m", "kvd_client.demo.tether", str(os.getpid())),
+                    *arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -150,10 +153,7 @@ class Daemon(Process):
 
 
 class Ranks:
-    """The rank processes and the pipes to them.
-
-    A rank ends when its pipe closes, so none outlives this process.
-    """
+    """The rank processes and the pipes to them; a rank ends when its pipe closes."""
 
     def __init__(self, place: Path, setups: Sequence[Setup]) -> None:
         self._place = place

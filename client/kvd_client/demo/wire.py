@@ -21,7 +21,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     first: logical index of the first block.
     block_ids: where they are on the GPU.
-    keys: one per chunk that they lie in, the first and last perhaps partly covered.
+    keys: of the chunks that they lie in, as if whole: these decide the content.
     """
 
     group: int

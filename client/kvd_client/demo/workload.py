@@ -66,8 +66,7 @@ def conversations(count: int, seed: int) -> Iterator[Request]:
             prompt = rng.choice(system_prompts)
             live.append(_Conversation(list(prompt), len(prompt) * PIECE_TOKENS))
         # Users who spoke lately are the likeliest to speak again.
-        conversation = live[-1 - min(int(rng.expovariate(1 / 6)), len(live) - 1)]
-        live.remove(conversation)
+        conversation = live.pop(-1 - min(int(rng.expovariate(1 / 6)), len(live) - 1))
         conversation.tokens += int(rng.lognormvariate(7.2, 0.9)) + 1
         whole = conversation.tokens // PIECE_TOKENS
         conversation.pieces += fresh(whole - len(conversation.pieces))

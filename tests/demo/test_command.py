@@ -1,0 +1,188 @@
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+FIGURES = {
+    "requests",
+    "lookups",
+    "hit_chunks",
+    "stored_chunks",
+    "loaded_chunks",
+    "evicted_chunks",
+    "verified_bytes",
+    "mismatched_bytes",
+    "store_GBps",
+    "load_GBps",
+    "memcpy_GBps",
+    "job_p50_us",
+    "job_p99_us",
+    "lookup_us_per_key",
+    "world_size",
+    "device",
+}
+DEMO = [sys.executable, "-m", "kvd", "demo"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """After every test no directory of a demo is left, and none of its processes."""
+    before = leftovers()
+    yield
+    assert leftovers() <= before
+    for process in psutil.process_iter(["cmdline"]):
+        assert "kvd-demo-" not in " ".join(process.info["cmdline"] or [])
+
+
+def leftovers() -> set[Path]:
+    """Directories of demos, wherever they may be."""
+    places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    return {path for place in places for path in place.glob("kvd-demo-*")}
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `kvd demo` to its end."""
+    return subprocess.run(
+        [*DEMO, *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """A long demo whose ranks have begun to serve, with all that it has started."""
+    process = subprocess.Popen(
+        [*DEMO, "--requests", "5000", "--cpu-bytes", str(64 * 2**20)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        parent = psutil.Process(process.pid)
+        # Each rank opens its shared tensors just before it is ready: three storages and a page.
+        while sum(is_rank(child) and has_memory(child) for child in parent.children()) < 2:
+            assert process.poll() is None, process.communicate()[1]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        yield process, parent.children(recursive=True)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Whether a child of the demo is one of its ranks."""
+    with contextlib.suppress(psutil.Error):
+        return "kvd_client.demo.rank" in process.cmdline()
+    return False
+
+
+def is_daemon(process: psutil.Process) -> bool:
+    """Whether a child of the demo is its daemon."""
+    return process.cmdline()[2:5] == ["kvd", "serve", "--runtime-dir"]
+
+
+def has_memory(process: psutil.Process) -> bool:
+    """Whether a rank has its control page already."""
+    fds = Path(f"/proc/{process.pid}/fd")
+    with contextlib.suppress(OSError):
+        return any("kvd-control" in str(fd.readlink()) for fd in fds.iterdir())
+    return False
+
+
+def all_ended(processes: list[psutil.Process]) -> bool:
+    """Whether they all end, and soon."""
+    return not psutil.wait_procs(processes, timeout=30)[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_loaded_byte_is_verified(tmp_path: Path, world_size: int) -> None:
+    """Ranks store, evict, load and verify; the JSON has every figure and no wrong byte."""
+    out = tmp_path / "out.json"
+    done = demo(
+        "--requests", "40", "--seed", "3", "--world-size", str(world_size), "--json", str(out)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures.keys() >= FIGURES
+    assert figures["requests"] == 40
+    assert figures["world_size"] == world_size
+    assert figures["mismatched_bytes"] == figures["strayed_bytes"] == 0
+    assert figures["hit_chunks"] == figures["loaded_chunks"] > 0
+    assert figures["evicted_chunks"] > 0
+    assert figures["verified_bytes"] > 0
+    assert "bytes are right" in done.stdout
+
+
+def test_a_trace_is_served(tmp_path: Path) -> None:
+    """Requests come from a file in the Mooncake format; what repeats is loaded."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": t, "input_length": 4096, "output_length": 1, "hash_ids": [*range(8)]}
+        for t in range(3)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out.json"
+    done = demo("--trace", str(trace), "--json", str(out), "--cpu-bytes", str(64 * 2**20))
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["requests"] == 3
+    assert figures["hit_chunks"] == figures["loaded_chunks"] > 0
+
+
+def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
+    """One byte flipped before a store makes the demo fail and say how many bytes are wrong."""
+    out = tmp_path / "out.json"
+    done = demo(
+        "--requests", "30", "--corrupt", "--json", str(out), "--cpu-bytes", str(256 * 2**20)
+    )
+    assert done.returncode == 1
+    assert json.loads(out.read_text())["mismatched_bytes"] > 0
+    assert "loaded bytes are wrong" in " ".join(done.stdout.split())
+
+
+def test_a_bad_trace_is_named(tmp_path: Path) -> None:
+    """A line that is not in the format ends the demo before anything starts."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": -1, "output_length": 1, "hash_ids": []}\n')
+    done = demo("--trace", str(trace))
+    assert done.returncode == 1
+    assert "trace.jsonl:1" in done.stderr
+    assert "input_length" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(number: signal.Signals) -> None:
+    """Ctrl-C and SIGTERM end the daemon, its lane and the ranks."""
+    with serving() as (process, started):
+        assert len(started) >= 4  # daemon, lane, two ranks
+        process.send_signal(number)
+        process.wait(30)
+        assert process.returncode != 0
+        assert all_ended(started)
+
+
+def test_a_dead_rank_ends_everything() -> None:
+    """When a rank is killed, the demo says so and ends the others."""
+    with serving() as (process, started):
+        victim = next(child for child in started if is_rank(child))
+        victim.kill()
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert f"(pid {victim.pid}) ended with status -9" in " ".join(said.decode().split())
+        assert all_ended(started)
+
+
+def test_nothing_outlives_a_killed_demo() -> None:
+    """SIGKILL leaves no chance to clean up; the processes end all the same."""
+    with serving() as (process, started):
+        where = next(Path(child.cmdline()[5]).parent for child in started if is_daemon(child))
+        process.kill()
+        assert all_ended(started)
+        shutil.rmtree(where)
