@@ -88,6 +88,8 @@ class Connection:
         self.doomed = False
         self._ids = 0
         self._probe = 0
+        self._given_up: dict[int, Message] = {}  # request id -> request
+        self.late: list[tuple[Message, Message]] = []  # request given up, reply that came after
         self.door = Door(socket_path(runtime_dir, "door.sock"), end)
         try:
             greeting = self.door.wait(end, stop)
@@ -139,12 +141,14 @@ class Connection:
             if ready:
                 raise DaemonLost("the daemon is gone, or this session is being closed")
             if time.monotonic() >= end:
+                self._given_up[request_id] = message
                 raise DaemonSilent(f"no answer to {type(message).__name__}")
 
     def ping(self) -> bool:
         """Whether a daemon that was silent has answered a PING by now. Never waits.
 
-        The first call sends it. One is enough: a local socket loses nothing.
+        The first call sends it. One is enough: a local socket loses nothing. The reply
+        that was given up comes before the PING's, and is then in `late`.
 
         Raises:
             DaemonLost: as `exchange`.
@@ -181,11 +185,15 @@ class Connection:
             header = WIRE.decode_header(frame)
             if header.boot_id != self.boot_id:
                 raise DaemonLost("another daemon answers: it has restarted")
-            if header.request_id != request_id:
-                return None
-            return WIRE.decode_body(header, frame)
+            reply = WIRE.decode_body(header, frame)
         except DecodeError as error:
             raise DaemonLost(f"an unreadable reply: {error}") from error
+        if header.request_id == request_id:
+            return reply
+        request = self._given_up.pop(header.request_id, None)
+        if request is not None:
+            self.late.append((request, reply))
+        return None
 
     def close(self) -> None:
         """Close both sockets."""

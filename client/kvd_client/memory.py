@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import weakref
 from typing import Any, Self
 
 import numpy as np
@@ -11,7 +12,7 @@ from kvd_client.errors import UnsupportedMemory, UsageError
 
 
 class HostMemory:
-    """One storage in shared host memory.
+    """One storage in shared host memory. Its descriptor is closed with it.
 
     Args:
         fd: a descriptor of the memory; taken over.
@@ -32,6 +33,7 @@ class HostMemory:
                 f"{nbytes} bytes from offset {offset} do not lie inside a file of {have} bytes"
             )
         self.fd = fd
+        self._closing = weakref.finalize(self, os.close, fd)
         self.nbytes = nbytes
         self.offset = offset
         self._array = array
@@ -50,10 +52,21 @@ class HostMemory:
         try:
             os.ftruncate(fd, nbytes)
             array = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-            return cls(fd, nbytes, array=array)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise UnsupportedMemory(f"{nbytes} bytes cannot be allocated: {error}") from error
+        return cls(fd, nbytes, array=array)
+
+    def part(self, offset: int, nbytes: int) -> "HostMemory":
+        """A range of this memory as a storage of its own, with a descriptor of its own.
+
+        Raises:
+            UsageError: outside this memory; or closed.
+        """
+        if self.fd < 0 or offset < 0 or nbytes <= 0 or offset + nbytes > self.nbytes:
+            raise UsageError(f"bytes {offset}..{offset + nbytes} of {self!r} are not there")
+        array = None if self._array is None else self._array[offset : offset + nbytes]
+        return HostMemory(os.dup(self.fd), nbytes, self.offset + offset, array)
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -80,9 +93,8 @@ class HostMemory:
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays mapped. May be called again."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._closing()
+        self.fd = -1
 
     def __repr__(self) -> str:
         state = "closed" if self.fd < 0 else f"fd {self.fd}"

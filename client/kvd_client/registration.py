@@ -1,5 +1,6 @@
 """What a worker wants registered: checked here, before a daemon sees it."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,15 +18,22 @@ class Wanted:
     """A registration to be made with every daemon that is there, until the worker is closed.
 
     Attributes:
-        fds: descriptors in the order of the message's numbers; the control page is number 0.
+        control: descriptor number 0 of the message.
+        memory: the descriptors from number 1 on, duplicates that live as long as this does.
         waited_for: a caller waits for the first answer and is told of a refusal.
         refusal: that answer.
     """
 
     message: Register
-    fds: tuple[int, ...]
+    control: ControlPage
+    memory: tuple[HostMemory, ...]
     waited_for: bool = True
     refusal: Error | None = None
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors in the order of the message's numbers."""
+        return [self.control.fd, *(part.fd for part in self.memory)]
 
 
 def wanted_registration(
@@ -57,7 +65,8 @@ def wanted_registration(
         validate_layout(layout)
     except LayoutError as error:
         raise UsageError(f"the layout cannot be served: {error}") from error
-    numbers: dict[int, int] = {control.fd: 0}
+    numbers: dict[tuple[int, int], int] = {}
+    kept: list[HostMemory] = []
     handles = []
     for index, (part, size) in enumerate(zip(memory, layout.storages, strict=True)):
         if not isinstance(part, HostMemory) or part.fd < 0:
@@ -66,11 +75,15 @@ def wanted_registration(
             raise UsageError(
                 f"memory[{index}] has {part.nbytes} bytes, the layout's storage {index} has {size}"
             )
-        number = numbers.setdefault(part.fd, len(numbers))
-        handles.append(HostHandle(fd_index=number, offset=part.offset))
-    if len(numbers) > MAX_FDS:
+        status = os.fstat(part.fd)
+        file = (status.st_dev, status.st_ino)
+        if file not in numbers:  # parts of one file are mapped once
+            kept.append(part.part(0, part.nbytes))
+            numbers[file] = len(kept)
+        handles.append(HostHandle(fd_index=numbers[file], offset=part.offset))
+    if len(kept) >= MAX_FDS:
         raise UsageError(
-            f"{len(numbers)} descriptors, {MAX_FDS} at most; put tensors into fewer storages"
+            f"{len(kept) + 1} descriptors, {MAX_FDS} at most; put tensors into fewer storages"
         )
     message = Register(
         rank=rank,
@@ -81,4 +94,4 @@ def wanted_registration(
         layout=layout,
         handles=tuple(handles),
     )
-    return Wanted(message, tuple(numbers))
+    return Wanted(message, control, tuple(kept))

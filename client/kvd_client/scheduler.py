@@ -1,5 +1,6 @@
 """The scheduler's side: what is cached, where to store, what to load."""
 
+import itertools
 import logging
 import mmap
 import os
@@ -313,6 +314,16 @@ class Scheduler:
         attachment = self._attachment
         usable = attachment is not None and not silent
         self._find = attachment.directory.lookup if usable and attachment else self._find_nothing
+
+    def undo(self, request: Message, reply: Message) -> Message | None:
+        """See Handler: slots and pins that nobody knows of must not outlive the silence."""
+        if isinstance(request, PrepareStore) and isinstance(reply, StorePrepared):
+            accepted = reply.answers.numpy() == StoreAnswer.ACCEPTED
+            keys = tuple(itertools.compress(request.keys, accepted.tolist()))
+            return CompleteStore(keys=keys, success=False) if keys else None
+        if isinstance(reply, LoadPrepared) and len(reply.slots):
+            return CompleteLoad(lease=reply.lease)
+        return None
 
     def on_lost(self) -> None:
         """See Handler."""

@@ -50,6 +50,9 @@ class Handler(Protocol):
     def on_silent(self, silent: bool) -> None:
         """A deadline has passed, or the daemon answers again."""
 
+    def undo(self, request: Message, reply: Message) -> Message | None:
+        """The request that takes back what was granted after nobody waited for it any more."""
+
     def on_lost(self) -> None:
         """The connection is gone."""
 
@@ -276,7 +279,16 @@ class Session:
         if not self._lock.acquire(timeout=PROBE_SECONDS):
             return False
         try:
-            return connection.ping()
+            if not connection.ping():
+                return False
+            while connection.late:
+                undo = self._handler.undo(*connection.late.pop())
+                if undo is not None:
+                    connection.exchange(undo, time.monotonic() + self.deadline)
+        except DaemonSilent:
+            return False
+        else:
+            return True
         finally:
             self._lock.release()
 

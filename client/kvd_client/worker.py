@@ -32,6 +32,7 @@ from kvd_proto.messages import (
     Fingerprint,
     LaneUp,
     Load,
+    Message,
     Registered,
     Store,
     Unregister,
@@ -106,7 +107,7 @@ class Worker:
         """Give the daemon this rank's KV memory. From now on that is renewed by itself.
 
         Args:
-            memory: `memory[i]` is storage i of the layout; stays open until `close`.
+            memory: `memory[i]` is storage i of the layout; descriptors may be closed afterwards.
             layout: this rank's tensors and groups.
             fingerprint: what must be equal for engines to share chunks.
             device: the lane that serves the memory.
@@ -390,6 +391,11 @@ class Worker:
 
     def on_silent(self, silent: bool) -> None:
         """See Handler: lanes have sockets of their own, nothing to do."""
+
+    def undo(self, request: Message, reply: Message) -> Message | None:
+        """See Handler: a late registration ends with its connection."""
+        del request, reply
+        return None
 
     def on_lost(self) -> None:
         """See Handler. Jobs go on until their lane is known to be dead."""

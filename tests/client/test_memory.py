@@ -36,6 +36,8 @@ def test_host_memory_checks_sizes() -> None:
     memory = HostMemory.allocate(64)
     with pytest.raises(UsageError, match="does not fit"):
         memory.view(np.int64, (9,))
+    with pytest.raises(UsageError, match="not there"):
+        memory.part(1, 64)
     with pytest.raises(UnsupportedMemory, match="do not lie inside"):
         HostMemory(memory.fd, 64, offset=1)
     memory.close()

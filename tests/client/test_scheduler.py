@@ -184,8 +184,20 @@ def test_frozen_daemon_costs_one_deadline(daemon: FakeDaemon, scheduler: Schedul
     until(scheduler, connected=True)
     assert daemon.wait_for(Ping)
     assert scheduler.lookup(b"ready") is LookupResult.HIT
+    # What was granted too late is given back.
+    undone = daemon.wait_for(CompleteStore)[0]
+    assert (undone.keys, undone.success) == ((b"k",), False)
     # The late answer to the first request is not taken for that to the second.
     assert len(scheduler.prepare_store([b"a", b"b"])) == 2
+
+
+def test_late_lease_is_given_back(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """A lease that was granted after the deadline pins nothing for long."""
+    daemon.freeze()
+    assert scheduler.prepare_load([b"k"]).keys == ()
+    daemon.thaw()
+    assert daemon.wait_for(CompleteLoad)[0].lease == 7
+    until(scheduler, connected=True)
 
 
 def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:

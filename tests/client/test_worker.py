@@ -392,7 +392,7 @@ class HostMemorySmall:
 def test_storages_in_one_file_send_one_descriptor(daemon: FakeDaemon) -> None:
     """Two storages at different offsets of one descriptor are sent as one."""
     whole = HostMemory.allocate(2 * 4096)
-    parts = [HostMemory(whole.fd, 4096), HostMemory(whole.fd, 4096, offset=4096)]
+    parts = [whole.part(0, 4096), whole.part(4096, 4096)]
     layout = msgspec.structs.replace(
         LAYOUT,
         storages=(4096, 4096),
@@ -402,7 +402,8 @@ def test_storages_in_one_file_send_one_descriptor(daemon: FakeDaemon) -> None:
         assert worker.register(parts, layout, FINGERPRINT)
     register = daemon.wait_for(Register)[0]
     assert [(h.fd_index, h.offset) for h in register.handles] == [(1, 0), (1, 4096)]
-    whole.close()
+    parts[1].array[0] = 7
+    assert whole.array[4096] == 7
 
 
 def test_many_storages_go_in_several_notices(daemon: FakeDaemon) -> None:
