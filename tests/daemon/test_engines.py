@@ -104,7 +104,7 @@ def test_a_restarted_engine_hits_its_old_chunks(daemon: Daemon) -> None:
 
 
 def test_eviction_makes_room_and_never_takes_what_is_leased(start_daemon: StartDaemon) -> None:
-    """A full pool evicts the coldest; leased chunks stay; when all are leased stores are refused."""
+    """A full pool evicts the coldest; leased chunks stay, and stores beyond them are refused."""
     layout = make_layout()
     chunk = 2 * 2 * 2 * 4096
     daemon = start_daemon(cpu_bytes=str(8 * chunk))

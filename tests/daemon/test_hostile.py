@@ -1,0 +1,337 @@
+"""Bytes that no honest client sends: one clear error each, nobody else disturbed."""
+
+import mmap
+import os
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from kvd_client import LookupResult
+from kvd_proto.codec import HEADER_BYTES, NO_ID, WIRE
+from kvd_proto.messages import (
+    Error,
+    ErrorCode,
+    Fingerprint,
+    Greeting,
+    Handles,
+    Hello,
+    HostHandle,
+    Message,
+    Ping,
+    Pong,
+    PrepareStore,
+    Register,
+    Reset,
+    Status,
+    Welcome,
+)
+from kvd_proto.vectors import EXAMPLES, vector
+from tests.conftest import Daemon
+from tests.daemon.engines import POISON, Engine, keys_of, make_layout
+from tests.daemon.test_engines import wait_hit
+
+
+class RawClient:
+    """A session spoken by hand."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.door.settimeout(10)
+        self.door.connect(str(runtime_dir / "door.sock"))
+        header, greeting = WIRE.decode(self.door.recv(65536))
+        assert isinstance(greeting, Greeting)
+        self.boot_id, self.token = header.boot_id, header.session
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(f"ipc://{runtime_dir / 'broker.sock'}")
+        self.request_id = 100
+
+    def raw(self, frame: bytes) -> tuple[int, Message]:
+        """Send a frame; request id and message of the reply."""
+        self.socket.send(frame)
+        assert self.socket.poll(10_000), "no reply"
+        header, message = WIRE.decode(self.socket.recv())
+        assert header.boot_id == self.boot_id
+        return header.request_id, message
+
+    def ask(
+        self, message: Message, *, boot_id: bytes | None = None, token: bytes | None = None
+    ) -> Message:
+        """A request, by default with the right ids."""
+        self.request_id += 1
+        frame = WIRE.encode(message, self.request_id, boot_id or self.boot_id, token or self.token)
+        request_id, reply = self.raw(frame)
+        assert request_id == self.request_id
+        return reply
+
+    def hello(self, kind: str = "scheduler", engine: str = "raw", protocol: int = 1) -> Message:
+        """The handshake."""
+        return self.ask(
+            Hello(
+                kind=kind,  # type: ignore[arg-type]
+                engine=engine,
+                pid=os.getpid(),
+                protocol_min=protocol,
+                protocol_max=protocol,
+                client="raw",
+            )
+        )
+
+    def close(self) -> None:
+        """Leave."""
+        self.door.close()
+        self.context.destroy(0)
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[RawClient]:
+    """A session that has not said HELLO."""
+    raw = RawClient(daemon.runtime_dir)
+    yield raw
+    raw.close()
+
+
+def code_of(reply: Message) -> ErrorCode:
+    """The code of an ERROR."""
+    assert isinstance(reply, Error), reply
+    assert len(reply.text) > 5
+    return reply.code
+
+
+def test_a_body_that_is_no_message_is_answered_by_its_id(client: RawClient) -> None:
+    """Any body behind a readable header gets exactly one ERROR with that id."""
+    client.hello()
+    head = WIRE.encode(Ping(), 55, client.boot_id, client.token)[:HEADER_BYTES]
+    for body in (b"", b"\xc1", b"\x80\x80", b"\x81\xa4keys\x01", os.urandom(200)):
+        request_id, reply = client.raw(head[:6] + b"\x10\x00" + head[8:] + body)
+        assert request_id == 55
+        assert code_of(reply) is ErrorCode.BAD_MESSAGE
+    request_id, reply = client.raw(head[:6] + b"\xff\x7f" + head[8:] + b"\x80")
+    assert (request_id, code_of(reply)) == (55, ErrorCode.BAD_MESSAGE)
+    request_id, reply = client.raw(head[:4] + b"\x09\x00" + head[6:] + b"\x80")
+    assert (request_id, code_of(reply)) == (55, ErrorCode.BAD_VERSION)
+    assert isinstance(client.ask(Ping()), Pong)
+
+
+def test_frames_without_a_header_are_dropped(client: RawClient) -> None:
+    """Junk, empty frames and multipart messages get no reply and do no harm."""
+    for parts in ([b""], [b"junk"], [b"a", b"b", b"c"], [os.urandom(64)], [bytes(48)]):
+        client.socket.send_multipart(parts)
+    assert isinstance(client.ask(Ping()), Pong)
+    assert not client.socket.poll(0)
+
+
+def test_tokens_and_boot_ids_are_checked(client: RawClient, daemon: Daemon) -> None:
+    """A wrong token, a stale boot id and somebody else's token are refused."""
+    client.hello()
+    assert code_of(client.ask(Ping(), token=bytes(15) + b"x")) is ErrorCode.BAD_SESSION
+    assert code_of(client.ask(Ping(), boot_id=bytes(15) + b"x")) is ErrorCode.STALE_BOOT
+    thief = RawClient(daemon.runtime_dir)
+    assert code_of(thief.ask(Ping(), token=client.token)) is ErrorCode.BAD_SESSION
+    thief.close()
+    assert isinstance(client.ask(Ping()), Pong)
+
+
+def test_the_handshake_is_enforced(client: RawClient) -> None:
+    """Nothing before HELLO, HELLO once, and only with a common version."""
+    assert code_of(client.ask(PrepareStore(keys=(b"k",)))) is ErrorCode.BAD_STATE
+    assert code_of(client.hello(protocol=9)) is ErrorCode.BAD_VERSION
+    assert isinstance(client.hello(), Welcome)
+    assert code_of(client.hello()) is ErrorCode.BAD_STATE
+    assert code_of(client.ask(PrepareStore(keys=(b"k",)))) is ErrorCode.NOT_READY
+    assert code_of(client.ask(Reset())) is ErrorCode.NOT_READY
+    assert code_of(client.ask(Pong(pid=1))) is ErrorCode.BAD_STATE
+
+
+def test_a_tool_changes_nothing(client: RawClient) -> None:
+    """A session of kind tool may ask for the status and cannot store or register."""
+    client.hello(kind="tool")
+    assert code_of(client.ask(PrepareStore(keys=(b"k",)))) is ErrorCode.BAD_STATE
+    assert not isinstance(client.ask(Status()), Error)
+
+
+@pytest.mark.parametrize(
+    "junk", [b"junk", vector(EXAMPLES[0]), WIRE.encode(Handles(first=0, count=3))]
+)
+def test_junk_at_the_door_ends_that_session_only(
+    client: RawClient, daemon: Daemon, junk: bytes
+) -> None:
+    """Whoever talks nonsense at the door is shown out; others stay."""
+    other = RawClient(daemon.runtime_dir)
+    other.hello()
+    client.door.send(junk)
+    assert client.door.recv(100) == b""
+    assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
+    assert isinstance(other.ask(Ping()), Pong)
+    other.close()
+
+
+def test_a_registration_without_descriptors_is_refused(client: RawClient) -> None:
+    """Handles that name descriptors which never come: an error that says how many came."""
+    client.hello(kind="worker")
+    layout = make_layout()
+    register = Register(
+        rank=0,
+        world_size=1,
+        device="host",
+        fingerprint=Fingerprint(model="m"),
+        layout=layout,
+        handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
+    )
+    reply = client.ask(register)
+    assert code_of(reply) is ErrorCode.BAD_LAYOUT
+    assert "0 descriptors arrived" in reply.text  # type: ignore[union-attr]
+
+
+def test_memory_smaller_than_claimed_is_refused(client: RawClient) -> None:
+    """A descriptor whose file is shorter than the layout says is refused with both sizes."""
+    client.hello(kind="worker")
+    layout = make_layout()
+    fds = [os.memfd_create("test") for _ in range(3)]
+    for fd, size in zip(fds, (4096, layout.storages[0], layout.storages[1] - 4096), strict=True):
+        os.ftruncate(fd, size)
+    frame = WIRE.encode(Handles(first=0, count=3), 0, client.boot_id, client.token)
+    socket.send_fds(client.door, [frame], fds)
+    for fd in fds:
+        os.close(fd)
+    register = Register(
+        rank=0,
+        world_size=1,
+        device="host",
+        fingerprint=Fingerprint(model="m"),
+        layout=layout,
+        handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
+    )
+    reply = client.ask(register)
+    assert code_of(reply) is ErrorCode.BAD_LAYOUT
+    assert str(layout.storages[1]) in reply.text  # type: ignore[union-attr]
+    assert isinstance(client.ask(Ping()), Pong)
+
+
+def test_an_unknown_device_is_named(client: RawClient) -> None:
+    """A device without a lane is refused, and those that are served are listed."""
+    client.hello(kind="worker")
+    layout = make_layout()
+    reply = client.ask(
+        Register(
+            rank=0,
+            world_size=1,
+            device="GPU-1234",
+            fingerprint=Fingerprint(model="m"),
+            layout=layout,
+            handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
+        )
+    )
+    assert code_of(reply) is ErrorCode.BAD_LAYOUT
+    assert "'GPU-1234'" in reply.text  # type: ignore[union-attr]
+    assert "host" in reply.text  # type: ignore[union-attr]
+
+
+def test_mutated_requests_never_stop_the_daemon(client: RawClient, daemon: Daemon) -> None:
+    """Hundreds of broken variants of every message; the daemon answers on, the lane lives."""
+    seed = 20
+    generator = random.Random(seed)
+    client.hello()
+    boot_and_token = client.boot_id + client.token
+    for _ in range(600):
+        frame = bytearray(vector(generator.choice(EXAMPLES)))
+        frame[16:48] = boot_and_token
+        for _ in range(generator.randint(1, 4)):
+            place = generator.choice([6, *range(HEADER_BYTES, len(frame))])
+            frame[place % len(frame)] = generator.randrange(256)
+        client.socket.send(bytes(frame))
+    assert client.socket.poll(10_000)
+    while client.socket.poll(200):
+        WIRE.decode(client.socket.recv())
+    assert isinstance(client.ask(Ping()), Pong)
+    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
+
+
+def test_a_forged_job_moves_nothing(daemon: Daemon) -> None:
+    """Slots that were never granted, of another engine or of another generation are refused."""
+    with (
+        Engine(daemon.runtime_dir, name="owner", world_size=1).wait_attached() as owner,
+        Engine(daemon.runtime_dir, name="forger", world_size=1).wait_attached() as forger,
+    ):
+        keys = keys_of("target", 2)
+        owner.store(keys)
+        wait_hit(owner, keys)
+        open_keys = keys_of("open", 2)
+        ticket = owner.scheduler.prepare_store(open_keys)
+        owner.fill(open_keys, 1)
+        forger.poison(range(1, 5))
+        ready = owner.scheduler.prepare_load(keys)
+        for slots, generations in (
+            (ticket.slots, ticket.generations),  # writing, but another engine's
+            (ready.slots, ready.generations),  # READY: nobody may write
+            (ticket.slots + 50, ticket.generations),  # free
+            (ticket.slots + 10_000_000, ticket.generations),  # no slot at all
+        ):
+            results = forger.results(forger.submit("store", [0], [1, 2, 3, 4], slots, generations))
+            assert not results[0].success
+        for generations in (ready.generations + 1, ready.generations * 0):
+            jobs = forger.submit("load", [0], [1, 2, 3, 4], ready.slots, generations)
+            assert not forger.results(jobs)[0].success
+        jobs = forger.submit("load", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
+        assert not forger.results(jobs)[0].success
+        assert (forger.page(0, 0, 1) == POISON).all()
+        assert owner.load(keys) == (2, 0)
+        owner.results(owner.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations))
+        wait_hit(owner, open_keys)
+        assert owner.load(open_keys) == (2, 0)
+
+
+def test_the_directory_cannot_be_written_by_clients(daemon: Daemon) -> None:
+    """The descriptor is read-only, and so is every other way to the same memory."""
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        engine.store(keys_of("guarded", 1))
+        names = [
+            path
+            for path in Path("/proc/self/fd").iterdir()
+            if "kvd-directory" in str(path.readlink() if path.is_symlink() else "")
+        ]
+        maps = Path("/proc/self/maps").read_text()
+        lines = [line for line in maps.splitlines() if "kvd-directory" in line]
+        assert lines
+        assert all(line.split()[1] == "r--s" for line in lines)
+        for name in names:
+            with pytest.raises(OSError, match=r"not permitted|Bad file|Permission"):
+                os.write(int(name.name), b"x")
+        client = RawClient(daemon.runtime_dir)
+        client.hello(engine="engine")
+        frame, fds, _, _ = socket.recv_fds(client.door, 65536, 4)
+        assert frame
+        again = os.open(f"/proc/self/fd/{fds[0]}", os.O_RDWR)  # the kernel allows this much
+        with pytest.raises(PermissionError):
+            mmap.mmap(again, 4096)
+        with pytest.raises(PermissionError):
+            os.write(again, b"x")
+        for fd in (again, *fds):
+            os.close(fd)
+        client.close()
+
+
+def test_too_many_keys_are_refused_as_a_message(client: RawClient) -> None:
+    """One key above the limit: an error, not a truncated answer."""
+    client.hello()
+    head = WIRE.encode(Ping(), 77, client.boot_id, client.token)[:HEADER_BYTES]
+    count = 65537
+    body = b"\x81\xa4keys\xdd" + count.to_bytes(4, "big") + b"\xc4\x01k" * count
+    request_id, reply = client.raw(head[:6] + b"\x10\x00" + head[8:] + body)
+    assert (request_id, code_of(reply)) == (77, ErrorCode.BAD_MESSAGE)
+
+
+def test_absurd_arguments_are_misses_not_exceptions(daemon: Daemon) -> None:
+    """Keys that nobody stored, twice the same, or thousands of them: plain misses."""
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        keys = [np.random.default_rng(i).bytes(36) for i in range(5000)]
+        assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+        assert not engine.scheduler.prepare_load(keys).keys
+        assert engine.scheduler.touch(keys + keys) == 0
+    assert bytes(16) == NO_ID
