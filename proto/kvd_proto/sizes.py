@@ -13,17 +13,19 @@ already a sum over its layers when they differ, and would be counted twice.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kvd_proto.errors import SizeError
 from kvd_proto.layout import RankLayout, slot_bytes, used_storage_bytes
 
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNITS = {
     "": 1,
     "b": 1,
     **{f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgtp")},
     **{f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgtp")},
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,18})(\.[0-9]{1,18})?\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def total_gpu_kv_bytes(layout: RankLayout) -> int:
@@ -37,7 +39,7 @@ def kv_bytes_per_block(total: int, num_blocks: int, world_size: int = 1) -> int:
     Raises:
         SizeError: no blocks, no bytes or no ranks.
     """
-    if num_blocks <= 0 or total <= 0 or world_size <= 0:
+    if num_blocks <= 0 or total < num_blocks or world_size <= 0:
         raise SizeError(
             f"{total} KV bytes in {num_blocks} blocks over {world_size} ranks make 0 chunks;"
             " the engine must have allocated its KV cache before it registers"
@@ -59,8 +61,9 @@ def num_chunks(cpu_bytes: int, chunk_bytes: int) -> int:
     count = cpu_bytes // chunk_bytes if chunk_bytes > 0 else 0
     if count <= 0:
         raise SizeError(
-            f"a pool of {cpu_bytes} bytes holds no chunk of {chunk_bytes} bytes; raise --cpu-bytes"
-            f" to at least {format_size(max(chunk_bytes, 1))}, or lower blocks_per_chunk"
+            f"a pool of {cpu_bytes} bytes ({format_size(cpu_bytes)}) holds no chunk of"
+            f" {chunk_bytes} bytes ({format_size(chunk_bytes)}); raise --cpu-bytes to at least"
+            f" {chunk_bytes}, or lower blocks_per_chunk"
         )
     return count
 
@@ -85,10 +88,12 @@ def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> ChunkSizes:
         SizeError: no chunk fits, with the figures.
         LayoutError: a rank's groups need more than it reported.
     """
+    if not layouts:
+        raise SizeError("no rank has reported its KV memory: 0 chunks")
     shares = layouts[:1] if layouts[0].replicated else layouts
-    arenas = tuple(slot_bytes(layout) for layout in shares)
     for layout in shares:
         kv_bytes_per_block(total_gpu_kv_bytes(layout), layout.num_blocks)
+    arenas = tuple(slot_bytes(layout) for layout in shares)
     total = sum(arenas)
     return ChunkSizes(arenas, total, num_chunks(cpu_bytes, total))
 
@@ -102,7 +107,12 @@ class AutoSize:
 
 
 def auto_cpu_bytes(
-    gpu_kv_bytes_per_rank: int, world_size: int, *, ratio: float, available: int, reserve: int
+    gpu_kv_bytes_per_rank: int,
+    world_size: int,
+    *,
+    available: int,
+    reserve: int,
+    ratio: float = 2.0,
 ) -> AutoSize:
     """Ratio x reported GPU KV bytes x world size, at most what is available less a reserve."""
     wanted = int(ratio * gpu_kv_bytes_per_rank * world_size)
@@ -117,25 +127,21 @@ def auto_cpu_bytes(
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from `64GiB`, `512MiB`, `1.5GB` or a plain number.
+    """Bytes from `64GiB`, `512MiB`, `1.5GB` or a plain number; a fraction of a byte is dropped.
 
     Raises:
-        SizeError: it is none of these.
+        SizeError: it is none of these, or negative.
     """
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
+    match = _SIZE.fullmatch(str(text))
+    unit = _UNITS.get(match[3].lower()) if match else None
+    if match is None or unit is None or isinstance(text, bool):
         raise SizeError(f"{text!r} is no size; write bytes or a number with a unit, such as 64GiB")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    return int(Fraction(match[1] + (match[2] or "")) * unit)
 
 
 def format_size(nbytes: int) -> str:
     """For people: `1.5 GiB`."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            return f"{nbytes} B" if unit == "B" else f"{value:.4g} {unit}"
-        value /= 1024
-    raise SizeError(f"{nbytes} bytes")
+    power = min(max(abs(nbytes).bit_length() - 1, 0) // 10, len(_BINARY) - 1)
+    if power == 0:
+        return f"{nbytes} B"
+    return f"{round(nbytes / 1024**power, 2):g} {_BINARY[power]}"

@@ -1,0 +1,161 @@
+"""What fits into the engine's block pool: override, longest request, admission.
+
+All groups of a model draw blocks from one pool: a block id belongs to one
+group at a time. An operator's block-count override beats the measured count
+everywhere here, so that nobody admits by a capacity that the engine does not
+have. A request that can never fit is refused at once; nothing here waits.
+
+Formulas follow vLLM's ``v1/core/kv_cache_utils.py``.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvd_proto.errors import AdmissionError, SizeError
+from kvd_proto.sizes import format_size
+
+NULL_BLOCKS = 1  # block 0 is never handed out
+DEFAULT_BATCHED_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share one block table.
+
+    page_bytes: padded page of each layer, in bytes of one rank.
+    block_size, sliding_window: in tokens.
+    uniform_type: all layers need the same blocks although their pages may
+    differ in size, and memory is laid out in tuples of one page of each size.
+    """
+
+    page_bytes: tuple[int, ...]
+    block_size: int
+    sliding_window: int | None = None
+    uniform_type: bool = False
+
+    def blocks_for(self, tokens: int, batched_tokens: int) -> int:
+        """Blocks that a request of `tokens` holds in this group at its worst moment.
+
+        Behind a sliding window blocks are given back, so no more than the
+        window and one batch are alive; they need not start at a block's edge,
+        hence one block more.
+        """
+        blocks = _cdiv(tokens, self.block_size)
+        if self.sliding_window is None:
+            return blocks
+        alive = min(tokens, self.sliding_window - 1 + batched_tokens)
+        return min(blocks, _cdiv(alive, self.block_size) + 1)
+
+
+def per_block_pool_bytes(groups: Sequence[LayerGroup]) -> int:
+    """Bytes of one rank's pool that one block takes.
+
+    - one group of uniform type: its page size, which is the sum over its
+      layers; times a number of tensors it would be counted twice;
+    - several groups, all of uniform type: one page of each size makes a tuple;
+      the sum of those pages times the largest number of tuples of any group;
+    - anything else: layers of the largest group times the common page size.
+
+    Raises:
+        SizeError: no layers, pages of no bytes, or pages that differ where
+            they must be common.
+    """
+    if not groups or any(not group.page_bytes or min(group.page_bytes) <= 0 for group in groups):
+        raise SizeError(
+            f"{[group.page_bytes for group in groups]} are the pages per group; every group needs"
+            " layers with pages of at least 1 byte"
+        )
+    uniform = all(group.uniform_type for group in groups)
+    if uniform and len(groups) == 1:
+        return sum(groups[0].page_bytes)
+    sizes = sorted({page for group in groups for page in group.page_bytes})
+    if uniform:
+        return sum(sizes) * max(max(Counter(group.page_bytes).values()) for group in groups)
+    if len(sizes) > 1:
+        raise SizeError(
+            f"page sizes {sizes} differ between layers that share blocks; pad the pages to"
+            f" {sizes[-1]} bytes, or report the groups as uniform type"
+        )
+    return sizes[0] * max(len(group.page_bytes) for group in groups)
+
+
+def effective_num_blocks(measured: int, override: int | None) -> int:
+    """Blocks that the engine has: the operator's override where there is one.
+
+    Raises:
+        SizeError: the one that counts is below 1.
+    """
+    name, blocks = ("measured", measured) if override is None else ("override", override)
+    if blocks < 1:
+        raise SizeError(
+            f"{name} block count = {blocks}; an engine needs at least 1 block, give it more"
+            " memory or a larger override"
+        )
+    return blocks
+
+
+def blocks_needed(
+    groups: Sequence[LayerGroup], tokens: int, batched_tokens: int = DEFAULT_BATCHED_TOKENS
+) -> int:
+    """Blocks that a request of `tokens` holds over all groups at its worst moment."""
+    return sum(group.blocks_for(tokens, batched_tokens) for group in groups)
+
+
+def longest_request(
+    groups: Sequence[LayerGroup],
+    num_blocks: int,
+    limit: int,
+    batched_tokens: int = DEFAULT_BATCHED_TOKENS,
+) -> int:
+    """Tokens of the longest request that fits (auto-fit), 0 if none does.
+
+    Args:
+        groups: all groups of the model.
+        num_blocks: effective blocks, the null block included.
+        limit: the model's own limit in tokens; with sliding windows alone
+            nothing else may bound a request.
+        batched_tokens: most tokens of one engine step.
+    """
+    low, high = 0, max(0, limit)
+    while low < high:  # needs grow with tokens, so bisect
+        middle = (low + high + 1) // 2
+        if blocks_needed(groups, middle, batched_tokens) <= num_blocks - NULL_BLOCKS:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def admit(
+    max_seq_len: int,
+    groups: Sequence[LayerGroup],
+    measured: int,
+    override: int | None = None,
+    batched_tokens: int = DEFAULT_BATCHED_TOKENS,
+) -> None:
+    """Check that a request of `max_seq_len` tokens can ever be served.
+
+    Raises:
+        AdmissionError: it cannot; with both figures, in blocks and bytes of
+            one rank, and what to change.
+        SizeError: there is no pool to speak of.
+    """
+    blocks = effective_num_blocks(measured, override)
+    available = blocks - NULL_BLOCKS
+    needed = blocks_needed(groups, max_seq_len, batched_tokens)
+    if needed <= available:
+        return
+    each = per_block_pool_bytes(groups)
+    origin = f"{measured} measured" if override is None else f"override, {measured} measured"
+    fits = longest_request(groups, blocks, max_seq_len, batched_tokens)
+    more = "give the KV cache more memory" if override is None else "raise the block override"
+    raise AdmissionError(
+        f"max seq len {max_seq_len} needs {needed} blocks ({format_size(needed * each)} a rank),"
+        f" available are {available} ({format_size(available * each)}; {blocks} blocks:"
+        f" {origin}, less the null block); {more}, or lower max seq len to {fits} or less"
+    )
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
