@@ -6,7 +6,7 @@ have a place and a directory), perhaps unbound and bound again, and released.
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd.errors import ImportFailed, LaneError
@@ -43,6 +43,7 @@ class ControlPage:
             page = mmap.mmap(fd, CONTROL_PAGE_BYTES, prot=mmap.PROT_READ)
         except OSError as error:
             raise ImportFailed(f"the control page cannot be mapped: {error}") from error
+        self._page = page
         # Item access of a "Q" view reads its eight bytes at once.
         self._words = memoryview(page).cast("Q")
 
@@ -55,6 +56,11 @@ class ControlPage:
     def epoch(self) -> int:
         """The epoch whose jobs are valid."""
         return self._words[_EPOCH]
+
+    def close(self) -> None:
+        """Unmap it; nothing can be read afterwards."""
+        self._words.release()
+        self._page.close()
 
     def __repr__(self) -> str:
         return f"<ControlPage timeline={self.timeline} epoch={self.epoch}>"
@@ -133,11 +139,6 @@ class Worker:
     binding: Binding | None = None
     leaving: bool = False
 
-    @property
-    def engine(self) -> int:
-        """The engine whose turn this worker's jobs take; its own session until it is bound."""
-        return self.binding.owner if self.binding is not None else self.session
-
     def __repr__(self) -> str:
         bound = "bound" if self.binding is not None else "not bound"
         return f"<Worker session={self.session} rank={self.rank}/{self.world_size} {bound}>"
@@ -183,6 +184,7 @@ class Workers:
     def remove(self, worker: Worker) -> None:
         """Unmap a worker's memory; nothing may be in flight on it."""
         self._device.release_memory(worker.memory)
+        worker.control.close()
         del self._by_session[worker.session]
         del self._by_token[worker.token]
 
@@ -196,9 +198,6 @@ class Workers:
 
     def __len__(self) -> int:
         return len(self._by_session)
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(list(self._by_session.values()))
 
     def __repr__(self) -> str:
         return f"<Workers {len(self)}>"
