@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvd_client.demo.blocks import BlockAllocator
 from kvd_client.demo.engine import Engine
-from kvd_client.demo.errors import DemoError, ProcessLost
+from kvd_client.demo.errors import DemoError
 from kvd_client.demo.memory import STRIDES
 from kvd_client.demo.plan import Shape
 from kvd_client.demo.processes import Daemon, Ranks, Workplace
@@ -30,6 +30,7 @@ POOL_SHARE = 0.4  # of the working set, so that chunks are evicted
 MAX_POOL_BYTES = 2**30  # unless --cpu-bytes says otherwise
 MIN_BLOCKS = 256
 ATTACH_SECONDS = 30.0
+LOOK_SECONDS = 0.5
 
 
 @click.command()
@@ -156,8 +157,7 @@ def _run(
             for rank in range(world_size)
         ]
         with Ranks(place, setups) as ranks, Scheduler(daemon.runtime_dir, ENGINE) as scheduler:
-            if not scheduler.wait_attached(ATTACH_SECONDS):
-                raise ProcessLost("the ranks are registered, but their chunks cannot be reached")
+            _wait_attached(scheduler, ranks, daemon)
             engine = Engine(scheduler, ranks, shape, BlockAllocator(num_blocks), figures)
             started = time.perf_counter()
             _serve(engine, requests, figures, console)
@@ -166,6 +166,14 @@ def _run(
     return figures, figures.summary(
         world_size=world_size, device=ranks.device, memcpy_gbps=memcpy_gbps
     )
+
+
+def _wait_attached(scheduler: Scheduler, ranks: Ranks, daemon: Daemon) -> None:
+    end = time.monotonic() + ATTACH_SECONDS
+    while not scheduler.wait_attached(LOOK_SECONDS):
+        ranks.check_running()
+        if time.monotonic() > end:
+            raise daemon.lost(f"all ranks are ready, but no chunks after {ATTACH_SECONDS:g} s")
 
 
 def _serve(engine: Engine, requests: list[Request], figures: Figures, console: Console) -> None:

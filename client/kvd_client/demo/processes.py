@@ -85,6 +85,11 @@ class Process:
             )
 
     @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
@@ -108,7 +113,7 @@ class Process:
 
     def end(self) -> None:
         """Ask it to end, wait, kill it where that takes too long. May be called again."""
-        if self._process.poll() is None:
+        if self.running:
             self._process.send_signal(signal.SIGTERM)
         self.wait(END_SECONDS)
 
@@ -190,6 +195,16 @@ class Ranks:
         pipe = Connection(ours.detach())
         self._processes[pipe] = process
         send(pipe, setup)
+
+    def check_running(self) -> None:
+        """Check that no rank has ended.
+
+        Raises:
+            ProcessLost: one has.
+        """
+        for process in self._processes.values():
+            if not process.running:
+                raise process.lost("a rank is gone")
 
     def send_all(self, command: Command) -> None:
         """The same command to every rank.
