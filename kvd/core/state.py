@@ -52,7 +52,7 @@ class BrokerState:
             Refused: NOT_READY where the engine is not complete.
         """
         if engine is None:
-            raise Refused(ErrorCode.BAD_STATE, "say HELLO first")
+            raise Refused(ErrorCode.BAD_STATE, "this session belongs to no engine")
         if engine.namespace is None:
             missing = engine.missing_ranks
             waits = f"ranks {list(missing)} have" if missing else "no rank has"

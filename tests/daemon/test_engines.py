@@ -153,7 +153,11 @@ def test_replicated_shares_are_stored_once(daemon: Daemon) -> None:
         wait_hit(engine, keys)
         assert engine.load(keys) == (9, 0)
         assert engine.scheduler.bytes_per_chunk == 2 * 2 * 4096
-    assert daemon.status()["counters"]["store_bytes"] == 9 * 2 * 2 * 4096
+    for _ in range(100):  # the lane's counters come with its next heartbeat
+        stored = daemon.status()["counters"]["store_bytes"]
+        if stored:
+            break
+    assert stored == 9 * 2 * 2 * 4096
 
 
 def test_blocks_that_were_not_stored_are_a_miss(daemon: Daemon) -> None:
@@ -192,7 +196,7 @@ def test_a_budget_below_one_chunk_is_refused_with_the_figures(start_daemon: Star
     with Worker(daemon.runtime_dir, "tiny", 0, 2) as worker:
         layout = make_layout()
         memory = [HostMemory.allocate(size) for size in layout.storages]
-        with pytest.raises(RegistrationError, match=r"16384 bytes holds no chunk of 32768 bytes"):
+        with pytest.raises(RegistrationError, match=r"16384 bytes.* holds no chunk of 32768 bytes"):
             worker.register(memory, layout, Fingerprint(model="m"))
         for item in memory:
             item.close()

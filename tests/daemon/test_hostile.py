@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvd_client import LookupResult
-from kvd_proto.codec import HEADER_BYTES, NO_ID, WIRE
+from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.messages import (
     Error,
     ErrorCode,
