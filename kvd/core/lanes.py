@@ -53,6 +53,8 @@ def add_counters(left: LaneCounters, right: LaneCounters) -> LaneCounters:
         store_ns=left.store_ns + right.store_ns,
         load_ns=left.load_ns + right.load_ns,
         jobs=jobs,
+        dropped_frames=left.dropped_frames + right.dropped_frames,
+        dropped_replies=left.dropped_replies + right.dropped_replies,
     )
 
 

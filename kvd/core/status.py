@@ -92,6 +92,8 @@ def _counters(state: BrokerState, namespaces: list[Namespace]) -> dict[str, Any]
         "store_seconds": 0.0,
         "load_seconds": 0.0,
         "lane_restarts": 0,
+        "lane_dropped_frames": 0,
+        "lane_dropped_replies": 0,
         "jobs": {},
     }
     for lane in state.lanes.values():
@@ -101,6 +103,8 @@ def _counters(state: BrokerState, namespaces: list[Namespace]) -> dict[str, Any]
         totals["store_seconds"] += counters.store_ns / 1e9
         totals["load_seconds"] += counters.load_ns / 1e9
         totals["lane_restarts"] += lane.restarts
+        totals["lane_dropped_frames"] += counters.dropped_frames
+        totals["lane_dropped_replies"] += counters.dropped_replies
         for name, count in counters.jobs.items():
             totals["jobs"][name] = totals["jobs"].get(name, 0) + count
     for namespace in namespaces:

@@ -334,4 +334,3 @@ def test_absurd_arguments_are_misses_not_exceptions(daemon: Daemon) -> None:
         assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.MISS}
         assert not engine.scheduler.prepare_load(keys).keys
         assert engine.scheduler.touch(keys + keys) == 0
-    assert bytes(16) == NO_ID
