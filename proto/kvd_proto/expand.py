@@ -132,16 +132,9 @@ def _runs(
     ids, slot_offset, inside: [blocks], a block's id, its slot's bytes from the arena's start, and
     its place in the chunk.
     """
-    refs = layout.groups[group].refs
-    tensors = [layout.tensors[ref.tensor] for ref in refs]
-    storage = np.array([tensor.storage for tensor in tensors], dtype=np.int32)
-    column = np.array(
-        [
-            (tensor.offset, tensor.block_stride, ref.page_bytes, start)
-            for tensor, ref, start in zip(tensors, refs, ref_offsets(layout, group), strict=True)
-        ],
-        dtype=np.int64,
-    ).T[:, :, np.newaxis]
+    regions = _regions(layout, group)
+    storage = np.array([region[0] for region in regions], dtype=np.int32)
+    column = np.array([region[1:] for region in regions], dtype=np.int64).T[:, :, np.newaxis]
     offset, stride, page, start = column
     memory = offset + ids * stride  # [refs, blocks]
     arena = slot_offset + start + inside * page
@@ -156,6 +149,29 @@ def _runs(
         arena.reshape(-1)[starts],
         blocks * page[ref, 0],
     )
+
+
+def _regions(layout: RankLayout, group: int) -> list[tuple[int, int, int, int, int]]:
+    """(storage, offset, stride, page, start in slot) of each ref of a group.
+
+    With one block a chunk, refs are page after page in the slot; where they are
+    so in memory too (all layers of a block packed together) they are one.
+    """
+    regions: list[tuple[int, int, int, int, int]] = []
+    refs = layout.groups[group].refs
+    for ref, start in zip(refs, ref_offsets(layout, group), strict=True):
+        tensor = layout.tensors[ref.tensor]
+        if regions and layout.blocks_per_chunk == 1:
+            storage, offset, stride, page, first = regions[-1]
+            if (storage, offset + page, stride) == (
+                tensor.storage,
+                tensor.offset,
+                tensor.block_stride,
+            ):
+                regions[-1] = (storage, offset, stride, page + ref.page_bytes, first)
+                continue
+        regions.append((tensor.storage, tensor.offset, tensor.block_stride, ref.page_bytes, start))
+    return regions
 
 
 def _check(
@@ -176,10 +192,11 @@ def _check(
         raise JobShapeError(
             f"group sizes {sizes.tolist()} and block indices {indices.tolist()} must not be below 0"
         )
-    if int(sizes.sum()) != len(blocks):
+    total = sum(sizes.tolist())  # Python's integers do not wrap around
+    if total != len(blocks):
         raise JobShapeError(
-            f"group sizes {sizes.tolist()} sum to {int(sizes.sum())}, but {len(blocks)} block ids"
-            " are listed; count what was appended"
+            f"group sizes {sizes.tolist()} sum to {total}, but {len(blocks)} block ids are listed;"
+            " count what was appended"
         )
     chunks = chunks_per_group(sizes, indices, layout.blocks_per_chunk)
     if int(chunks.sum()) != len(slots):
@@ -187,6 +204,8 @@ def _check(
             f"{len(slots)} slots for {chunks.tolist()} chunks per group (sizes {sizes.tolist()},"
             f" block indices {indices.tolist()}, {layout.blocks_per_chunk} blocks per chunk)"
         )
+    if len(slots) and int(slots.min()) < 0:
+        raise JobShapeError(f"slot {int(slots.min())} is below 0")
     if len(blocks):
         low, high = int(blocks.min()), int(blocks.max())
         if low == NULL_BLOCK:

@@ -199,9 +199,9 @@ def _check_group(layout: RankLayout, index: int, group: GroupSpec) -> None:
 def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) -> None:
     """Check that the ranks of one engine agree.
 
-    All ranks must have the same num_blocks, factors and groups' block sizes;
-    ranks of one pipeline stage also the same page sizes (other stages hold
-    other layers).
+    All ranks must have the same num_blocks, factors and groups; ranks of one
+    pipeline stage also the same page sizes (other stages hold other layers,
+    and so cannot hold replicas of each other's shares).
 
     Raises:
         LayoutMismatch: naming the odd rank and both figures.
@@ -213,9 +213,13 @@ def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) 
         "replicated": lambda x: x.replicated,
         "number of groups": lambda x: len(x.groups),
         "block sizes": lambda x: [group.block_size for group in x.groups],
+        "kinds of group": lambda x: [group.kind for group in x.groups],
+        "sliding windows": lambda x: [group.sliding_window for group in x.groups],
     }
     for name, value in common.items():
         _agree(name, {rank: value(layout) for rank, layout in layouts.items()})
+    if any(layout.replicated for layout in layouts.values()):
+        _one_stage({rank: stages[rank] for rank in layouts})
     for stage in sorted(set(stages.values())):
         members = {rank: layout for rank, layout in layouts.items() if stages[rank] == stage}
         _agree(
@@ -229,6 +233,18 @@ def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) 
             f"bytes per chunk (stage {stage})",
             {rank: slot_bytes(layout) for rank, layout in members.items()},
         )
+
+
+def _one_stage(stages: Mapping[int, int]) -> None:
+    """One share is stored for all ranks, and pipeline stages hold different layers."""
+    first = min(stages)
+    for rank in sorted(stages):
+        if stages[rank] != stages[first]:
+            raise LayoutMismatch(
+                f"rank {rank} is of pipeline stage {stages[rank]}, rank {first} of stage"
+                f" {stages[first]}: they cannot hold replicated shares; register with"
+                " replicated=False"
+            )
 
 
 def _agree(name: str, values: Mapping[int, Any]) -> None:

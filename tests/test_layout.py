@@ -1,0 +1,268 @@
+"""What a rank's report must satisfy, and what ranks must agree on."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd_proto.errors import AlignmentError, LayoutError, LayoutMismatch, SizeError
+from kvd_proto.layout import (
+    MAX_BYTES,
+    GroupSpec,
+    RankLayout,
+    TensorRef,
+    TensorSpec,
+    compare_ranks,
+    group_bytes,
+    ref_offsets,
+    share_bytes,
+    slot_bytes,
+    used_storage_bytes,
+    validate_layout,
+)
+
+
+def dense(layers: int = 2, page: int = 4096, blocks: int = 8, **changes: Any) -> RankLayout:
+    """One group over equal tensors, each in a storage of its own."""
+    layout = RankLayout(
+        num_blocks=blocks,
+        blocks_per_chunk=2,
+        hash_block_size=16,
+        storages=(page * blocks,) * layers,
+        tensors=tuple(TensorSpec(i, 0, page, page) for i in range(layers)),
+        groups=(GroupSpec(tuple(TensorRef(i, page) for i in range(layers)), 16),),
+    )
+    return msgspec.structs.replace(layout, **changes)
+
+
+def test_a_plain_layout_is_accepted() -> None:
+    """A layout whose figures fit passes."""
+    validate_layout(dense())
+
+
+@pytest.mark.parametrize(
+    ("changes", "figures"),
+    [
+        ({"num_blocks": 0}, "num_blocks = 0"),
+        ({"num_blocks": -4}, "num_blocks = -4"),
+        ({"num_blocks": 2**40}, str(2**40)),
+        ({"blocks_per_chunk": 0}, "blocks_per_chunk = 0"),
+        ({"blocks_per_chunk": 70_000}, "blocks_per_chunk = 70000"),
+        ({"hash_block_size": 0}, "hash_block_size = 0"),
+        ({"storages": (0, 32768)}, "storages[0] = 0"),
+        ({"storages": (MAX_BYTES + 1, 32768)}, f"storages[0] = {MAX_BYTES + 1}"),
+        ({"tensors": ()}, "0 tensors"),
+        ({"groups": ()}, "0 groups"),
+        ({"tensors": (TensorSpec(0, 0, 0, 4096),)}, "page_bytes = 0"),
+        ({"tensors": (TensorSpec(0, -1, 4096, 4096),)}, "offset = -1"),
+        ({"tensors": (TensorSpec(0, 0, 4096, -4096),)}, "block_stride = -4096"),
+        ({"groups": (GroupSpec((TensorRef(0, 4096),), 0),)}, "block_size = 0"),
+        (
+            {"groups": (GroupSpec((TensorRef(0, 4096),), 16, "sliding", 0),)},
+            "sliding_window = 0",
+        ),
+    ],
+)
+def test_absurd_figures_are_named(changes: dict[str, Any], figures: str) -> None:
+    """A count or size that makes no pool is refused with its name and value."""
+    with pytest.raises(SizeError) as refusal:
+        validate_layout(dense(**changes))
+    assert figures in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "figures"),
+    [
+        ({"tensors": (TensorSpec(2, 0, 4096, 4096),)}, "storage = 2, but 2 storages"),
+        ({"tensors": (TensorSpec(-1, 0, 4096, 4096),)}, "storage = -1"),
+        ({"tensors": (TensorSpec(0, 0, 4096, 2048),)}, "2048 is below the page of 4096"),
+        ({"groups": (GroupSpec((TensorRef(7, 4096),), 16),)}, "tensor = 7, but 2 tensors"),
+        ({"groups": (GroupSpec((TensorRef(0, 4097),), 16),)}, "4097 is not within 1..4096"),
+        ({"groups": (GroupSpec((TensorRef(0, 0),), 16),)}, "0 is not within 1..4096"),
+        ({"groups": (GroupSpec((), 16),)}, "refers to no tensor"),
+    ],
+)
+def test_indices_and_ranges_must_fit(changes: dict[str, Any], figures: str) -> None:
+    """An index or a range that does not fit the report is refused with both figures."""
+    with pytest.raises(LayoutError) as refusal:
+        validate_layout(dense(**changes))
+    assert figures in str(refusal.value)
+
+
+def test_num_blocks_read_from_a_shape_is_out_of_bounds() -> None:
+    """Regression: a count of blocks read from a KV-first shape runs out of the allocation."""
+    with pytest.raises(LayoutError, match=r"offset 0 \+ 15 \* stride 4096 \+ page 4096 = 65536"):
+        validate_layout(dense(num_blocks=16))
+
+
+def test_num_blocks_is_not_taken_from_the_allocation() -> None:
+    """Regression: the engine's num_blocks stands though the allocation has room for more."""
+    layout = dense(storages=(4096 * 12, 4096 * 12), blocks=8)
+    validate_layout(layout)
+    assert share_bytes(layout) == 2 * 4096 * 12 // 8 * 2
+
+
+def test_the_last_page_may_end_with_the_storage() -> None:
+    """The last block needs its page, not a whole stride: a packed layout's last tensor fits."""
+    page, stride, blocks = 1024, 4096, 4
+    tensors = tuple(TensorSpec(0, i * page, page, stride) for i in range(4))
+    layout = dense(
+        num_blocks=blocks,
+        storages=(stride * blocks,),
+        tensors=tensors,
+        groups=(GroupSpec(tuple(TensorRef(i, page) for i in range(4)), 16),),
+    )
+    validate_layout(layout)
+    assert share_bytes(layout) == stride * 2
+    late = msgspec.structs.replace(layout, tensors=(*tensors[:3], TensorSpec(0, 3073, 1024, 4096)))
+    with pytest.raises(LayoutError, match="16385"):
+        validate_layout(late)
+
+
+def test_one_block_needs_no_stride() -> None:
+    """With a single block no stride is used, so any is accepted."""
+    validate_layout(
+        dense(
+            num_blocks=1,
+            storages=(4096,),
+            tensors=(TensorSpec(0, 0, 4096, 0),) * 1,
+            groups=(GroupSpec((TensorRef(0, 4096),), 16),),
+        )
+    )
+
+
+def test_unaligned_block_sizes_are_refused_with_the_hint() -> None:
+    """A block size that is no multiple of the hash block size names both and the remedy."""
+    layout = dense(groups=(GroupSpec((TensorRef(0, 4096),), 40),))
+    with pytest.raises(AlignmentError) as refusal:
+        validate_layout(layout)
+    text = str(refusal.value)
+    assert "40" in text
+    assert "16" in text
+    assert "hybrid" in text
+    assert "prefix caching" in text
+
+
+def test_a_shared_storage_counts_once() -> None:
+    """Tensors that share one allocation do not multiply it; unused allocations do not count."""
+    page, blocks = 4096, 8
+    layout = dense(
+        storages=(2 * page * blocks, 999_424),
+        tensors=(TensorSpec(0, 0, page, page), TensorSpec(0, page * blocks, page, page)),
+    )
+    validate_layout(layout)
+    assert used_storage_bytes(layout) == 2 * page * blocks
+    assert share_bytes(layout) == 2 * page * 2
+
+
+def test_page_sizes_that_differ_are_added_once() -> None:
+    """Regression (Kimi K2.5 at TP 4): a sum of page sizes is not multiplied by the tensors."""
+    pages, blocks = (36_864, 36_864, 8_448), 10
+    layout = dense(
+        num_blocks=blocks,
+        blocks_per_chunk=1,
+        storages=tuple(page * blocks for page in pages),
+        tensors=tuple(TensorSpec(i, 0, page, page) for i, page in enumerate(pages)),
+        groups=(GroupSpec(tuple(TensorRef(i, page) for i, page in enumerate(pages)), 16),),
+    )
+    validate_layout(layout)
+    assert share_bytes(layout) == sum(pages)
+    assert share_bytes(layout) != sum(pages) * len(pages)
+    assert slot_bytes(layout) == -(-sum(pages) // 4096) * 4096
+
+
+def test_padded_pages_take_their_used_bytes_in_the_slot() -> None:
+    """Regions hold bytes in use; the stride of the arena keeps the padded share."""
+    layout = dense(groups=(GroupSpec((TensorRef(0, 3000), TensorRef(1, 4096)), 16),))
+    validate_layout(layout)
+    assert ref_offsets(layout, 0) == (0, 6000)
+    assert group_bytes(layout, 0) == 2 * (3000 + 4096)
+    assert slot_bytes(layout) == 2 * 8192
+
+
+def test_a_group_may_use_some_tensors_only() -> None:
+    """A chunk of a group holds that group's pages alone."""
+    layout = dense(
+        groups=(
+            GroupSpec((TensorRef(0, 4096), TensorRef(1, 4096)), 16),
+            GroupSpec((TensorRef(1, 1024),), 32, "sliding", 64),
+        )
+    )
+    validate_layout(layout)
+    assert group_bytes(layout, 1) == 2048
+    assert ref_offsets(layout, 1) == (0,)
+
+
+def test_a_group_above_the_share_is_refused() -> None:
+    """A group that needs more than was reported would write beyond its slot: refused."""
+    layout = dense(groups=(GroupSpec((TensorRef(0, 4096),) * 3, 16),))
+    with pytest.raises(LayoutError, match=r"needs 24576 bytes a chunk.*give 16384"):
+        validate_layout(layout)
+
+
+@given(st.integers(1, 5), st.integers(1, 9000), st.integers(2, 50), st.integers(1, 32))
+def test_every_region_lies_inside_the_slot(
+    tensors: int, page: int, blocks: int, blocks_per_chunk: int
+) -> None:
+    """Regions follow each other without gaps and end inside an aligned slot."""
+    layout = dense(tensors, page, blocks, blocks_per_chunk=blocks_per_chunk)
+    validate_layout(layout)
+    offsets = ref_offsets(layout, 0)
+    assert offsets == tuple(i * page * blocks_per_chunk for i in range(tensors))
+    assert offsets[-1] + page * blocks_per_chunk <= slot_bytes(layout)
+    assert slot_bytes(layout) % 4096 == 0
+    assert slot_bytes(layout) - share_bytes(layout) < 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"num_blocks": 7}, "num_blocks = 7"),
+        ({"blocks_per_chunk": 1}, "blocks_per_chunk = 1"),
+        ({"hash_block_size": 8}, "hash_block_size = 8"),
+        ({"replicated": True}, "replicated = True"),
+        ({"groups": dense().groups * 2}, "number of groups = 2"),
+        ({"groups": (GroupSpec(dense().groups[0].refs, 32),)}, "block sizes = [32]"),
+        (
+            {"groups": (GroupSpec(dense().groups[0].refs, 16, "sliding", 64),)},
+            "kinds of group = ['sliding']",
+        ),
+        (
+            {"groups": (GroupSpec((TensorRef(0, 2048), TensorRef(1, 4096)), 16),)},
+            "page sizes (stage 0) = [[2048, 4096]]",
+        ),
+        ({"storages": (4096 * 10, 4096 * 10)}, "bytes per chunk (stage 0) = 20480"),
+    ],
+)
+def test_the_odd_rank_is_named(changes: dict[str, Any], name: str) -> None:
+    """The rank that differs from most is named, with its figure, theirs, and who they are."""
+    layouts = {0: dense(), 1: dense(), 2: dense(**changes), 3: dense()}
+    with pytest.raises(LayoutMismatch) as refusal:
+        compare_ranks(layouts, dict.fromkeys(layouts, 0))
+    text = str(refusal.value)
+    assert text.startswith(f"rank 2 reports {name}")
+    assert "[0, 1, 3]" in text
+
+
+def test_equal_ranks_agree() -> None:
+    """Ranks with equal layouts pass, replicated or not."""
+    for replicated in (False, True):
+        layouts = {rank: dense(replicated=replicated) for rank in range(4)}
+        compare_ranks(layouts, dict.fromkeys(layouts, 0))
+
+
+def test_stages_may_hold_other_layers() -> None:
+    """Pipeline stages may differ in pages and bytes; ranks inside one may not."""
+    layouts = {0: dense(2), 1: dense(2), 2: dense(3), 3: dense(3)}
+    compare_ranks(layouts, {0: 0, 1: 0, 2: 1, 3: 1})
+    with pytest.raises(LayoutMismatch, match=r"rank 2 .*stage 0"):
+        compare_ranks(layouts, {0: 0, 1: 0, 2: 0, 3: 1})
+
+
+def test_stages_cannot_hold_replicas_of_each_other() -> None:
+    """Replicated shares are stored once; over two stages that would mix different layers."""
+    layouts = {rank: dense(replicated=True) for rank in range(2)}
+    with pytest.raises(LayoutMismatch, match="rank 1 is of pipeline stage 1"):
+        compare_ranks(layouts, {0: 0, 1: 1})
