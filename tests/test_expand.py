@@ -1,0 +1,288 @@
+"""From a job's arrays to byte ranges, against an oracle that walks block by block."""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd_proto.errors import JobShapeError
+from kvd_proto.expand import Copies, chunks_per_group, coverage, expand_job
+from kvd_proto.layout import (
+    GroupSpec,
+    RankLayout,
+    TensorRef,
+    TensorSpec,
+    ref_offsets,
+    slot_bytes,
+    validate_layout,
+)
+
+PAGE = 64
+Move = tuple[int, int, int]  # storage, byte in the storage, byte in the arena
+
+
+@dataclass(frozen=True)
+class Job:
+    """A layout and the arrays of one job on it."""
+
+    layout: RankLayout
+    block_ids: list[int]
+    group_sizes: list[int]
+    block_indices: list[int]
+    slots: list[int]
+
+    def expand(self, **changes: Any) -> Copies:
+        """What the job moves, with some arrays replaced."""
+        arrays = {
+            "block_ids": np.array(self.block_ids, dtype=np.uint32),
+            "group_sizes": np.array(self.group_sizes, dtype=np.uint32),
+            "block_indices": np.array(self.block_indices, dtype=np.uint32),
+            "slots": np.array(self.slots, dtype=np.uint32),
+        }
+        return expand_job(self.layout, **(arrays | {k: np.array(v) for k, v in changes.items()}))
+
+
+def oracle(job: Job) -> list[Move]:
+    """Every byte moved, the obvious way."""
+    layout, moves, ids, slots = job.layout, [], iter(job.block_ids), iter(job.slots)
+    for g, (size, index) in enumerate(zip(job.group_sizes, job.block_indices, strict=True)):
+        slot = next(slots) if size else -1
+        for j in range(size):
+            inside = (index + j) % layout.blocks_per_chunk
+            slot = next(slots) if j and not inside else slot
+            block = next(ids)
+            for ref, start in zip(layout.groups[g].refs, ref_offsets(layout, g), strict=True):
+                t = layout.tensors[ref.tensor]
+                memory = t.offset + block * t.block_stride
+                arena = slot * slot_bytes(layout) + start + inside * ref.page_bytes
+                moves += [(t.storage, memory + b, arena + b) for b in range(ref.page_bytes)]
+    return moves
+
+
+def walk(copies: Copies) -> list[Move]:
+    """Every byte of the runs."""
+    return [
+        (storage, memory + b, arena + b)
+        for storage, memory, arena, size in zip(
+            copies.storage.tolist(),
+            copies.tensor_offset.tolist(),
+            copies.arena_offset.tolist(),
+            copies.nbytes.tolist(),
+            strict=True,
+        )
+        for b in range(size)
+    ]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Random tensors (apart, packed or padded), groups, factors and offsets."""
+    blocks, factor = draw(st.integers(2, 12)), draw(st.integers(1, 5))
+    pages = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    padding = draw(st.integers(0, 2))
+    if draw(st.booleans()):  # all tensors packed into one storage, block by block
+        stride = sum(pages) + padding
+        storages = [stride * blocks]
+        tensors = [TensorSpec(0, sum(pages[:i]), p, stride) for i, p in enumerate(pages)]
+    else:
+        storages = [(p + padding) * blocks for p in pages]
+        tensors = [TensorSpec(i, 0, p, p + padding) for i, p in enumerate(pages)]
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        used = draw(st.sets(st.sampled_from(range(len(pages))), min_size=1))
+        refs = [TensorRef(i, draw(st.integers(max(1, pages[i] - 1), pages[i]))) for i in used]
+        groups.append(GroupSpec(tuple(refs), 16))
+    layout = RankLayout(blocks, factor, 16, tuple(storages), tuple(tensors), tuple(groups))
+    validate_layout(layout)
+    sizes = draw(st.lists(st.integers(0, 11), min_size=len(groups), max_size=len(groups)))
+    indices = draw(st.lists(st.integers(0, 20), min_size=len(groups), max_size=len(groups)))
+    ids: list[int] = []
+    for size in sizes:
+        ids += draw(
+            st.one_of(
+                st.lists(st.integers(1, blocks - 1), min_size=size, max_size=size),
+                st.just([1 + i % (blocks - 1) for i in range(size)]),
+            )
+        )
+    count = sum(-(-(n + i % factor) // factor) for n, i in zip(sizes, indices, strict=True) if n)
+    slots = draw(
+        st.one_of(
+            st.lists(st.integers(0, 30), min_size=count, max_size=count, unique=True),
+            st.just(list(range(count))),
+        )
+    )
+    return Job(layout, ids, sizes, indices, slots)
+
+
+@given(jobs())
+def test_the_expansion_is_the_oracles(job: Job) -> None:
+    """Byte by byte the runs are what a walk over blocks and refs gives: none missing or extra."""
+    copies = job.expand()
+    expected = oracle(job)
+    assert Counter(walk(copies)) == Counter(expected)
+    assert copies.total_bytes == len(expected)
+
+
+@given(jobs())
+def test_runs_are_as_long_as_they_can_be(job: Job) -> None:
+    """No run is empty, and none could have been part of the one before it."""
+    copies = job.expand()
+    runs = list(
+        zip(
+            copies.storage.tolist(),
+            copies.tensor_offset.tolist(),
+            copies.arena_offset.tolist(),
+            copies.nbytes.tolist(),
+            strict=True,
+        )
+    )
+    assert all(run[3] > 0 for run in runs)
+    for (s0, m0, a0, n0), (s1, m1, a1, _) in itertools.pairwise(runs):
+        assert (s0, m0 + n0, a0 + n0) != (s1, m1, a1)
+
+
+@given(jobs())
+def test_runs_stay_inside_their_slots_and_storages(job: Job) -> None:
+    """Nothing lies outside the reported memory or the slots that the job names."""
+    size = slot_bytes(job.layout)
+    for storage, memory, arena in walk(job.expand()):
+        assert 0 <= memory < job.layout.storages[storage]
+        assert arena // size in job.slots
+
+
+@given(jobs())
+def test_coverage_is_what_was_listed(job: Job) -> None:
+    """First block and count per chunk are those of a walk over the listed blocks."""
+    factor = job.layout.blocks_per_chunk
+    expected = []
+    for size, index in zip(job.group_sizes, job.block_indices, strict=True):
+        positions = [index % factor + j for j in range(size)]
+        for chunk in sorted({position // factor for position in positions}):
+            inside = [p % factor for p in positions if p // factor == chunk]
+            expected.append((inside[0], len(inside)))
+    first, count = coverage(
+        np.array(job.group_sizes), np.array(job.block_indices), job.layout.blocks_per_chunk
+    )
+    assert first.dtype == count.dtype == np.uint16
+    assert list(zip(first.tolist(), count.tolist(), strict=True)) == expected
+    assert len(expected) == len(job.slots)
+
+
+def one_group(factor: int = 4, blocks: int = 64, tensors: int = 1) -> RankLayout:
+    """Tensors of 64-byte pages in storages of their own."""
+    return RankLayout(
+        num_blocks=blocks,
+        blocks_per_chunk=factor,
+        hash_block_size=16,
+        storages=(PAGE * blocks,) * tensors,
+        tensors=tuple(TensorSpec(i, 0, PAGE, PAGE) for i in range(tensors)),
+        groups=(GroupSpec(tuple(TensorRef(i, PAGE) for i in range(tensors)), 16),),
+    )
+
+
+def test_a_chunk_at_the_window_edge_counts_what_was_appended() -> None:
+    """Regression: a chunk with skipped blocks counts those listed, not the whole factor."""
+    job = Job(one_group(), [9, 10, 11, 20], [4], [6], [0, 1])  # logical blocks 6, 7 | 8, 9
+    assert job.expand().total_bytes == 4 * PAGE
+    first, count = coverage(np.array([4]), np.array([6]), 4)
+    assert first.tolist() == [2, 0]
+    assert count.tolist() == [2, 2]
+    with pytest.raises(JobShapeError, match=r"\[8\] sum to 8, but 4 block ids.*appended"):
+        job.expand(group_sizes=[8])
+
+
+def test_an_unaligned_start_in_a_later_group_is_its_own() -> None:
+    """Regression: with several groups each one enters its first chunk at its own offset."""
+    layout = one_group(factor=4, tensors=2)
+    groups = (GroupSpec((TensorRef(0, PAGE),), 16), GroupSpec((TensorRef(1, PAGE),), 16))
+    layout = RankLayout(64, 4, 16, layout.storages, layout.tensors, groups)
+    job = Job(layout, [1, 2, 3, 4, 30, 31], [4, 2], [8, 3], [5, 6, 7])
+    copies = job.expand()
+    size = slot_bytes(layout)
+    assert copies.storage.tolist() == [0, 1, 1]
+    assert copies.arena_offset.tolist() == [5 * size, 6 * size + 3 * PAGE, 7 * size]
+    assert copies.tensor_offset.tolist() == [PAGE, 30 * PAGE, 31 * PAGE]
+    assert copies.nbytes.tolist() == [4 * PAGE, PAGE, PAGE]
+
+
+def test_a_group_of_size_zero_has_no_chunk() -> None:
+    """An empty group takes no slot, wherever its index points."""
+    assert chunks_per_group(np.array([0, 5]), np.array([3, 3]), 4).tolist() == [0, 2]
+    layout = one_group()
+    layout = RankLayout(64, 4, 16, layout.storages, layout.tensors, layout.groups * 2)
+    assert Job(layout, [1], [0, 1], [3, 0], [2]).expand().total_bytes == PAGE
+    assert len(Job(layout, [], [0, 0], [0, 0], []).expand()) == 0
+
+
+def test_consecutive_blocks_are_one_run() -> None:
+    """A whole chunk of consecutive blocks is one copy for each tensor."""
+    copies = Job(one_group(tensors=3), [8, 9, 10, 11], [4], [0], [1]).expand()
+    assert copies.nbytes.tolist() == [4 * PAGE] * 3
+    assert repr(copies) == f"<Copies 3 runs, {12 * PAGE} bytes>"
+
+
+def test_layers_packed_into_a_block_are_one_run() -> None:
+    """With one block a chunk, pages that follow each other on both sides make one copy."""
+    tensors = tuple(TensorSpec(0, i * 1024, 1024, 4096) for i in range(4))
+    refs = tuple(TensorRef(i, 1024) for i in range(4))
+    layout = RankLayout(8, 1, 16, (4096 * 8,), tensors, (GroupSpec(refs, 16),))
+    copies = Job(layout, [5, 3], [2], [0], [1, 0]).expand()
+    assert copies.tensor_offset.tolist() == [5 * 4096, 3 * 4096]
+    assert copies.arena_offset.tolist() == [4096, 0]
+    assert copies.nbytes.tolist() == [4096, 4096]
+
+
+def test_offsets_beyond_four_gibibytes_do_not_wrap() -> None:
+    """Arrays of 32 bits on the wire still give 64-bit offsets."""
+    page = 2**20
+    layout = RankLayout(
+        2**16,
+        1,
+        16,
+        (page * 2**16,),
+        (TensorSpec(0, 0, page, page),),
+        (GroupSpec((TensorRef(0, page),), 16),),
+    )
+    copies = Job(layout, [2**16 - 1], [1], [0], [2**31]).expand()
+    assert copies.tensor_offset.tolist() == [page * (2**16 - 1)]
+    assert copies.arena_offset.tolist() == [page * 2**31]
+
+
+@pytest.mark.parametrize(
+    ("changes", "figures"),
+    [
+        ({"group_sizes": [3]}, r"\[3\] sum to 3, but 4 block ids"),
+        ({"group_sizes": [4, 0]}, "2 group sizes and 1 block indices for 1 groups"),
+        ({"block_indices": [0, 0]}, "1 group sizes and 2 block indices for 1 groups"),
+        ({"slots": [1]}, r"1 slots for \[2\] chunks"),
+        ({"slots": [1, 2, 3]}, r"3 slots for \[2\] chunks"),
+        ({"slots": [1, -2]}, "slot -2 is below 0"),
+        ({"block_indices": [0]}, r"2 slots for \[1\] chunks"),
+        ({"block_indices": [-2]}, r"block indices \[-2\] must not be below 0"),
+        ({"group_sizes": [-4]}, r"group sizes \[-4\]"),
+        ({"block_ids": [1, 2, 3, 64]}, r"1\.\.64 are not within 1\.\.63"),
+        ({"block_ids": [1, 2, 3, -1]}, r"-1\.\.3 are not within 1\.\.63"),
+        ({"block_ids": [1, 0, 3, 4]}, "block id 0 is the null block"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], figures: str) -> None:
+    """Every disagreement is refused with its figures, before anything is moved."""
+    job = Job(one_group(), [1, 2, 3, 4], [4], [2], [0, 1])
+    assert job.expand().total_bytes == 4 * PAGE
+    with pytest.raises(JobShapeError, match=figures):
+        job.expand(**changes)
+
+
+def test_sizes_that_wrap_around_are_refused() -> None:
+    """Group sizes whose 64-bit sum is 0 do not pass for an empty job."""
+    layout = one_group()
+    layout = RankLayout(64, 4, 16, layout.storages, layout.tensors, layout.groups * 4)
+    empty = np.empty(0, np.uint32)
+    sizes = np.full(4, 2**62, dtype=np.int64)
+    with pytest.raises(JobShapeError, match=f"sum to {2**64}, but 0 block ids"):
+        expand_job(layout, empty, sizes, np.zeros(4, np.int64), empty)
