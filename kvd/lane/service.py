@@ -327,6 +327,8 @@ class LaneService:
         if self._stopping:
             self._refuse_job(request, reply, "the lane is stopping")
             return
+        if worker.binding is None:  # the broker's word may have come since the link was read
+            self._read_link()
         try:
             self._runner.submit(worker, request, reply)
         except JobShapeError as error:
