@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd.lane.pretouch import Pretouch
 from kvd_proto.messages import HostHandle
 
 
@@ -34,6 +35,7 @@ class HostDevice(Device):
         if have < pool_bytes or pool_bytes <= 0:
             raise LaneError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
         self._pool = memoryview(mmap.mmap(pool_fd, pool_bytes))
+        self._pretouch = Pretouch(self._pool, pool_fd)
         self._memories: dict[MemoryId, list[memoryview]] = {}
         self._last_id = 0
         self._queue: deque[Transfer] = deque()
@@ -110,6 +112,7 @@ class HostDevice(Device):
             raise LaneError(f"{len(self._queue)} transfers are in flight")
         for memory in list(self._memories):
             self.release_memory(memory)
+        self._pretouch.stop()
         self._pool.release()
 
     def _copy(self, transfer: Transfer) -> None:
