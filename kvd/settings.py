@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from kvd_proto.sizes import parse_size
 from msgspec import Meta
 
 from kvd.errors import ConfigError
 from kvd_proto.errors import SizeError
+from kvd_proto.sizes import parse_size
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
