@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kvd_proto.sizes import format_size
 
 from kvd.control import Control
 from kvd.errors import NotRunning
 from kvd_proto.messages import Status, StatusReport
+from kvd_proto.sizes import format_size
 
 _POLL_SECONDS = 0.05
 

@@ -8,6 +8,7 @@ with its code), or leaves a note in the state that a later event answers.
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvd.core.attachment import attached_notice
 from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
 from kvd.core.lanes import Lane, add_counters, arrays
 from kvd.core.registration import Registration
@@ -199,7 +200,7 @@ class Broker:
             engine = self.state.registry.join(session, message.engine)
             effects.append(Event(f"{session.label} is here"))
             if engine.attached:
-                effects.append(self._registration.attached_notice(engine, session.number))
+                effects.append(attached_notice(engine, session.number))
         return effects
 
     def _prepare_store(

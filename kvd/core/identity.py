@@ -12,8 +12,8 @@ from typing import Any
 
 import msgpack
 import msgspec
-from kvd_proto.layout import RankLayout, slot_bytes
 
+from kvd_proto.layout import RankLayout, slot_bytes
 from kvd_proto.messages import Register
 
 

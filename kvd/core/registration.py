@@ -6,32 +6,25 @@ each other), for the pool's size (``auto``), or for a lane that is being
 restarted; it waits to a deadline and is then refused with the reason.
 """
 
+from kvd.core.admission import check_layout, check_rank
+from kvd.core.attachment import attach, bind, import_worker, lane_up
 from kvd.core.effects import (
-    DirectoryFd,
-    DropDirectory,
     DropFds,
     Effect,
     Event,
-    LifelineFd,
-    Notify,
     OpenPool,
     Reply,
-    SessionFds,
     ToLane,
 )
-from kvd.core.identity import namespace_id
 from kvd.core.lanes import Lane
-from kvd.core.sessions import Engine, PendingRegister, Session
+from kvd.core.sessions import PendingRegister, Session
 from kvd.core.state import BrokerState
 from kvd.errors import KvdError, Refused
-from kvd.link import BindWorker, Imported, ImportWorker, LaneReady, Released, ReleaseWorker
+from kvd.link import Imported, LaneReady, Released, ReleaseWorker
 from kvd_proto.errors import LayoutError
-from kvd_proto.layout import compare_ranks, validate_layout
 from kvd_proto.messages import (
-    Attached,
     Error,
     ErrorCode,
-    LaneUp,
     Register,
     Registered,
     Unregistered,
@@ -72,10 +65,10 @@ class Registration:
                 ErrorCode.BAD_LAYOUT,
                 f"device {message.device!r} is not served here; served: {served}",
             )
-        self._check_rank(engine, message)
-        self._check_layout(engine, message)
-        session.pending = PendingRegister(request_id, message, now + REGISTER_SECONDS)
+        check_rank(engine, message)
+        check_layout(engine, message, self._state.settings.pool_bytes)
         effects = self._open_pool(message)
+        session.pending = PendingRegister(request_id, message, now + REGISTER_SECONDS)
         return effects + self.advance(session, now)
 
     def advance(self, session: Session, now: float) -> list[Effect]:
@@ -92,8 +85,8 @@ class Registration:
             return []
         pending.importing = True
         return [
-            Notify(session.number, _lane_up(lane), LifelineFd(lane.device)),
-            self._import(session, pending.message),
+            lane_up(session, lane),
+            import_worker(session, pending.message),
         ]
 
     def unregister(self, session: Session, request_id: int) -> list[Effect]:
@@ -135,8 +128,8 @@ class Registration:
         if engine is None:
             return []
         try:  # another session may have taken the rank while the lane was busy
-            self._check_rank(engine, pending.message)
-            self._check_layout(engine, pending.message)
+            check_rank(engine, pending.message)
+            check_layout(engine, pending.message, self._state.settings.pool_bytes)
         except Refused as refusal:
             return [
                 ToLane(pending.message.device, ReleaseWorker(session=session.number)),
@@ -159,7 +152,7 @@ class Registration:
             )
         ]
         try:
-            effects += self._attach(engine)
+            effects += attach(self._state, engine)
         except (LayoutError, KvdError) as error:
             del engine.workers[pending.message.rank]
             session.machine.fire(SessionEvent.UNREGISTER)
@@ -197,8 +190,8 @@ class Registration:
         for session in self._state.registry.sessions.values():
             registration = session.registration
             if registration is not None and registration.device == lane.device:
-                effects.append(Notify(session.number, _lane_up(lane), LifelineFd(lane.device)))
-                effects.append(self._import(session, registration))
+                effects.append(lane_up(session, lane))
+                effects.append(import_worker(session, registration))
             else:
                 effects += self.advance(session, now)
         return effects
@@ -250,55 +243,6 @@ class Registration:
 
     # --------------------------------------------------------------- helpers
 
-    def _check_rank(self, engine: Engine, message: Register) -> None:
-        holder = engine.workers.get(message.rank)
-        if holder is not None:
-            raise Refused(
-                ErrorCode.BAD_STATE,
-                f"rank {message.rank} of engine {engine.name!r} is held by pid {holder.peer.pid};"
-                " give each engine instance a name of its own",
-            )
-        if message.rank >= message.world_size:
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"rank {message.rank} in a world of {message.world_size}; ranks count from 0",
-            )
-        if engine.workers and engine.world_size != message.world_size:
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"rank {message.rank} says world size {message.world_size}, the engine's other"
-                f" ranks say {engine.world_size}",
-            )
-        if engine.fingerprint is not None and engine.fingerprint != message.fingerprint:
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"rank {message.rank} has another fingerprint than the engine's other ranks:"
-                f" {message.fingerprint} against {engine.fingerprint}",
-            )
-
-    def _check_layout(self, engine: Engine, message: Register) -> None:
-        if len(message.handles) != len(message.layout.storages):
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"{len(message.handles)} handles for {len(message.layout.storages)} storages",
-            )
-        registrations = {
-            rank: worker.registration
-            for rank, worker in engine.workers.items()
-            if worker.registration is not None
-        } | {message.rank: message}
-        try:
-            validate_layout(message.layout)
-            compare_ranks(
-                {rank: r.layout for rank, r in registrations.items()},
-                {rank: r.stage for rank, r in registrations.items()},
-            )
-            budget = self._state.settings.pool_bytes
-            if budget is not None:  # refused at once, not when the last rank comes
-                size_pool([message.layout] * message.world_size, budget)
-        except LayoutError as error:
-            raise Refused(ErrorCode.BAD_LAYOUT, str(error)) from error
-
     def _open_pool(self, message: Register) -> list[Effect]:
         """With ``auto``, the first registration decides the pool's size."""
         state = self._state
@@ -323,99 +267,6 @@ class Registration:
         state.namespaces = state.open_namespaces(size.cpu_bytes)
         return [OpenPool(size.cpu_bytes, size.explanation)]
 
-    def _attach(self, engine: Engine) -> list[Effect]:
-        state = self._state
-        if engine.missing_ranks or state.namespaces is None:
-            return []
-        workers = [engine.workers[rank] for rank in range(engine.world_size)]
-        registrations = [w.registration for w in workers if w.registration is not None]
-        layouts = [r.layout for r in registrations]
-        sizes = size_pool(layouts, state.namespaces.cpu_bytes)
-        ns_id = namespace_id(registrations)
-        effects = self._make_room(ns_id)
-        namespace = state.namespaces.open(
-            ns_id,
-            sizes.slot_bytes,
-            world_size=engine.world_size,
-            replicated=layouts[0].replicated,
-            boot_id=state.boot_id,
-            label=registrations[0].fingerprint.model,
-        )
-        state.namespaces.attach_engine(namespace)
-        engine.namespace = namespace
-        effects += [self._bind(worker) for worker in workers]
-        effects += [self.attached_notice(engine, number) for number in engine.sessions]
-        effects.append(
-            Event(
-                f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
-                f" {sizes.num_chunks} chunks of {sizes.bytes_per_chunk} bytes"
-            )
-        )
-        return effects
-
-    def _make_room(self, ns_id: bytes) -> list[Effect]:
-        """Close the longest unused namespace where no more may be open."""
-        namespaces = self._state.namespaces
-        if namespaces is None or namespaces.get(ns_id) is not None:
-            return []
-        if len(namespaces) < namespaces.limit:
-            return []
-        unused = namespaces.closable()[:1]
-        for namespace in unused:
-            namespaces.close(namespace)
-        return [DropDirectory(namespace.id) for namespace in unused]
-
-    def attached_notice(self, engine: Engine, session: int) -> Notify:
-        """The notice that an attached engine's sessions get."""
-        namespace = engine.namespace
-        if namespace is None:
-            raise KvdError(f"{engine!r} is not attached")
-        geometry = namespace.geometry
-        return Notify(
-            session,
-            Attached(
-                namespace=namespace.id,
-                world_size=engine.world_size,
-                bytes_per_chunk=sum(geometry.slot_bytes),
-                num_chunks=geometry.num_slots,
-            ),
-            DirectoryFd(namespace.id),
-        )
-
-    def _import(self, session: Session, registration: Register) -> ToLane:
-        session.imported = False
-        return ToLane(
-            registration.device,
-            ImportWorker(
-                session=session.number,
-                token=session.token,
-                rank=registration.rank,
-                world_size=registration.world_size,
-                layout=registration.layout,
-                handles=registration.handles,
-            ),
-            SessionFds(session.number),
-        )
-
-    def _bind(self, worker: Session) -> ToLane:
-        engine, registration = worker.engine, worker.registration
-        if engine is None or registration is None or engine.namespace is None:
-            raise KvdError(f"{worker!r} cannot be bound")
-        geometry = engine.namespace.geometry
-        arena = 0 if registration.layout.replicated else registration.rank
-        return ToLane(
-            registration.device,
-            BindWorker(
-                session=worker.number,
-                namespace=engine.namespace.id,
-                owner=engine.number,
-                arena_base=geometry.arena_base(arena),
-                slot_bytes=geometry.slot_bytes[arena],
-                num_slots=geometry.num_slots,
-            ),
-            DirectoryFd(engine.namespace.id),
-        )
-
     def _reimported(self, session: Session, message: Imported) -> list[Effect]:
         """After a lane's restart."""
         if session.registration is None:
@@ -425,7 +276,7 @@ class Registration:
                 Event(f"{session.label}: memory lost to the new lane: {message.error}", "error")
             ]
         session.imported = True
-        return [self._bind(session)] if session.engine and session.engine.attached else []
+        return [bind(session)] if session.engine and session.engine.attached else []
 
     def _leave(self, session: Session, reason: str) -> list[Effect]:
         engine, registration = session.engine, session.registration
@@ -439,10 +290,6 @@ class Registration:
     def _forget_descriptors(self, session: Session) -> list[Effect]:
         session.descriptors = 0
         return [DropFds(session.number)]
-
-
-def _lane_up(lane: Lane) -> LaneUp:
-    return LaneUp(device=lane.device, incarnation=lane.incarnation, endpoint=lane.endpoint)
 
 
 def _refusal(text: str) -> Error:

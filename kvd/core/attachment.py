@@ -1,0 +1,133 @@
+"""An engine whose ranks are all registered gets its namespace."""
+
+from kvd.core.effects import (
+    DirectoryFd,
+    DropDirectory,
+    Effect,
+    Event,
+    LifelineFd,
+    Notify,
+    SessionFds,
+    ToLane,
+)
+from kvd.core.identity import namespace_id
+from kvd.core.lanes import Lane
+from kvd.core.sessions import Engine, Session
+from kvd.core.state import BrokerState
+from kvd.errors import KvdError
+from kvd.link import BindWorker, ImportWorker
+from kvd_proto.messages import Attached, LaneUp, Register
+from kvd_proto.sizes import size_pool
+
+
+def attach(state: BrokerState, engine: Engine) -> list[Effect]:
+    """Open the namespace of a complete engine, bind its workers, tell its sessions.
+
+    Nothing happens while ranks are missing.
+
+    Raises:
+        LayoutError: the ranks' layouts make no pool.
+        Refused: the namespace cannot be opened.
+    """
+    if engine.missing_ranks or state.namespaces is None:
+        return []
+    workers = [engine.workers[rank] for rank in range(engine.world_size)]
+    registrations = [w.registration for w in workers if w.registration is not None]
+    layouts = [r.layout for r in registrations]
+    sizes = size_pool(layouts, state.namespaces.cpu_bytes)
+    ns_id = namespace_id(registrations)
+    effects = _make_room(state, ns_id)
+    namespace = state.namespaces.open(
+        ns_id,
+        sizes.slot_bytes,
+        world_size=engine.world_size,
+        replicated=layouts[0].replicated,
+        boot_id=state.boot_id,
+        label=registrations[0].fingerprint.model,
+    )
+    state.namespaces.attach_engine(namespace)
+    engine.namespace = namespace
+    effects += [bind(worker) for worker in workers]
+    effects += [attached_notice(engine, number) for number in engine.sessions]
+    effects.append(
+        Event(
+            f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
+            f" {sizes.num_chunks} chunks of {sizes.bytes_per_chunk} bytes"
+        )
+    )
+    return effects
+
+
+def attached_notice(engine: Engine, session: int) -> Notify:
+    """The notice that an attached engine's sessions get."""
+    namespace = engine.namespace
+    if namespace is None:
+        raise KvdError(f"{engine!r} is not attached")
+    geometry = namespace.geometry
+    return Notify(
+        session,
+        Attached(
+            namespace=namespace.id,
+            world_size=engine.world_size,
+            bytes_per_chunk=sum(geometry.slot_bytes),
+            num_chunks=geometry.num_slots,
+        ),
+        DirectoryFd(namespace.id),
+    )
+
+
+def bind(worker: Session) -> ToLane:
+    """Tell the worker's lane where its chunks live."""
+    engine, registration = worker.engine, worker.registration
+    if engine is None or registration is None or engine.namespace is None:
+        raise KvdError(f"{worker!r} cannot be bound")
+    geometry = engine.namespace.geometry
+    arena = 0 if registration.layout.replicated else registration.rank
+    return ToLane(
+        registration.device,
+        BindWorker(
+            session=worker.number,
+            namespace=engine.namespace.id,
+            owner=engine.number,
+            arena_base=geometry.arena_base(arena),
+            slot_bytes=geometry.slot_bytes[arena],
+            num_slots=geometry.num_slots,
+        ),
+        DirectoryFd(engine.namespace.id),
+    )
+
+
+def import_worker(session: Session, registration: Register) -> ToLane:
+    """Ask the lane to map the worker's memory."""
+    session.imported = False
+    return ToLane(
+        registration.device,
+        ImportWorker(
+            session=session.number,
+            token=session.token,
+            rank=registration.rank,
+            world_size=registration.world_size,
+            layout=registration.layout,
+            handles=registration.handles,
+        ),
+        SessionFds(session.number),
+    )
+
+
+def lane_up(session: Session, lane: Lane) -> Notify:
+    """Tell a worker which process serves it."""
+    message = LaneUp(device=lane.device, incarnation=lane.incarnation, endpoint=lane.endpoint)
+    return Notify(session.number, message, LifelineFd(lane.device))
+
+
+def _make_room(state: BrokerState, ns_id: bytes) -> list[Effect]:
+    """Close the longest unused namespace where no more may be open."""
+    namespaces = state.namespaces
+    if namespaces is None or namespaces.get(ns_id) is not None:
+        return []
+    if len(namespaces) < namespaces.limit:
+        return []
+    unused = namespaces.closable()[:1]
+    for namespace in unused:
+        namespaces.close(namespace)
+    return [DropDirectory(namespace.id) for namespace in unused]
