@@ -8,6 +8,7 @@ from kvd.core.effects import Effect, Event, Notify, ToLane
 from kvd.core.lanes import Lane, Revocations, arrays
 from kvd.core.sessions import Engine, Registry
 from kvd.errors import IntegrityError, Refused
+from kvd.link import UnbindWorker
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.messages import Detached, ErrorCode
@@ -84,6 +85,13 @@ class BrokerState:
         effects = self.revoke(namespace, dropped)
         engine.namespace = None
         self.namespaces.detach_engine(namespace)
+        effects += [
+            ToLane(worker.registration.device, UnbindWorker(session=worker.number))
+            for worker in engine.workers.values()
+            if worker.registration is not None
+            and worker.imported
+            and self.lanes[worker.registration.device].up
+        ]
         effects += [Notify(number, Detached(reason=reason)) for number in engine.sessions]
         effects.append(
             Event(f"engine {engine.name}: {reason}; {len(dropped)} chunks in writing given up")
