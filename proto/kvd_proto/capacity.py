@@ -147,12 +147,12 @@ def admit(
     if needed <= available:
         return
     each = per_block_pool_bytes(groups)
-    origin = f"{measured} measured" if override is None else f"override, {measured} measured"
+    origin = "measured" if override is None else "by the override"
     fits = longest_request(groups, blocks, max_seq_len, batched_tokens)
     more = "give the KV cache more memory" if override is None else "raise the block override"
     raise AdmissionError(
         f"max seq len {max_seq_len} needs {needed} blocks ({format_size(needed * each)} a rank),"
-        f" available are {available} ({format_size(available * each)}; {blocks} blocks:"
+        f" available are {available} ({format_size(available * each)}; {blocks} blocks"
         f" {origin}, less the null block); {more}, or lower max seq len to {fits} or less"
     )
 

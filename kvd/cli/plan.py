@@ -1,0 +1,107 @@
+"""`kvd plan`: what a model's KV cache takes, before anything runs."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvd.errors import PlanError
+from kvd.plan.figures import DTYPE_BYTES, Plan, Wishes, make_plan
+from kvd.plan.model import read_model
+from kvd_proto.capacity import DEFAULT_BATCHED_TOKENS
+from kvd_proto.errors import LayoutError
+from kvd_proto.sizes import format_size, parse_size
+
+_Count = click.IntRange(min=1)
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--tp", "tensor_parallel", type=_Count, default=1, help="Tensor-parallel size.")
+@click.option("--block-size", type=_Count, default=16, help="Tokens per block.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", *DTYPE_BYTES]),
+    default="auto",
+    help="Of the cache; auto is the model's own, 32-bit models in 16 bits.",
+)
+@click.option("--cpu-bytes", default="64GiB", help="Size of the pool.")
+@click.option("--blocks-per-chunk", type=_Count, default=1, help="Blocks that make a chunk.")
+@click.option("--gpu-blocks", type=_Count, help="Blocks that the engine measured.")
+@click.option("--block-override", type=_Count, help="Blocks that the operator set instead.")
+@click.option(
+    "--max-batched-tokens",
+    "batched_tokens",
+    type=_Count,
+    default=DEFAULT_BATCHED_TOKENS,
+    help="Most tokens of one engine step; counts behind sliding windows.",
+)
+@click.option("--max-seq-len", type=_Count, help="Fail if a request this long can never fit.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def plan(*, config: Path, cpu_bytes: str, as_json: bool, **options: Any) -> None:
+    """Work out sizes from a model's CONFIG: a Hugging Face config.json or its folder.
+
+    \b
+    Examples:
+      kvd plan Meta-Llama-3-70B/ --tp 8 --cpu-bytes 512GiB --blocks-per-chunk 8
+      kvd plan config.json --gpu-blocks 20000 --block-override 4000
+      kvd plan config.json --json | jq .pool_tokens
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    try:
+        wishes = Wishes(cpu_bytes=parse_size(cpu_bytes), **options)
+        result = make_plan(read_model(_load(config)), wishes)
+    except (PlanError, LayoutError) as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        print(json.dumps(asdict(result), indent=2))
+    else:
+        _print_table(result)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise PlanError(f"{file}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise PlanError(f"{file}: holds no JSON object, so it is no model configuration")
+    return config
+
+
+def _print_table(result: Plan) -> None:
+    from rich.console import Console  # noqa: PLC0415  # --json must not pay for it
+    from rich.table import Table  # noqa: PLC0415
+
+    ranks = f"{result.tensor_parallel} rank(s)"
+    stored = "stored once" if result.replicated else "all ranks"
+    table = Table(title=f"{result.model}: {result.attention.upper()}, {result.dtype}, {ranks}")
+    table.add_column("")
+    table.add_column("figure", justify="right")
+    table.add_column("of", style="dim")
+    for group in result.groups:
+        window = "full" if group.sliding_window is None else f"window {group.sliding_window}"
+        table.add_row("group", f"{group.layers} layers", f"{window}, page {group.page_bytes} B")
+    table.add_row("bytes per token", f"{result.bytes_per_token:,}", f"{result.layers} layers")
+    table.add_row(
+        "bytes per block",
+        f"{result.bytes_per_block:,}",
+        f"{result.block_size} tokens, {stored}; {result.bytes_per_block_rank:,} a rank",
+    )
+    table.add_row(
+        "bytes per chunk", f"{result.bytes_per_chunk:,}", f"{result.blocks_per_chunk} block(s)"
+    )
+    table.add_row("chunks", f"{result.num_chunks:,}", f"pool of {format_size(result.cpu_bytes)}")
+    table.add_row("tokens in the pool", f"{result.pool_tokens:,}", "all groups stored")
+    for name, length, blocks in (
+        ("longest request", result.longest_request, result.gpu_blocks),
+        ("with override", result.longest_request_with_override, result.block_override),
+    ):
+        if length is not None:
+            limit = " (the model's limit)" if length == result.max_positions else ""
+            table.add_row(name, f"{length:,}", f"{blocks:,} GPU blocks{limit}")
+    Console().print(table)

@@ -1,0 +1,206 @@
+"""What a Hugging Face config.json says about a model's KV cache.
+
+Names follow the file's own. A model whose cache has parts that are not
+planned here (state layers, indexers, shared layers) is refused rather than
+planned too small.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvd.errors import PlanError
+
+Config = Mapping[str, Any]
+
+# Where a model of several parts keeps its language model's figures.
+_NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
+
+# Class defaults of transformers that these families' files may leave out.
+_FAMILIES: dict[str, dict[str, int]] = {
+    "gemma": {"head_dim": 256},
+    "gemma2": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+    },
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131_072,
+    },
+    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+}
+
+_UNPLANNED = {
+    "is_encoder_decoder": "cross attention",
+    "attention_chunk_size": "chunked local attention",
+    "index_head_dim": "an indexer's cache beside the latent one",
+    "compress_ratios": "compressed caches of several page sizes",
+    "num_kv_shared_layers": "layers that use another layer's cache",
+    "global_head_dim": "heads of several sizes",
+    "linear_num_value_heads": "state layers",
+    "mamba_d_state": "state layers",
+    "mamba_d_conv": "state layers",
+    "ssm_state_size": "state layers",
+    "state_size": "state layers",
+}
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model, as far as its KV cache goes.
+
+    windows: sliding window of each layer in tokens, None for full attention.
+    kv_heads: heads whose keys and values are kept; 1 for a latent (MLA).
+    head_elements: elements of one layer that one such head keeps of a token:
+    key and value, or the latent and its rotary part.
+    """
+
+    name: str
+    attention: Literal["mha", "gqa", "mqa", "mla"]
+    windows: tuple[int | None, ...]
+    query_heads: int
+    kv_heads: int
+    head_elements: int
+    dtype: str | None
+    max_positions: int | None
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the same bytes: a latent is not split by heads."""
+        return self.attention == "mla"
+
+    def rank_elements(self, tensor_parallel: int) -> int:
+        """Elements of one token in one layer on one rank.
+
+        KV heads are split over ranks; with more ranks than heads each rank holds one.
+
+        Raises:
+            PlanError: heads and ranks do not divide.
+        """
+        if tensor_parallel < 1 or self.query_heads % tensor_parallel:
+            raise PlanError(
+                f"{self.query_heads} attention heads cannot be split over {tensor_parallel} ranks;"
+                " choose a tensor-parallel size that divides them"
+            )
+        if self.replicated:
+            return self.head_elements
+        if self.kv_heads % tensor_parallel and tensor_parallel % self.kv_heads:
+            raise PlanError(
+                f"{self.kv_heads} KV heads over {tensor_parallel} ranks: one must divide the other;"
+                " choose another tensor-parallel size"
+            )
+        return max(1, self.kv_heads // tensor_parallel) * self.head_elements
+
+
+def read_model(config: Config) -> Model:
+    """Read a parsed config.json.
+
+    Raises:
+        PlanError: a field is missing or makes no sense, or the model's cache
+            has parts that are not planned.
+    """
+    fields = _language_model(config)
+    for name, what in _UNPLANNED.items():
+        if fields.get(name):
+            raise PlanError(f"{name} = {fields[name]!r}: {what}, which kvd plan does not cover")
+    query_heads = _required(fields, _HEADS)
+    if fields.get("kv_lora_rank") is not None:
+        attention: Literal["mha", "gqa", "mqa", "mla"] = "mla"
+        kv_heads = 1
+        elements = _required(fields, ("kv_lora_rank",)) + _required(fields, ("qk_rope_head_dim",))
+    else:
+        kv_heads = _kv_heads(fields, query_heads)
+        attention = "mha" if kv_heads == query_heads else "mqa" if kv_heads == 1 else "gqa"
+        key = _optional(fields, ("head_dim",)) or _required(fields, _HIDDEN) // query_heads
+        elements = key + (_optional(fields, ("v_head_dim",)) or key)
+    dtype = fields.get("dtype") or fields.get("torch_dtype")
+    return Model(
+        name=str(fields.get("model_type") or "unnamed"),
+        attention=attention,
+        windows=_windows(fields, _required(fields, _LAYERS)),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_elements=elements,
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        max_positions=_optional(fields, _POSITIONS),
+    )
+
+
+def _language_model(config: Config) -> Config:
+    """The language model's fields; what it leaves out comes from around it, then its family."""
+    fields: dict[str, Any] = dict(config)
+    inner: Any = config
+    while inner is not None:
+        fields |= inner
+        inner = next((inner[name] for name in _NESTED if isinstance(inner.get(name), dict)), None)
+    return _FAMILIES.get(str(fields.get("model_type")), {}) | fields
+
+
+def _kv_heads(fields: Config, query_heads: int) -> int:
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
+        return 1  # Falcon and GPT-BigCode say it in a flag
+    return _optional(fields, _KV_HEADS) or query_heads
+
+
+def _windows(fields: Config, layers: int) -> tuple[int | None, ...]:
+    """Each layer's window, as the model's own rules give them."""
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        return _listed_windows(fields, kinds, layers)
+    window = _optional(fields, ("sliding_window",))
+    if window is None or fields.get("use_sliding_window") is False:
+        return (None,) * layers
+    pattern = _optional(fields, ("sliding_window_pattern", "_sliding_window_pattern"))
+    if pattern is not None:  # every pattern-th layer sees everything
+        return tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
+    first = _optional(fields, ("max_window_layers",), least=0)
+    if first is None or not fields.get("use_sliding_window"):
+        first = 0
+    return tuple(window if i >= first else None for i in range(layers))
+
+
+def _listed_windows(fields: Config, kinds: Any, layers: int) -> tuple[int | None, ...]:
+    if not isinstance(kinds, list) or len(kinds) < layers:
+        raise PlanError(f"layer_types = {kinds!r} does not list {layers} layers")
+    windows: list[int | None] = []
+    for index, kind in enumerate(kinds[:layers]):
+        if kind == "full_attention":
+            windows.append(None)
+        elif kind == "sliding_attention":
+            windows.append(_required(fields, ("sliding_window",)))
+        else:
+            raise PlanError(f"layer_types[{index}] = {kind!r}, which kvd plan does not cover")
+    return tuple(windows)
+
+
+def _optional(fields: Config, names: tuple[str, ...], least: int = 1) -> int | None:
+    """The first of these fields that is there and not null."""
+    for name in names:
+        value = fields.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise PlanError(f"{name} = {value!r} is no whole number of at least {least}")
+        return value
+    return None
+
+
+def _required(fields: Config, names: tuple[str, ...]) -> int:
+    value = _optional(fields, names)
+    if value is None:
+        aliases = f" (nor {', '.join(names[1:])})" if names[1:] else ""
+        raise PlanError(f"the model configuration has no {names[0]}{aliases}; is it a config.json?")
+    return value

@@ -1,0 +1,312 @@
+"""`kvd plan`: figures from a model's config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvd.cli.plan import plan
+from kvd.errors import PlanError
+from kvd.plan.figures import Plan, Wishes, make_plan
+from kvd.plan.model import read_model
+
+GIB = 1024**3
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "max_position_embeddings": 131_072,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163_840,
+    "torch_dtype": "bfloat16",
+}
+GEMMA3 = {
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 5376,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+    },
+}
+
+
+def planned(config: dict[str, Any], **changes: Any) -> Plan:
+    """The plan with one rank, 16-token blocks and 64 GiB, but for the changes."""
+    wishes: dict[str, Any] = {
+        "tensor_parallel": 1,
+        "block_size": 16,
+        "dtype": "auto",
+        "cpu_bytes": 64 * GIB,
+        "blocks_per_chunk": 1,
+    }
+    return make_plan(read_model(config), Wishes(**(wishes | changes)))
+
+
+def test_a_model_with_grouped_heads() -> None:
+    """Llama 3 8B: 2 x 8 heads x 128 x 2 bytes x 32 layers a token, 2 MiB a block."""
+    result = planned(LLAMA, blocks_per_chunk=4)
+    assert result.attention == "gqa"
+    assert result.bytes_per_token == 131_072
+    assert result.bytes_per_block == 2 * 1024**2
+    assert result.bytes_per_chunk == 8 * 1024**2
+    assert result.num_chunks == 8192
+    assert result.pool_tokens == 8192 * 64
+    assert result.longest_request is None
+
+
+def test_a_dense_model_keeps_all_heads() -> None:
+    """Without num_key_value_heads every head has its own keys and values."""
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
+    result = planned(gpt2, dtype="float16")
+    assert result.attention == "mha"
+    assert result.bytes_per_token == 2 * 768 * 2 * 12
+    assert result.max_positions == 1024
+
+
+def test_heads_are_split_over_ranks() -> None:
+    """Ranks share the heads; with more ranks than heads each keeps one, so bytes repeat."""
+    assert planned(LLAMA, tensor_parallel=4).bytes_per_token_rank == 131_072 // 4
+    assert planned(LLAMA, tensor_parallel=4).bytes_per_token == 131_072
+    assert planned(LLAMA, tensor_parallel=16).bytes_per_token_rank == 131_072 // 8
+    assert planned(LLAMA, tensor_parallel=16).bytes_per_token == 131_072 * 2
+
+
+@pytest.mark.parametrize("ranks", [3, 64])
+def test_ranks_that_do_not_divide_heads_are_refused(ranks: int) -> None:
+    """A tensor-parallel size that the model cannot have is refused with both numbers."""
+    with pytest.raises(PlanError, match=f"32 attention heads.*{ranks} ranks"):
+        planned(LLAMA, tensor_parallel=ranks)
+    with pytest.raises(PlanError, match="6 KV heads over 4 ranks"):
+        planned(LLAMA | {"num_key_value_heads": 6}, tensor_parallel=4)
+
+
+def test_a_latent_is_stored_once() -> None:
+    """MLA: latent and rotary part, once for all ranks, keys and values not counted twice."""
+    result = planned(DEEPSEEK, tensor_parallel=8)
+    assert result.attention == "mla"
+    assert result.replicated
+    assert result.bytes_per_token == result.bytes_per_token_rank == (512 + 64) * 2 * 61
+    assert result.bytes_per_block == (512 + 64) * 2 * 61 * 16
+    assert result.bytes_per_chunk == -(-result.bytes_per_block // 4096) * 4096
+
+
+def test_a_nested_latent_model_at_tp_4() -> None:
+    """Regression (Kimi K2.5 at TP 4): page sizes are summed once over the layers."""
+    kimi = {"model_type": "kimi_k25", "text_config": DEEPSEEK | {"model_type": "kimi_k2"}}
+    result = planned(kimi, tensor_parallel=4, block_size=64)
+    assert result.model == "kimi_k2"
+    assert result.bytes_per_block_rank == 64 * 576 * 2 * 61
+    assert result.num_chunks == 64 * GIB // result.bytes_per_chunk
+
+
+def test_interleaved_windows_make_groups_of_the_smaller_kind() -> None:
+    """Gemma 3 27B: 10 full and 52 sliding layers make 1 + 6 groups that share blocks."""
+    result = planned(GEMMA3, gpu_blocks=20_000)
+    assert [(group.layers, group.sliding_window) for group in result.groups] == [
+        (9, 1024),
+        (9, 1024),
+        (9, 1024),
+        (9, 1024),
+        (8, 1024),
+        (8, 1024),
+        (10, None),
+    ]
+    page = 2 * 16 * 128 * 2 * 16
+    assert result.bytes_per_token == page // 16 * 62
+    assert result.bytes_per_block == 10 * page
+    assert result.pool_tokens == result.num_chunks // 7 * 16
+    assert result.longest_request == 131_072  # the family's own limit
+
+
+def test_layer_types_win_over_patterns() -> None:
+    """Listed kinds are taken as they are; kinds of about the same size stay whole."""
+    kinds = ["sliding_attention", "full_attention"] * 12
+    gpt_oss = LLAMA | {
+        "num_hidden_layers": 24,
+        "layer_types": kinds,
+        "sliding_window": 128,
+        "sliding_window_pattern": 6,
+    }
+    assert [(g.layers, g.sliding_window) for g in planned(gpt_oss).groups] == [
+        (12, 128),
+        (12, None),
+    ]
+    assert len(planned(gpt_oss | {"num_hidden_layers": 21}).groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"sliding_window": 4096}, {4096}),
+        ({"sliding_window": None}, {None}),
+        ({"sliding_window": 4096, "use_sliding_window": False}, {None}),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 28}, {None, 64}),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}, {64}),
+        ({"sliding_window": 64, "max_window_layers": 28}, {64}),
+        ({"sliding_window": 4096, "sliding_window_pattern": 4}, {None, 4096}),
+    ],
+)
+def test_windows_follow_the_models_own_fields(
+    fields: dict[str, Any], windows: set[int | None]
+) -> None:
+    """Which layers slide is said in several ways; each is understood."""
+    model = read_model(LLAMA | fields)
+    assert set(model.windows) == windows
+    if fields.get("max_window_layers") == 28 and "use_sliding_window" in fields:
+        assert model.windows.index(64) == 28
+
+
+def test_what_a_family_leaves_out_is_filled_in() -> None:
+    """Gemma 3 4B names neither heads nor pattern: the family's own figures are used."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    model = read_model({"model_type": "gemma3", "text_config": text})
+    assert (model.query_heads, model.kv_heads, model.head_elements) == (8, 4, 512)
+    assert model.windows.count(None) == 5
+
+
+def test_an_override_shortens_the_longest_request() -> None:
+    """Regression: with fewer blocks by override the longest request is that of the override."""
+    result = planned(LLAMA, gpu_blocks=4001, block_override=101)
+    assert result.longest_request == 64_000
+    assert result.longest_request_with_override == 1600
+    alone = planned(LLAMA, block_override=101)
+    assert alone.longest_request is None
+    assert alone.longest_request_with_override == 1600
+
+
+def test_the_models_limit_bounds_a_request() -> None:
+    """More blocks than the model has positions for do not make longer requests."""
+    assert planned(LLAMA, gpu_blocks=1_000_000).longest_request == 131_072
+    unlimited = {k: v for k, v in LLAMA.items() if k != "max_position_embeddings"}
+    assert planned(unlimited, gpu_blocks=10_001).longest_request == 160_000
+
+
+def test_dtypes() -> None:
+    """The cache's dtype is the asked one, else the model's; 32-bit models are served in 16."""
+    assert planned(LLAMA, dtype="fp8").bytes_per_token == 65_536
+    assert planned(LLAMA | {"torch_dtype": "float32"}).dtype == "float16"
+    assert planned(LLAMA | {"dtype": "torch.float16"}).dtype == "float16"
+    with pytest.raises(PlanError, match="--dtype"):
+        planned(LLAMA | {"torch_dtype": None})
+    with pytest.raises(PlanError, match="'int3' is not known"):
+        planned(LLAMA | {"torch_dtype": "int3"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+        ({"num_attention_heads": None}, "no num_attention_heads"),
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers = '32' is no whole number"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
+        ({"kv_lora_rank": 512}, "no qk_rope_head_dim"),
+        ({"layer_types": ["full_attention"]}, "does not list 32 layers"),
+        ({"layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
+        ({"layer_types": ["sliding_attention"] * 32}, "no sliding_window"),
+        ({"mamba_d_state": 16}, "state layers"),
+        ({"index_head_dim": 128}, "indexer"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(changes: dict[str, Any], text: str) -> None:
+    """A missing field, a bad value or a kind of cache not covered: one error that names it."""
+    with pytest.raises(PlanError) as refusal:
+        planned(LLAMA | changes)
+    assert text in str(refusal.value)
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `kvd plan`."""
+    result = CliRunner().invoke(plan, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def test_json_holds_the_figures(folder: Path) -> None:
+    """`--json` prints one object with the figures, from a folder or the file itself."""
+    status, out, _ = run(str(folder), "--json", "--tp", "2", "--cpu-bytes", "1GiB")
+    report = json.loads(out)
+    assert status == 0
+    assert report["num_chunks"] == 512
+    assert report["bytes_per_token"] == 131_072
+    assert report["groups"] == [{"layers": 32, "sliding_window": None, "page_bytes": 32_768}]
+    assert run(str(folder / "config.json"), "--json", "--tp", "2", "--cpu-bytes", "1GiB")[1] == out
+
+
+def test_the_table_holds_the_figures(folder: Path) -> None:
+    """Without `--json` a table is printed."""
+    status, out, _ = run(str(folder), "--gpu-blocks", "4001", "--block-override", "101")
+    assert status == 0
+    for figure in ("131,072", "2,097,152", "32,768", "524,288", "64,000", "1,600", "64 GiB"):
+        assert figure in out
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("{", "not JSON"),
+        ("[]", "holds no JSON object"),
+        ("{}", "no num_attention_heads"),
+    ],
+)
+def test_a_file_that_is_no_config_is_one_clear_error(
+    tmp_path: Path, content: str | None, text: str
+) -> None:
+    """A missing file, bad JSON or a missing field: exit 1, one line, no traceback."""
+    file = tmp_path / "model.json"
+    if content is not None:
+        file.write_text(content)
+    status, out, err = run(str(file))
+    assert status == 1
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_budgets_and_lengths_that_cannot_work_are_refused(folder: Path) -> None:
+    """A bad size, a budget below one chunk, a request that never fits: exit 1 with the figures."""
+    assert "such as 64GiB" in run(str(folder), "--cpu-bytes", "lots")[2]
+    assert "holds no chunk of 2097152 bytes" in run(str(folder), "--cpu-bytes", "1MiB")[2]
+    long = ("--max-seq-len", "8192")
+    blocks = ("--gpu-blocks", "4001")
+    assert run(str(folder), *long, *blocks)[0] == 0
+    status, _, err = run(str(folder), *long, *blocks, "--block-override", "101")
+    assert status == 1
+    assert "max seq len 8192 needs 512 blocks" in err
+    assert "available are 100" in err
+    assert "101 blocks by the override" in err
+    assert "give --gpu-blocks" in run(str(folder), *long)[2]
