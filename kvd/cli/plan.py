@@ -17,7 +17,7 @@ from kvd_proto.sizes import format_size, parse_size
 _Count = click.IntRange(min=1)
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--tp", "tensor_parallel", type=_Count, default=1, help="Tensor-parallel size.")
 @click.option("--block-size", type=_Count, default=16, help="Tokens per block.")
