@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_proto.errors import JobShapeError
-from kvd_proto.expand import Copies, chunks_per_group, coverage, expand_job
+from kvd_proto.expand import Copies, Expander, chunks_per_group, coverage
 from kvd_proto.layout import (
     GroupSpec,
     RankLayout,
@@ -38,13 +38,10 @@ class Job:
 
     def expand(self, **changes: Any) -> Copies:
         """What the job moves, with some arrays replaced."""
-        arrays = {
-            "block_ids": np.array(self.block_ids, dtype=np.uint32),
-            "group_sizes": np.array(self.group_sizes, dtype=np.uint32),
-            "block_indices": np.array(self.block_indices, dtype=np.uint32),
-            "slots": np.array(self.slots, dtype=np.uint32),
-        }
-        return expand_job(self.layout, **(arrays | {k: np.array(v) for k, v in changes.items()}))
+        job = replace(self, **changes)
+        return Expander(self.layout).expand(
+            np.array(job.block_ids), job.group_sizes, job.block_indices, np.array(job.slots)
+        )
 
 
 def oracle(job: Job) -> list[Move]:
@@ -165,9 +162,7 @@ def test_coverage_is_what_was_listed(job: Job) -> None:
         for chunk in sorted({position // factor for position in positions}):
             inside = [p % factor for p in positions if p // factor == chunk]
             expected.append((inside[0], len(inside)))
-    first, count = coverage(
-        np.array(job.group_sizes), np.array(job.block_indices), job.layout.blocks_per_chunk
-    )
+    first, count = coverage(job.group_sizes, job.block_indices, factor)
     assert first.dtype == count.dtype == np.uint16
     assert list(zip(first.tolist(), count.tolist(), strict=True)) == expected
     assert len(expected) == len(job.slots)
@@ -189,7 +184,7 @@ def test_a_chunk_at_the_window_edge_counts_what_was_appended() -> None:
     """Regression: a chunk with skipped blocks counts those listed, not the whole factor."""
     job = Job(one_group(), [9, 10, 11, 20], [4], [6], [0, 1])  # logical blocks 6, 7 | 8, 9
     assert job.expand().total_bytes == 4 * PAGE
-    first, count = coverage(np.array([4]), np.array([6]), 4)
+    first, count = coverage([4], [6], 4)
     assert first.tolist() == [2, 0]
     assert count.tolist() == [2, 2]
     with pytest.raises(JobShapeError, match=r"\[8\] sum to 8, but 4 block ids.*appended"):
@@ -212,7 +207,7 @@ def test_an_unaligned_start_in_a_later_group_is_its_own() -> None:
 
 def test_a_group_of_size_zero_has_no_chunk() -> None:
     """An empty group takes no slot, wherever its index points."""
-    assert chunks_per_group(np.array([0, 5]), np.array([3, 3]), 4).tolist() == [0, 2]
+    assert chunks_per_group([0, 5], [3, 3], 4) == [0, 2]
     layout = one_group()
     layout = RankLayout(64, 4, 16, layout.storages, layout.tensors, layout.groups * 2)
     assert Job(layout, [1], [0, 1], [3, 0], [2]).expand().total_bytes == PAGE
@@ -283,6 +278,5 @@ def test_sizes_that_wrap_around_are_refused() -> None:
     layout = one_group()
     layout = RankLayout(64, 4, 16, layout.storages, layout.tensors, layout.groups * 4)
     empty = np.empty(0, np.uint32)
-    sizes = np.full(4, 2**62, dtype=np.int64)
     with pytest.raises(JobShapeError, match=f"sum to {2**64}, but 0 block ids"):
-        expand_job(layout, empty, sizes, np.zeros(4, np.int64), empty)
+        Expander(layout).expand(empty, [2**62] * 4, [0] * 4, empty)

@@ -56,8 +56,10 @@ def job_request(
             raise UsageError(
                 f"{len(sizes)} group_sizes, the layout has {len(layout.groups)} groups"
             )
-        chunks = int(
-            chunks_per_group(sizes.numpy(), indices.numpy(), layout.blocks_per_chunk).sum()
+        chunks = sum(
+            chunks_per_group(
+                sizes.numpy().tolist(), indices.numpy().tolist(), layout.blocks_per_chunk
+            )
         )
         if chunks != len(chosen):
             raise UsageError(

@@ -19,6 +19,7 @@ from kvd_proto.errors import ProtoError
 from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, Store, Wait
 
 POLL_SECONDS = 0.02
+HURRY_SECONDS = 0.002  # after which the lane is asked to do waited-for jobs first
 
 log = logging.getLogger("kvd_client")
 
@@ -139,19 +140,24 @@ class JobTable:
         end = time.monotonic() + timeout
         with self._lock:
             left = frozenset(job_ids) & self._running.keys()
-            self._tell_lanes(Wait, left)
+        # Most jobs are done before the lane could be asked to hurry.
+        hurry_at: float | None = time.monotonic() + HURRY_SECONDS
         while True:
             poller = select.poll()
             with self._lock:
                 self._collect()
                 left &= self._running.keys()
+                if hurry_at is not None and time.monotonic() >= hurry_at:
+                    self._tell_lanes(Wait, left)
+                    hurry_at = None
                 for link in {self._running[job].link for job in left}:
                     link.watch(poller)
             seconds = end - time.monotonic()
             if not left or seconds <= 0:
                 break
             # Another thread may take in what this one waits for: look again now and then.
-            poller.poll(min(seconds, POLL_SECONDS) * 1000)
+            pause = POLL_SECONDS if hurry_at is None else HURRY_SECONDS
+            poller.poll(min(seconds, pause) * 1000)
         with self._lock:
             left &= self._running.keys()
             self._void([job for job in left if self._running[job].is_store], timeout)

@@ -15,7 +15,7 @@ from kvd.link import ShareDone
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import JobShapeError
-from kvd_proto.expand import Copies, coverage, expand_job
+from kvd_proto.expand import Copies, check_shape, coverage
 from kvd_proto.messages import Job, JobStatus, Load
 from kvd_proto.states import JOB, JobEvent, JobState, Machine
 
@@ -34,8 +34,8 @@ class Chunks:
 
     slots: npt.NDArray[np.uint32]
     generations: npt.NDArray[np.uint64]
-    first: npt.NDArray[np.int64]
-    count: npt.NDArray[np.int64]
+    first: npt.NDArray[np.uint16]
+    count: npt.NDArray[np.uint16]
     own: Mask
 
     @classmethod
@@ -50,42 +50,29 @@ class Chunks:
             request.group_sizes.numpy().tolist(),
             request.block_indices.numpy().tolist(),
         )
-        groups = len(worker.layout.groups)
-        if not len(sizes) == len(indices) == groups:
-            raise JobShapeError(
-                f"{len(sizes)} group sizes and {len(indices)} block indices for {groups} groups"
-            )
-        # Before anything is sized by them.
-        if min([*sizes, *indices], default=0) < 0 or sum(sizes) != len(request.block_ids):
-            raise JobShapeError(
-                f"group sizes {sizes} and block indices {indices} with"
-                f" {len(request.block_ids)} block ids"
-            )
-        first, count = coverage(
-            np.array(sizes, dtype=np.int64),
-            np.array(indices, dtype=np.int64),
-            worker.layout.blocks_per_chunk,
-        )
+        check_shape(worker.layout, sizes, indices, len(request.block_ids))
+        first, count = coverage(sizes, indices, worker.layout.blocks_per_chunk)
         slots = request.slots.numpy()
+        listed = slots.tolist()
         if not len(slots) == len(request.generations) == len(first):
             raise JobShapeError(
                 f"{len(first)} chunks are described, with {len(slots)} slots and"
                 f" {len(request.generations)} generations"
             )
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < binding.num_slots:
+        if listed and not 0 <= min(listed) <= max(listed) < binding.num_slots:
             raise JobShapeError(
-                f"slots {slots.min()}..{slots.max()} of an arena of {binding.num_slots}"
+                f"slots {min(listed)}..{max(listed)} of an arena of {binding.num_slots}"
             )
         own = np.ones(len(slots), dtype=np.bool_)
         if not isinstance(request, Load):
-            if len(np.unique(slots)) != len(slots):
+            if len(set(listed)) != len(listed):
                 raise JobShapeError("a store names a slot twice")
             own = _own(worker, slots)
         return cls(
             slots.astype(np.uint32),
             request.generations.numpy().astype(np.uint64),
-            np.asarray(first, dtype=np.int64),
-            np.asarray(count, dtype=np.int64),
+            first,
+            count,
             own,
         )
 
@@ -165,8 +152,8 @@ class LaneJob:
             what = "ready"
             if not bad.any():
                 first, count = directory.coverage(chunks.slots)
-                begin, end = first.astype(np.int64), first.astype(np.int64) + count
-                bad = (chunks.first < begin) | (chunks.first + chunks.count > end)
+                # first + count is at most blocks_per_chunk, which fits 16 bits.
+                bad = (chunks.first < first) | (chunks.first + chunks.count > first + count)
                 what = "stored with all blocks that are to be loaded"
         if not bad.any():
             return None
@@ -182,12 +169,11 @@ class LaneJob:
         Raises:
             JobShapeError: blocks or runs outside the worker's memory or arena.
         """
-        request, layout = self.request, self.worker.layout
-        copies = expand_job(
-            layout,
+        request = self.request
+        copies = self.worker.expander.expand(
             request.block_ids.numpy(),
-            request.group_sizes.numpy(),
-            request.block_indices.numpy(),
+            request.group_sizes.numpy().tolist(),
+            request.block_indices.numpy().tolist(),
             self.chunks.slots,
         )
         if not self.chunks.own.all():
@@ -230,7 +216,7 @@ def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[Share
     inside = (slots >= 0) & (slots < binding.num_slots)
     slots = slots[inside].astype(np.uint32)
     generations = generations[inside].astype(np.uint64)
-    nothing = np.zeros(len(slots), dtype=np.int64)
+    nothing = np.zeros(len(slots), dtype=np.uint16)
     own = _own(worker, slots)
     chunks = Chunks(slots, generations, nothing, nothing, own)
     mask = own & _writing(binding, slots, generations)
@@ -269,6 +255,9 @@ def select(copies: Copies, which: Mask | slice) -> Copies:
 
 def cut(copies: Copies) -> list[tuple[Copies, int]]:
     """Pieces of about `PIECE_BYTES` (below twice that) with their bytes, in order."""
+    total = copies.total_bytes
+    if 0 < total <= PIECE_BYTES:
+        return [(copies, total)]
     copies = split_runs(copies, PIECE_BYTES)
     end = np.cumsum(copies.nbytes)
     cuts = (np.flatnonzero(np.diff(end // PIECE_BYTES)) + 1).tolist()

@@ -362,9 +362,6 @@ class LaneService:
         for job in self._runner.take_ended():
             status, text = job.outcome
             self._count(job, status)
-            if job.direction is Direction.STORE:
-                for share in job.shares(ok=status is JobStatus.OK):
-                    self._tell(share)
             started = job.started_ns or self._runner.now
             self._send(
                 job.reply,
@@ -377,6 +374,10 @@ class LaneService:
                     copy_ns=job.copy_ns,
                 ),
             )
+            # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
+            if job.direction is Direction.STORE:
+                for share in job.shares(ok=status is JobStatus.OK):
+                    self._tell(share)
             for action in job.on_end:
                 action()
 

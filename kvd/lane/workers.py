@@ -13,7 +13,8 @@ from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Device, MemoryId
 from kvd.link import BindWorker, ImportWorker
 from kvd_proto.directory import DirectoryView
-from kvd_proto.errors import DirectoryError
+from kvd_proto.errors import DirectoryError, LayoutError
+from kvd_proto.expand import Expander
 from kvd_proto.layout import RankLayout, slot_bytes
 
 CONTROL_PAGE_BYTES = 4096
@@ -136,6 +137,7 @@ class Worker:
     layout: RankLayout
     memory: MemoryId
     control: ControlPage
+    expander: Expander
     binding: Binding | None = None
     leaving: bool = False
 
@@ -167,6 +169,10 @@ class Workers:
         sizes = message.layout.storages
         if len(sizes) != len(message.handles):
             raise ImportFailed(f"{len(message.handles)} handles for {len(sizes)} storages")
+        try:
+            expander = Expander(message.layout)
+        except LayoutError as error:
+            raise ImportFailed(str(error)) from error
         control = ControlPage(descriptors[0])
         worker = Worker(
             session=message.session,
@@ -176,6 +182,7 @@ class Workers:
             layout=message.layout,
             memory=self._device.import_memory(message.handles, sizes, descriptors),
             control=control,
+            expander=expander,
         )
         self._by_session[worker.session] = worker
         self._by_token[worker.token] = worker

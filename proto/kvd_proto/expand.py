@@ -7,6 +7,7 @@ number ``position // blocks_per_chunk`` and is block
 at a sliding window's edge a chunk's first blocks are simply not listed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -47,82 +48,110 @@ class Copies:
 
 
 def chunks_per_group(
-    group_sizes: Ints, block_indices: Ints, blocks_per_chunk: int
-) -> npt.NDArray[np.int64]:
+    group_sizes: Sequence[int], block_indices: Sequence[int], blocks_per_chunk: int
+) -> list[int]:
     """cdiv(size + block_index % factor, factor) for each group, 0 for an empty one."""
-    sizes = np.asarray(group_sizes, dtype=np.int64)
-    skip = np.asarray(block_indices, dtype=np.int64) % blocks_per_chunk
-    return np.where(sizes > 0, -(-(sizes + skip) // blocks_per_chunk), 0)
+    return [
+        -(-(size + index % blocks_per_chunk) // blocks_per_chunk) if size else 0
+        for size, index in zip(group_sizes, block_indices, strict=True)
+    ]
 
 
 def coverage(
-    group_sizes: Ints, block_indices: Ints, blocks_per_chunk: int
+    group_sizes: Sequence[int], block_indices: Sequence[int], blocks_per_chunk: int
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
     """Which blocks of each chunk the job lists: (first, count) per chunk, in job order."""
-    firsts: list[npt.NDArray[np.int64]] = []
-    counts: list[npt.NDArray[np.int64]] = []
     chunks = chunks_per_group(group_sizes, block_indices, blocks_per_chunk)
-    for size, index, number in zip(
-        np.asarray(group_sizes).tolist(),
-        np.asarray(block_indices).tolist(),
-        chunks.tolist(),
-        strict=True,
-    ):
-        if number == 0:
-            continue
-        skip = index % blocks_per_chunk
-        starts = np.arange(number, dtype=np.int64) * blocks_per_chunk
-        first = np.maximum(starts, skip)
-        end = np.minimum(starts + blocks_per_chunk, skip + size)
-        firsts.append(first - starts)
-        counts.append(end - first)
-    if not firsts:
-        return np.empty(0, np.uint16), np.empty(0, np.uint16)
-    return np.concatenate(firsts).astype(np.uint16), np.concatenate(counts).astype(np.uint16)
+    first = np.zeros(sum(chunks), np.uint16)
+    count = np.full(len(first), blocks_per_chunk, np.uint16)
+    at = 0
+    for size, index, number in zip(group_sizes, block_indices, chunks, strict=True):
+        if number:
+            skip = index % blocks_per_chunk
+            first[at] = skip
+            count[at] -= skip
+            count[at + number - 1] -= number * blocks_per_chunk - skip - size
+            at += number
+    return first, count
 
 
-def expand_job(
-    layout: RankLayout, block_ids: Ints, group_sizes: Ints, block_indices: Ints, slots: Ints
-) -> Copies:
-    """The byte ranges of a job, coalesced.
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The regions of one group's refs: storage [refs]; the others int64[refs, 1]."""
+
+    storage: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int64]
+    stride: npt.NDArray[np.int64]
+    page: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+
+
+class Expander:
+    """Turns one rank's jobs into byte ranges; what depends on the layout alone is kept.
 
     Args:
         layout: the rank's memory; it was validated before.
-        block_ids: int[sum(group_sizes)], flat, group by group.
-        group_sizes: int[number of groups].
-        block_indices: int[number of groups].
-        slots: int[sum(chunks_per_group)], group by group.
-
-    Raises:
-        JobShapeError: arrays that do not fit each other or the layout.
     """
-    blocks = np.asarray(block_ids).astype(np.int64)
-    sizes = np.asarray(group_sizes).astype(np.int64)
-    indices = np.asarray(block_indices).astype(np.int64)
-    slot_ids = np.asarray(slots).astype(np.int64)
-    chunks = _check(layout, blocks, sizes, indices, slot_ids)
-    stride = slot_bytes(layout)
-    parts: list[tuple[Ints, Ints, Ints, Ints]] = []
-    block_at = chunk_at = 0
-    for group, (size, number) in enumerate(zip(sizes.tolist(), chunks.tolist(), strict=True)):
-        if size:
-            position = int(indices[group]) % layout.blocks_per_chunk + np.arange(size)
-            slot = slot_ids[chunk_at : chunk_at + number][position // layout.blocks_per_chunk]
-            inside = position % layout.blocks_per_chunk
-            ids = blocks[block_at : block_at + size]
-            parts.append(_runs(layout, group, ids, slot * stride, inside))
-        block_at += size
-        chunk_at += number
-    if not parts:
-        empty = np.empty(0, np.int64)
-        return Copies(np.empty(0, np.int32), empty, empty, empty)
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return Copies(columns[0].astype(np.int32), columns[1], columns[2], columns[3])
+
+    def __init__(self, layout: RankLayout) -> None:
+        self.layout = layout
+        self.slot_bytes = slot_bytes(layout)
+        self._groups = [_group(layout, index) for index in range(len(layout.groups))]
+
+    def expand(
+        self,
+        block_ids: Ints,
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+        slots: Ints,
+    ) -> Copies:
+        """The byte ranges of a job, coalesced.
+
+        Args:
+            block_ids: int[sum(group_sizes)], flat, group by group.
+            group_sizes: one number per group.
+            block_indices: one number per group.
+            slots: int[sum(chunks_per_group)], group by group.
+
+        Raises:
+            JobShapeError: arrays that do not fit each other or the layout.
+        """
+        factor = self.layout.blocks_per_chunk
+        blocks = np.asarray(block_ids).astype(np.int64)
+        slot_ids = np.asarray(slots).astype(np.int64)
+        chunks = _check(self.layout, blocks, group_sizes, block_indices, slot_ids)
+        parts: list[tuple[Ints, Ints, Ints, Ints]] = []
+        block_at = chunk_at = 0
+        for group, (size, number) in enumerate(zip(group_sizes, chunks, strict=True)):
+            if size:
+                skip = block_indices[group] % factor
+                ordinal, inside = np.divmod(np.arange(skip, skip + size), factor)
+                slot = slot_ids[chunk_at + ordinal]
+                ids = blocks[block_at : block_at + size]
+                parts.append(_runs(self._groups[group], ids, slot * self.slot_bytes, inside))
+            block_at += size
+            chunk_at += number
+        if len(parts) == 1:
+            return Copies(*parts[0])
+        if not parts:
+            empty = np.empty(0, np.int64)
+            return Copies(np.empty(0, np.int32), empty, empty, empty)
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        return Copies(*columns)
+
+    def __repr__(self) -> str:
+        return f"<Expander {len(self._groups)} groups, slots of {self.slot_bytes} bytes>"
+
+
+def _group(layout: RankLayout, group: int) -> _Group:
+    regions = _regions(layout, group)
+    columns = np.array([region[1:] for region in regions], dtype=np.int64).T[:, :, np.newaxis]
+    storage = np.array([region[0] for region in regions], dtype=np.int32)
+    return _Group(storage, *np.ascontiguousarray(columns))
 
 
 def _runs(
-    layout: RankLayout,
-    group: int,
+    group: _Group,
     ids: npt.NDArray[np.int64],
     slot_offset: npt.NDArray[np.int64],
     inside: npt.NDArray[np.int64],
@@ -132,19 +161,18 @@ def _runs(
     ids, slot_offset, inside: [blocks], a block's id, its slot's bytes from the arena's start, and
     its place in the chunk.
     """
-    regions = _regions(layout, group)
-    storage = np.array([region[0] for region in regions], dtype=np.int32)
-    column = np.array([region[1:] for region in regions], dtype=np.int64).T[:, :, np.newaxis]
-    offset, stride, page, start = column
-    memory = offset + ids * stride  # [refs, blocks]
-    arena = slot_offset + start + inside * page
+    page = group.page
+    memory = group.offset + ids * group.stride  # [refs, blocks]
+    arena = slot_offset + group.start + inside * page
     first = np.ones(memory.shape, dtype=np.bool_)
-    first[:, 1:] = (np.diff(memory, axis=1) != page) | (np.diff(arena, axis=1) != page)
-    starts = np.flatnonzero(first)
+    first[:, 1:] = (memory[:, 1:] - memory[:, :-1] != page) | (arena[:, 1:] - arena[:, :-1] != page)
+    starts = first.reshape(-1).nonzero()[0]
     ref = starts // len(ids)
-    blocks = np.diff(starts, append=first.size)
+    blocks = np.empty_like(starts)
+    blocks[:-1] = starts[1:] - starts[:-1]
+    blocks[-1] = first.size - starts[-1]
     return (
-        storage[ref],
+        group.storage[ref],
         memory.reshape(-1)[starts],
         arena.reshape(-1)[starts],
         blocks * page[ref, 0],
@@ -177,32 +205,17 @@ def _regions(layout: RankLayout, group: int) -> list[tuple[int, int, int, int, i
 def _check(
     layout: RankLayout,
     blocks: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    indices: npt.NDArray[np.int64],
+    sizes: Sequence[int],
+    indices: Sequence[int],
     slots: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int64]:
+) -> list[int]:
     """The chunks per group, if the arrays fit."""
-    groups = len(layout.groups)
-    if len(sizes) != groups or len(indices) != groups:
-        raise JobShapeError(
-            f"{len(sizes)} group sizes and {len(indices)} block indices for {groups} groups;"
-            " give one of each per group, 0 for a group without blocks"
-        )
-    if (sizes < 0).any() or (indices < 0).any():
-        raise JobShapeError(
-            f"group sizes {sizes.tolist()} and block indices {indices.tolist()} must not be below 0"
-        )
-    total = sum(sizes.tolist())  # Python's integers do not wrap around
-    if total != len(blocks):
-        raise JobShapeError(
-            f"group sizes {sizes.tolist()} sum to {total}, but {len(blocks)} block ids are listed;"
-            " count what was appended"
-        )
+    check_shape(layout, sizes, indices, len(blocks))
     chunks = chunks_per_group(sizes, indices, layout.blocks_per_chunk)
-    if int(chunks.sum()) != len(slots):
+    if sum(chunks) != len(slots):
         raise JobShapeError(
-            f"{len(slots)} slots for {chunks.tolist()} chunks per group (sizes {sizes.tolist()},"
-            f" block indices {indices.tolist()}, {layout.blocks_per_chunk} blocks per chunk)"
+            f"{len(slots)} slots for {chunks} chunks per group (sizes {list(sizes)},"
+            f" block indices {list(indices)}, {layout.blocks_per_chunk} blocks per chunk)"
         )
     if len(slots) and int(slots.min()) < 0:
         raise JobShapeError(f"slot {int(slots.min())} is below 0")
@@ -217,3 +230,31 @@ def _check(
                 f"block ids {low}..{high} are not within 1..{layout.num_blocks - 1}"
             )
     return chunks
+
+
+def check_shape(
+    layout: RankLayout, sizes: Sequence[int], indices: Sequence[int], num_blocks: int
+) -> None:
+    """Group sizes and block indices fit the layout and the number of listed blocks.
+
+    To be asked before anything is sized by them.
+
+    Raises:
+        JobShapeError: they do not.
+    """
+    groups = len(layout.groups)
+    if len(sizes) != groups or len(indices) != groups:
+        raise JobShapeError(
+            f"{len(sizes)} group sizes and {len(indices)} block indices for {groups} groups;"
+            " give one of each per group, 0 for a group without blocks"
+        )
+    if min(sizes) < 0 or min(indices) < 0:
+        raise JobShapeError(
+            f"group sizes {list(sizes)} and block indices {list(indices)} must not be below 0"
+        )
+    total = sum(sizes)
+    if total != num_blocks:
+        raise JobShapeError(
+            f"group sizes {list(sizes)} sum to {total}, but {num_blocks} block ids are listed;"
+            " count what was appended"
+        )
