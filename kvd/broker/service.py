@@ -76,6 +76,7 @@ class Service:
         self._by_fd: dict[int, Visitor] = {}
         self._stop_at: float | None = None
         self._signals = 0
+        self._next_tick = 0.0
         self.events: deque[tuple[float, str]] = deque(maxlen=200)
         self._poller = zmq.Poller()
         self.core = Broker(
@@ -132,7 +133,9 @@ class Service:
             os.read(self._wake_read, 512)
         if self._pool is not None and not self.core.state.pool_ready:
             self._pool_turn(self._pool)
-        self._carry_out(self.core.tick(now))
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS / 2
+            self._carry_out(self.core.tick(now))
         for visitor in list(self._visitors.values()):
             if visitor.channel.wants_write:
                 visitor.channel.flush()
