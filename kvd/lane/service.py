@@ -16,7 +16,7 @@ from kvd.errors import BadDatagram, ImportFailed, LaneError
 from kvd.lane.device import Device, Direction
 from kvd.lane.jobs import LaneJob, ReplyTo, refused_shares
 from kvd.lane.runner import Runner
-from kvd.lane.sockets import Sockets
+from kvd.lane.sockets import Sockets, Woken
 from kvd.lane.workers import Binding, Worker, Workers
 from kvd.link import (
     LINK,
@@ -31,6 +31,7 @@ from kvd.link import (
     ReleaseWorker,
     Revoke,
     Revoked,
+    ShareDone,
     StopLane,
     UnbindWorker,
 )
@@ -61,6 +62,7 @@ FRAMES_PER_TURN = 64  # of each socket, before the device gets its turn
 TEXT_LIMIT = 1000
 SHORTEST_NAP = 20e-6
 LONGEST_NAP = 1e-3
+SHARES_WAIT_SECONDS = 1e-3
 
 
 class LaneService:
@@ -99,6 +101,8 @@ class LaneService:
         self._moved: Counter[str] = Counter()
         self._dropped_frames = 0
         self._lifeline = -1
+        self._shares: list[ShareDone] = []
+        self._shares_since = 0.0
         self._on_link: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
             ImportWorker: self._import,
             BindWorker: self._bind,
@@ -126,6 +130,8 @@ class LaneService:
             nap = 0.0
             while not (self._stopping and not len(self._runner)):
                 woken = self._sockets.wait(self._patience(nap))
+                if self._shares and self._shares_are_due(woken):
+                    self._tell_shares()
                 if woken.link:
                     self._read_link()
                 if woken.workers:
@@ -135,6 +141,8 @@ class LaneService:
                 nap = self._rest(nap, busy=moved or woken.link or woken.workers)
         except EOFError:
             _log.warning("the broker is gone: ending")
+        else:
+            self._tell_shares()
         finally:
             self._sockets.close(deliver=self._stopping)
 
@@ -142,6 +150,8 @@ class LaneService:
 
     def _patience(self, nap: float) -> int | None:
         """Milliseconds to wait for messages; None: for ever, there is nothing to do."""
+        if self._shares:
+            return 0
         if not len(self._runner):
             return None
         return 1 if nap >= LONGEST_NAP else 0
@@ -187,7 +197,22 @@ class LaneService:
             self._report()
 
     def _tell(self, message: Message) -> None:
+        self._tell_shares()  # in order: what was written comes before what is said of it
         self._link.send(LINK.encode(message))
+
+    def _shares_are_due(self, woken: Woken) -> bool:
+        """Nothing else to do, or they have waited long enough.
+
+        To wake the broker costs more than a small copy, so under load one
+        wake-up serves the shares of several jobs.
+        """
+        idle = not woken.workers and not len(self._runner)
+        return idle or time.monotonic() - self._shares_since >= SHARES_WAIT_SECONDS
+
+    def _tell_shares(self) -> None:
+        shares, self._shares = self._shares, []
+        for share in shares:
+            self._link.send(LINK.encode(share))
 
     def _import(self, message: ImportWorker, fds: tuple[int, ...]) -> None:
         error = ""
@@ -376,8 +401,9 @@ class LaneService:
             )
             # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
             if job.direction is Direction.STORE:
-                for share in job.shares(ok=status is JobStatus.OK):
-                    self._tell(share)
+                if not self._shares:
+                    self._shares_since = time.monotonic()
+                self._shares += job.shares(ok=status is JobStatus.OK)
             for action in job.on_end:
                 action()
 

@@ -158,6 +158,28 @@ def test_check_is_exact() -> None:
     assert not writer.check(slots, generations, SlotState.READY).any()
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=9, max_size=40),
+    st.sampled_from(list(SlotState)),
+    st.sampled_from([None, 5, 6]),
+)
+def test_check_says_the_same_of_few_slots_and_of_many(
+    pairs: list[tuple[int, int]], state: SlotState, owner: int | None
+) -> None:
+    """Slots checked one at a time get the answers that they get all at once."""
+    _, writer = make(8)
+    writer.begin([b"a", b"b", b"c"], [0, 1, 7], owner=5)
+    writer.write_state(1, SlotState.READY)
+    slots = np.array([slot for slot, _ in pairs], "u4")
+    generations = np.array([generation for _, generation in pairs], "u8")
+    together = writer.check(slots, generations, state, owner).tolist()
+    alone = [
+        writer.check(slots[i : i + 1], generations[i : i + 1], state, owner).item()
+        for i in range(len(slots))
+    ]
+    assert together == alone
+
+
 def test_released_buffer_can_be_resized() -> None:
     """After `release` nothing holds the buffer, so its owner may unmap it."""
     buffer, writer = make(4)
