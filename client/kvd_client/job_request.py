@@ -44,7 +44,8 @@ def job_request(
     indices = _array("block_indices", block_indices, "u4")
     chosen = _array("slots", slots, "u4")
     versions = _array("generations", generations, "u8")
-    listed = int(sizes.numpy().sum())
+    counts, starts = sizes.numpy().tolist(), indices.numpy().tolist()
+    listed = sum(counts)
     if listed != len(blocks):
         raise UsageError(f"group_sizes sum to {listed}, block_ids has {len(blocks)}")
     if len(sizes) != len(indices):
@@ -56,11 +57,7 @@ def job_request(
             raise UsageError(
                 f"{len(sizes)} group_sizes, the layout has {len(layout.groups)} groups"
             )
-        chunks = sum(
-            chunks_per_group(
-                sizes.numpy().tolist(), indices.numpy().tolist(), layout.blocks_per_chunk
-            )
-        )
+        chunks = sum(chunks_per_group(counts, starts, layout.blocks_per_chunk))
         if chunks != len(chosen):
             raise UsageError(
                 f"these blocks lie in {chunks} chunks (blocks_per_chunk"

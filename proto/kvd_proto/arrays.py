@@ -4,6 +4,8 @@ The bytes are viewed, not copied, on decoding: `IntArray.numpy()` is
 `np.frombuffer` over the received bytes, hence read-only.
 """
 
+import sys
+from array import array
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -17,6 +19,8 @@ DType = Literal["u1", "u2", "u4", "u8", "i4", "i8"]
 _DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype("<" + name) for name in ("u1", "u2", "u4", "u8", "i4", "i8")
 }
+
+_TYPECODES = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i4": "i", "i8": "q"}
 
 
 class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -39,21 +43,32 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
         Raises:
             WrongType: a value is no integer or lies outside the dtype's range.
         """
-        array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
-        if array.ndim != 1:
-            raise WrongType(f"an array of {array.ndim} dimensions, one is needed")
+        if not isinstance(values, np.ndarray):
+            return cls._of_numbers(values, dtype)
+        if values.ndim != 1:
+            raise WrongType(f"an array of {values.ndim} dimensions, one is needed")
         target = _DTYPES[dtype]
-        if array.dtype != target:
-            if array.size and array.dtype.kind not in "iu":
-                raise WrongType(f"integers are needed, got dtype {array.dtype}")
+        if values.dtype != target:
+            if values.size and values.dtype.kind not in "iu":
+                raise WrongType(f"integers are needed, got dtype {values.dtype}")
             info = np.iinfo(target)
-            if array.size and (int(array.min()) < info.min or int(array.max()) > info.max):
+            if values.size and (int(values.min()) < info.min or int(values.max()) > info.max):
                 raise WrongType(
-                    f"values {array.min()}..{array.max()} do not fit {dtype}"
+                    f"values {values.min()}..{values.max()} do not fit {dtype}"
                     f" ({info.min}..{info.max})"
                 )
-            array = array.astype(target)
-        return cls(dtype, array.tobytes())
+            values = values.astype(target)
+        return cls(dtype, values.tobytes())
+
+    @classmethod
+    def _of_numbers(cls, values: Iterable[int], dtype: DType) -> "IntArray":
+        try:
+            numbers = array(_TYPECODES[dtype], iter(values))
+        except (TypeError, OverflowError) as error:
+            raise WrongType(f"integers that fit {dtype} are needed: {error}") from error
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return cls(dtype, numbers.tobytes())
 
     def numpy(self) -> npt.NDArray[Any]:
         """The values as a read-only array over the received bytes (no copy)."""
