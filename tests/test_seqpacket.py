@@ -51,12 +51,12 @@ def test_a_full_socket_queues_and_flush_sends_the_rest(pair: Pair) -> None:
     left, right = pair
     read_end, write_end = os.pipe()
     sent = 0
-    while not left.wants_write:
+    while left.flush():
         left.send(bytes([sent % 256]) * 50_000, [read_end])
         sent += 1
     os.close(read_end)
     assert not left.flush()
-    got = []
+    got: list[int] = []
     while len(got) < sent:
         left.flush()
         item = right.recv()

@@ -1,0 +1,123 @@
+"""What the benchmarks share: a private daemon, memory figures, statistics."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import psutil
+
+from kvd.control import Control
+from kvd.errors import NotRunning
+from kvd_proto.messages import Status, StatusReport
+
+MIB = 2**20
+READY_SECONDS = 30.0
+POLL_SECONDS = 0.001
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MARKS = (".pool", "memfd:kvd-memory", "/dev/shm/")  # the pool's and the workers' memory
+
+Figures = dict[str, float]
+_numbers = itertools.count()
+
+
+def median(values: Iterable[float]) -> float:
+    """The median of some measurements."""
+    return float(np.median(list(values)))
+
+
+def fresh_keys(count: int) -> list[bytes]:
+    """Keys that were never used before: 36 bytes, as a block hash and a group index have."""
+    batch = next(_numbers).to_bytes(4, "little")
+    noise = np.random.default_rng(int.from_bytes(batch, "little")).bytes(28 * count)
+    return [noise[28 * i : 28 * i + 28] + batch + b"\0\0\0\0" for i in range(count)]
+
+
+class Daemon:
+    """A `kvd serve` of its own with a pool of `cpu_bytes`; ended with the context."""
+
+    def __init__(self, cpu_bytes: int) -> None:
+        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > cpu_bytes
+        self._place = Path(
+            tempfile.mkdtemp(prefix="kvd-bench-", dir=SHARED_MEMORY if roomy else None)
+        )
+        self.runtime_dir = self._place / "run"
+        self._cpu_bytes = cpu_bytes
+        self.start_ms = 0.0
+
+    def __enter__(self) -> Self:
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
+        command += ["--cpu-bytes", str(self._cpu_bytes), "--pool-dir", str(self._place)]
+        self._log = (self._place / "log").open("w")
+        self._process = subprocess.Popen(command, stderr=self._log, start_new_session=True)
+        try:
+            while not self.status().get("ready"):
+                if (
+                    self._process.poll() is not None
+                    or time.perf_counter() - started > READY_SECONDS
+                ):
+                    raise RuntimeError(
+                        f"the daemon is not ready: {Path(self._log.name).read_text()}"
+                    )
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            self._end()
+            raise
+        self.start_ms = (time.perf_counter() - started) * 1e3
+        return self
+
+    def status(self) -> dict[str, Any]:
+        """The daemon's report; empty while it does not answer."""
+        try:
+            with Control(self.runtime_dir) as control:
+                reply = control.request(Status())
+        except NotRunning:
+            return {}
+        return reply.status if isinstance(reply, StatusReport) else {}
+
+    def memory(self) -> tuple[float, float]:
+        """MiB resident beyond the pool and the workers' tensors: of the broker, of the lane."""
+        lane = self.status()["lanes"][0]["pid"]
+        return own_memory(self._process.pid), own_memory(lane)
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._log.close()
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def __repr__(self) -> str:
+        return f"<Daemon {self.runtime_dir}>"
+
+
+def own_memory(pid: int) -> float:
+    """MiB resident of a process, without shared memory that holds KV bytes."""
+    maps = psutil.Process(pid).memory_maps(grouped=True)
+    return sum(m.rss for m in maps if not any(mark in m.path for mark in SHARED_MARKS)) / MIB
+
+
+def engine_name() -> str:
+    """A name that no other engine of this run has."""
+    return f"bench-{os.getpid()}-{next(_numbers)}"
