@@ -29,6 +29,8 @@ lint: $(STAMP) ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests
+	MYPYPATH=bench $(BIN)/mypy bench/*.py docs/*.py
 	$(BIN)/lint-imports
 
 format: $(STAMP) ## format and fix what can be fixed
