@@ -7,6 +7,8 @@ engine keeps the socket open.
 """
 
 import contextlib
+import errno
+import logging
 import os
 import socket
 import struct
@@ -16,6 +18,7 @@ from pathlib import Path
 from kvd.core.sessions import Peer, Session
 from kvd.seqpacket import Channel
 
+log = logging.getLogger("kvd.broker")
 _UCRED = struct.Struct("3i")
 
 
@@ -56,6 +59,8 @@ class Door:
         self._socket.bind(str(path))
         path.chmod(0o660)
         self._socket.listen(128)
+        # Given up to turn a visitor away when no descriptor is left to let it in.
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._socket.setblocking(False)  # the socket API's own form
 
     def fileno(self) -> int:
@@ -63,10 +68,18 @@ class Door:
         return self._socket.fileno()
 
     def accept(self) -> Visitor | None:
-        """The next visitor, or None."""
+        """The next visitor, or None.
+
+        Without a free descriptor the visitor is turned away; it will try again.
+        """
         try:
             connection, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
+            return None
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._turn_away()
             return None
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         pid, uid, gid = _UCRED.unpack(credentials)
@@ -76,9 +89,17 @@ class Door:
                 pidfd = os.pidfd_open(pid)
         return Visitor(Channel(connection), Peer(pid, uid, gid), pidfd)
 
+    def _turn_away(self) -> None:
+        log.error("no file descriptor is left for a new session; raise LimitNOFILE")
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self._socket.accept()[0].close()
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
     def close(self) -> None:
         """Let nobody in any more."""
         self._socket.close()
+        os.close(self._spare)
 
     def __repr__(self) -> str:
         return f"<Door {self.fileno()}>"

@@ -50,6 +50,7 @@ from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.broker")
 TICK_SECONDS = 0.25
+START_AGAIN_SECONDS = 1.0
 DEVICES = ("host",)
 
 
@@ -174,7 +175,12 @@ class Service:
             return
         for process in self._lanes.values():
             if not process.running and now >= process.start_at:
-                process.start(pool.fd, pool.nbytes)
+                try:
+                    process.start(pool.fd, pool.nbytes)
+                except OSError as error:
+                    log.error("lane %s cannot be started: %s", process.device, error)  # noqa: TRY400
+                    process.start_at = now + START_AGAIN_SECONDS
+                    continue
                 if process.channel is not None:
                     self._poller.register(process.channel.fileno(), zmq.POLLIN)
                 self._poller.register(process.pidfd, zmq.POLLIN)

@@ -38,11 +38,16 @@ class LaneProcess:
         return self._process is not None
 
     def start(self, pool_fd: int, pool_bytes: int) -> None:
-        """Start the next incarnation."""
+        """Start the next incarnation.
+
+        Raises:
+            OSError: no process or descriptor is to be had now.
+        """
         self.incarnation += 1
         self.served = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
             command = [sys.executable, "-m", "kvd.lane"]
             command += ["--device", self.device, "--incarnation", str(self.incarnation)]
             command += ["--runtime-dir", str(self._runtime_dir)]
@@ -51,6 +56,7 @@ class LaneProcess:
             self._process = subprocess.Popen(
                 command, pass_fds=(theirs.fileno(), pool_fd), stdin=subprocess.DEVNULL
             )
+            undo.pop_all()
         self.channel = Channel(ours)
         self.pidfd = os.pidfd_open(self._process.pid)
 

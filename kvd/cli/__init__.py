@@ -4,7 +4,6 @@ Commands of other packages join through the entry-point group `kvd.commands`.
 """
 
 import importlib
-import sys
 from importlib.metadata import entry_points
 
 import click
@@ -45,8 +44,3 @@ class _LazyGroup(click.Group):
 @click.version_option(VERSION, prog_name="kvd")
 def cli() -> None:
     """Keep an inference server's KV cache in a daemon of its own."""
-
-
-def main() -> None:
-    """Entry point of the `kvd` program."""
-    sys.exit(cli.main(standalone_mode=True))

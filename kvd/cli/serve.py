@@ -1,6 +1,7 @@
 """`kvd serve`: run the daemon."""
 
 import logging
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def serve(*, config: Path | None, verbose: bool, **options: Any) -> None:
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
     )
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # sessions bring descriptors
     try:
         settings = load_settings(config, options)
         status = Service(settings, f"kvd {VERSION}").run()

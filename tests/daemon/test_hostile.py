@@ -3,6 +3,7 @@
 import mmap
 import os
 import random
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ from kvd_proto.messages import (
     Welcome,
 )
 from kvd_proto.vectors import EXAMPLES, vector
-from tests.conftest import Daemon
+from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 
@@ -340,3 +341,29 @@ def test_absurd_arguments_are_misses_not_exceptions(daemon: Daemon) -> None:
         assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.MISS}
         assert not engine.scheduler.prepare_load(keys).keys
         assert engine.scheduler.touch(keys + keys) == 0
+
+
+def test_running_out_of_descriptors_turns_newcomers_away(start_daemon: StartDaemon) -> None:
+    """At the limit new sessions are refused, the others go on, and later there is room again."""
+    daemon = start_daemon()
+    used = len(list(Path(f"/proc/{daemon.process.pid}/fd").iterdir()))
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (used + 8, used + 8))
+    first = RawClient(daemon.runtime_dir)
+    first.hello()
+    crowd = []
+    for _ in range(12):
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        door.settimeout(10)
+        door.connect(str(daemon.runtime_dir / "door.sock"))
+        crowd.append(door)
+    greeted = [door.recv(65536) != b"" for door in crowd]
+    assert True in greeted
+    assert False in greeted
+    assert isinstance(first.ask(Ping()), Pong)
+    for door in crowd:
+        door.close()
+    assert isinstance(first.ask(Ping()), Pong)
+    again = RawClient(daemon.runtime_dir)
+    again.hello()
+    for raw in (again, first):
+        raw.close()

@@ -229,6 +229,17 @@ def test_an_epoch_that_moves_during_the_copy_voids_the_job(bench: Bench) -> None
     assert bench.ended() == [(1, JobStatus.VOID)]
 
 
+def test_an_epoch_that_moves_while_the_last_piece_flies_voids_the_store(bench: Bench) -> None:
+    """The epoch is read after the last byte: a store that may have read reused blocks is VOID."""
+    bench.submit(bench.worker(), make_job(Store, 1, [1], [3]))
+    bench.runner.turn()
+    assert len(bench.device.flying) == 1
+    bench.sources[0].words[1] = 9
+    bench.device.land()
+    bench.runner.turn()
+    assert bench.ended() == [(1, JobStatus.VOID)]
+
+
 def test_a_device_error_fails_the_job(bench: Bench) -> None:
     """FAILED, after the other pieces have landed."""
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
