@@ -1,0 +1,98 @@
+"""What the lane tells the broker while copies are still in flight: nothing too early."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from kvd.lane.service import LaneService
+from kvd.lane.sockets import Sockets
+from kvd.link import LINK, Released, ReleaseWorker, Revoke, Revoked
+from kvd_proto.arrays import IntArray
+from kvd_proto.messages import Message, Store
+from tests.lane.support import NAMESPACE, make_job
+from tests.lane.test_runner import Bench
+
+
+class Link:
+    """Keeps what is sent to the broker."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, frame: bytes) -> None:
+        """Note the message."""
+        self.sent.append(LINK.decode(frame)[1])
+
+    def kinds(self) -> list[type[Message]]:
+        """The types of what was sent."""
+        return [type(message) for message in self.sent]
+
+
+class Wires:
+    """A link and workers that are not there."""
+
+    def __init__(self) -> None:
+        self.link = Link()
+        self.dropped_replies = 0
+
+    def send(self, identity: bytes, frame: bytes) -> None:
+        """Nobody listens."""
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """A device whose transfers stay in flight."""
+    made = Bench()
+    yield made
+    made.close()
+
+
+def service_on(bench: Bench) -> tuple[LaneService, Link]:
+    """A lane's service over the bench's runner and workers."""
+    wires = Wires()
+    service = LaneService(
+        name="held",
+        incarnation=1,
+        endpoint="ipc://held",
+        sockets=cast(Sockets, wires),
+        device=bench.device,
+        pool_bytes=1,
+    )
+    service._runner, service._workers = bench.runner, bench.workers
+    return service, wires.link
+
+
+def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> None:
+    """Revoked is sent after the last transfer of every job that writes there has landed."""
+    service, link = service_on(bench)
+    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
+    bench.runner.turn()
+    assert len(bench.device.flying) == 2
+    revoke = Revoke(
+        namespace=NAMESPACE, slots=IntArray.of([4], "u4"), generations=IntArray.of([1], "u8")
+    )
+    service._on_link[Revoke](revoke, ())
+    for _ in range(2):
+        service._report()
+        assert Revoked not in link.kinds()
+        bench.device.land()
+        bench.runner.turn()
+    service._report()
+    assert Revoked in link.kinds()
+
+
+def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:
+    """Released is sent after the worker's last transfer has landed."""
+    service, link = service_on(bench)
+    worker = bench.worker()
+    bench.submit(worker, make_job(Store, 1, [1], [3]))
+    bench.runner.turn()
+    service._on_link[ReleaseWorker](ReleaseWorker(session=worker.session), ())
+    service._report()
+    assert Released not in link.kinds()
+    bench.device.land()
+    bench.runner.turn()
+    service._report()
+    assert Released in link.kinds()
+    assert bench.workers.by_session(worker.session) is None
