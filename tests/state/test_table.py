@@ -185,6 +185,20 @@ def test_a_lease_belongs_to_its_owner() -> None:
     assert not table.complete_load(lease, 1)
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_the_coldest_chunk_stays_while_it_is_leased(policy: str) -> None:
+    """What is pinned is not evicted, however long ago it was used; unpinned it goes first."""
+    table = make(4, policy=policy)
+    keys = names(4)
+    store(table, keys)
+    lease = table.prepare_load(keys[:1], 1, 0.0, 10.0)
+    table.touch(keys[1:])
+    assert table.prepare_store([b"new 1"], 1, 0.0).evicted != keys[:1]
+    assert table.directory.lookup(keys[0]) is LookupResult.HIT
+    table.complete_load(lease.lease_id, 1)
+    assert table.prepare_store([b"new 2"], 1, 0.0).evicted == keys[:1]
+
+
 def test_many_short_leases_leave_nothing_behind() -> None:
     """Deadlines of leases that were given back are swept."""
     table = make(4)
