@@ -69,6 +69,8 @@ def load_settings(file: Path | None, overrides: dict[str, Any]) -> Settings:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: not TOML: {error}") from error
     values |= {key: value for key, value in overrides.items() if value is not None}
+    if "runtime_dir" not in values:
+        raise ConfigError("runtime_dir is not set; give --runtime-dir DIR, such as /run/kvd")
     where = str(file) if file is not None else "command line"
     try:
         settings = msgspec.convert(values, Settings, strict=True)

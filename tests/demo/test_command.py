@@ -186,3 +186,26 @@ def test_nothing_outlives_a_killed_demo() -> None:
         process.kill()
         assert all_ended(started)
         shutil.rmtree(where)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cpu-bytes", "banana"], "'banana' is no size"),
+        (["--cpu-bytes", "4KiB", "--requests", "1"], "4096 bytes"),
+        (["--json", "/nonexistent/out.json"], "/nonexistent/out.json: No such file"),
+        (["--trace", "/nonexistent.jsonl"], "/nonexistent.jsonl: No such file"),
+    ],
+)
+def test_bad_options_are_named_before_anything_runs(arguments: list[str], words: str) -> None:
+    """One line with the value, no traceback, exit status 1."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvd", "demo", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

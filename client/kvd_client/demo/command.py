@@ -22,6 +22,8 @@ from kvd_client.demo.wire import Setup
 from kvd_client.demo.workload import PIECE_TOKENS, Request, conversations, distinct_pieces
 from kvd_client.errors import KvdClientError
 from kvd_client.scheduler import Scheduler
+from kvd_proto.errors import SizeError
+from kvd_proto.sizes import parse_size
 
 ENGINE = "demo"
 DEFAULT_REQUESTS = 400
@@ -69,8 +71,8 @@ LOOK_SECONDS = 0.5
 )
 @click.option(
     "--cpu-bytes",
-    type=click.IntRange(1),
-    help="Size of the pool in bytes [default: less than the working set, so that chunks go]",
+    "cpu_size",
+    help="Size of the pool, such as 256MiB [default: less than the working set]",
 )
 @click.option(
     "--corrupt",
@@ -85,7 +87,7 @@ def demo(
     json_file: Path | None,
     seed: int,
     device: str,
-    cpu_bytes: int | None,
+    cpu_size: str | None,
     corrupt: bool,
 ) -> None:
     """Store and load KV bytes through a private daemon, and verify every byte that comes back.
@@ -100,6 +102,9 @@ def demo(
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     del device  # "auto" and "host" are the same as long as host memory is all there is
     try:
+        cpu_bytes = None if cpu_size is None else parse_size(cpu_size)
+        if json_file is not None:
+            _check_writable(json_file)
         requests = (
             read_trace(trace_file, count)
             if trace_file is not None
@@ -108,7 +113,7 @@ def demo(
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         console = Console()
         figures, summary = _run(requests, world_size, cpu_bytes, console, corrupt=corrupt)
-    except KvdClientError as error:
+    except (KvdClientError, SizeError) as error:
         raise click.ClickException(str(error)) from error
     console.print(table(summary))
     if json_file is not None:
@@ -120,6 +125,21 @@ def demo(
         )
         sys.exit(1)
     console.print(f"[bold green]All {figures.verified_bytes:,} loaded bytes are right.[/]")
+
+
+def _check_writable(file: Path) -> None:
+    """Find out now and not after the run.
+
+    Raises:
+        DemoError: the file cannot be written.
+    """
+    try:
+        with file.open("a"):
+            pass
+    except OSError as error:
+        raise DemoError(
+            f"--json {file}: {error.strerror}; name a file that can be written"
+        ) from error
 
 
 def _run(

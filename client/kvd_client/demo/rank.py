@@ -189,7 +189,10 @@ def main() -> None:
     """Entry point of the rank process."""
     with Connection(int(sys.argv[1])) as pipe:
         os.set_inheritable(pipe.fileno(), False)
-        run(pipe)
+        try:
+            run(pipe)
+        except KvdClientError as error:
+            sys.exit(str(error))  # what the demo quotes
 
 
 if __name__ == "__main__":
