@@ -32,6 +32,7 @@ from kvd_client.demo.wire import (
     next_command,
     send,
 )
+from kvd_client.errors import KvdClientError
 from kvd_client.jobs import JobResult
 from kvd_client.worker import Worker
 from kvd_proto.messages import Fingerprint
