@@ -39,7 +39,7 @@ from kvd.core.effects import (
     ToLane,
 )
 from kvd.errors import BadDatagram, ChannelFull, ConfigError, PoolError, Refused
-from kvd.link import LINK, LaneReady, StopLane
+from kvd.link import LINK, Imported, ImportWorker, LaneReady, StopLane
 from kvd.seqpacket import close_all
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
@@ -318,6 +318,12 @@ class Service:
             return
         try:
             process.channel.send(LINK.encode(effect.message), self._resolve(effect.fd))
+        except BadDatagram as error:
+            if not isinstance(effect.message, ImportWorker):
+                raise
+            text = f"the layout is too large to hand to the lane: {error}"
+            refusal = Imported(session=effect.message.session, error=text)
+            self._carry_out(self.core.lane_message(effect.device, refusal, time.monotonic()))
         except (ChannelFull, EOFError, OSError) as error:
             log.error("lane %s does not listen (%s)", effect.device, error)  # noqa: TRY400
             process.kill()

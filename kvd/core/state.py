@@ -13,6 +13,8 @@ from kvd.settings import Settings
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.messages import Detached, ErrorCode
 
+REVOKE_AT_ONCE = 4096  # slots of 12 bytes each, well inside one datagram of the link
+
 
 class OpenNamespaces(Protocol):
     """Makes the namespaces over a pool of `cpu_bytes`."""
@@ -73,8 +75,12 @@ class BrokerState:
         if not devices:
             namespace.table.revoked(*arrays(slots))
             return []
-        message = self.revocations.start(namespace.id, slots, devices)
-        return [ToLane(device, message) for device in devices]
+        effects: list[Effect] = []
+        for begin in range(0, len(slots), REVOKE_AT_ONCE):
+            part = slots[begin : begin + REVOKE_AT_ONCE]
+            message = self.revocations.start(namespace.id, part, devices)
+            effects += [ToLane(device, message) for device in devices]
+        return effects
 
     def detach(self, engine: Engine, reason: str) -> list[Effect]:
         """The engine is no longer complete: give up its writes, tell its sessions."""

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import zmq
 
-from kvd_client import LookupResult
+from kvd_client import (
+    GroupSpec,
+    HostMemory,
+    LookupResult,
+    RankLayout,
+    TensorRef,
+    TensorSpec,
+    Worker,
+)
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.messages import (
     Error,
@@ -35,6 +43,7 @@ from kvd_proto.vectors import EXAMPLES, vector
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_failures import wait_state
 
 
 class RawClient:
@@ -367,3 +376,61 @@ def test_running_out_of_descriptors_turns_newcomers_away(start_daemon: StartDaem
     again.hello()
     for raw in (again, first):
         raw.close()
+
+
+def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: StartDaemon) -> None:
+    """A scheduler that dies with 20,000 chunks in writing costs nobody anything."""
+    daemon = start_daemon(cpu_bytes="96MiB")
+    layout = RankLayout(
+        num_blocks=8,
+        blocks_per_chunk=1,
+        hash_block_size=16,
+        storages=(8 * 4096,),
+        tensors=(TensorSpec(0, 0, 4096, 4096),),
+        groups=(GroupSpec((TensorRef(0, 4096),), 16),),
+    )
+    engine = Engine(daemon.runtime_dir, world_size=1, layout=layout, ranks=[])
+    worker = engine.workers[0] = Worker(daemon.runtime_dir, "engine", 0, 1)
+    memory = [HostMemory.allocate(8 * 4096)]
+    worker.register(memory, layout, Fingerprint(model="tiny"))
+    engine.wait_attached()
+    keys = keys_of("many", 20_000)
+    assert len(engine.scheduler.prepare_store(keys)) == 20_000
+    engine.scheduler.close()
+    assert wait_state(daemon, writing=0, draining=0)
+    assert daemon.status()["lanes"][0]["restarts"] == 0
+    engine.close()
+    memory[0].close()
+
+
+def test_a_layout_of_absurd_size_is_refused(client: RawClient, daemon: Daemon) -> None:
+    """Sixty thousand tensors do not fit the way to the lane: an error, and all goes on."""
+    client.hello(kind="worker")
+    count = 60_000
+    fds = [os.memfd_create("test") for _ in range(2)]
+    os.ftruncate(fds[0], 4096)
+    os.ftruncate(fds[1], 4096 * count)
+    frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
+    socket.send_fds(client.door, [frame], fds)
+    for fd in fds:
+        os.close(fd)
+    layout = RankLayout(
+        num_blocks=1,
+        blocks_per_chunk=1,
+        hash_block_size=16,
+        storages=(4096 * count,),
+        tensors=tuple(TensorSpec(0, 4096 * i, 4096, 4096) for i in range(count)),
+        groups=(GroupSpec((TensorRef(0, 4096),), 16),),
+    )
+    reply = client.ask(
+        Register(
+            rank=0,
+            world_size=1,
+            device="host",
+            fingerprint=Fingerprint(model="m"),
+            layout=layout,
+            handles=(HostHandle(fd_index=1),),
+        )
+    )
+    assert code_of(reply) is ErrorCode.BAD_LAYOUT
+    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
