@@ -1,0 +1,85 @@
+"""Which vLLM engines may share chunks: everything that the KV's bytes depend on.
+
+Prompt tokens, LoRA, images and cache salts are in vLLM's block hashes; layers,
+pages and ranks are in the registered layout. The rest is here. When in doubt a
+difference costs a miss, a likeness costs wrong tokens.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvd_client import Fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def fingerprint(config: OffloadingConfig, vllm_config: "VllmConfig", label: str) -> Fingerprint:
+    """The fingerprint of one engine, the same in all its ranks."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    speculative = vllm_config.speculative_config
+    parallel = config.parallel
+    release = ".".join(vllm.__version__.split(".")[:2])
+    return Fingerprint(
+        model=str(model.model),
+        revision=_digest(
+            model.revision,
+            _weights(model.model),
+            model.hf_config.to_dict(),
+            model.quantization,
+            speculative and [speculative.model, speculative.revision, speculative.method],
+        ),
+        dtype=f"{model.dtype} weights, {config.model.dtype} cache".replace("torch.", ""),
+        kv_layout=f"{config.kv_cache_layout}, {cache.prefix_caching_hash_algo}, vllm {release}",
+        attention_backend=", ".join(_attention_backends(vllm_config)),
+        parallelism=(
+            f"tp {parallel.tp_size} pp {parallel.pp_size} pcp {parallel.pcp_size}"
+            f" dcp {parallel.dcp_size} {os.environ.get('VLLM_PP_LAYER_PARTITION', '')}".strip()
+        ),
+        label=label,
+    )
+
+
+def random_hash_seed(vllm_config: "VllmConfig") -> str:
+    """A sentence where block hashes differ from process to process, or nothing."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if not algorithm.startswith("xxhash") or os.environ.get("PYTHONHASHSEED") is not None:
+        return ""
+    return (
+        f"prefix_caching_hash_algo={algorithm} is seeded anew in every process, so that no other"
+        " and no restarted engine finds this engine's chunks; use sha256 (vLLM's default), or set"
+        " PYTHONHASHSEED to the same value for all engines"
+    )
+
+
+def _weights(model: str) -> list[Any]:
+    """Names, sizes and times of a local model's weight files: new weights, new chunks."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return []
+    files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _attention_backends(vllm_config: "VllmConfig") -> list[str]:
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return sorted(
+        {
+            layer.get_attn_backend().get_name()
+            for layer in layers
+            if hasattr(layer, "get_attn_backend")
+        }
+    )
+
+
+def _digest(*parts: Any) -> str:
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,214 @@
+"""The scheduler's side of vLLM's offloading interface, on a kvd `Scheduler`.
+
+Whatever happens to the daemon, no method raises and none waits longer than the
+deadline: a lookup misses, a store is not begun, a load is marked as missing so
+that every rank reports it as failed and the request is computed.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvd_client import LoadTicket, Scheduler
+from kvd_client import LookupResult as Found
+from kvd_client.vllm import metrics
+from kvd_client.vllm.slots import ChunkSlots
+from kvd_proto.messages import MAX_KEYS
+
+
+class KvdOffloadingManager(OffloadingManager):
+    """What vLLM's scheduler asks about chunks.
+
+    Args:
+        scheduler: the session with the daemon; closed by `shutdown`.
+        pending_timeout: seconds that a request waits for a chunk that is being stored.
+        events: whether `take_events` reports stored and removed chunks.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, *, pending_timeout: float, events: bool = False
+    ) -> None:
+        self.scheduler = scheduler
+        self._pending_timeout = pending_timeout
+        self._events: list[OffloadingEvent] | None = [] if events else None
+        self._tickets: dict[str, LoadTicket] = {}  # by request: it has one load at a time
+        self._no_loads: set[str] = set()
+        self._pending_since: dict[str, float] = {}
+        self._failed: set[OffloadKey] = set()
+        self._touched: dict[OffloadKey, None] = {}  # ordered
+        self._stats = OffloadingConnectorStats()
+
+    # -------------------------------------------------------------- requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Nothing is kept for a request before it loads."""
+        del req_context
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget what was remembered about the request, but for a load that still runs."""
+        self._no_loads.discard(req_context.req_id)
+        self._pending_since.pop(req_context.req_id, None)
+
+    def stop_loading(self, req_id: str) -> None:
+        """A load of this request failed: from now on it finds nothing, so it cannot loop."""
+        self._no_loads.add(req_id)
+        self._stats.increase_counter(metrics.LOAD_FAILURES)
+
+    # --------------------------------------------------------------- lookups
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Read the mapped directory; asks nobody."""
+        found = self.scheduler.lookup(key)
+        if found is Found.MISS or req_context.req_id in self._no_loads:
+            return LookupResult.MISS
+        if found is Found.HIT:
+            return LookupResult.HIT
+        now = time.monotonic()
+        since = self._pending_since.setdefault(req_context.req_id, now)
+        waiting = now - since < self._pending_timeout
+        return LookupResult.HIT_PENDING if waiting else LookupResult.MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """Host memory."""
+        del key, req_context
+        return CacheHitSource.HOST
+
+    # ----------------------------------------------------------------- loads
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSlots:
+        """Pin the chunks. Those that went since the lookup are counted as `missing`."""
+        wanted = list(keys)
+        if len(wanted) > MAX_KEYS:  # more than one message holds
+            return ChunkSlots(missing=len(wanted))
+        ticket = self.scheduler.prepare_load(wanted) if wanted else LoadTicket()
+        missing = len(wanted) - len(ticket)
+        if missing:
+            self.scheduler.complete_load(ticket)
+            return ChunkSlots(missing=missing)
+        self._tickets[req_context.req_id] = ticket
+        return ChunkSlots(ticket.slots, ticket.generations, _per_group(wanted))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Give the pins of the request's load back."""
+        del keys  # the ticket knows them
+        ticket = self._tickets.pop(req_context.req_id, None)
+        if ticket is not None:
+            self.scheduler.complete_load(ticket)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Remember for the end of the step: one message for all requests."""
+        del req_context
+        self._touched.update(dict.fromkeys(keys))
+
+    # ---------------------------------------------------------------- stores
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput:
+        """Ask for slots; some keys may get none.
+
+        Never None: vLLM would ask again for the same chunks in every step.
+        """
+        del req_context
+        wanted = list(keys)[:MAX_KEYS]
+        ticket = self.scheduler.prepare_store(wanted)
+        accepted = [OffloadKey(key) for key in ticket.keys]
+        evicted = [OffloadKey(key) for key in ticket.evicted]
+        if wanted and not ticket.served:
+            self._stats.increase_counter(metrics.ALLOCATION_FAILURE)
+        for reason in metrics.REFUSALS:
+            refused = ticket.answers.count(reason)
+            if refused:
+                self._stats.increase_counter(metrics.ALLOCATION_FAILURE)
+                self._stats.increase_counter(
+                    metrics.CHUNKS_REFUSED, refused, (reason.name.lower(),)
+                )
+        self._report(evicted, removed=True)
+        return PrepareStoreOutput(
+            keys_to_store=accepted,
+            store_spec=ChunkSlots(ticket.slots, ticket.generations, _per_group(accepted)),
+            evicted_keys=evicted,
+        )
+
+    def mark_failed(self, keys: Collection[OffloadKey]) -> None:
+        """A rank did not store these: their coming `complete_store` is one without success."""
+        self._failed.update(keys)
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Give up what failed. The daemon knows from its lanes what was stored."""
+        del req_context
+        failed = [key for key in keys if not success or key in self._failed]
+        stored = [key for key in keys if success and key not in self._failed]
+        if failed:
+            self._failed.difference_update(failed)
+            self.scheduler.complete_store(failed, success=False)
+            self._stats.increase_counter(metrics.STORE_FAILURES)
+        self._report(stored, removed=False)
+
+    # ------------------------------------------------------------------ rest
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Send the step's touches."""
+        del context
+        if self._touched:
+            self.scheduler.touch(list(self._touched)[:MAX_KEYS])
+            self._touched.clear()
+
+    def reset_cache(self) -> None:
+        """Drop every chunk of the namespace, for all engines that share it."""
+        for ticket in self._tickets.values():
+            self.scheduler.complete_load(ticket)
+        self._tickets.clear()
+        self._failed.clear()
+        self._touched.clear()
+        self.scheduler.reset()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Chunks stored by this engine, and removed to make room for its stores."""
+        events, self._events = self._events, None if self._events is None else []
+        return events or ()
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """Counters since the last call, and whether chunks can be found now."""
+        stats, self._stats = self._stats, OffloadingConnectorStats()
+        stats.set_gauge(metrics.ATTACHED, int(self.scheduler.attached and self.scheduler.connected))
+        return stats
+
+    def shutdown(self) -> None:
+        """End the session."""
+        self.scheduler.close()
+
+    def _report(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed))
+
+    def __repr__(self) -> str:
+        return (
+            f"<KvdOffloadingManager {len(self._tickets)} loads,"
+            f" {len(self._no_loads)} requests that load no more, {self.scheduler!r}>"
+        )
+
+
+def _per_group(keys: Iterable[Any]) -> dict[int, int]:
+    return dict(Counter(map(get_offload_group_idx, keys)))

@@ -1,0 +1,84 @@
+"""The settings under `kv_connector_extra_config`, checked before the engine starts.
+
+::
+
+    OptionsError (a ValueError: vLLM prints its sentence and does not start)
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+Seconds = Annotated[float, Meta(gt=0, le=600)]
+
+# Settings of vLLM's own scheduler logic, which it reads and checks itself.
+VLLM_KEYS = frozenset(
+    (
+        "blocks_per_chunk",
+        "block_size",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "spec_name",
+        "spec_module_path",
+    )
+)
+_DAEMON_KEYS = {
+    "cpu_bytes_to_use": "`kvd serve --cpu-bytes`",
+    "eviction_policy": "`kvd serve --policy`",
+    "store_threshold": "`kvd serve --reuse-threshold`",
+}
+
+
+class OptionsError(ValueError):
+    """A setting that cannot be meant; the engine does not start."""
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an engine can be told about its daemon.
+
+    Attributes:
+        runtime_dir: the daemon's runtime directory.
+        required: fail at start where the daemon is not there or cannot serve this memory;
+            otherwise the engine runs without offload until it can.
+        deadline: seconds that the daemon may take for an answer; then it is treated as absent
+            until it answers again.
+        load_timeout: seconds after which a load is stopped and its request computed instead.
+        store_timeout: seconds after which a store is given up.
+        preemption_timeout: seconds that the engine waits for a store whose blocks it reuses;
+            then the store is void.
+        pending_timeout: seconds that a request waits for a chunk that is just being stored.
+        label: engines with different labels never share chunks.
+    """
+
+    runtime_dir: str = "/run/kvd"
+    required: bool = False
+    deadline: Seconds = 1.0
+    load_timeout: Seconds = 3.0
+    store_timeout: Seconds = 30.0
+    preemption_timeout: Seconds = 2.0
+    pending_timeout: Seconds = 1.0
+    label: Annotated[str, Meta(max_length=256)] = ""
+
+
+def read_options(extra: Mapping[str, Any]) -> Options:
+    """The options in `kv_connector_extra_config`.
+
+    Raises:
+        OptionsError: naming the key, its value and what is possible.
+    """
+    for key, place in _DAEMON_KEYS.items():
+        if key in extra:
+            raise OptionsError(
+                f"kv_connector_extra_config: {key}={extra[key]!r} is the daemon's to decide;"
+                f" give it to {place} and remove it here"
+            )
+    own = {key: value for key, value in extra.items() if key not in VLLM_KEYS}
+    try:
+        return msgspec.convert(own, Options, strict=True)
+    except msgspec.ValidationError as error:
+        known = ", ".join(sorted({*Options.__struct_fields__, *VLLM_KEYS}))
+        raise OptionsError(
+            f"kv_connector_extra_config {own!r}: {error}; known keys: {known}"
+        ) from error

@@ -1,0 +1,131 @@
+"""What vLLM's offloading logic is given: a manager for the scheduler, a worker for a rank."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvd_client import KvdClientError, Scheduler, Worker
+from kvd_client.vllm import metrics
+from kvd_client.vllm.identity import fingerprint
+from kvd_client.vllm.layout import rank_layout, share_caches
+from kvd_client.vllm.manager import KvdOffloadingManager
+from kvd_client.vllm.options import OptionsError, read_options
+from kvd_client.vllm.worker import KvdOffloadingWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger("kvd_client.vllm")
+
+
+class KvdOffloadingSpec(OffloadingSpec):
+    """kvd as an offloading medium of one engine. `KvdConnector` makes it.
+
+    Args:
+        config: vLLM's view of groups, chunks and ranks.
+        vllm_config: the rest of the configuration, which tells engines apart.
+        kv_cache_config: the KV cache as it was sized.
+
+    Raises:
+        OptionsError: settings that cannot be meant.
+    """
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """The connector's own metrics."""
+        del extra_config
+        return metrics.DEFINITIONS
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        vllm_config: "VllmConfig | None" = None,
+        kv_cache_config: "KVCacheConfig | None" = None,
+    ) -> None:
+        super().__init__(config)
+        if vllm_config is None or kv_cache_config is None:
+            raise OptionsError(
+                "KvdOffloadingSpec works with kvd's connector only, for OffloadingConnector stops"
+                ' the engine when a job fails; use kv_connector="KvdConnector" and'
+                ' kv_connector_module_path="kvd_client.vllm"'
+            )
+        if config.canonical_layout:
+            raise OptionsError("canonical_layout=true is not supported; remove it")
+        self.options = read_options(self.extra_config)
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler's side, with a session of its own."""
+        scheduler = Scheduler(
+            self.options.runtime_dir, self.config.engine_id, deadline=self.options.deadline
+        )
+        if not scheduler.connected:
+            log.warning(
+                "no kvd daemon answers at %s; the engine runs without offload until one does",
+                self.options.runtime_dir,
+            )
+        return KvdOffloadingManager(
+            scheduler,
+            pending_timeout=self.options.pending_timeout,
+            events=self.kv_events_config.enable_kv_cache_events,
+        )
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """A rank's side. The KV caches' memory is shared with the daemon, in place.
+
+        Raises:
+            KvdClientError: with `required`, where the daemon is absent or cannot serve this memory.
+        """
+        try:
+            worker = self._register(kv_caches)
+        except KvdClientError as error:
+            if self.options.required:
+                raise
+            log.error("%s; the engine runs without offload", error)  # noqa: TRY400  # no stack: one sentence
+            worker = None
+        return KvdOffloadingWorker(
+            worker,
+            tuple(group.group_id for group in self.config.groups),
+            self.config.cache.blocks_per_chunk,
+            self.options,
+        )
+
+    def _register(self, kv_caches: CanonicalKVCaches) -> Worker:
+        shared = share_caches(kv_caches)
+        parallel = self.config.parallel
+        worker = Worker(
+            self.options.runtime_dir,
+            self.config.engine_id,
+            parallel.rank,
+            parallel.world_size,
+            deadline=self.options.deadline,
+            job_timeout=self.options.store_timeout,
+        )
+        try:
+            served = worker.register(
+                shared.memory,
+                rank_layout(kv_caches, shared, self.config, self._kv_cache_config),
+                fingerprint(self.config, self._vllm_config, self.options.label),
+                stage=parallel.rank // parallel.tp_size if parallel.pp_size > 1 else 0,
+                required=self.options.required,
+            )
+        except BaseException:
+            worker.close()
+            raise
+        finally:
+            shared.close()
+        if served:
+            log.info("rank %d of %d is registered with kvd", parallel.rank, parallel.world_size)
+        return worker

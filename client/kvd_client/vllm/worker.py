@@ -1,0 +1,168 @@
+"""A rank's side of vLLM's offloading interface, on a kvd `Worker`.
+
+Every submitted job is reported once by `get_finished`, as a success or as a
+failure; nothing here raises after the start, whatever becomes of the daemon.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from kvd_client import JobResult, UsageError, Worker
+from kvd_client.vllm.options import Options
+from kvd_client.vllm.slots import ChunkSlots
+
+log = logging.getLogger("kvd_client.vllm")
+
+
+class KvdOffloadingWorker(OffloadingWorker):
+    """Jobs of one rank.
+
+    Args:
+        worker: the registered worker; None where this rank's memory cannot be served, and then
+            every job fails.
+        group_ids: vLLM's number of each group, in the layout's order.
+        blocks_per_chunk: of the layout.
+        options: timeouts.
+    """
+
+    def __init__(
+        self,
+        worker: Worker | None,
+        group_ids: tuple[int, ...],
+        blocks_per_chunk: int,
+        options: Options,
+    ) -> None:
+        self.worker = worker
+        self._group_ids = group_ids
+        self._blocks_per_chunk = blocks_per_chunk
+        self._options = options
+        self._loads: dict[int, float] = {}  # job: when it is stopped; infinite once it was
+        self._failed: list[TransferResult] = []
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Begin to store; true, for a failure is reported by `get_finished`."""
+        assert isinstance(dst_spec, ChunkSlots)  # noqa: S101  # this spec's manager made it
+        torn = self._torn_chunks(src_spec, dst_spec)
+        if torn:
+            self._fail(job_id, torn)
+        elif self.worker is None:
+            self._fail(job_id, "this rank's memory is not served")
+        else:
+            self._submit(self.worker.submit_store, job_id, src_spec, dst_spec)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        """Begin to load; true, for a failure is reported by `get_finished`."""
+        assert isinstance(src_spec, ChunkSlots)  # noqa: S101  # this spec's manager made it
+        if src_spec.missing:
+            self._fail(job_id, f"{src_spec.missing} chunks are not in the cache any more")
+        elif self.worker is None:
+            self._fail(job_id, "this rank's memory is not served")
+        else:
+            self._loads[job_id] = time.monotonic() + self._options.load_timeout
+            self._submit(self.worker.submit_load, job_id, dst_spec, src_spec)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that have ended. Loads that take too long are stopped, and reported when they are.
+
+        A load is reported only when nothing writes to its blocks any more.
+        """
+        done, self._failed = self._failed, []
+        if self.worker is None:
+            return done
+        done.extend(map(self._result, self.worker.get_finished()))
+        if self._loads:
+            now = time.monotonic()
+            late = [job for job, end in self._loads.items() if now >= end]
+            if late:
+                log.warning(
+                    "%d loads took longer than load_timeout=%g s and are stopped",
+                    len(late),
+                    self._options.load_timeout,
+                )
+                self._loads.update(dict.fromkeys(late, float("inf")))
+                self.worker.cancel(late)
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return when the blocks of these stores may be overwritten.
+
+        The blocks of loads stay with their requests until these are reported.
+        """
+        if self.worker is not None:
+            self.worker.wait(job_ids - self._loads.keys(), self._options.preemption_timeout)
+
+    def shutdown(self) -> None:
+        """Take the memory back from the daemon."""
+        if self.worker is not None:
+            self.worker.close()
+
+    def _submit(
+        self,
+        submit: Callable[..., bool],
+        job_id: int,
+        blocks: GPULoadStoreSpec,
+        chunks: ChunkSlots,
+    ) -> None:
+        try:
+            submit(
+                job_id,
+                blocks.block_ids,
+                blocks.group_sizes,
+                blocks.block_indices,
+                chunks.slots,
+                chunks.generations,
+            )
+        except UsageError as error:
+            self._fail(job_id, str(error))
+
+    def _torn_chunks(self, blocks: GPULoadStoreSpec, chunks: ChunkSlots) -> str:
+        """What is wrong with a store that does not list its chunks' blocks up to the end.
+
+        Blocks that a sliding window gave up are left out by the scheduler. At the front of the
+        first chunk that is meant so; anywhere else the blocks that follow would be stored in the
+        wrong places.
+        """
+        for group_id, size, index in zip(
+            self._group_ids, blocks.group_sizes, blocks.block_indices, strict=True
+        ):
+            needed = chunks.chunks.get(group_id, 0) * self._blocks_per_chunk
+            have = size + index % self._blocks_per_chunk if size else 0
+            if have != needed:
+                return (
+                    f"group {group_id} lists {size} blocks from {index} on for"
+                    f" {chunks.chunks.get(group_id, 0)} chunks of {self._blocks_per_chunk}"
+                )
+        return ""
+
+    def _fail(self, job_id: int, why: str) -> None:
+        log.debug("job %d is not done: %s", job_id, why)
+        self._loads.pop(job_id, None)
+        self._failed.append(TransferResult(job_id, success=False))
+
+    def _result(self, result: JobResult) -> TransferResult:
+        is_load = self._loads.pop(result.job_id, None) is not None
+        if not result.success:
+            kind = "load" if is_load else "store"
+            log.warning("a %s failed and is a cache miss: %s", kind, result.text)
+            return TransferResult(result.job_id, success=False)
+        return TransferResult(
+            result.job_id,
+            success=True,
+            transfer_size=result.bytes,
+            transfer_time=result.seconds,
+        )
+
+    def __repr__(self) -> str:
+        return f"<KvdOffloadingWorker {len(self._loads)} loads, {self.worker!r}>"
