@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint format bench gpu docs constraints clean
+.PHONY: help demo test test-vllm demo-vllm lint format bench gpu docs constraints constraints-vllm clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,10 +19,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+$(VLLM_STAMP): pyproject.toml tests/vllm/environment.sh tests/vllm/requirements.txt
+	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VLLM)
+	@touch $@
+
 .venv: $(STAMP)
+
+.venv-vllm: $(VLLM_STAMP)
 
 demo: $(STAMP) ## two ranks store and load verified KV bytes through one daemon
 	$(BIN)/kvd demo
+
+demo-vllm: $(VLLM_STAMP) ## vLLM on a CPU, with a cache too small, then restarted
+	$(VLLM)/bin/kvd demo-vllm
 
 test: $(STAMP) ## every test that needs no GPU and no engine
 	$(BIN)/python -m pytest
@@ -47,8 +58,12 @@ constraints: $(STAMP) ## pin what is installed now
 	@(head -n 1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//') > constraints.new
 	@mv constraints.new constraints.txt
 
-test-vllm: ## tests with the real vLLM engine on CPU
-	@echo "make test-vllm: the vLLM connector is not built yet; see CHANGELOG.md" >&2; exit 1
+constraints-vllm: $(VLLM_STAMP) ## the same for the environment with vLLM
+	@(head -n 2 tests/vllm/requirements.txt; $(VLLM)/bin/python -m pip freeze --exclude-editable | sed 's/+cpu//') > constraints.new
+	@mv constraints.new tests/vllm/requirements.txt
+
+test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
+	$(VLLM)/bin/python -m pytest tests/vllm
 
 gpu: ## CUDA tests and benchmark
 	@echo "make gpu: the CUDA backend is not built yet; see CHANGELOG.md" >&2; exit 1

@@ -1,5 +1,6 @@
 """What all tests share: daemons that are always ended."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# The engine has an environment of its own: make test-vllm.
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
 
 settings.register_profile("kvd", deadline=None, max_examples=60)
 settings.load_profile("kvd")
