@@ -7,6 +7,7 @@
         ├── TraceError     a line of the trace that says something impossible; names line and field
         ├── OutOfBlocks    more GPU blocks asked for than are free; carries the figures
         └── ProcessLost    the daemon or a rank ended, or did not start in time
+            └── EngineDied the vLLM engine ended, or did not start in time; shows its log's end
 """
 
 from kvd_client.errors import KvdClientError
@@ -26,3 +27,7 @@ class OutOfBlocks(DemoError):
 
 class ProcessLost(DemoError):
     """A process that the demo needs is not there."""
+
+
+class EngineDied(ProcessLost):
+    """The vLLM engine's process is not there."""

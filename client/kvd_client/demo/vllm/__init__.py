@@ -1,0 +1,1 @@
+"""The real engine as a controllable process: vLLM on CPU with a small random model."""
