@@ -1,0 +1,201 @@
+"""What an engine may be told about its daemon, and what is refused before it starts."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvd_client.vllm import KvdConnector, KvdOffloadingSpec, Options, OptionsError
+from kvd_client.vllm.identity import random_hash_seed
+from kvd_client.vllm.options import VLLM_KEYS, read_options
+from tests.vllm.configs import cache_config, engine_config, full, offloading_config
+
+
+@pytest.fixture(autouse=True)
+def logger() -> Iterator[logging.Logger]:
+    """The logger of kvd; the connector changes it, which must not outlive a test."""
+    ours = logging.getLogger("kvd_client")
+    before = (list(ours.handlers), ours.level, ours.propagate)
+    yield ours
+    ours.handlers[:], ours.propagate = before[0], before[2]
+    ours.setLevel(before[1])
+
+
+def refusal(extra: dict[str, Any]) -> str:
+    """The one sentence that these settings are refused with."""
+    with pytest.raises(OptionsError) as refused:
+        read_options(extra)
+    text = str(refused.value)
+    assert "\n" not in text
+    return text
+
+
+def test_defaults() -> None:
+    """Without settings the engine runs with a daemon at /run/kvd, or without one."""
+    assert read_options({}) == Options(
+        runtime_dir="/run/kvd",
+        required=False,
+        deadline=1.0,
+        load_timeout=3.0,
+        store_timeout=30.0,
+        preemption_timeout=2.0,
+        pending_timeout=1.0,
+        label="",
+    )
+
+
+def test_every_key_of_either_side_is_taken() -> None:
+    """Keys of kvd are read, whole numbers as seconds too; keys of vLLM's own logic are let pass."""
+    given = {
+        "runtime_dir": "/run/other",
+        "required": True,
+        "deadline": 2,
+        "load_timeout": 600,
+        "label": "blue",
+        **dict.fromkeys(VLLM_KEYS, "vLLM checks it"),
+    }
+    options = read_options(given)
+    assert (options.runtime_dir, options.required, options.label) == ("/run/other", True, "blue")
+    assert (options.deadline, options.load_timeout) == (2.0, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"runtime_dirs": "/run/kvd"}, ["runtime_dirs", "known keys", "runtime_dir,"]),
+        ({"runtime_dir": 7}, ["runtime_dir", "`str`", "7"]),
+        ({"required": "yes"}, ["required", "`bool`", "'yes'"]),
+        ({"deadline": "1"}, ["deadline", "`float`", "'1'"]),
+        ({"deadline": True}, ["deadline", "`float`", "True"]),
+        ({"deadline": 0}, ["deadline", "> 0", "0"]),
+        ({"load_timeout": -3}, ["load_timeout", "> 0", "-3"]),
+        ({"store_timeout": 601}, ["store_timeout", "<= 600", "601"]),
+        ({"pending_timeout": float("nan")}, ["pending_timeout", "nan"]),
+        ({"preemption_timeout": float("inf")}, ["preemption_timeout", "<= 600", "inf"]),
+        ({"label": "x" * 257}, ["label", "<= 256"]),
+        ({"label": None}, ["label", "`str`", "None"]),
+    ],
+)
+def test_a_bad_setting_is_refused_in_one_sentence(extra: dict[str, Any], named: list[str]) -> None:
+    """Unknown key, wrong type, value out of range: the sentence names it and what is possible."""
+    text = refusal(extra)
+    assert [part for part in named if part not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("cpu_bytes_to_use", "kvd serve --cpu-bytes"),
+        ("eviction_policy", "kvd serve --policy"),
+        ("store_threshold", "kvd serve --reuse-threshold"),
+    ],
+)
+def test_the_daemons_settings_point_to_the_daemon(key: str, remedy: str) -> None:
+    """A setting that vLLM's own backend has is refused with its place in `kvd serve`."""
+    text = refusal({key: 1234})
+    assert f"{key}=1234" in text
+    assert remedy in text
+
+
+def connector(
+    vllm_config: VllmConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER
+) -> KvdConnector:
+    """A connector as vLLM makes it."""
+    return KvdConnector(vllm_config, role, cache_config(full(["a", "b"])))
+
+
+@pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
+def test_a_bad_setting_stops_the_engine_in_every_process(
+    tmp_path: Path, role: KVConnectorRole
+) -> None:
+    """Scheduler and ranks both refuse a setting that cannot be meant."""
+    with pytest.raises(OptionsError, match="deadlines"):
+        connector(engine_config(tmp_path, {"deadlines": 1.0}), role)
+
+
+def test_failing_requests_on_a_miss_is_refused(tmp_path: Path) -> None:
+    """kv_load_failure_policy="fail" would turn a cache miss into a failed request."""
+    with pytest.raises(OptionsError, match="fail") as refused:
+        connector(engine_config(tmp_path, failure_policy="fail"))
+    assert 'set kv_load_failure_policy="recompute"' in str(refused.value)
+
+
+def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
+    """OffloadingConnector makes the spec without vllm_config, and would stop at a failed job."""
+    spec = {"spec_name": "KvdOffloadingSpec", "spec_module_path": "kvd_client.vllm"}
+    with pytest.raises(OptionsError, match="OffloadingConnector") as refused:
+        OffloadingConnector(
+            engine_config(tmp_path, spec), KVConnectorRole.SCHEDULER, cache_config(full(["a", "b"]))
+        )
+    assert 'kv_connector="KvdConnector"' in str(refused.value)
+    assert 'kv_connector_module_path="kvd_client.vllm"' in str(refused.value)
+
+
+def test_the_canonical_layout_is_refused(tmp_path: Path) -> None:
+    """A layout of the pool's bytes that kvd does not write is not silently ignored."""
+    vllm_config = engine_config(tmp_path)
+    kv_cache_config = cache_config(full(["a", "b"]))
+    config = dataclasses.replace(
+        offloading_config(vllm_config, kv_cache_config), canonical_layout=True
+    )
+    with pytest.raises(OptionsError, match="canonical_layout=true"):
+        KvdOffloadingSpec(config, vllm_config, kv_cache_config)
+
+
+def test_random_block_hashes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without PYTHONHASHSEED xxhash differs from process to process: one sentence, two remedies."""
+    vllm_config = engine_config(tmp_path, hash_algorithm="xxhash")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    text = random_hash_seed(vllm_config)
+    assert "prefix_caching_hash_algo=xxhash" in text
+    assert "sha256" in text
+    assert "PYTHONHASHSEED" in text
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert not random_hash_seed(vllm_config)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_hashes_without_a_seed_need_no_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """sha256 gives the same hashes in every process."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert not random_hash_seed(engine_config(tmp_path, hash_algorithm=algorithm))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "warned"), [("sha256", False), ("xxhash", True), ("xxhash_cbor", True)]
+)
+def test_the_scheduler_starts_without_a_daemon(
+    tmp_path: Path,
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    algorithm: str,
+    warned: bool,
+) -> None:
+    """An absent daemon and random hashes are one warning each; the engine starts."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr("kvd_client.vllm.connector._log_as_vllm_does", lambda: None)
+    extra = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": 4}
+    made = connector(engine_config(tmp_path, extra, hash_algorithm=algorithm))
+    texts = [record.getMessage() for record in caplog.records if "kvd" in record.name]
+    assert sum("no kvd daemon answers" in text for text in texts) == 1
+    assert any("PYTHONHASHSEED" in text for text in texts) is warned
+    made.shutdown()
+
+
+def test_kvds_lines_go_where_vllms_go(tmp_path: Path, logger: logging.Logger) -> None:
+    """The connector logs through vLLM's handlers, each line once."""
+    logger.handlers.clear()
+    for _ in range(2):
+        with pytest.raises(OptionsError):
+            connector(engine_config(tmp_path, {"deadlines": 1.0}))
+    assert logger.handlers == logging.getLogger("vllm").handlers
+    assert not logger.propagate
