@@ -86,7 +86,7 @@ class EngineOptions:
             "DO_NOT_TRACK": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             # A limit in GiB, not what is allocated; with it vLLM need not measure by a trial run.
-            "VLLM_CPU_KVCACHE_SPACE": "4",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": _cores(self.tensor_parallel),
             **self.env,
         }

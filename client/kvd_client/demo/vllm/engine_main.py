@@ -225,8 +225,11 @@ def main() -> None:
     command_fd = os.dup(0)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123  # a descriptor is wanted, not a path
         os.dup2(nothing.fileno(), 0)
-    with open(command_fd, "rb") as source, open(reply_fd, "wb") as replies:  # noqa: PTH123  # the same
-        asyncio.run(run(source, replies))
+    source = os.fdopen(command_fd, "rb")
+    # Closed by the process's end: who reads it finds the last words in the log by then.
+    replies = os.fdopen(reply_fd, "wb")
+    asyncio.run(run(source, replies))
+    os._exit(0)  # the engine is shut down; what vLLM leaves to the interpreter's end takes seconds
 
 
 if __name__ == "__main__":

@@ -76,20 +76,19 @@ def write_model(path: Path, kind: Kind, **shape: int) -> Path:
     except TypeError as error:
         fields = ", ".join(asdict(DEFAULTS[kind]))
         raise DemoError(f"{error}; a model's shape has {fields}") from error
-    mark = {"kind": kind, **asdict(wanted)}
+    config = _CONFIGS[kind](wanted) | {MARK: {"kind": kind, **asdict(wanted)}}
     config_file = path / CONFIG
     if config_file.exists():
-        held = json.loads(config_file.read_text()).get(MARK)
-        if held == mark:
+        held = json.loads(config_file.read_text())
+        if held == config:
             return path
-        if held is None:
+        if MARK not in held:
             raise DemoError(f"{path} holds a model that is not kvd's; name another folder")
         config_file.unlink()
     path.mkdir(parents=True, exist_ok=True)
-    config = _CONFIGS[kind](wanted)
     _write_weights(path / WEIGHTS, config, kind, wanted.seed)
     # Last: a folder with this file is complete.
-    config_file.write_text(json.dumps(config | {MARK: mark}, indent=2) + "\n")
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
     return path
 
 
@@ -112,10 +111,10 @@ def _hybrid(shape: ModelShape) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
         # Its queries and keys are normalized; this makes the scores as large as Llama's here.
-        "query_pre_attn_scalar": shape.head_dim / WEIGHT_SCALE**4,
+        "query_pre_attn_scalar": max(1, round(shape.head_dim / WEIGHT_SCALE**4)),
         "sliding_window": shape.window,
         "sliding_window_pattern": shape.window_pattern,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,  # tied, it would repeat its last token for ever
     }
 
 
@@ -161,13 +160,13 @@ def _write_weights(file: Path, config: dict[str, Any], kind: Kind, seed: int) ->
     from safetensors.torch import save_file  # noqa: PLC0415  # the same
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # the same
 
-    model_type = config["model_type"]
-    fields = {name: value for name, value in config.items() if name != "model_type"}
+    fields = {name: value for name, value in config.items() if name not in {"model_type", MARK}}
     with torch.device("meta"):  # only names and shapes are asked for
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+        description = AutoConfig.for_model(config["model_type"], **fields)
+        model = AutoModelForCausalLM.from_config(description)
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():  # a tied head is not named again
+    for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # a norm; Gemma's multiply by one plus the weight
             weight = torch.full(parameter.shape, 0.0 if kind == "hybrid" else 1.0)
         else:
