@@ -3,11 +3,14 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -15,12 +18,15 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.worker.utils import allocate_kv_cache
 
 BLOCK = 16  # tokens
 PAGE = 4096  # bytes of a `full` or `window` layer's block
 BLOCKS = 8
-_HEADS = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+_KV_HEADS = 2
+_HEAD_SIZE = 32
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -42,13 +48,15 @@ def engine_config(
     *,
     failure_policy: str = "recompute",
     hash_algorithm: str = "sha256",
-    block_size: int = BLOCK,
+    layout: str = "LBHNC",
 ) -> VllmConfig:
     """A whole configuration of an engine that uses kvd; `folder` gets the model's config.json."""
     (folder / "config.json").write_text(json.dumps(_MODEL))
+    cache_config = CacheConfig(block_size=BLOCK, prefix_caching_hash_algo=hash_algorithm)
+    cache_config.kv_cache_layout = layout  # as the engine's core does when it starts
     return VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True),
-        cache_config=CacheConfig(block_size=block_size, prefix_caching_hash_algo=hash_algorithm),
+        cache_config=cache_config,
         kv_transfer_config=KVTransferConfig(
             kv_connector="KvdConnector",
             kv_connector_module_path="kvd_client.vllm",
@@ -60,33 +68,66 @@ def engine_config(
     )
 
 
-def full(layers: Sequence[str], block_size: int = BLOCK, **more: Any) -> KVCacheGroupSpec:
-    """A group of layers that attend to everything."""
-    return KVCacheGroupSpec(
-        list(layers), FullAttentionSpec(block_size=block_size, **_HEADS, **more)
+def full(
+    layers: Sequence[str], block_size: int = BLOCK, padded: int | None = None
+) -> KVCacheGroupSpec:
+    """A group of layers that attend to everything; a page may be padded to so many bytes."""
+    spec = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=_KV_HEADS,
+        head_size=_HEAD_SIZE,
+        dtype=torch.bfloat16,
+        page_size_padded=padded,
     )
+    return KVCacheGroupSpec(list(layers), spec)
 
 
-def window(layers: Sequence[str], block_size: int = BLOCK, tokens: int = 64) -> KVCacheGroupSpec:
+def window(
+    layers: Sequence[str], block_size: int = BLOCK, tokens: int = 64, head_size: int = _HEAD_SIZE
+) -> KVCacheGroupSpec:
     """A group of layers that attend to the last `tokens`."""
-    return KVCacheGroupSpec(
-        list(layers), SlidingWindowSpec(block_size=block_size, sliding_window=tokens, **_HEADS)
+    spec = SlidingWindowSpec(
+        block_size=block_size,
+        num_kv_heads=_KV_HEADS,
+        head_size=head_size,
+        dtype=torch.bfloat16,
+        sliding_window=tokens,
     )
+    return KVCacheGroupSpec(list(layers), spec)
 
 
 def latent(layers: Sequence[str], block_size: int = BLOCK) -> KVCacheGroupSpec:
     """A group of MLA layers."""
-    return KVCacheGroupSpec(
-        list(layers),
-        MLAAttentionSpec(
-            block_size=block_size, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
-        ),
+    spec = MLAAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
     )
+    return KVCacheGroupSpec(list(layers), spec)
 
 
-def cache_config(*groups: KVCacheGroupSpec, blocks: int = BLOCKS) -> KVCacheConfig:
-    """A KV cache of so many blocks."""
-    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=list(groups))
+def sized(
+    vllm_config: VllmConfig, *groups: KVCacheGroupSpec, blocks: int = BLOCKS
+) -> KVCacheConfig:
+    """The KV cache of these groups as vLLM places it in memory, with so many blocks."""
+    vllm_config.cache_config.num_gpu_blocks_override = blocks
+    return get_kv_cache_config_from_groups(vllm_config, list(groups), available_memory=0)
+
+
+def canonical(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CanonicalKVCaches:
+    """The KV cache, allocated by vLLM and handed over as vLLM hands it to a rank's worker.
+
+    Every byte is random.
+    """
+    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    layers = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
+    given: list[CanonicalKVCaches] = []
+    spec = SimpleNamespace(
+        replicated_layout=False, config=SimpleNamespace(), get_worker=given.append
+    )
+    OffloadingConnectorWorker(spec, vllm_config, kv_cache_config).register_kv_caches(layers)
+    (caches,) = given
+    storage = caches.tensors[0].tensor.untyped_storage()
+    torch.tensor([], dtype=torch.int8).set_(storage).random_(-128, 128)
+    return caches
 
 
 def offloading_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> OffloadingConfig:

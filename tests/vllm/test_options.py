@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvd_client.vllm import KvdConnector, KvdOffloadingSpec, Options, OptionsError
 from kvd_client.vllm.identity import random_hash_seed
 from kvd_client.vllm.options import VLLM_KEYS, read_options
-from tests.vllm.configs import cache_config, engine_config, full, offloading_config
+from tests.vllm.configs import engine_config, full, offloading_config, sized
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def connector(
     vllm_config: VllmConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER
 ) -> KvdConnector:
     """A connector as vLLM makes it."""
-    return KvdConnector(vllm_config, role, cache_config(full(["a", "b"])))
+    return KvdConnector(vllm_config, role, sized(vllm_config, full(["a", "b"])))
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
@@ -129,10 +129,10 @@ def test_failing_requests_on_a_miss_is_refused(tmp_path: Path) -> None:
 def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
     """OffloadingConnector makes the spec without vllm_config, and would stop at a failed job."""
     spec = {"spec_name": "KvdOffloadingSpec", "spec_module_path": "kvd_client.vllm"}
+    vllm_config = engine_config(tmp_path, spec)
+    kv_cache_config = sized(vllm_config, full(["a", "b"]))
     with pytest.raises(OptionsError, match="OffloadingConnector") as refused:
-        OffloadingConnector(
-            engine_config(tmp_path, spec), KVConnectorRole.SCHEDULER, cache_config(full(["a", "b"]))
-        )
+        OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
     assert 'kv_connector="KvdConnector"' in str(refused.value)
     assert 'kv_connector_module_path="kvd_client.vllm"' in str(refused.value)
 
@@ -140,7 +140,7 @@ def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
 def test_the_canonical_layout_is_refused(tmp_path: Path) -> None:
     """A layout of the pool's bytes that kvd does not write is not silently ignored."""
     vllm_config = engine_config(tmp_path)
-    kv_cache_config = cache_config(full(["a", "b"]))
+    kv_cache_config = sized(vllm_config, full(["a", "b"]))
     config = dataclasses.replace(
         offloading_config(vllm_config, kv_cache_config), canonical_layout=True
     )
