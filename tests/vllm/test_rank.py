@@ -1,0 +1,441 @@
+"""A rank's side: every job is reported once, failed ones too, and whose failure is whose."""
+
+import pickle
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    DirectionalTransferStats,
+    OffloadingConnectorMetadata,
+    TransferJob,
+    TransferStats,
+)
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
+
+from kvd_client import JobResult, JobStatus, UsageError, Worker
+from kvd_client.vllm import KvdOffloadingWorker, Options
+from kvd_client.vllm.rank import KvdConnectorWorker, KvdWorkerMetadata
+from kvd_client.vllm.slots import ChunkSlots
+
+FACTOR = 4
+OPTIONS = Options(load_timeout=3.0, preemption_timeout=2.0)
+
+
+@dataclass
+class FakeWorker:
+    """A `Worker` whose lane is the test."""
+
+    submitted: list[tuple[str, int, list[int], list[int], list[int]]] = field(default_factory=list)
+    ended: list[JobResult] = field(default_factory=list)
+    waits: list[tuple[set[int], float]] = field(default_factory=list)
+    cancels: list[list[int]] = field(default_factory=list)
+    refusal: str = ""
+    has_lane: bool = True
+    closed: bool = False
+
+    def submit_store(self, job_id: int, *arrays: Any) -> bool:
+        """See Worker."""
+        return self._submit("store", job_id, *arrays)
+
+    def submit_load(self, job_id: int, *arrays: Any) -> bool:
+        """See Worker."""
+        return self._submit("load", job_id, *arrays)
+
+    def _submit(
+        self, kind: str, job_id: int, blocks: Any, sizes: Any, indices: Any, slots: Any, gens: Any
+    ) -> bool:
+        if self.refusal:
+            raise UsageError(self.refusal)
+        assert len(slots) == len(gens)
+        assert sum(sizes) == len(blocks)
+        self.submitted.append((kind, job_id, list(blocks), list(indices), list(slots)))
+        if not self.has_lane:
+            self.end(job_id, success=False)
+        return self.has_lane
+
+    def end(self, job_id: int, *, success: bool = True) -> None:
+        """The lane has ended this job."""
+        status = JobStatus.OK if success else JobStatus.FAILED
+        self.ended.append(JobResult(job_id, success, status, 4096, 0.5, "" if success else "lost"))
+
+    def get_finished(self) -> list[JobResult]:
+        """See Worker."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    def wait(self, job_ids: Collection[int], timeout: float) -> frozenset[int]:
+        """See Worker."""
+        self.waits.append((set(job_ids), timeout))
+        return frozenset()
+
+    def cancel(self, job_ids: Collection[int]) -> None:
+        """See Worker."""
+        self.cancels.append(sorted(job_ids))
+
+    def close(self) -> None:
+        """See Worker."""
+        self.closed = True
+
+
+@pytest.fixture
+def lane() -> FakeWorker:
+    """The fake."""
+    return FakeWorker()
+
+
+def offloading(
+    lane: FakeWorker | None, groups: tuple[int, ...] = (0,), factor: int = FACTOR
+) -> KvdOffloadingWorker:
+    """The worker under test."""
+    return KvdOffloadingWorker(cast("Worker | None", lane), groups, factor, OPTIONS)
+
+
+@pytest.fixture
+def rank(lane: FakeWorker) -> KvdOffloadingWorker:
+    """A rank with one group."""
+    return offloading(lane)
+
+
+def chunks(*counts: int, missing: int = 0) -> ChunkSlots:
+    """Slots for so many chunks of group 0, of group 1 and so on."""
+    total = sum(counts)
+    return ChunkSlots(
+        np.arange(total, dtype="<u4"),
+        np.ones(total, "<u8"),
+        {group: count for group, count in enumerate(counts) if count},
+        missing,
+    )
+
+
+def blocks(
+    size: int = 2 * FACTOR, index: int = 0, *more: tuple[int, int], first: int = 1
+) -> GPULoadStoreSpec:
+    """So many blocks of group 0 from this index on; more groups as pairs."""
+    sizes, indices = zip((size, index), *more, strict=True)
+    return GPULoadStoreSpec(list(range(first, first + sum(sizes))), sizes, indices)
+
+
+def outcomes(rank: KvdOffloadingWorker) -> dict[int, bool]:
+    """Success by job of what has ended now; none is named twice."""
+    ended = rank.get_finished()
+    assert len({result.job_id for result in ended}) == len(ended)
+    return {result.job_id: result.success for result in ended}
+
+
+def test_jobs_go_through_and_come_back_once(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """Arrays reach the worker as they are; bytes and seconds come back with a success."""
+    assert rank.submit_store(1, blocks(7, 1), chunks(2))
+    assert rank.submit_load(2, chunks(2), blocks(8, 4, first=20))
+    assert lane.submitted == [
+        ("store", 1, [1, 2, 3, 4, 5, 6, 7], [1], [0, 1]),
+        ("load", 2, [20, 21, 22, 23, 24, 25, 26, 27], [4], [0, 1]),
+    ]
+    assert not rank.get_finished()
+    lane.end(2)
+    lane.end(1, success=False)
+    assert rank.get_finished() == [
+        TransferResult(2, success=True, transfer_size=4096, transfer_time=0.5),
+        TransferResult(1, success=False),
+    ]
+    assert not rank.get_finished()
+
+
+def test_a_load_of_chunks_that_are_gone_asks_nobody(
+    rank: KvdOffloadingWorker, lane: FakeWorker
+) -> None:
+    """Missing chunks fail at once, without a message."""
+    assert rank.submit_load(5, ChunkSlots(missing=3), blocks())
+    assert not lane.submitted
+    assert outcomes(rank) == {5: False}
+    assert not outcomes(rank)
+
+
+def test_without_memory_to_serve_every_job_fails() -> None:
+    """A rank whose memory cannot be shared runs, and all its jobs are misses."""
+    rank = offloading(None)
+    assert rank.submit_store(1, blocks(), chunks(2))
+    assert rank.submit_load(2, chunks(2), blocks())
+    rank.wait({1, 2})
+    assert outcomes(rank) == {1: False, 2: False}
+    assert not outcomes(rank)
+    rank.shutdown()
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_refused_job_is_a_failed_one(
+    rank: KvdOffloadingWorker, lane: FakeWorker, load: bool
+) -> None:
+    """Arrays that the client refuses do not stop the engine; the next job is not affected."""
+    lane.refusal = "these blocks lie in 3 chunks, 2 slots were given"
+    if load:
+        assert rank.submit_load(1, chunks(2), blocks())
+    else:
+        assert rank.submit_store(1, blocks(), chunks(2))
+    assert outcomes(rank) == {1: False}
+    lane.refusal = ""
+    assert rank.submit_store(2, blocks(), chunks(2))
+    rank.wait({2})
+    assert lane.waits[-1][0] == {2}
+    lane.end(2)
+    assert outcomes(rank) == {2: True}
+
+
+def test_a_job_that_no_lane_takes_is_reported_once(
+    rank: KvdOffloadingWorker, lane: FakeWorker
+) -> None:
+    """The client reports it itself; it is not reported a second time."""
+    lane.has_lane = False
+    assert rank.submit_store(1, blocks(), chunks(2))
+    assert rank.submit_load(2, chunks(2), blocks())
+    assert outcomes(rank) == {1: False, 2: False}
+    assert not outcomes(rank)
+
+
+def test_a_late_load_is_stopped_once_and_reported_when_it_has_ended(
+    rank: KvdOffloadingWorker, lane: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are not given back while something may write to them."""
+    clock = SimpleNamespace(now=100.0)
+    fake_time = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr("kvd_client.vllm.worker.time", fake_time)
+    rank.submit_load(1, chunks(2), blocks())
+    rank.submit_store(2, blocks(), chunks(2))
+    clock.now += OPTIONS.load_timeout / 2
+    rank.submit_load(3, chunks(2), blocks())
+    assert not outcomes(rank)
+    assert not lane.cancels
+    clock.now += OPTIONS.load_timeout / 2
+    for _ in range(3):
+        assert not outcomes(rank)
+    assert lane.cancels == [[1]]
+    clock.now += OPTIONS.load_timeout
+    assert not outcomes(rank)
+    assert lane.cancels == [[1], [3]]
+    lane.end(3, success=False)
+    lane.end(1)  # it had ended before it was stopped
+    lane.end(2)
+    assert outcomes(rank) == {3: False, 1: True, 2: True}
+    clock.now += 10 * OPTIONS.load_timeout
+    assert not outcomes(rank)
+    assert lane.cancels == [[1], [3]]
+
+
+def test_waiting_never_waits_for_loads(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """Blocks of loads stay with their requests; stores are waited for as long as is set."""
+    rank.submit_load(1, chunks(2), blocks())
+    rank.submit_store(2, blocks(), chunks(2))
+    rank.wait({1, 2, 3})
+    assert lane.waits == [({2, 3}, OPTIONS.preemption_timeout)]
+
+
+def test_the_end_closes_the_worker(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """Shutting down takes the memory back from the daemon."""
+    rank.shutdown()
+    assert lane.closed
+
+
+# ------------------------------------------------------------------ torn stores
+
+
+@st.composite
+def block_tables(draw: st.DrawFn) -> tuple[int, list[list[list[bool]]], list[int]]:
+    """A factor; groups of chunks of blocks, true where a block is still there; first indices."""
+    factor = draw(st.integers(1, 4))
+    chunk = st.lists(st.booleans(), min_size=factor, max_size=factor)
+    whole = st.just([True] * factor)
+    groups = draw(
+        st.lists(st.lists(st.one_of(whole, whole, chunk), max_size=4), min_size=1, max_size=3)
+    )
+    starts = draw(st.lists(st.integers(0, 9), min_size=len(groups), max_size=len(groups)))
+    return factor, groups, starts
+
+
+@given(block_tables())
+def test_stores_with_holes_are_not_done(
+    tables: tuple[int, list[list[list[bool]]], list[int]],
+) -> None:
+    """A store is done just when its blocks, from its first one to its chunks' end, are all there.
+
+    Blocks that a window gave up are left out as vLLM's scheduler leaves them out.
+    """
+    factor, groups, starts = tables
+    sizes, indices, whole = [], [], True
+    for group, start in zip(groups, starts, strict=True):
+        there = [block for chunk in group for block in chunk]
+        held = [position for position, block in enumerate(there) if block]
+        sizes.append(len(held))
+        indices.append(start * factor + held[0] if held else 0)
+        if there:
+            whole &= bool(held) and held[0] < factor and all(there[held[0] :])
+    lane = FakeWorker()
+    rank = offloading(lane, tuple(range(len(groups))), factor)
+    rank.submit_store(
+        1,
+        GPULoadStoreSpec(list(range(1, sum(sizes) + 1)), sizes, indices),
+        chunks(*map(len, groups)),
+    )
+    assert bool(lane.submitted) is whole
+    assert outcomes(rank) == ({} if whole else {1: False})
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(
+        st.tuples(st.integers(0, 12), st.integers(0, 40), st.integers(0, 4)), min_size=1, max_size=3
+    ),
+)
+def test_blocks_that_do_not_end_with_their_chunks_are_refused(
+    factor: int, groups: list[tuple[int, int, int]]
+) -> None:
+    """Whatever sizes and indices say: the listed positions are those up to the chunks' end."""
+    fits = all(
+        {index % factor + j for j in range(size)}
+        == (set(range(index % factor, count * factor)) if size or count else set())
+        for size, index, count in groups
+    )
+    lane = FakeWorker()
+    rank = offloading(lane, tuple(range(len(groups))), factor)
+    (first, *more) = [(size, index) for size, index, _ in groups]
+    rank.submit_store(1, blocks(*first, *more), chunks(*(count for _, _, count in groups)))
+    assert bool(lane.submitted) is fits
+    assert outcomes(rank) == ({} if fits else {1: False})
+
+
+def test_groups_are_known_by_vllms_number(lane: FakeWorker) -> None:
+    """A group that is not offloaded leaves a gap in the numbers of the keys, not in the arrays."""
+    rank = offloading(lane, (0, 2))
+    wanted = ChunkSlots(np.arange(3, dtype="<u4"), np.ones(3, "<u8"), {0: 1, 2: 2})
+    assert rank.submit_store(1, blocks(FACTOR, 0, (2 * FACTOR, 4)), wanted)
+    assert [job[1] for job in lane.submitted] == [1]
+
+
+# -------------------------------------------------------- what ranks report
+
+
+def metadata(completed: dict[int, int], failed: set[int], moved: int) -> KvdWorkerMetadata:
+    """What one rank tells."""
+    stats = TransferStats(store=DirectionalTransferStats(moved, moved / 2, [moved]))
+    return KvdWorkerMetadata(completed, stats, failed)
+
+
+reports = st.builds(
+    metadata,
+    st.dictionaries(st.integers(0, 5), st.integers(1, 3)),
+    st.sets(st.integers(0, 5)),
+    st.integers(0, 2**20),
+)
+
+
+def plain(report: KvdWorkerMetadata) -> tuple[object, ...]:
+    """A report's content, sizes in any order."""
+    store = report.transfer_stats.store
+    return (
+        report.completed_jobs,
+        report.failed_jobs,
+        (store.bytes, store.time, sorted(store.sizes)),
+        report.transfer_stats.load,
+    )
+
+
+@given(reports, reports, reports)
+def test_reports_of_ranks_are_added_in_any_order(
+    one: KvdWorkerMetadata, two: KvdWorkerMetadata, three: KvdWorkerMetadata
+) -> None:
+    """Counts and bytes add; what failed on one rank has failed; the order does not matter."""
+    both = one.aggregate(two)
+    assert both.failed_jobs == one.failed_jobs | two.failed_jobs
+    for job in one.completed_jobs.keys() | two.completed_jobs.keys():
+        counted = one.completed_jobs.get(job, 0) + two.completed_jobs.get(job, 0)
+        assert both.completed_jobs[job] == counted
+    assert plain(both) == plain(two.aggregate(one))
+    assert plain(both.aggregate(three)) == plain(one.aggregate(two.aggregate(three)))
+
+
+@given(reports)
+def test_reports_travel_between_processes(report: KvdWorkerMetadata) -> None:
+    """A rank's report is pickled on its way to the scheduler, slots on the way back."""
+    assert pickle.loads(pickle.dumps(report)) == report  # noqa: S301  # made one line before
+    given_slots = chunks(2, 1)
+    slots = pickle.loads(pickle.dumps(given_slots))  # noqa: S301  # the same
+    assert repr(slots) == repr(given_slots)
+    assert slots.chunks == {0: 2, 1: 1}
+    assert (slots.slots == given_slots.slots).all()
+
+
+class Reporting:
+    """A connector's half with two loads and two stores under way."""
+
+    def __init__(self, rank: KvdOffloadingWorker) -> None:
+        config = SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=0))
+        spec: Any = SimpleNamespace(replicated_layout=False, config=config)
+        self.half = KvdConnectorWorker(spec, None, None)
+        self.half.worker = rank
+        loads = {
+            job: TransferJob(f"request-{job}", chunks(2), blocks(first=job * 10)) for job in (1, 2)
+        }
+        stores = {
+            job: TransferJob(f"request-{job}", blocks(first=job * 10), chunks(2)) for job in (3, 4)
+        }
+        self.half.start_kv_transfers(OffloadingConnectorMetadata(loads, {}))
+        self.half.prepare_store_kv(OffloadingConnectorMetadata({}, stores))
+        self.half.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
+
+
+def test_a_failed_load_is_finished_and_failed(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """The request gets out of its waiting state, and is known to have nothing loaded."""
+    half = Reporting(rank).half
+    lane.end(1, success=False)
+    lane.end(2)
+    results = half.get_transfer_results()
+    assert results.finished_recving == {"request-1", "request-2"}
+    assert results.failed_recving == {"request-1"}
+    assert not results.finished_sending
+    report = half.build_connector_worker_meta()
+    assert report is not None
+    assert report.completed_jobs == {1: 1, 2: 1}
+    assert report.failed_jobs == {1}
+
+
+def test_a_failed_store_is_only_in_the_report(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """No request waits for a store; the scheduler's half gives its chunks up."""
+    half = Reporting(rank).half
+    lane.end(3, success=False)
+    lane.end(4)
+    results = half.get_transfer_results()
+    assert not results.finished_recving
+    assert not results.failed_recving
+    report = half.build_connector_worker_meta()
+    assert report is not None
+    assert report.completed_jobs == {3: 1, 4: 1}
+    assert report.failed_jobs == {3}
+
+
+def test_only_successes_are_counted(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """Bytes and seconds are those of jobs that moved everything, by direction."""
+    half = Reporting(rank).half
+    for job in (1, 3):
+        lane.end(job, success=False)
+    for job in (2, 4):
+        lane.end(job)
+    half.get_transfer_results()
+    report = half.build_connector_worker_meta()
+    assert report is not None
+    moved = DirectionalTransferStats(4096, 0.5, [4096])
+    assert report.transfer_stats == TransferStats(load=moved, store=moved)
+
+
+def test_nothing_is_reported_twice(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
+    """A report is taken once; without news there is none."""
+    half = Reporting(rank).half
+    assert half.build_connector_worker_meta() is None
+    lane.end(1)
+    assert half.get_transfer_results().finished_recving == {"request-1"}
+    assert half.build_connector_worker_meta() is not None
+    assert not half.get_transfer_results().finished_recving
+    assert half.build_connector_worker_meta() is None
