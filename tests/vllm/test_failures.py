@@ -1,0 +1,287 @@
+"""One engine, whose daemon fails in every way: it goes on, and finds hits again afterwards."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvd_client.demo.vllm.engine import EngineProcess, comparable
+from tests.conftest import Daemon, StartDaemon
+from tests.vllm.conftest import StartEngine
+from tests.vllm.support import (
+    CACHED_TOKENS,
+    References,
+    Setting,
+    Traffic,
+    ask_all,
+    chunks_of,
+    far_apart,
+    lane_pid,
+    results,
+    wait_attached,
+    wait_for,
+    wait_stored,
+    with_kvd,
+)
+
+DENSE = Setting("dense")
+LOAD_FAILURES = "vllm:kv_offload_kvd_load_failures"
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def engine(models: Path, module_dir: Path, start_module_engine: StartEngine) -> EngineProcess:
+    """One engine for all these failures; when it starts there is no daemon."""
+    options = with_kvd(DENSE.options(models), module_dir, blocks_per_chunk=2, load_timeout=1.0)
+    engine = start_module_engine(options)
+    engine.wait_ready()
+    return engine
+
+
+@pytest.fixture
+def known(references: Callable[[Setting], References]) -> References:
+    """What the answers should be."""
+    return references(DENSE)
+
+
+@pytest.fixture
+def new_daemon(module_dir: Path, start_daemon: StartDaemon) -> Callable[..., Daemon]:
+    """Starts a daemon where the engine looks for it, and waits until they have met."""
+
+    def start(*extra: str) -> Daemon:
+        daemon = start_daemon(*extra, where=module_dir)
+        wait_attached(daemon)
+        return daemon
+
+    return start
+
+
+@pytest.fixture
+def thaw() -> Iterator[list[int]]:
+    """Processes in this list go on at the end of the test, if it did not come so far."""
+    frozen: list[int] = []
+    yield frozen
+    for pid in frozen:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            continue
+
+
+def freeze(pid: int, thaw: list[int]) -> None:
+    """Stop a process."""
+    thaw.append(pid)
+    os.kill(pid, signal.SIGSTOP)
+
+
+def counter(engine: EngineProcess, name: str) -> float:
+    """A counter's value, over all labels."""
+    return sum(
+        value
+        for key, value in engine.metrics().items()
+        if key.startswith((f"{name}{{", f"{name}_total{{"))
+    )
+
+
+def store_all(engine: EngineProcess, daemon: Daemon, known: References) -> None:
+    """Every prompt's chunks into the pool, and off the GPU."""
+    engine.reset()
+    ask_all(engine, known.prompts)
+    wait_stored(daemon, at_least=len(known.prompts) * CACHED_TOKENS // 64)
+    engine.reset()
+
+
+def check_hits(engine: EngineProcess, daemon: Daemon, known: References) -> None:
+    """What is stored from now on is found, and is right to the last bit."""
+    wait_attached(daemon)
+    store_all(engine, daemon, known)
+    warm = ask_all(engine, known.prompts)
+    assert [answer.cached_tokens for answer in warm] == [CACHED_TOKENS] * len(warm)
+    for answer, reference in zip(warm, known.warm, strict=True):
+        assert not comparable(answer, reference)
+
+
+def test_an_engine_that_starts_without_a_daemon_uses_the_one_that_comes_later(
+    engine: EngineProcess, known: References, new_daemon: Callable[..., Daemon]
+) -> None:
+    """No daemon: misses, no delay; then a daemon: hits, without a restart of the engine."""
+    answers = ask_all(engine, known.prompts)
+    for answer, reference in zip(answers, known.cold, strict=True):
+        assert not comparable(answer, reference)
+        assert answer.cached_tokens == 0
+    check_hits(engine, new_daemon(), known)
+
+
+@pytest.mark.parametrize("outage", [1, 30])
+@pytest.mark.parametrize("during", ["stores", "loads", "nothing"])
+def test_an_engine_serves_through_the_death_of_the_broker(
+    during: str,
+    outage: int,
+    engine: EngineProcess,
+    known: References,
+    new_daemon: Callable[..., Daemon],
+    thaw: list[int],
+) -> None:
+    """Killed while stores or loads are in flight, or idle; back after a while: hits again."""
+    daemon = new_daemon()
+    engine.reset()
+    if during == "loads":
+        store_all(engine, daemon, known)
+    lane = lane_pid(daemon)
+    with Traffic(engine, known) as traffic:
+        if during == "nothing":
+            traffic.wait_answers(1)
+        else:
+            # A frozen lane has not finished what it was given.
+            freeze(lane, thaw)
+            state = "writing" if during == "stores" else "pinned"
+            wait_for(f"chunks {state}", lambda: chunks_of(daemon).get(state))
+        daemon.process.kill()
+        os.kill(lane, signal.SIGCONT)
+        end = time.monotonic() + outage
+        traffic.wait_answers(3)
+        time.sleep(max(0.0, end - time.monotonic()))  # the outage itself
+        traffic.wait_answers(3)
+        daemon = new_daemon()
+        traffic.wait_answers(len(known.prompts))
+    print(traffic.check())
+    check_hits(engine, daemon, known)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_an_engine_serves_through_the_loss_of_a_lane(
+    number: signal.Signals,
+    engine: EngineProcess,
+    known: References,
+    new_daemon: Callable[..., Daemon],
+    thaw: list[int],
+) -> None:
+    """A lane that is killed or hangs with loads in flight: they are computed, a new lane comes."""
+    daemon = new_daemon()
+    store_all(engine, daemon, known)
+    before = counter(engine, LOAD_FAILURES)
+    lane = lane_pid(daemon)
+    with Traffic(engine, known) as traffic:
+        freeze(lane, thaw)
+        wait_for("chunks pinned", lambda: chunks_of(daemon).get("pinned"))
+        os.kill(lane, number)
+        wait_for("a new lane", lambda: lane_pid(daemon) not in {lane, 0})
+        traffic.wait_answers(len(known.prompts))
+    print(traffic.check())
+    assert counter(engine, LOAD_FAILURES) > before
+    check_hits(engine, daemon, known)
+
+
+def test_a_load_that_takes_too_long_is_computed(
+    engine: EngineProcess,
+    known: References,
+    new_daemon: Callable[..., Daemon],
+    tmp_path: Path,
+    thaw: list[int],
+) -> None:
+    """After load_timeout the load is stopped, and its request is computed."""
+    config = tmp_path / "kvd.toml"
+    config.write_text("lane_timeout_seconds = 120.0\n")
+    daemon = new_daemon("--config", str(config))
+    store_all(engine, daemon, known)
+    before = counter(engine, LOAD_FAILURES)
+    lane = lane_pid(daemon)
+    freeze(lane, thaw)
+    said = engine.log.read_text().count("load_timeout")
+    late = engine.submit(known.prompts[0])
+    wait_for(
+        "the engine stops the load", lambda: engine.log.read_text().count("load_timeout") > said
+    )
+    assert not late.done()  # the lane could still write
+    os.kill(lane, signal.SIGCONT)
+    (answer,) = results([late])
+    assert answer.cached_tokens == 0
+    assert not comparable(answer, known.cold[0])
+    assert counter(engine, LOAD_FAILURES) == before + 1
+    check_hits(engine, daemon, known)
+
+
+@pytest.mark.parametrize("victim", ["worker", "core"])
+def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
+    victim: str,
+    known: References,
+    models: Path,
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    thaw: list[int],
+) -> None:
+    """Killed with stores in flight: its slots and leases are free, its stored chunks are found."""
+    daemon = start_daemon()
+    options = with_kvd(DENSE.options(models), daemon.runtime_dir, blocks_per_chunk=2)
+    engine = start_engine(options)
+    engine.wait_ready()
+    wait_attached(daemon)
+    ask_all(engine, known.prompts[:5])
+    stored = wait_stored(daemon, at_least=5 * CACHED_TOKENS // 64)
+    processes = engine.processes()
+    lane = lane_pid(daemon)
+    freeze(lane, thaw)
+    for prompt in known.prompts[5:]:
+        engine.submit(prompt)
+    wait_for("stores in flight", lambda: chunks_of(daemon).get("writing"))
+    os.kill(processes.core if victim == "core" else processes.workers[0], signal.SIGKILL)
+    os.kill(lane, signal.SIGCONT)
+    wait_for("the engine's sessions end", lambda: not daemon.status()["engines"])
+    left = wait_for(
+        "its slots are free",
+        lambda: (c := chunks_of(daemon))["writing"] + c["draining"] + c["pinned"] == 0 and c,
+    )
+    assert left["ready"] >= stored
+    engine.kill()
+
+    successor = start_engine(replace(options))
+    successor.wait_ready()
+    wait_attached(daemon)
+    warm = ask_all(successor, known.prompts[:5])
+    assert [answer.cached_tokens for answer in warm] == [CACHED_TOKENS] * 5
+    for answer, reference in zip(warm, known.warm, strict=False):
+        assert not comparable(answer, reference)
+
+
+def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
+    models: Path,
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    known: References,
+    thaw: list[int],
+) -> None:
+    """Preempted with stores in flight: the stores are done or void, never of the new contents."""
+    tight = replace(DENSE.options(models), num_gpu_blocks=44)
+    asked, tokens = known.prompts[:6], 160
+    alone = start_engine(tight)
+    alone.wait_ready()
+    expected = [alone.generate([prompt], tokens)[0] for prompt in asked]
+    alone.close()
+
+    daemon = start_daemon()
+    engine = start_engine(with_kvd(tight, daemon.runtime_dir, blocks_per_chunk=2))
+    engine.wait_ready()
+    wait_attached(daemon)
+    lane = lane_pid(daemon)
+    freeze(lane, thaw)
+    running = [engine.submit(prompt, tokens) for prompt in asked]
+    wait_for("stores in flight", lambda: chunks_of(daemon).get("writing"))
+    wait_for("preemptions", lambda: counter(engine, "vllm:num_preemptions"))
+    os.kill(lane, signal.SIGCONT)
+    for answer, reference in zip(results(running), expected, strict=True):
+        assert not far_apart(answer, reference)
+
+    wait_attached(daemon)
+    wait_for("no store is left", lambda: not chunks_of(daemon)["writing"])
+    for _ in range(2):  # what is in the pool now, and then all of it
+        engine.reset()
+        answers = [engine.generate([prompt], tokens)[0] for prompt in asked]
+        for answer, reference in zip(answers, expected, strict=True):
+            assert not far_apart(answer, reference)
+        wait_stored(daemon)
+    assert [answer.cached_tokens for answer in answers] == [CACHED_TOKENS] * len(asked)

@@ -1,0 +1,124 @@
+"""Several engines on one daemon: what they share, and what they take from each other."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvd_client.demo.vllm.engine import comparable
+from tests.conftest import StartDaemon
+from tests.vllm.conftest import StartEngine
+from tests.vllm.support import (
+    CACHED_TOKENS,
+    References,
+    Setting,
+    Traffic,
+    ask_all,
+    wait_attached,
+    wait_stored,
+    with_kvd,
+)
+
+DENSE, HYBRID = Setting("dense"), Setting("hybrid")
+PROMPT_CHUNKS = CACHED_TOKENS // 64
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_engines_of_one_model_share_chunks_and_those_of_another_do_not(
+    models: Path,
+    references: Callable[[Setting], References],
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+) -> None:
+    """What one engine stored the other loads; an engine with another label finds nothing."""
+    known = references(DENSE)
+    asked = known.prompts[:4]
+    daemon = start_daemon()
+    options = with_kvd(DENSE.options(models), daemon.runtime_dir, blocks_per_chunk=2)
+    first = start_engine(options)
+    second = start_engine(replace(options))
+    first.wait_ready()
+    second.wait_ready()
+    wait_attached(daemon, 2)
+    ask_all(first, asked)
+    wait_stored(daemon, at_least=len(asked) * PROMPT_CHUNKS)
+    shared = ask_all(second, asked)
+    assert [answer.cached_tokens for answer in shared] == [CACHED_TOKENS] * len(asked)
+    for answer, reference in zip(shared, known.warm, strict=False):
+        assert not comparable(answer, reference)
+    second.close()
+    other = start_engine(
+        with_kvd(DENSE.options(models), daemon.runtime_dir, blocks_per_chunk=2, label="other")
+    )
+    other.wait_ready()
+    wait_attached(daemon, 2)
+    assert [answer.cached_tokens for answer in ask_all(other, asked)] == [0] * len(asked)
+    assert len(daemon.status()["namespaces"]) == 2
+
+
+@pytest.mark.parametrize("setting", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_chunks_evicted_between_lookup_and_load_are_computed(
+    setting: Setting,
+    models: Path,
+    references: Callable[[Setting], References],
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+) -> None:
+    """The failed load is reported for its request, which is computed; the engine goes on."""
+    known = references(setting)
+    daemon = start_daemon(cpu_bytes="64MiB")
+    options = with_kvd(
+        setting.options(models), daemon.runtime_dir, blocks_per_chunk=2, deadline=20.0
+    )
+    first, second = start_engine(options), start_engine(replace(options))
+    first.wait_ready()
+    second.wait_ready()
+    wait_attached(daemon, 2)
+    (namespace,) = daemon.status()["namespaces"]
+    # The same engines, now with a daemon that has room for little more than one prompt.
+    ask_all(first, known.prompts[:1])
+    needed = wait_stored(daemon, at_least=PROMPT_CHUNKS)
+    daemon.stop()
+    daemon = start_daemon(
+        cpu_bytes=str((needed + 2) * namespace["bytes_per_chunk"]), where=daemon.runtime_dir
+    )
+    wait_attached(daemon, 2)
+    first.reset()
+    ask_all(first, known.prompts[:1])
+    wait_stored(daemon, at_least=needed)
+    first.reset()
+
+    # The broker sees the store, which evicts, before the load that was looked up meanwhile.
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        storing = second.submit(known.prompts[1])
+        time.sleep(2)  # nothing tells that its request has been sent
+        loading = first.submit(known.prompts[0])
+        time.sleep(2)
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+    stored, loaded = storing.result(60), loading.result(60)
+    assert not comparable(stored, known.cold[1])
+    assert not comparable(loaded, known.cold[0])
+    assert loaded.cached_tokens == 0
+    failures = [v for k, v in first.metrics().items() if "kvd_load_failures_total" in k]
+    assert failures == [1.0]
+
+    with Traffic(first, known, at_once=2) as one, Traffic(second, known, at_once=2) as other:
+        one.wait_answers(2 * len(known.prompts))
+        other.wait_answers(2 * len(known.prompts))
+    print(one.check(), other.check(), sep="\n")
+    wait_stored(daemon)
+    for engine in (first, second):
+        engine.reset()
+        ask_all(engine, known.prompts[:1])
+        wait_stored(daemon, at_least=needed)
+        engine.reset()
+        (again,) = ask_all(engine, known.prompts[:1])
+        assert again.cached_tokens == CACHED_TOKENS
+        assert not comparable(again, known.warm[0])
