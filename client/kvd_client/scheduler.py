@@ -225,7 +225,9 @@ class Scheduler:
             UsageError: closed.
         """
         reply = self._ask(Reset(), ResetDone)
-        return ResetSummary() if reply is None else ResetSummary(reply.dropped, reply.deferred)
+        if reply is None:
+            return ResetSummary()
+        return ResetSummary(reply.dropped, reply.deferred, served=True)
 
     def status(self) -> dict[str, Any]:
         """The daemon's state as `kvd status --json` prints it; empty without a daemon.

@@ -240,7 +240,10 @@ class Session:
                 if good:
                     self._watch(connection)
             except (DaemonLost, DaemonSilent, OSError) as error:
-                log.debug("no daemon at %s: %s", self.runtime_dir, error)
+                if connection is None:
+                    log.debug("no daemon at %s: %s", self.runtime_dir, error)
+                elif not self._closed:
+                    log.warning("the daemon is gone (%s); misses until one is back", error)
             except Exception:
                 log.exception("the keeper of %r failed; it goes on", self)
             self._tried.set()

@@ -91,7 +91,12 @@ class StoreSummary:
 
 @dataclass(frozen=True, slots=True)
 class ResetSummary:
-    """Chunks dropped now, and those that go when their leases end."""
+    """Chunks dropped now, and those that go when their leases end.
+
+    Attributes:
+        served: whether the daemon did it; otherwise everything is as it was.
+    """
 
     dropped: int = 0
     deferred: int = 0
+    served: bool = False

@@ -88,6 +88,7 @@ class Worker:
         self._wanted: Wanted | None = None
         self._registered = False
         self._attached = False
+        self._refused = ""
         self._session = Session(runtime_dir, "worker", engine, self, deadline=deadline)
         self._session.start()
 
@@ -427,11 +428,14 @@ class Worker:
         with self._changed:
             if isinstance(reply, Registered):
                 self._registered = True
+                self._refused = ""
+                log.info("rank %d of %d is registered", self.rank, self.world_size)
             elif isinstance(reply, Error):
                 if wanted.waited_for and reply.code not in TRANSIENT:
                     wanted.refusal = reply
                     self._wanted = None
-                else:
+                elif reply.text != self._refused:  # once for each reason: it is tried for ever
+                    self._refused = reply.text
                     log.warning("registration refused, tried again later: %s", reply.text)
             self._changed.notify_all()
             return self._registered

@@ -100,7 +100,7 @@ def _print_table(report: dict[str, Any]) -> None:
         missing = engine["missing_ranks"]
         engines.add_row(
             engine["name"],
-            "attached" if engine["attached"] else f"waiting for ranks {missing}",
+            "attached" if engine["attached"] else _waiting(missing),
             str(engine["world_size"]),
             " ".join(str(session["pid"]) for session in engine["sessions"]),
         )
@@ -110,3 +110,7 @@ def _print_table(report: dict[str, Any]) -> None:
         if not isinstance(value, dict):
             counters.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
     console.print(counters)
+
+
+def _waiting(missing: list[int]) -> str:
+    return f"waiting for ranks {missing}" if missing else "no rank is registered"

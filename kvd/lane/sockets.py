@@ -8,6 +8,7 @@ silence `recv` must have been driven to empty, and every `send` may swallow a si
 
 import logging
 import select
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import zmq
@@ -48,6 +49,7 @@ class Sockets:
         self._router.setsockopt(zmq.RCVHWM, REQUESTS_WAITING)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._router.bind(endpoint)
+        Path(endpoint.removeprefix("ipc://")).chmod(0o660)  # as the broker's sockets
         self._router_fd = cast(int, self._router.getsockopt(zmq.FD))
         self._maybe_more = True
         self._poll = select.poll()

@@ -1,4 +1,4 @@
-"""kvd_client.vllm: vLLM (0.32 and 0.33) on a kvd daemon.
+"""kvd_client.vllm: vLLM on a kvd daemon.
 
 ::
 

@@ -24,7 +24,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 def fingerprint(config: OffloadingConfig, vllm_config: "VllmConfig", label: str) -> Fingerprint:
     """The fingerprint of one engine, the same in all its ranks."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     speculative = vllm_config.speculative_config
     parallel = config.parallel
     release = ".".join(vllm.__version__.split(".")[:2])
@@ -33,16 +33,23 @@ def fingerprint(config: OffloadingConfig, vllm_config: "VllmConfig", label: str)
         revision=_digest(
             model.revision,
             _weights(model.model),
+            getattr(model.hf_config, "_commit_hash", None),  # of a hub's model
             model.hf_config.to_dict(),
             model.quantization,
+            [load.load_format, model.seed if load.load_format == "dummy" else None],
             speculative and [speculative.model, speculative.revision, speculative.method],
         ),
-        dtype=f"{model.dtype} weights, {config.model.dtype} cache".replace("torch.", ""),
+        dtype=(
+            f"{model.dtype} weights, {config.model.dtype} cache,"
+            f" {cache.mamba_cache_dtype} and {cache.mamba_ssm_cache_dtype} states"
+        ).replace("torch.", ""),
         kv_layout=f"{config.kv_cache_layout}, {cache.prefix_caching_hash_algo}, vllm {release}",
         attention_backend=", ".join(_attention_backends(vllm_config)),
         parallelism=(
             f"tp {parallel.tp_size} pp {parallel.pp_size} pcp {parallel.pcp_size}"
-            f" dcp {parallel.dcp_size} {os.environ.get('VLLM_PP_LAYER_PARTITION', '')}".strip()
+            f" dcp {parallel.dcp_size}"
+            f" interleave {vllm_config.parallel_config.cp_kv_cache_interleave_size}"
+            f" {os.environ.get('VLLM_PP_LAYER_PARTITION', '')}".strip()
         ),
         label=label,
     )

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client import LoadTicket, Scheduler
+from kvd_client import LoadTicket, Scheduler, StoreAnswer, StoreTicket
 from kvd_client import LookupResult as Found
 from kvd_client.vllm import metrics
 from kvd_client.vllm.slots import ChunkSlots
@@ -54,6 +54,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._pending_since: dict[str, float] = {}
         self._failed: set[OffloadKey] = set()
         self._touched: dict[OffloadKey, None] = {}  # ordered
+        self._reset_owed = False
         self._stats = OffloadingConnectorStats()
 
     # -------------------------------------------------------------- requests
@@ -78,7 +79,7 @@ class KvdOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Read the mapped directory; asks nobody."""
         found = self.scheduler.lookup(key)
-        if found is Found.MISS or req_context.req_id in self._no_loads:
+        if found is Found.MISS or self._reset_owed or req_context.req_id in self._no_loads:
             return LookupResult.MISS
         if found is Found.HIT:
             return LookupResult.HIT
@@ -130,18 +131,17 @@ class KvdOffloadingManager(OffloadingManager):
         """
         del req_context
         wanted = list(keys)[:MAX_KEYS]
-        ticket = self.scheduler.prepare_store(wanted)
+        # While no daemon serves this engine nothing is asked: the answer is known.
+        served = self.scheduler.attached
+        ticket = self.scheduler.prepare_store(wanted) if served else StoreTicket()
         accepted = [OffloadKey(key) for key in ticket.keys]
         evicted = [OffloadKey(key) for key in ticket.evicted]
-        if wanted and not ticket.served:
+        if served and not ticket.served:
             self._stats.increase_counter(metrics.ALLOCATION_FAILURE)
-        for reason in metrics.REFUSALS:
-            refused = ticket.answers.count(reason)
-            if refused:
-                self._stats.increase_counter(metrics.ALLOCATION_FAILURE)
-                self._stats.increase_counter(
-                    metrics.CHUNKS_REFUSED, refused, (reason.name.lower(),)
-                )
+        refused = ticket.answers.count(StoreAnswer.FULL)
+        if refused:
+            self._stats.increase_counter(metrics.ALLOCATION_FAILURE)
+            self._stats.increase_counter(metrics.CHUNKS_REFUSED, refused)
         self._report(evicted, removed=True)
         return PrepareStoreOutput(
             keys_to_store=accepted,
@@ -169,20 +169,25 @@ class KvdOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------ rest
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Send the step's touches."""
+        """Send the step's touches, and a reset that is owed."""
         del context
+        if self._reset_owed and self.scheduler.attached:
+            self._reset_owed = not self.scheduler.reset().served
         if self._touched:
             self.scheduler.touch(list(self._touched)[:MAX_KEYS])
             self._touched.clear()
 
     def reset_cache(self) -> None:
-        """Drop every chunk of the namespace, for all engines that share it."""
+        """Drop every chunk of the namespace, for all engines that share it.
+
+        Where the daemon cannot be told now, nothing is found until it was.
+        """
         for ticket in self._tickets.values():
             self.scheduler.complete_load(ticket)
         self._tickets.clear()
         self._failed.clear()
         self._touched.clear()
-        self.scheduler.reset()
+        self._reset_owed = not self.scheduler.reset().served
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Chunks stored by this engine, and removed to make room for its stores."""

@@ -7,8 +7,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvd_client import StoreAnswer
-
 ALLOCATION_FAILURE = vllm_metrics._ConnectorMetricName.ALLOCATION_FAILURE  # noqa: SLF001  # its only name
 ATTACHED = "vllm:kv_offload_kvd_attached"
 LOAD_FAILURES = "vllm:kv_offload_kvd_load_failures"
@@ -26,8 +24,6 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
         documentation="Store jobs that failed; their chunks are not in the cache."
     ),
     CHUNKS_REFUSED: OffloadingCounterMetadata(
-        documentation="Chunks that got no slot, by the daemon's reason.", labelnames=("reason",)
+        documentation="Chunks that got no slot because the pool had no room."
     ),
 }
-
-REFUSALS = (StoreAnswer.FULL, StoreAnswer.QUOTA, StoreAnswer.DRAINING)

@@ -20,6 +20,7 @@ VLLM_KEYS = frozenset(
         "block_size",
         "offload_prompt_only",
         "self_describing_kv_events",
+        "canonical_layout",
         "spec_name",
         "spec_module_path",
     )
@@ -45,7 +46,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         deadline: seconds that the daemon may take for an answer; then it is treated as absent
             until it answers again.
         load_timeout: seconds after which a load is stopped and its request computed instead.
-        store_timeout: seconds after which a store is given up.
+        store_timeout: seconds after which a store is given up; at least load_timeout.
         preemption_timeout: seconds that the engine waits for a store whose blocks it reuses;
             then the store is void.
         pending_timeout: seconds that a request waits for a chunk that is just being stored.
@@ -74,11 +75,21 @@ def read_options(extra: Mapping[str, Any]) -> Options:
                 f"kv_connector_extra_config: {key}={extra[key]!r} is the daemon's to decide;"
                 f" give it to {place} and remove it here"
             )
+    if extra.get("canonical_layout"):
+        raise OptionsError(
+            "kv_connector_extra_config: canonical_layout=true is not supported; remove it"
+        )
     own = {key: value for key, value in extra.items() if key not in VLLM_KEYS}
     try:
-        return msgspec.convert(own, Options, strict=True)
+        options = msgspec.convert(own, Options, strict=True)
     except msgspec.ValidationError as error:
         known = ", ".join(sorted({*Options.__struct_fields__, *VLLM_KEYS}))
         raise OptionsError(
             f"kv_connector_extra_config {own!r}: {error}; known keys: {known}"
         ) from error
+    if options.load_timeout > options.store_timeout:  # which is the lane's limit for every job
+        raise OptionsError(
+            f"kv_connector_extra_config: load_timeout={options.load_timeout:g} is above"
+            f" store_timeout={options.store_timeout:g}; raise store_timeout as well"
+        )
+    return options

@@ -60,8 +60,6 @@ class KvdOffloadingSpec(OffloadingSpec):
                 ' the engine when a job fails; use kv_connector="KvdConnector" and'
                 ' kv_connector_module_path="kvd_client.vllm"'
             )
-        if config.canonical_layout:
-            raise OptionsError("canonical_layout=true is not supported; remove it")
         self.options = read_options(self.extra_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -114,7 +112,7 @@ class KvdOffloadingSpec(OffloadingSpec):
             job_timeout=self.options.store_timeout,
         )
         try:
-            served = worker.register(
+            worker.register(
                 shared.memory,
                 rank_layout(kv_caches, shared, self.config, self._kv_cache_config),
                 fingerprint(self.config, self._vllm_config, self.options.label),
@@ -126,6 +124,4 @@ class KvdOffloadingSpec(OffloadingSpec):
             raise
         finally:
             shared.close()
-        if served:
-            log.info("rank %d of %d is registered with kvd", parallel.rank, parallel.world_size)
         return worker
