@@ -63,7 +63,7 @@ constraints-vllm: $(VLLM_STAMP) ## the same for the environment with vLLM
 	@mv constraints.new tests/vllm/requirements.txt
 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
-	$(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=300
 
 gpu: ## CUDA tests and benchmark
 	@echo "make gpu: the CUDA backend is not built yet; see CHANGELOG.md" >&2; exit 1

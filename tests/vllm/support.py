@@ -62,10 +62,15 @@ class References:
 def compute_references(options: EngineOptions, log: Path, asked: Sequence[list[int]]) -> References:
     """Ask an engine without a connector, prompt by prompt."""
     cold, warm = [], []
-    with EngineProcess(options, log) as engine:
+    engine = EngineProcess(options, log)
+    try:
+        engine.start()
+        engine.wait_ready()
         for prompt in asked:
             cold += engine.generate([prompt])
             warm += engine.generate([prompt])
+    finally:
+        engine.kill()
     assert [answer.cached_tokens for answer in cold] == [0] * len(asked)
     assert {answer.cached_tokens for answer in warm} == {CACHED_TOKENS}
     return References(list(asked), cold, warm)

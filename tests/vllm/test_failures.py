@@ -261,7 +261,7 @@ def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
     alone = start_engine(tight)
     alone.wait_ready()
     expected = [alone.generate([prompt], tokens)[0] for prompt in asked]
-    alone.close()
+    alone.kill()
 
     daemon = start_daemon()
     engine = start_engine(with_kvd(tight, daemon.runtime_dir, blocks_per_chunk=2))
