@@ -1,6 +1,5 @@
 """What an engine may be told about its daemon, and what is refused before it starts."""
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,8 +56,10 @@ def test_every_key_of_either_side_is_taken() -> None:
         "required": True,
         "deadline": 2,
         "load_timeout": 600,
+        "store_timeout": 600,
         "label": "blue",
         **dict.fromkeys(VLLM_KEYS, "vLLM checks it"),
+        "canonical_layout": False,
     }
     options = read_options(given)
     assert (options.runtime_dir, options.required, options.label) == ("/run/other", True, "blue")
@@ -75,6 +76,7 @@ def test_every_key_of_either_side_is_taken() -> None:
         ({"deadline": True}, ["deadline", "`float`", "True"]),
         ({"deadline": 0}, ["deadline", "> 0", "0"]),
         ({"load_timeout": -3}, ["load_timeout", "> 0", "-3"]),
+        ({"load_timeout": 31}, ["load_timeout=31", "store_timeout=30", "raise store_timeout"]),
         ({"store_timeout": 601}, ["store_timeout", "<= 600", "601"]),
         ({"pending_timeout": float("nan")}, ["pending_timeout", "nan"]),
         ({"preemption_timeout": float("inf")}, ["preemption_timeout", "<= 600", "inf"]),
@@ -139,11 +141,9 @@ def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
 
 def test_the_canonical_layout_is_refused(tmp_path: Path) -> None:
     """A layout of the pool's bytes that kvd does not write is not silently ignored."""
-    vllm_config = engine_config(tmp_path)
+    vllm_config = engine_config(tmp_path, {"canonical_layout": True})
     kv_cache_config = sized(vllm_config, full(["a", "b"]))
-    config = dataclasses.replace(
-        offloading_config(vllm_config, kv_cache_config), canonical_layout=True
-    )
+    config = offloading_config(vllm_config, kv_cache_config)
     with pytest.raises(OptionsError, match="canonical_layout=true"):
         KvdOffloadingSpec(config, vllm_config, kv_cache_config)
 

@@ -1,0 +1,478 @@
+"""The scheduler's side of vLLM's interface, on a real daemon and on none."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvd_client import Scheduler
+from kvd_client.vllm import KvdOffloadingManager, metrics
+from kvd_client.vllm.slots import ChunkSlots
+from kvd_proto.messages import (
+    MAX_KEYS,
+    CompleteLoad,
+    CompleteStore,
+    Message,
+    PrepareLoad,
+    PrepareStore,
+    Touch,
+)
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, make_layout
+
+QUESTIONS = 200  # to the daemon until what was begun must have ended
+PATIENCE = 20  # seconds
+SMALL_POOL = 16  # chunks
+STEP_END = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+REQUEST = ReqContext("request")
+OTHER = ReqContext("other")
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Engine]:
+    """An engine of one rank; its scheduler is the manager's."""
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        yield engine
+
+
+@pytest.fixture
+def small(start_daemon: StartDaemon) -> Iterator[Engine]:
+    """The same with a pool of sixteen chunks."""
+    daemon = start_daemon(cpu_bytes="4MiB")
+    layout = make_layout(page=64 * 1024)
+    with Engine(daemon.runtime_dir, world_size=1, layout=layout).wait_attached() as engine:
+        assert engine.scheduler.num_chunks == SMALL_POOL
+        yield engine
+
+
+def manager_of(engine: Engine, *, events: bool = False) -> KvdOffloadingManager:
+    """A manager on the engine's own session."""
+    return KvdOffloadingManager(engine.scheduler, pending_timeout=1.0, events=events)
+
+
+def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
+    """Keys as vLLM makes them."""
+    return [
+        make_offload_key(f"{name}-{index:04d}".encode().ljust(32, b"."), group)
+        for index in range(count)
+    ]
+
+
+def chunks(engine: Engine) -> dict[str, int]:
+    """The daemon's chunks by state."""
+    (namespace,) = engine.scheduler.status()["namespaces"]
+    counts: dict[str, int] = namespace["chunks"]
+    return counts
+
+
+def until(engine: Engine, reached: Callable[[], bool]) -> None:
+    """Ask the daemon until this is so; a round trip each time."""
+    for _ in range(QUESTIONS):
+        if reached():
+            return
+        engine.scheduler.status()
+    raise AssertionError(engine.scheduler.status())
+
+
+def looked_up(
+    manager: KvdOffloadingManager, keys: Sequence[OffloadKey], request: ReqContext = REQUEST
+) -> set[LookupResult]:
+    """What the keys are, all together."""
+    return {manager.lookup(key, request) for key in keys}
+
+
+def store(
+    manager: KvdOffloadingManager, engine: Engine, keys: Sequence[OffloadKey], group: int = 0
+) -> list[OffloadKey]:
+    """A whole store by the only rank; the keys that were stored."""
+    output = manager.prepare_store(keys, REQUEST)
+    wanted: list[OffloadKey] = output.keys_to_store
+    spec = output.store_spec
+    assert isinstance(spec, ChunkSlots)
+    blocks = engine.fill(wanted, 1, group)
+    engine.results(engine.submit("store", [0], blocks, spec.slots, spec.generations, group))
+    manager.complete_store(wanted, REQUEST)
+    until(engine, lambda: looked_up(manager, wanted) == {LookupResult.HIT})
+    return wanted
+
+
+def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[type[Message]]:
+    """From now on: the messages that the scheduler's session sends."""
+    sent: list[type[Message]] = []
+    request = engine.scheduler._session.request
+
+    def noted(message: Message, seconds: float | None = None) -> Message | None:
+        sent.append(type(message))
+        return request(message, seconds)
+
+    monkeypatch.setattr(engine.scheduler._session, "request", noted)
+    return sent
+
+
+def counted(manager: KvdOffloadingManager) -> dict[str, float]:
+    """The statistics since the last time, by name and labels."""
+    figures: dict[str, float] = manager.get_stats().reduce()
+    return figures
+
+
+# ------------------------------------------------------------- stores and loads
+
+
+def test_what_was_stored_is_a_hit_and_comes_back(engine: Engine) -> None:
+    """Both groups' chunks go through the pool, and every byte is the one that was stored."""
+    manager = manager_of(engine)
+    assert manager.on_new_request(REQUEST).policy is OffloadPolicy.CHUNK_LEVEL
+    for group in (0, 1):
+        keys = keys_of(f"group-{group}", 5, group)
+        assert looked_up(manager, keys) == {LookupResult.MISS}
+        assert store(manager, engine, keys, group) == keys
+        assert manager.get_load_source(keys[0], REQUEST) is CacheHitSource.HOST
+        spec = manager.prepare_load(keys, REQUEST)
+        assert (spec.missing, spec.chunks) == (0, {group: 5})
+        blocks = list(range(33, 43))
+        engine.poison(blocks)
+        jobs = engine.submit("load", [0], blocks, spec.slots, spec.generations, group)
+        assert engine.results(jobs)[0].success
+        manager.complete_load(keys, REQUEST)
+        assert engine.wrong_bytes(keys, blocks, group) == 0
+
+
+def test_a_present_chunk_is_not_stored_again(engine: Engine) -> None:
+    """Only new keys are given slots; that is no failure."""
+    manager = manager_of(engine)
+    old, new = keys_of("old", 3), keys_of("new", 2)
+    store(manager, engine, old)
+    output = manager.prepare_store([*old, *new], REQUEST)
+    assert output.keys_to_store == new
+    assert output.store_spec.chunks == {0: 2}
+    assert not output.evicted_keys
+    assert metrics.ALLOCATION_FAILURE not in counted(manager)
+
+
+def test_a_load_pins_until_it_is_complete(engine: Engine) -> None:
+    """Chunks of a load are pinned, of each request its own, and unpinned once."""
+    manager = manager_of(engine)
+    keys = keys_of("pinned", 6)
+    store(manager, engine, keys)
+    manager.prepare_load(keys[:4], REQUEST)
+    manager.prepare_load(keys[2:], OTHER)
+    assert chunks(engine)["pinned"] == 6
+    manager.complete_load(keys[:4], REQUEST)
+    assert chunks(engine)["pinned"] == 4
+    manager.complete_load(keys[:4], REQUEST)
+    assert chunks(engine)["pinned"] == 4
+    manager.complete_load(keys[2:], OTHER)
+    assert chunks(engine)["pinned"] == 0
+
+
+@pytest.mark.parametrize("evicted", [SMALL_POOL, 5])
+def test_chunks_that_went_since_the_lookup_are_counted(small: Engine, evicted: int) -> None:
+    """All or some are gone: the load says how many, and pins nothing."""
+    manager = manager_of(small)
+    old = keys_of("old", SMALL_POOL)
+    store(manager, small, old)
+    assert looked_up(manager, old) == {LookupResult.HIT}
+    store(manager, small, keys_of("new", evicted))
+    spec = manager.prepare_load(old, REQUEST)
+    assert spec.missing == evicted
+    assert len(spec.slots) == len(spec.generations) == 0
+    assert chunks(small)["pinned"] == 0
+    manager.complete_load(old, REQUEST)
+
+
+def test_a_load_without_chunks_asks_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None at all, or more than one message holds: no message, and no error."""
+    manager = manager_of(engine)
+    sent = watched(engine, monkeypatch)
+    assert manager.prepare_load([], REQUEST).missing == 0
+    many = [OffloadKey(b"key")] * (MAX_KEYS + 1)
+    assert manager.prepare_load(many, REQUEST).missing == len(many)
+    assert not sent
+
+
+def test_a_request_whose_load_failed_loads_no_more(engine: Engine) -> None:
+    """Its lookups miss until it is finished, other requests' do not."""
+    manager = manager_of(engine)
+    keys = keys_of("stopped", 3)
+    store(manager, engine, keys)
+    manager.stop_loading(REQUEST.req_id)
+    assert looked_up(manager, keys) == {LookupResult.MISS}
+    assert looked_up(manager, keys, OTHER) == {LookupResult.HIT}
+    assert counted(manager)[metrics.LOAD_FAILURES] == 1
+    manager.on_request_finished(REQUEST)
+    assert looked_up(manager, keys) == {LookupResult.HIT}
+
+
+def test_a_chunk_that_is_being_stored_is_waited_for_so_long(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is pending, and a miss when the request has waited its time; others begin anew."""
+    clock = SimpleNamespace(now=100.0)
+    fake_time = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr("kvd_client.vllm.manager.time", fake_time)
+    manager = KvdOffloadingManager(engine.scheduler, pending_timeout=0.25)
+    keys = keys_of("pending", 2)
+    assert manager.prepare_store(keys, OTHER).keys_to_store == keys
+    assert looked_up(manager, keys) == {LookupResult.HIT_PENDING}
+    clock.now += 0.125
+    assert looked_up(manager, keys) == {LookupResult.HIT_PENDING}
+    clock.now += 0.125
+    assert looked_up(manager, keys) == {LookupResult.MISS}
+    assert looked_up(manager, keys, OTHER) == {LookupResult.HIT_PENDING}
+    manager.on_request_finished(REQUEST)
+    assert looked_up(manager, keys) == {LookupResult.HIT_PENDING}
+
+
+def test_what_a_rank_did_not_store_is_given_up(engine: Engine) -> None:
+    """Failed chunks lose their slots at once; they can be stored again, and then stay."""
+    manager = manager_of(engine)
+    keys = keys_of("failed", 4)
+    assert manager.prepare_store(keys, REQUEST).keys_to_store == keys
+    assert chunks(engine)["writing"] == 4
+    manager.mark_failed(keys[:3])
+    manager.complete_store(keys, REQUEST)
+    until(engine, lambda: chunks(engine)["draining"] == 0)
+    assert chunks(engine)["writing"] == 1
+    assert looked_up(manager, keys[:3]) == {LookupResult.MISS}
+    assert looked_up(manager, keys[3:]) == {LookupResult.HIT_PENDING}
+    assert counted(manager)[metrics.STORE_FAILURES] == 1
+    assert store(manager, engine, keys[:3]) == keys[:3]
+    assert metrics.STORE_FAILURES not in counted(manager)
+
+
+def test_a_store_that_vllm_calls_failed_is_given_up(engine: Engine) -> None:
+    """The interface's own sign of failure means the same."""
+    manager = manager_of(engine, events=True)
+    keys = keys_of("failed", 2)
+    manager.prepare_store(keys, REQUEST)
+    manager.complete_store(keys, REQUEST, success=False)
+    until(engine, lambda: not chunks(engine)["writing"] + chunks(engine)["draining"])
+    assert looked_up(manager, keys) == {LookupResult.MISS}
+    assert not list(manager.take_events())
+
+
+# ------------------------------------------------------------------- the rest
+
+
+def test_a_pool_full_of_pins_refuses(small: Engine) -> None:
+    """Where chunks are pinned others are refused: one failure, and so many chunks."""
+    manager = manager_of(small)
+    keys = keys_of("pinned", SMALL_POOL)
+    store(manager, small, keys)
+    counted(manager)
+    manager.prepare_load(keys[1:], OTHER)
+    output = manager.prepare_store(keys_of("more", 4), REQUEST)
+    assert output.keys_to_store == keys_of("more", 4)[:1]
+    assert output.evicted_keys == keys[:1]
+    figures = counted(manager)
+    assert figures[metrics.ALLOCATION_FAILURE] == 1
+    assert figures[metrics.CHUNKS_REFUSED] == 3
+    assert figures[metrics.ATTACHED] == 1
+    assert counted(manager) == {metrics.ATTACHED: 1}
+
+
+def test_events_tell_what_was_stored_and_what_went(small: Engine) -> None:
+    """Stored chunks and those that made room (ends of prefixes first); nothing unless asked."""
+    silent, manager = manager_of(small), manager_of(small, events=True)
+    old, new = keys_of("old", SMALL_POOL), keys_of("new", 3)
+    assert not list(manager.take_events())
+    store(manager, small, old)
+    store(manager, small, new)
+    assert list(manager.take_events()) == [
+        OffloadingEvent(keys=old, medium=Medium.CPU, removed=False),
+        OffloadingEvent(keys=old[:-4:-1], medium=Medium.CPU, removed=True),
+        OffloadingEvent(keys=new, medium=Medium.CPU, removed=False),
+    ]
+    assert not list(manager.take_events())
+    store(silent, small, keys_of("newer", 1))
+    assert not list(silent.take_events())
+
+
+def test_a_reset_drops_every_chunk(engine: Engine) -> None:
+    """Also those that a load of this engine had pinned; afterwards all goes on."""
+    manager = manager_of(engine)
+    keys = keys_of("reset", 8)
+    store(manager, engine, keys)
+    manager.prepare_load(keys[:3], REQUEST)
+    manager.touch(keys, REQUEST)
+    manager.reset_cache()
+    assert looked_up(manager, keys) == {LookupResult.MISS}
+    until(engine, lambda: not any(chunks(engine).values()))
+    manager.complete_load(keys[:3], REQUEST)
+    assert store(manager, engine, keys) == keys
+
+
+def test_touches_of_a_step_are_one_message(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all requests go together when the step ends, each key once, in order."""
+    manager = manager_of(engine)
+    keys = keys_of("touched", 6)
+    touched: list[list[bytes]] = []
+    monkeypatch.setattr(engine.scheduler, "touch", touched.append)
+    manager.touch(keys[:4], REQUEST)
+    manager.touch(keys[2:], OTHER)
+    assert not touched
+    manager.on_schedule_end(STEP_END)
+    manager.on_schedule_end(STEP_END)
+    assert touched == [keys]
+
+
+def test_what_is_touched_stays_longest(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon hears of it: what was not touched makes room."""
+    manager = manager_of(small)
+    keys = keys_of("old", SMALL_POOL)
+    store(manager, small, keys)
+    sent = watched(small, monkeypatch)
+    manager.touch(keys[-4:], REQUEST)
+    manager.on_schedule_end(STEP_END)
+    assert sent == [Touch]
+    assert manager.prepare_store(keys_of("new", 2), REQUEST).evicted_keys == keys[-5:-7:-1]
+
+
+def test_each_call_is_at_most_one_message(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups and good stores' ends send none; a load sends one to pin and one to unpin."""
+    manager = manager_of(engine)
+    keys = keys_of("counted", 20)
+    store(manager, engine, keys)
+    sent = watched(engine, monkeypatch)
+    looked_up(manager, keys)
+    assert not sent
+    manager.prepare_load(keys, REQUEST)
+    manager.complete_load(keys, REQUEST)
+    more = keys_of("more", 20)
+    manager.prepare_store(more, REQUEST)
+    manager.complete_store(more[:10], REQUEST)
+    assert sent == [PrepareLoad, CompleteLoad, PrepareStore]
+    manager.mark_failed(more[10:])
+    manager.complete_store(more[10:], REQUEST)
+    assert sent[3:] == [CompleteStore]
+
+
+# -------------------------------------------------------- without a daemon
+
+
+def use_all(manager: KvdOffloadingManager, keys: list[OffloadKey], failures: int = 0) -> None:
+    """Every method of the interface where nothing is served, but for `reset_cache`."""
+    manager.on_new_request(REQUEST)
+    assert looked_up(manager, keys) == {LookupResult.MISS}
+    assert manager.prepare_load(keys, REQUEST).missing == len(keys)
+    manager.complete_load(keys, REQUEST)
+    counted(manager)
+    output = manager.prepare_store(keys, REQUEST)
+    assert (output.keys_to_store, output.evicted_keys) == ([], [])
+    assert not len(output.store_spec.slots)
+    figures = counted(manager)
+    assert figures[metrics.ATTACHED] == 0
+    assert figures.get(metrics.ALLOCATION_FAILURE, 0) == failures
+    manager.touch(keys, REQUEST)
+    manager.on_schedule_end(STEP_END)
+    manager.mark_failed(keys)
+    manager.complete_store(keys, REQUEST)
+    manager.stop_loading(REQUEST.req_id)
+    manager.on_request_finished(REQUEST)
+    assert not list(manager.take_events())
+    assert not manager.has_pending_work()
+
+
+def test_without_a_daemon_everything_is_a_miss(runtime_dir: Path) -> None:
+    """No method raises; a cache that is not there refuses nothing."""
+    scheduler = Scheduler(runtime_dir, "engine")
+    manager = KvdOffloadingManager(scheduler, pending_timeout=1.0, events=True)
+    use_all(manager, keys_of("nobody", 5))
+    manager.reset_cache()
+    use_all(manager, keys_of("nobody", 5))
+    assert "no daemon" in repr(manager)
+    manager.shutdown()
+    manager.shutdown()
+
+
+def test_a_daemon_that_ends_leaves_misses(engine: Engine, daemon: Daemon) -> None:
+    """Also with a load pinned, a store begun and touches to be sent."""
+    manager = manager_of(engine)
+    keys = keys_of("left", 5)
+    store(manager, engine, keys)
+    manager.prepare_load(keys, OTHER)
+    manager.prepare_store(keys_of("begun", 3), OTHER)
+    manager.touch(keys, OTHER)
+    daemon.stop(signal.SIGKILL)
+    changed = engine.scheduler._changed
+    with changed:
+        assert changed.wait_for(lambda: not engine.scheduler.attached, PATIENCE)
+    use_all(manager, keys)
+    manager.complete_load(keys, OTHER)
+    manager.complete_store(keys_of("begun", 3), OTHER)
+    manager.reset_cache()
+
+
+class Silence:
+    """A daemon that stands still, until it is let go on.
+
+    Args:
+        engine: its scheduler is told to be impatient meanwhile.
+        daemon: the process; a fixture ends it, stopped or not.
+    """
+
+    def __init__(self, engine: Engine, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._process = daemon.process
+        self._answers = threading.Event()
+        self._on_silent = engine.scheduler.on_silent
+        monkeypatch.setattr(engine.scheduler, "on_silent", self._noted)
+        self._session = engine.scheduler._session
+        self._usual, self._session.deadline = self._session.deadline, 0.1
+        self._process.send_signal(signal.SIGSTOP)
+
+    def _noted(self, silent: bool) -> None:
+        self._on_silent(silent)
+        if not silent:
+            self._answers.set()
+
+    def end(self) -> None:
+        """Let it go on; returns when it answers again."""
+        self._session.deadline = self._usual
+        self._process.send_signal(signal.SIGCONT)
+        assert self._answers.wait(PATIENCE)
+
+
+def test_a_daemon_that_does_not_answer_is_waited_for_once(
+    engine: Engine, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one deadline all misses at once; when it answers again no pin is left behind."""
+    manager = manager_of(engine)
+    keys = keys_of("silent", 5)
+    store(manager, engine, keys)
+    silence = Silence(engine, daemon, monkeypatch)
+    assert manager.prepare_load(keys, REQUEST).missing == len(keys)
+    use_all(manager, keys, failures=1)
+    silence.end()
+    assert looked_up(manager, keys) == {LookupResult.HIT}
+    assert chunks(engine)["pinned"] == 0
+
+
+def test_a_reset_that_the_daemon_missed_is_made_up_for(
+    engine: Engine, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there before a reset is never found after it, whether the daemon heard or not."""
+    manager = manager_of(engine)
+    keys = keys_of("reset", 5)
+    store(manager, engine, keys)
+    silence = Silence(engine, daemon, monkeypatch)
+    manager.reset_cache()
+    manager.on_schedule_end(STEP_END)
+    silence.end()
+    assert looked_up(manager, keys) == {LookupResult.MISS}
+    manager.on_schedule_end(STEP_END)
+    assert looked_up(manager, keys) == {LookupResult.MISS}
+    assert store(manager, engine, keys) == keys
