@@ -43,7 +43,7 @@ from kvd_proto.layout import (
 )
 
 
-class InProcessSpec(OffloadingSpec):
+class InProcessSpec(OffloadingSpec):  # type: ignore[misc]  # types are checked without vLLM
     """vLLM's CPU manager in the scheduler, a synchronous copy in the worker.
 
     `bytes` of the extra config is the room for chunks of all ranks together, as a kvd pool's is.
@@ -87,7 +87,7 @@ class InProcessSpec(OffloadingSpec):
         return worker
 
 
-class InProcessWorker(OffloadingWorker):
+class InProcessWorker(OffloadingWorker):  # type: ignore[misc]  # the same
     """Copies when asked; a job has finished before `submit_*` returns.
 
     Args:
