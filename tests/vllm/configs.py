@@ -24,7 +24,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 BLOCK = 16  # tokens
 PAGE = 4096  # bytes of a `full` or `window` layer's block
-BLOCKS = 8
+BLOCKS = 16
 _KV_HEADS = 2
 _HEAD_SIZE = 32
 _MODEL = {

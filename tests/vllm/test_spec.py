@@ -1,0 +1,201 @@
+"""What vLLM's logic is given: a manager and a worker, with a daemon, without, with odd memory."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    make_offload_key,
+)
+
+from kvd_client import Unavailable, UnsupportedMemory, Worker
+from kvd_client.vllm import (
+    KvdOffloadingManager,
+    KvdOffloadingSpec,
+    KvdOffloadingWorker,
+)
+from kvd_client.vllm.slots import ChunkSlots
+from tests.conftest import Daemon
+from tests.vllm.configs import (
+    BLOCKS,
+    PAGE,
+    canonical,
+    engine_config,
+    full,
+    latent,
+    offloading_config,
+    sized,
+    window,
+)
+
+PATIENCE = 20.0
+QUESTIONS = 200
+FACTOR = 2
+REQUEST = ReqContext("request")
+STORE, LOAD = 1, 2
+
+
+def make_spec(
+    folder: Path,
+    runtime_dir: Path,
+    *groups: KVCacheGroupSpec,
+    layout: str = "LBHNC",
+    **extra: Any,
+) -> tuple[KvdOffloadingSpec, KVCacheConfig, CanonicalKVCaches]:
+    """A spec as the connector makes it, and the KV cache that vLLM hands over."""
+    settings = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": FACTOR, **extra}
+    vllm_config = engine_config(folder, settings, layout=layout)
+    kv_cache_config = sized(vllm_config, *(groups or (full(["a", "b"]),)))
+    config = offloading_config(vllm_config, kv_cache_config)
+    spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
+    return spec, kv_cache_config, canonical(vllm_config, kv_cache_config)
+
+
+def job(count: int, group: int, groups: int, first: int) -> GPULoadStoreSpec:
+    """Blocks of so many chunks of one group."""
+    sizes = [0] * groups
+    sizes[group] = count * FACTOR
+    return GPULoadStoreSpec(list(range(first, first + count * FACTOR)), sizes, [0] * groups)
+
+
+def ended(worker: KvdOffloadingWorker, job_id: int) -> bool:
+    """Wait for this job; whether it was a success."""
+    assert worker.worker is not None
+    assert not worker.worker.wait([job_id], PATIENCE)
+    (result,) = worker.get_finished()
+    assert result.job_id == job_id
+    return bool(result.success)
+
+
+def used(caches: CanonicalKVCaches, group: int, blocks: Sequence[int]) -> list[torch.Tensor]:
+    """The bytes of these blocks that the group's layers use, copied."""
+    return [
+        caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes].clone()
+        for ref in caches.group_data_refs[group]
+        for block in blocks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "layout"),
+    [
+        ([full(["a", "b"])], "LBHNC"),
+        ([full(["a", "b"]), window(["c", "d"])], "LBHNC"),
+        ([full(["a", "b", "c"]), window(["d"], block_size=32, head_size=16)], "LBHNC"),
+        ([full(["a", "b"], padded=PAGE + 2048)], "LBHNC"),
+        ([full(["a", "b"]), window(["c"])], "BLHNC"),
+        ([latent(["a", "b"])], "LBHNC"),
+    ],
+    ids=["plain", "aliased", "block-sizes", "padded", "packed", "latent"],
+)
+def test_every_byte_comes_back_whatever_the_layout(
+    tmp_path: Path, daemon: Daemon, groups: list[KVCacheGroupSpec], layout: str
+) -> None:
+    """What each group stored is loaded into other blocks, through manager, daemon and worker."""
+    spec, _, caches = make_spec(tmp_path, daemon.runtime_dir, *groups, layout=layout, required=True)
+    with ExitStack() as ends:
+        manager, worker = spec.get_manager(), spec.get_worker(caches)
+        ends.callback(manager.shutdown)
+        ends.callback(worker.shutdown)
+        assert isinstance(manager, KvdOffloadingManager)
+        assert isinstance(worker, KvdOffloadingWorker)
+        assert manager.scheduler.wait_attached(PATIENCE)
+        for group in range(len(groups)):
+            keys = [make_offload_key(bytes([group, n] * 16), group) for n in range(2)]
+            output = manager.prepare_store(keys, REQUEST)
+            assert output.keys_to_store == keys
+            before = used(caches, group, range(1, 1 + 2 * FACTOR))
+            worker.submit_store(STORE, job(2, group, len(groups), 1), output.store_spec)
+            assert ended(worker, STORE)
+            manager.complete_store(keys, REQUEST)
+            for _ in range(QUESTIONS):
+                if {manager.lookup(key, REQUEST) for key in keys} == {LookupResult.HIT}:
+                    break
+                manager.scheduler.status()
+            source = manager.prepare_load(keys, REQUEST)
+            assert not source.missing
+            worker.submit_load(LOAD, source, job(2, group, len(groups), BLOCKS // 2))
+            assert ended(worker, LOAD)
+            manager.complete_load(keys, REQUEST)
+            after = used(caches, group, range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR))
+            assert all(map(torch.equal, before, after))
+
+
+def elsewhere(caches: CanonicalKVCaches) -> CanonicalKVCaches:
+    """The same tensors in memory that cannot be shared."""
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(c.tensor.to("meta"), c.page_size_bytes) for c in caches.tensors],
+        [
+            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in caches.group_data_refs
+        ],
+    )
+
+
+def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
+    tmp_path: Path, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says why; the rank runs, and its jobs fail, each reported once."""
+    spec, _, caches = make_spec(tmp_path, daemon.runtime_dir)
+    worker = spec.get_worker(elsewhere(caches))
+    (line,) = [record for record in caplog.records if record.name == "kvd_client.vllm"]
+    assert line.levelno == logging.ERROR
+    assert line.getMessage().startswith("tensors[0] is on meta: ")
+    assert line.getMessage().endswith("; the engine runs without offload")
+    assert "\n" not in line.getMessage()
+    two = ChunkSlots(chunks={0: 2})
+    assert worker.submit_store(STORE, job(2, 0, 1, 1), two)
+    assert worker.submit_load(LOAD, two, job(2, 0, 1, 1))
+    worker.wait({STORE, LOAD})
+    results = worker.get_finished()
+    assert [(result.job_id, result.success) for result in results] == [(1, False), (2, False)]
+    assert not worker.get_finished()
+    worker.shutdown()
+
+
+def test_memory_that_cannot_be_shared_stops_an_engine_that_requires_kvd(
+    tmp_path: Path, daemon: Daemon
+) -> None:
+    """With required=true the same sentence ends the start."""
+    spec, _, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
+    with pytest.raises(UnsupportedMemory, match=r"tensors\[0\] is on meta: only tensors"):
+        spec.get_worker(elsewhere(caches))
+
+
+def test_an_absent_daemon_stops_an_engine_that_requires_it(
+    tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With required=true the start waits for a daemon, and ends with what to do."""
+    spec, _, caches = make_spec(tmp_path, runtime_dir, required=True)
+    defaults = Worker.register.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "timeout", 0.2)  # seconds instead of half a minute
+    with pytest.raises(Unavailable, match="is `kvd serve` running there"):
+        spec.get_worker(caches)
+
+
+def test_an_absent_daemon_is_a_cache_that_misses(tmp_path: Path, runtime_dir: Path) -> None:
+    """The rank runs at once; its jobs fail until a daemon is there."""
+    spec, _, caches = make_spec(tmp_path, runtime_dir)
+    worker = spec.get_worker(caches)
+    assert isinstance(worker, KvdOffloadingWorker)
+    assert worker.worker is not None
+    assert not worker.worker.registered
+    two = ChunkSlots(np.arange(2, dtype="<u4"), np.ones(2, "<u8"), {0: 2})
+    assert worker.submit_store(STORE, job(2, 0, 1, 1), two)
+    assert worker.submit_load(LOAD, two, job(2, 0, 1, 1))
+    results = {result.job_id: result.success for result in worker.get_finished()}
+    assert results == {STORE: False, LOAD: False}
+    worker.shutdown()
