@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvd_client.demo.vllm.engine import EngineOptions, EngineProcess
-from tests.vllm.support import References, Setting, compute_references, prompts
+from tests.vllm.support import (
+    References,
+    Setting,
+    compute_references,
+    prompts,
+    with_in_process_copy,
+)
 
 PROMPTS = 10
 
@@ -28,7 +34,10 @@ def references(
     def answers(setting: Setting) -> References:
         if setting not in known:
             log = tmp_path_factory.mktemp("references") / "engine.log"
-            known[setting] = compute_references(setting.options(models), log, prompts(PROMPTS))
+            options = setting.options(models)
+            if setting.kind == "mla":
+                options = with_in_process_copy(options)
+            known[setting] = compute_references(options, log, prompts(PROMPTS))
         return known[setting]
 
     return answers

@@ -14,6 +14,7 @@ from kvd_client.demo.vllm.engine import Answer, EngineOptions, EngineProcess, kv
 from kvd_client.demo.vllm.models import DEFAULTS, Kind, write_model
 from tests.conftest import Daemon
 
+ROOT = Path(__file__).parents[2]
 BLOCK = 32
 PROMPT_TOKENS = 400  # twelve blocks and a half: 384 tokens can be cached, whole chunks of 1, 2 or 4
 CACHED_TOKENS = 384
@@ -50,9 +51,27 @@ class Setting:
         )
 
 
+def with_in_process_copy(options: EngineOptions) -> EngineOptions:
+    """The same engine with a cache inside it, where vLLM has no prefix cache of its own.
+
+    So it is for MLA on a CPU without AMX.
+    """
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "InProcessSpec",
+            "spec_module_path": "in_process",
+            "blocks_per_chunk": 2,
+            "bytes": 64 * 2**20,
+        },
+    }
+    return replace(options, kv_transfer=transfer, env={"PYTHONPATH": str(ROOT / "bench")})
+
+
 @dataclass(frozen=True)
 class References:
-    """Answers of an engine without kvd: computed, and with the prompt in its GPU cache."""
+    """Answers of an engine without kvd: computed, and with the prompt in its own cache."""
 
     prompts: list[list[int]]
     cold: list[Answer]
@@ -136,11 +155,12 @@ def wait_stored(daemon: Daemon, at_least: int = 1) -> int:
     def settled() -> int:
         found = chunks_of(daemon)
         quiet = found.get("writing", 0) + found.get("draining", 0) == 0
-        return found.get("ready", 0) if quiet else 0
+        return found["ready"] if quiet and found.get("ready", 0) >= at_least else 0
 
-    ready: int = wait_for(
-        f"{at_least} chunks stored", lambda: settled() if settled() >= at_least else 0
-    )
+    try:
+        ready: int = wait_for(f"{at_least} chunks stored", settled)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {daemon.status()}") from None
     return ready
 
 

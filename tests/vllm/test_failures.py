@@ -88,6 +88,13 @@ def counter(engine: EngineProcess, name: str) -> float:
     )
 
 
+def patient(folder: Path) -> Path:
+    """Settings of a daemon that leaves a frozen lane alone."""
+    config = folder / "kvd.toml"
+    config.write_text("lane_timeout_seconds = 120.0\n")
+    return config
+
+
 def store_all(engine: EngineProcess, daemon: Daemon, known: References) -> None:
     """Every prompt's chunks into the pool, and off the GPU."""
     engine.reset()
@@ -185,9 +192,7 @@ def test_a_load_that_takes_too_long_is_computed(
     thaw: list[int],
 ) -> None:
     """After load_timeout the load is stopped, and its request is computed."""
-    config = tmp_path / "kvd.toml"
-    config.write_text("lane_timeout_seconds = 120.0\n")
-    daemon = new_daemon("--config", str(config))
+    daemon = new_daemon("--config", str(patient(tmp_path)))
     store_all(engine, daemon, known)
     before = counter(engine, LOAD_FAILURES)
     lane = lane_pid(daemon)
@@ -253,6 +258,7 @@ def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
     start_daemon: StartDaemon,
     start_engine: StartEngine,
     known: References,
+    tmp_path: Path,
     thaw: list[int],
 ) -> None:
     """Preempted with stores in flight: the stores are done or void, never of the new contents."""
@@ -263,7 +269,7 @@ def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
     expected = [alone.generate([prompt], tokens)[0] for prompt in asked]
     alone.kill()
 
-    daemon = start_daemon()
+    daemon = start_daemon("--config", str(patient(tmp_path)))
     engine = start_engine(with_kvd(tight, daemon.runtime_dir, blocks_per_chunk=2))
     engine.wait_ready()
     wait_attached(daemon)

@@ -186,6 +186,19 @@ def test_a_refused_job_is_a_failed_one(
     assert outcomes(rank) == {2: True}
 
 
+def test_a_refused_load_is_not_stopped_later(
+    rank: KvdOffloadingWorker, lane: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended, however much time goes by."""
+    lane.refusal = "job 1 is too large"
+    rank.submit_load(1, chunks(2), blocks())
+    assert outcomes(rank) == {1: False}
+    much_later = SimpleNamespace(monotonic=lambda: float("inf"))
+    monkeypatch.setattr("kvd_client.vllm.worker.time", much_later)
+    assert not outcomes(rank)
+    assert not lane.cancels
+
+
 def test_a_job_that_no_lane_takes_is_reported_once(
     rank: KvdOffloadingWorker, lane: FakeWorker
 ) -> None:
