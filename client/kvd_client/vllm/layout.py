@@ -5,12 +5,12 @@ layers are one tensor, packed layouts one tensor whose page is the whole block,
 and all of them may be views of one storage, which is counted once.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches
-from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
-from kvd_client import GroupSpec, RankLayout, TensorRef
+from kvd_client import GroupSpec, RankLayout, TensorRef, UnsupportedMemory
 from kvd_client.torch_memory import BlockTensor, SharedTensors, share_torch
 
 if TYPE_CHECKING:
@@ -45,10 +45,14 @@ def rank_layout(
 
     `num_blocks` is the engine's configured number, with the operator's override
     in it, and is not read from a tensor.
+
+    Raises:
+        UnsupportedMemory: canonical tensors that leave out a part of the layers.
     """
     groups = []
     for group, refs in zip(config.groups, caches.group_data_refs, strict=True):
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+        _check_whole(group, spec, sum(ref.page_size_bytes for ref in refs))
         groups.append(
             GroupSpec(
                 refs=tuple(
@@ -70,3 +74,18 @@ def rank_layout(
         groups=tuple(groups),
         replicated=config.replicated_layout,
     )
+
+
+def _check_whole(group: OffloadingGroupConfig, spec: Any, referred: int) -> None:
+    """Refuse canonical tensors that do not hold all layers: the rest would never be restored.
+
+    vLLM 0.32 takes layers with padded block strides for a packed layout, and hands over the
+    first layer only.
+    """
+    layers = getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec))
+    pages = [getattr(layers[name], "unpadded_page_size_bytes", 0) for name in group.layer_names]
+    if referred < sum(pages):
+        raise UnsupportedMemory(
+            f"group {group.group_id}: vLLM hands over {referred} bytes a block, its"
+            f" {len(pages)} layers have {sum(pages)}; this KV cache layout cannot be offloaded"
+        )
