@@ -1,0 +1,70 @@
+"""`kvd demo-vllm` as its user runs it, with a model of two layers."""
+
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.vllm.support import wait_for
+
+PROMPTS, TOKENS = 4, 200
+FINDABLE = 192  # whole chunks of 64
+DEMO = [
+    *(sys.executable, "-m", "kvd", "demo-vllm", "--layers", "2"),
+    *("--prompts", str(PROMPTS), "--prompt-tokens", str(TOKENS)),
+]
+ENGINE = "kvd_client.demo.vllm.engine_main"
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def demo() -> Iterator[subprocess.Popen[str]]:
+    """The demo, just started; it is ended with the test, and has left no folder then."""
+    before = folders()
+    process = subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+    assert folders() <= before
+
+
+def folders() -> set[Path]:
+    """Folders of demos, wherever they may be."""
+    places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    return {path for place in places for path in place.glob("kvd-demo-*")}
+
+
+def test_known_prompts_are_found_also_after_a_restart(demo: subprocess.Popen[str]) -> None:
+    """Cold nothing is found, warm and in a new engine every whole chunk, with the same answers."""
+    out, error = demo.communicate(timeout=380)
+    assert demo.returncode == 0, out + error
+    hits = re.findall(r" s +([\d,]+) of ([\d,]+)  ", out)
+    found = [int(number.replace(",", "")) for number, _ in hits]
+    assert found == [0, PROMPTS * FINDABLE, PROMPTS * FINDABLE], out
+    assert {total for _, total in hits} == {f"{PROMPTS * TOKENS:,}"}
+    assert "Every answer has the same" in out
+
+
+def test_ctrl_c_ends_everything(demo: subprocess.Popen[str]) -> None:
+    """An interrupt while the engine starts ends it, the daemon and the demo."""
+    parent = psutil.Process(demo.pid)
+    wait_for(
+        "the engine's process",
+        lambda: any(ENGINE in child.cmdline() for child in parent.children()),
+    )
+    started = parent.children(recursive=True)
+    assert len(started) >= 3  # daemon, lane, engine
+    demo.send_signal(signal.SIGINT)
+    _, error = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "Aborted" in error
+    assert not psutil.wait_procs(started, timeout=30)[1]
