@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd_client.demo.errors import EngineDied
 from kvd_client.demo.vllm.engine import EngineProcess, comparable
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
@@ -122,6 +123,17 @@ def test_an_engine_that_starts_without_a_daemon_uses_the_one_that_comes_later(
         assert not comparable(answer, reference)
         assert answer.cached_tokens == 0
     check_hits(engine, new_daemon(), known)
+
+
+def test_an_engine_that_requires_a_daemon_says_so_and_does_not_start(
+    models: Path, tmp_path: Path, start_engine: StartEngine
+) -> None:
+    """With required=true and no daemon the start ends with one sentence that names the remedy."""
+    options = with_kvd(DENSE.options(models), tmp_path / "nothing", required=True)
+    engine = start_engine(options)
+    with pytest.raises(EngineDied):
+        engine.wait_ready()
+    assert f"at {tmp_path / 'nothing'}; is `kvd serve` running there?" in engine.log.read_text()
 
 
 @pytest.mark.parametrize("outage", [1, 30])

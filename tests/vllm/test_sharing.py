@@ -35,7 +35,7 @@ def test_engines_of_one_model_share_chunks_and_those_of_another_do_not(
     start_daemon: StartDaemon,
     start_engine: StartEngine,
 ) -> None:
-    """What one engine stored the other loads; an engine with another label finds nothing."""
+    """What one engine stored the other loads; an engine of another model finds nothing."""
     known = references(DENSE)
     asked = known.prompts[:4]
     daemon = start_daemon()
@@ -52,9 +52,7 @@ def test_engines_of_one_model_share_chunks_and_those_of_another_do_not(
     for answer, reference in zip(shared, known.warm, strict=False):
         assert not comparable(answer, reference)
     second.close()
-    other = start_engine(
-        with_kvd(DENSE.options(models), daemon.runtime_dir, blocks_per_chunk=2, label="other")
-    )
+    other = start_engine(with_kvd(HYBRID.options(models), daemon.runtime_dir, blocks_per_chunk=2))
     other.wait_ready()
     wait_attached(daemon, 2)
     assert [answer.cached_tokens for answer in ask_all(other, asked)] == [0] * len(asked)
