@@ -171,7 +171,7 @@ def _faults(cold: Round, *warm: Round) -> list[str]:
 
 def _summary(cold: Round, warm: Round, again: Round) -> str:
     return (
-        f"With kvd the first token came in {warm.seconds / cold.seconds:.1%} of the cold time,"
-        f" after the restart in {again.seconds / cold.seconds:.1%};"
-        f" all answers have the same {ANSWER_TOKENS} tokens as cold."
+        f"First token: cold takes {cold.seconds / warm.seconds:.1f} times as long as warm,"
+        f" {cold.seconds / again.seconds:.1f} times as long as after the restart."
+        f" Every answer has the same {ANSWER_TOKENS} tokens in all rounds."
     )

@@ -49,7 +49,7 @@ class Round:
 
     def line(self) -> str:
         """For people, under `HEAD`."""
-        each = " ".join(f"{answer.first_token_seconds:.3f}" for answer in self.answers)
+        each = " ".join(f"{answer.first_token_seconds:.2f}" for answer in self.answers)
         hits = f"{self.hits:,} of {self.prompt_tokens:,}"
         return f"{self.name:<22}{self.seconds:>6.3f} s  {hits:>16}  {each}"
 
