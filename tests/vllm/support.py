@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 1024
 PATIENCE = 60.0
 # Log-probabilities of the same request in another batch; see test_corruption for what damage does.
 TOLERANCE = 2e-3
-GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 64}
+GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
 
 
 def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
