@@ -40,6 +40,9 @@ class EngineOptions:
             # A limit in GiB, not what is allocated; with it vLLM need not measure by a trial run.
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": _cores(self.tensor_parallel),
+            # Without it vLLM's processes wait for each other in a loop of sched_yield, which on
+            # some kernels (Linux 6.18 was seen) keeps all others off two cores for minutes.
+            "VLLM_USE_SPINLOOP_EXT": "1",
             **self.env,
         }
 
