@@ -16,6 +16,7 @@ from typing import IO, Self, TypeVar
 
 from kvd_client.demo.errors import DemoError, EngineDied
 from kvd_client.demo.vllm.answers import comparable
+from kvd_client.demo.vllm.group import kill_group
 from kvd_client.demo.vllm.options import EngineOptions, kvd_transfer
 from kvd_client.demo.vllm.wire import (
     Abort,
@@ -133,22 +134,15 @@ class EngineProcess:
         """Kill all its processes, as a crash would; returns when none is left."""
         if self._process is None or self._ended:
             return
-        self._kill_group()
+        group = self._process.pid
+        kill_group(group)
         self._process.wait()
         end = time.monotonic() + END_SECONDS
-        while self._kill_group() and time.monotonic() < end:
+        while kill_group(group) and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)  # nothing tells the end of a process that is no child
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
         self._finish()
-
-    def _kill_group(self) -> bool:
-        """Whether there was something left to kill."""
-        if self._process is None:
-            return False
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        return True
 
     def close(self) -> None:
         """End it in order, and kill what is left. May be called again."""

@@ -7,7 +7,6 @@ everything that vLLM prints goes to the log. Ends when standard input closes.
 
 import asyncio
 import os
-import signal
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from kvd_client.demo.vllm.group import kill_group
 from kvd_client.demo.vllm.wire import (
     Abort,
     Answer,
@@ -64,7 +64,7 @@ class Commands:
     def _read(self) -> None:
         for line in self._source:
             self._put(decode_command(line))
-        killer = threading.Timer(END_SECONDS, os.killpg, (os.getpid(), signal.SIGKILL))
+        killer = threading.Timer(END_SECONDS, kill_group, [os.getpid()])
         killer.daemon = True
         killer.start()
         self._put(None)
