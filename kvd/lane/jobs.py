@@ -130,11 +130,6 @@ class LaneJob:
         """Whether its Done is still to come."""
         return self.machine.state is not JobState.ENDED
 
-    @property
-    def timeline_reached(self) -> bool:
-        """Whether the worker has got to where memory may be touched."""
-        return self.worker.control.timeline >= self.request.after
-
     def objection(self) -> Refusal | None:
         """Why the job's chunks or blocks are not its own now; None where they are.
 

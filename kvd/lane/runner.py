@@ -129,7 +129,7 @@ class Runner:
                 self.stop(late, JobStatus.TIMEOUT, f"not done in {late.request.deadline_ms} ms")
         moved = False
         while self._device.has_room:
-            job = self._queue.next(_timeline_reached)
+            job = self._queue.next(_reached())
             if job is None:
                 break
             self._feed(job)
@@ -283,5 +283,17 @@ class Runner:
         return f"<Runner {len(self)} jobs, {len(self._transfers)} transfers in flight>"
 
 
-def _timeline_reached(job: LaneJob) -> bool:
-    return job.timeline_reached
+def _reached() -> Callable[[LaneJob], bool]:
+    """Whether a job may start, by one reading of each worker's timeline.
+
+    A number that is reached between two looks would let the later one of two jobs go first.
+    """
+    seen: dict[Worker, int] = {}
+
+    def reached(job: LaneJob) -> bool:
+        worker = job.worker
+        if worker not in seen:
+            seen[worker] = worker.control.timeline
+        return seen[worker] >= job.request.after
+
+    return reached

@@ -87,6 +87,7 @@ def test_more_gpu_blocks_do_not_make_another_namespace(daemon: Daemon) -> None:
     keys = keys_of("bigger", 4)
     with Engine(daemon.runtime_dir, name="small").wait_attached() as small:
         small.store(keys)
+        wait_hit(small, keys)
     with Engine(
         daemon.runtime_dir, name="big", layout=make_layout(blocks=128)
     ).wait_attached() as big:
@@ -98,6 +99,7 @@ def test_a_restarted_engine_hits_its_old_chunks(daemon: Daemon) -> None:
     keys = keys_of("again", 8)
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         engine.store(keys)
+        wait_hit(engine, keys)
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT] * 8
         assert engine.load(keys) == (8, 0)
