@@ -9,7 +9,7 @@ file tells each side that the other process is gone.
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import Codec
 from kvd_proto.layout import RankLayout
-from kvd_proto.messages import Count, HostHandle, Message, Name, Text
+from kvd_proto.messages import Count, Handle, Message, Name, Text
 
 
 class LaneReady(Message, frozen=True):
@@ -34,7 +34,7 @@ class ImportWorker(Message, frozen=True):
     rank: Count
     world_size: Count
     layout: RankLayout
-    handles: tuple[HostHandle, ...]
+    handles: tuple[Handle, ...]
 
 
 class Imported(Message, frozen=True):

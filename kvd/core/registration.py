@@ -28,6 +28,7 @@ from kvd_proto.messages import (
     Register,
     Registered,
     Unregistered,
+    fd_index,
 )
 from kvd_proto.sizes import auto_cpu_bytes, kv_bytes_per_block, size_pool, total_gpu_kv_bytes
 from kvd_proto.states import SessionEvent, SessionState
@@ -76,7 +77,7 @@ class Registration:
         pending = session.pending
         if pending is None or pending.importing:
             return []
-        needed = 1 + max((h.fd_index for h in pending.message.handles), default=0)
+        needed = 1 + max((fd_index(h) for h in pending.message.handles), default=0)
         if session.descriptors < needed:
             pending.deadline = min(pending.deadline, now + DESCRIPTOR_SECONDS)
             return []

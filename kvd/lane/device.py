@@ -26,7 +26,7 @@ from enum import StrEnum
 from typing import NewType
 
 from kvd_proto.expand import Copies
-from kvd_proto.messages import HostHandle
+from kvd_proto.messages import Handle
 
 PIECE_BYTES = 2 * 2**20
 
@@ -79,7 +79,7 @@ class Device(ABC):
 
     @abstractmethod
     def import_memory(
-        self, handles: Sequence[HostHandle], sizes: Sequence[int], descriptors: Sequence[int]
+        self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
     ) -> MemoryId:
         """Map one worker's storages.
 
