@@ -1,0 +1,25 @@
+"""Names of devices: "host", or "cuda:" and the UUID of a GPU or MIG instance as 32 hex digits.
+
+Never an index: what CUDA_VISIBLE_DEVICES hides or reorders has the same UUID everywhere.
+"""
+
+import re
+
+HOST = "host"
+_CUDA = re.compile(r"cuda:[0-9a-f]{32}")
+
+
+def cuda_device(uuid: bytes) -> str:
+    """The name of the device with this UUID.
+
+    Raises:
+        ValueError: not 16 bytes.
+    """
+    if len(uuid) != 16:
+        raise ValueError(f"a device's UUID has 16 bytes, not {len(uuid)}")
+    return f"cuda:{uuid.hex()}"
+
+
+def is_cuda_device(name: str) -> bool:
+    """Whether `name` names a CUDA device by its UUID."""
+    return _CUDA.fullmatch(name) is not None
