@@ -66,6 +66,14 @@ def uuid_of(device: int) -> bytes:
     return bytes(uuid.bytes)
 
 
+def is_mig(device: int) -> bool:
+    """Whether a device is a MIG instance, which its name says and no attribute."""
+    attempted = f"ask for the name of device {device}"
+    handle = _call(attempted, "cuDeviceGet", device)
+    name: bytes = _call(attempted, "cuDeviceGetName", 256, handle)
+    return b" MIG " in name.partition(b"\0")[0]
+
+
 def streams_can_write(device: int) -> bool:
     """Whether a stream of this device can write 64 bits by itself."""
     attempted = f"ask what streams of device {device} can do"

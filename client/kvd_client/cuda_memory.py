@@ -74,7 +74,7 @@ class DeviceMemory:
         if not isinstance(nbytes, int) or nbytes <= 0:
             raise UsageError(f"nbytes={nbytes!r}: a number of bytes above 0 is needed")
         ordinal = cuda_driver.device_of(address)
-        device = cuda_device(cuda_driver.uuid_of(ordinal))
+        device = cuda_device(cuda_driver.uuid_of(ordinal), mig=cuda_driver.is_mig(ordinal))
         context = cuda_driver.PrimaryContext(ordinal)
         try:
             with context.current():
