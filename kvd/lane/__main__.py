@@ -47,7 +47,7 @@ def main() -> int:
             incarnation=options.incarnation,
             endpoint=endpoint,
             sockets=Sockets(endpoint, link),
-            device=_device(options.device, options.pool_fd, options.pool_bytes),
+            device=_device(options),
             pool_bytes=options.pool_bytes,
         )
     except KvdError as error:
@@ -64,15 +64,17 @@ def main() -> int:
     return 0
 
 
-def _device(name: str, pool_fd: int, pool_bytes: int) -> Device:
-    if name == HOST:
-        return HostDevice(pool_fd, pool_bytes)
+def _device(options: argparse.Namespace) -> Device:
+    if options.device == HOST:
+        return HostDevice(options.pool_fd, options.pool_bytes)
     # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
-    from kvd.lane.cuda.device import CudaDevice  # noqa: PLC0415
+    from kvd.lane.cuda.device import CudaDevice, Options  # noqa: PLC0415
     from kvd.lane.cuda.naming import show_slice  # noqa: PLC0415
 
-    show_slice(name)
-    return CudaDevice(name, pool_fd, pool_bytes)
+    show_slice(options.device)
+    # Lanes that follow this one need not measure the device again.
+    chosen = Options(state_dir=options.runtime_dir)
+    return CudaDevice(options.device, options.pool_fd, options.pool_bytes, chosen)
 
 
 def _die_with_the_broker() -> None:
