@@ -101,9 +101,8 @@ class Device(ABC):
             LaneError: unknown, or transfers are in flight on it; it stays mapped.
         """
 
-    @property
     @abstractmethod
-    def has_room(self) -> bool:
+    def has_room(self, direction: Direction) -> bool:
         """Whether one more piece may be submitted without making others wait for long."""
 
     @property

@@ -79,8 +79,7 @@ class HostDevice(Device):
         for storage in self._memories.pop(memory):
             storage.release()
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, direction: Direction) -> bool:  # noqa: ARG002  # one thread for both
         """One piece at a time: what is urgent goes next."""
         return not self._queue
 
