@@ -52,6 +52,7 @@ class Options:
     registration_bytes: of one registration of the pool; see PinnedPool.
     page_bytes: of the pool's file.
     bytes_in_flight: of each direction, above which no more is asked for.
+    stuck_seconds: after which a device that ends nothing is given up.
     state_dir: where measurements are kept, if anywhere.
     thresholds: which runs the kernel moves; measured where None.
     """
@@ -59,6 +60,7 @@ class Options:
     registration_bytes: int = PIECE_BYTES
     page_bytes: int = os.sysconf("SC_PAGESIZE")
     bytes_in_flight: int = 32 * 2**20
+    stuck_seconds: float = 120.0
     state_dir: Path | None = None
     thresholds: Thresholds | None = None
 
@@ -168,6 +170,7 @@ class CudaDevice(Device):
 
         Raises:
             CudaError: the device is lost.
+            LaneError: it hangs.
         """
         for _ in range(len(self._held)):
             transfer = self._held.popleft()
@@ -182,6 +185,7 @@ class CudaDevice(Device):
         ended, self._ended = self._ended, []
         for flow in self._flows.values():
             ended += flow.progress()
+        self._check_pulse()
         return ended
 
     def wait_until_pinned(self, seconds: float) -> bool:
@@ -211,6 +215,15 @@ class CudaDevice(Device):
             self._flows[transfer.direction].enqueue(transfer, runs)
         except CudaError as error:
             self._lost = error  # for `progress` to raise: a job's failure is not the place
+
+    def _check_pulse(self) -> None:
+        """A device that hangs is not waited for for ever: the next lane may find it well."""
+        limit = self._options.stuck_seconds
+        for flow in self._flows.values():
+            if flow.stuck_seconds > limit:
+                raise LaneError(f"the device hangs: {flow!r}, none has ended in {limit:g} s")
+        if self._held and self._pool.stuck_seconds > limit:
+            raise LaneError(f"the driver hangs: {self._pool!r} is pinned, no more in {limit:g} s")
 
     def _is_pinned(self, transfer: Transfer) -> bool:
         if self._pool.pinned == self._pool.nbytes:

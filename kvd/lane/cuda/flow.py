@@ -1,6 +1,6 @@
 """One direction of a device: a stream, and the transfers on it in the order of their ends."""
 
-import logging
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -10,8 +10,6 @@ from kvd.lane.cuda.copier import Copier
 from kvd.lane.cuda.driver import Event, Stream
 from kvd.lane.cuda.runs import Runs
 from kvd.lane.device import Direction, Finished, Transfer
-
-_log = logging.getLogger(__name__)
 
 
 class Events:
@@ -51,6 +49,7 @@ class _Enqueued:
     """A transfer on the stream. Without `end` its end is known only by the stream's being idle."""
 
     transfer: Transfer
+    since: float
     start: Event | None = None
     end: Event | None = None
     run_list: int | None = None
@@ -84,7 +83,7 @@ class Flow:
         Raises:
             CudaError: the device is lost; the transfer will never be reported.
         """
-        entry = _Enqueued(transfer)
+        entry = _Enqueued(transfer, time.monotonic())
         self._enqueued.append(entry)
         self.nbytes += transfer.nbytes
         try:
@@ -111,6 +110,11 @@ class Flow:
         while self._enqueued and self._has_ended(self._enqueued[0]):
             ended.append(self._finish(self._enqueued.popleft()))
         return ended
+
+    @property
+    def stuck_seconds(self) -> float:
+        """For how long the transfer that is next to end has been on the stream."""
+        return time.monotonic() - self._enqueued[0].since if self._enqueued else 0.0
 
     def uses(self, memory: int) -> bool:
         """Whether a transfer of this memory has not ended."""

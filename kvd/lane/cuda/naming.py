@@ -2,25 +2,24 @@
 
 import os
 import re
-from itertools import pairwise
+from uuid import UUID
 
 from kvd.errors import CudaMissing, LaneError
 from kvd.lane.cuda import driver
 
-_FORM = re.compile(r"(?:cuda:)?(?P<kind>GPU-|MIG-)?(?P<hex>[0-9a-f]{32})", re.IGNORECASE)
+_FORM = re.compile(r"(?:cuda:)?(GPU-|MIG-)?([0-9a-f-]+)", re.IGNORECASE)
 
 
 def parse(name: str) -> bytes:
     """The UUID in a device's name.
 
     Args:
-        name: "cuda:" and 32 hexadecimal digits; dashes, and GPU- or MIG- before them, may be there.
+        name: 32 hexadecimal digits, perhaps with dashes, after "cuda:", "GPU-" or "MIG-".
 
     Raises:
         LaneError: it is none.
     """
-    match = _match(name)
-    return bytes.fromhex(match["hex"])
+    return _parts(name)[1].bytes
 
 
 def show_slice(name: str) -> None:
@@ -31,12 +30,9 @@ def show_slice(name: str) -> None:
     Raises:
         LaneError: it is no device's name.
     """
-    match = _match(name)
-    if (match["kind"] or "").upper() == "MIG-":
-        digits = match["hex"].lower()
-        cuts = (0, 8, 12, 16, 20, 32)
-        dashed = "-".join(digits[a:b] for a, b in pairwise(cuts))
-        os.environ["CUDA_VISIBLE_DEVICES"] = f"MIG-{dashed}"
+    kind, uuid = _parts(name)
+    if kind == "MIG-":
+        os.environ["CUDA_VISIBLE_DEVICES"] = f"MIG-{uuid}"
 
 
 def find(name: str) -> int:
@@ -61,14 +57,12 @@ def find(name: str) -> int:
     )
 
 
-def _match(name: str) -> re.Match[str]:
-    # "GPU-" keeps its dash; those inside the digits are for people.
-    head, _, tail = name.rpartition("GPU-" if "GPU-" in name else "MIG-")
-    kind = name[len(head) : len(name) - len(tail)]
-    match = _FORM.fullmatch(head + kind + tail.replace("-", ""))
-    if match is None:
+def _parts(name: str) -> tuple[str, UUID]:
+    match = _FORM.fullmatch(name)
+    digits = match[2].replace("-", "") if match else ""
+    if match is None or len(digits) != 32:
         raise LaneError(
             f"{name!r} names no CUDA device; write cuda: and the 32 hexadecimal digits of its"
             " UUID, which nvidia-smi -L shows"
         )
-    return match
+    return (match[1] or "").upper(), UUID(digits)

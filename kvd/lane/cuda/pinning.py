@@ -14,6 +14,7 @@ pageable memory is never used instead.
 import logging
 import mmap
 import threading
+import time
 
 import numpy as np
 
@@ -70,6 +71,7 @@ class PinnedPool:
         self._context = context
         self._pinned = 0
         self._error = ""
+        self._since: float | None = None
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._pretouch = Pretouch(self._mapping, pool_fd)
@@ -85,6 +87,12 @@ class PinnedPool:
     def error(self) -> str:
         """Why the pool is not and will not be pinned; empty while there is hope."""
         return self._error
+
+    @property
+    def stuck_seconds(self) -> float:
+        """For how long the driver has been at the registration of one piece; 0 where it is not."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     def wait(self, seconds: float) -> bool:
         """Wait until the pool is pinned or will not be; whether that is so."""
@@ -111,6 +119,7 @@ class PinnedPool:
             self._pin()
         except CudaError as error:
             end, self._pinned = self._pinned, 0
+            self._since = None
             self._error = (
                 f"the pool cannot be pinned after {end} of {self.nbytes} bytes ({error});"
                 " raise the limit of locked memory (LimitMEMLOCK=infinity, ulimit -l unlimited)"
@@ -133,6 +142,7 @@ class PinnedPool:
             if self._stop.is_set():
                 return
             address = self.address + begin
+            self._since = time.monotonic()
             driver.register_host(address, end - begin)
             # What is registered is this object's to undo from here on; it may be used once
             # kernels can find it.
@@ -143,6 +153,7 @@ class PinnedPool:
                 raise
             self.kernel_shift[piece] = shift % 2**64
             self._pinned = end
+            self._since = None
             if end * _STEPS_OF_PROGRESS // self.nbytes > said:
                 said = end * _STEPS_OF_PROGRESS // self.nbytes
                 _log.info("pinned %d of %d bytes of the pool", end, self.nbytes)
