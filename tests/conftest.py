@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.fakecuda.plugin"]
+
 # The engine has an environment of its own: make test-vllm.
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
 

@@ -1,5 +1,6 @@
 /* Start, devices, primary contexts, error names, finding functions by name. */
 #include <stdio.h>
+#include <strings.h>
 
 #include "api.h"
 #include "fake.h"
@@ -173,7 +174,8 @@ EXPORT CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
 EXPORT CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
     ENTER("cuDeviceGetName", NEEDS_INIT);
     if (!context_of(device)) return INVALID_DEVICE;
-    snprintf(name, (size_t)length, "kvd test double %d", visible[device]);
+    snprintf(name, (size_t)length, "kvd test double%s %d", settings.mig ? " MIG 1g.10gb" : "",
+             visible[device]);
     return SUCCESS;
 }
 

@@ -34,6 +34,7 @@ typedef struct {
     int driver_version;
     bool mem_ops;              /* 64-bit stream memory operations */
     bool ipc, vmm_export;      /* capabilities */
+    bool mig;                  /* devices are slices, as their names say */
 } Settings;
 
 extern Settings settings;

@@ -56,7 +56,7 @@ static int add_rules(const char *text, bool hangs) {
     strcpy(copy, text);
     drop_rules(hangs);
     for (char *item = strtok_r(copy, ",", &save); item; item = strtok_r(NULL, ",", &save)) {
-        char name[64] = "", when[32] = "1", code[32] = "999";
+        char name[64] = "", when[32] = "1", code[32] = "304";
         if (sscanf(item, "%63[^:]:%31[^:]:%31s", name, when, code) < 1) return INVALID_VALUE;
         if (rule_count == MAX_RULES) return INVALID_VALUE;
         Rule *rule = &rules[rule_count++];
@@ -107,6 +107,7 @@ static int apply(const char *text) {
     else if (!strcmp(key, "devices")) settings.devices = atoi(value);
     else if (!strcmp(key, "driver_version")) settings.driver_version = atoi(value);
     else if (!strcmp(key, "mem_ops")) settings.mem_ops = is_on(value);
+    else if (!strcmp(key, "mig")) settings.mig = is_on(value);
     else if (!strcmp(key, "ipc")) settings.ipc = is_on(value);
     else if (!strcmp(key, "vmm_export")) settings.vmm_export = is_on(value);
     else return INVALID_VALUE;
@@ -126,7 +127,7 @@ __attribute__((constructor)) static void settings_start(void) {
     };
     static const char *const keys[] = {
         "SEED", "JITTER_US", "COPY_DELAY_US", "KERNEL_DELAY_US", "ANY", "PAGEABLE", "HOLD",
-        "MAX_REGISTER", "MEMORY", "DEVICES", "DRIVER_VERSION", "MEM_OPS", "IPC", "VMM_EXPORT",
+        "MAX_REGISTER", "MEMORY", "DEVICES", "DRIVER_VERSION", "MEM_OPS", "IPC", "VMM_EXPORT", "MIG",
         "FAIL", "HANG",
     };
     if (getenv("FAKECUDA_SEED")) settings.any = 2;
