@@ -103,6 +103,21 @@ def start_daemon(runtime_dir: Path) -> Iterator[StartDaemon]:
                 pool.unlink(missing_ok=True)
 
 
+@pytest.fixture(scope="session")
+def fakecuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the test driver is, a double of CUDA's, for LD_LIBRARY_PATH."""
+    if importlib.util.find_spec("cuda") is None:
+        pytest.skip("cuda-bindings is not installed")
+    from tests.fakecuda.build import NoCompiler, build  # noqa: PLC0415  # most tests need none
+
+    folder = tmp_path_factory.mktemp("fakecuda")
+    try:
+        build(folder)
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    return folder
+
+
 @pytest.fixture
 def daemon(start_daemon: StartDaemon) -> Daemon:
     """A ready daemon with a pool of 64 MiB."""
