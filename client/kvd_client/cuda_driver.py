@@ -5,6 +5,7 @@ needs neither it nor a driver. Devices are ordinals of this process, streams and
 events the driver's handles as integers. The calls may be made by any thread.
 """
 
+import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from kvd_client.errors import CudaError, UnsupportedMemory
+
+IPC_HANDLE_BYTES = 64
 
 
 @functools.cache
@@ -144,7 +147,7 @@ def has_ipc_handle(address: int) -> bool:
 def ipc_handle(base: int) -> bytes:
     """The legacy IPC handle of an allocation, 64 bytes."""
     handle = _call(f"get the IPC handle of the memory at {base:#x}", "cuIpcGetMemHandle", base)
-    return bytes(handle.reserved)
+    return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
 
 def can_export(address: int) -> bool:

@@ -87,6 +87,7 @@ class _Rank:
 
         self._driver = driver
         self._rank = rank
+        self._results: dict[int, JobResult] = {}
         self._layout = make_layout()
         self._call("cuInit", 0)
         handle = self._call("cuDeviceGet", device)
@@ -178,7 +179,6 @@ class _Rank:
 
     def finished(self) -> list[int]:
         """Jobs that have ended since the last call."""
-        self._results = getattr(self, "_results", {})
         ended = self.worker.get_finished()
         self._results |= {result.job_id: result for result in ended}
         return sorted(self._results)
@@ -189,7 +189,8 @@ class _Rank:
         while job not in self.finished():
             assert time.monotonic() < end, f"job {job} does not end"
             time.sleep(0.002)
-        return self._results.pop(job)
+        result: JobResult = self._results.pop(job)
+        return result
 
     def wait(self, job: int, timeout: float) -> list[int]:
         """Worker.wait."""

@@ -65,7 +65,8 @@ class CudaEngine:
 
     def succeeded(self, job: int) -> bool:
         """Wait for a job; whether all ranks did it."""
-        return all([rank.result(job).success for rank in self.ranks.values()])
+        results = [rank.result(job) for rank in self.ranks.values()]
+        return all(result.success for result in results)
 
     def store(self, keys: list[bytes], first_block: int = 1) -> None:
         """Fill, store and complete; until all of it is a hit."""
@@ -349,7 +350,7 @@ def test_a_lost_context_costs_the_lane_and_not_the_pool(
 def test_memory_that_cannot_be_exported_is_refused_with_the_remedy(daemon: Daemon) -> None:
     """Sleep mode and expandable segments: the worker says what to change, nothing is registered."""
     with CudaEngine(daemon.runtime_dir, world_size=1, kind="closed") as engine:
-        with pytest.raises(RuntimeError, match="UnsupportedMemory: .* sleep mode") as refusal:
+        with pytest.raises(RuntimeError, match=r"UnsupportedMemory: .* sleep mode") as refusal:
             engine.ranks[0].ask("register")
         assert "expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF" in str(refusal.value)
     assert [lane["device"] for lane in daemon.status()["lanes"]] == ["host"]
