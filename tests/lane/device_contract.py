@@ -200,7 +200,10 @@ class DeviceContract:
     @settings(
         max_examples=30,
         deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],  # examples share the rig
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,  # examples share the rig
+            HealthCheck.differing_executors,  # every backend's class runs them
+        ],
     )
     @given(
         pieces=st.lists(

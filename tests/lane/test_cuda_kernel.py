@@ -41,7 +41,9 @@ def test_every_byte_of_every_run_is_moved(tmp_path: Path) -> None:
     source = SOURCE.read_text("utf-8").replace('extern "C" __global__', "static")
     (tmp_path / "kernel.cu").write_text(source, "utf-8")
     command = [compiler, "-O1", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    subprocess.run([*command, "-shared", "-fPIC", shim, "-o", library], check=True, timeout=100)
+    subprocess.run(
+        [*command, "-shared", "-fPIC", str(shim), "-o", str(library)], check=True, timeout=100
+    )
     kernel = ctypes.CDLL(str(library))
     rng = np.random.default_rng(7)
     size, count = 2**20, 60
@@ -70,6 +72,6 @@ def test_the_translation_is_taken_by_the_assembler(tmp_path: Path, architecture:
     known = subprocess.run([assembler, "--help"], capture_output=True, check=True, timeout=30)
     if architecture.encode() not in known.stdout:
         pytest.skip(f"this assembler does not know {architecture}")
-    command = [assembler, f"-arch={architecture}", text, "-o", cubin]
+    command = [assembler, f"-arch={architecture}", str(text), "-o", str(cubin)]
     subprocess.run(command, check=True, timeout=100)
     assert ptx.FUNCTION in ptx.TEXT

@@ -109,16 +109,16 @@ class CudaDevice(Device):
             self._events = Events()
             self._cleanup.add(self._events.close)
             least, greatest = driver.priorities()
-            self._copier = self._make_copier(least)
+            self.copier = self._make_copier(least)
             self._flows: dict[Direction, Flow] = {}
             for direction, priority in (
                 (Direction.LOAD, greatest),
                 (Direction.STORE, least),
             ):
-                flow = Flow(direction, priority, self._copier, self._events)
+                flow = Flow(direction, priority, self.copier, self._events)
                 self._cleanup.add(flow.close)
                 self._flows[direction] = flow
-        _log.info("%s: %r", driver.device_name(self._device), self._copier)
+        _log.info("%s: %r", driver.device_name(self._device), self.copier)
 
     def import_memory(
         self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]

@@ -27,6 +27,7 @@ Allocation = NewType("Allocation", object)
 Addresses = npt.NDArray[np.uint64]
 
 NOT_READY = 600
+IPC_HANDLE_BYTES = 64
 # The context is lost for good: nothing that was or will be asked of it succeeds.
 _LOST = frozenset(
     {
@@ -262,10 +263,12 @@ def address_range(address: int) -> tuple[int, int]:
 
 
 def open_ipc(handle: bytes) -> int:
-    """Map another process's allocation; where it starts."""
+    """Map another process's allocation, named by a handle of 64 bytes; where it starts."""
+    if len(handle) != IPC_HANDLE_BYTES:
+        raise CudaError(1, "CUDA_ERROR_INVALID_VALUE", f"opening a handle of {len(handle)} bytes")
     cuda = _bindings()
     named = cuda.CUipcMemHandle()
-    named.reserved = handle
+    ctypes.memmove(named.getPtr(), handle, IPC_HANDLE_BYTES)
     flags = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     return int(_call("opening a worker's memory", "cuIpcOpenMemHandle", named, flags))
 
