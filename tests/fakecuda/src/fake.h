@@ -75,8 +75,8 @@ bool is_sticky(int code);
 
 /* --- memory.c ---------------------------------------------------------------------- */
 
-typedef struct Backing {       /* bytes of device memory: one memfd */
-    int fd;
+typedef struct Backing {       /* bytes of device memory: one memfd; or of pinned host memory */
+    int fd;                    /* -1 for host memory */
     size_t bytes;
     char *alias;               /* where the fake itself reaches them */
     int references;
@@ -110,6 +110,7 @@ typedef struct HostRange {
     size_t bytes;
     unsigned flags;
     struct Context *context;
+    Backing *pinned;           /* shared pages, reached by the fake's own mapping */
     struct HostRange *next;
 } HostRange;
 
@@ -126,6 +127,8 @@ Place place_of(uint64_t address, size_t bytes);
  * their backing (NULL for host memory). NULL when the address is no longer valid. */
 char *pin(uint64_t address, bool write, bool pageable, size_t *available, Backing **held);
 void unpin(Backing *held);
+/* Give up one reference. The lock is held. */
+void backing_release(Backing *backing);
 
 /* --- engine.c ---------------------------------------------------------------------- */
 

@@ -1,5 +1,7 @@
 /* Registered host memory, and what a pointer points to. */
 #define _GNU_SOURCE
+#include <inttypes.h>
+#include <stdio.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -33,6 +35,42 @@ static bool overlaps(uintptr_t base, size_t bytes) {
     return false;
 }
 
+/* Whether pages lie one after another in one shared file. */
+static bool is_one_file(uintptr_t base, uintptr_t end) {
+    FILE *maps = fopen("/proc/self/maps", "re");
+    if (!maps) return false;
+    char line[512], access[8];
+    uint64_t start, stop, offset, inode, wanted_offset = 0, wanted_inode = 0;
+    uintptr_t at = base;
+    while (at < end && fgets(line, sizeof line, maps)) {
+        if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %7s %" SCNx64 " %*s %" SCNu64, &start, &stop,
+                   access, &offset, &inode) != 5 || stop <= at)
+            continue;
+        if (start > at || access[3] != 's' || access[1] != 'w') break;
+        uint64_t here = offset + (at - start);
+        if (at == base) {
+            wanted_offset = here;
+            wanted_inode = inode;
+        }
+        if (inode != wanted_inode || here != wanted_offset + (at - base)) break;
+        at = stop;
+    }
+    fclose(maps);
+    return at >= end;
+}
+
+/* The fake's own mapping of shared pages: pinned pages outlive the program's mapping.
+ * NULL for private memory, which is reached where it is. */
+static Backing *second_mapping(uintptr_t address, size_t bytes) {
+    uintptr_t base = page_down(address), end = page_up(address + bytes);
+    if (!is_one_file(base, end)) return NULL;
+    void *alias = mremap((void *)base, 0, end - base, MREMAP_MAYMOVE); /* 0: leave the old one */
+    if (alias == MAP_FAILED) return NULL;
+    Backing *backing = calloc(1, sizeof *backing);
+    *backing = (Backing){.fd = -1, .bytes = end - base, .alias = alias, .references = 1};
+    return backing;
+}
+
 EXPORT CUresult cuMemHostRegister(void *address, size_t bytes, unsigned flags) {
     ENTER("cuMemHostRegister", NEEDS_CONTEXT);
     uintptr_t base = (uintptr_t)address;
@@ -47,7 +85,7 @@ EXPORT CUresult cuMemHostRegister(void *address, size_t bytes, unsigned flags) {
     if (!result && overlaps(base, bytes)) result = ALREADY_REGISTERED;
     if (!result) {
         HostRange *made = calloc(1, sizeof *made);
-        *made = (HostRange){base, bytes, flags, current, ranges};
+        *made = (HostRange){base, bytes, flags, current, second_mapping(base, bytes), ranges};
         ranges = made;
     }
     pthread_mutex_unlock(&lock);
@@ -57,6 +95,7 @@ EXPORT CUresult cuMemHostRegister(void *address, size_t bytes, unsigned flags) {
 static void drop(HostRange **link) {
     HostRange *range = *link;
     *link = range->next;
+    if (range->pinned) backing_release(range->pinned);
     free(range);
 }
 
@@ -126,6 +165,11 @@ char *pin(uint64_t address, bool write, bool pageable, size_t *available, Backin
     } else if (range && !(write && range->flags & REGISTER_READ_ONLY)) {
         reached = (char *)(uintptr_t)address;
         *available = range->base + range->bytes - address;
+        if (range->pinned) {
+            reached = range->pinned->alias + (address - page_down(range->base));
+            *held = range->pinned;
+            range->pinned->references++;
+        }
     } else if (!region && !range && pageable) {
         reached = (char *)(uintptr_t)address;
         *available = SIZE_MAX;

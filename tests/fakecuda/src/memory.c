@@ -70,23 +70,18 @@ static Backing *backing_make(size_t bytes, int ordinal, const char *name) {
     return backing;
 }
 
-void unpin(Backing *backing) {
-    if (!backing) return;
-    pthread_mutex_lock(&lock);
-    bool last = --backing->references == 0;
-    pthread_mutex_unlock(&lock);
-    if (!last) return;
+void backing_release(Backing *backing) {
+    if (--backing->references) return;
     munmap(backing->alias, backing->bytes);
-    close(backing->fd);
+    if (backing->fd >= 0) close(backing->fd);
     free(backing);
 }
 
-/* The same with the lock held. */
-static void release_locked(Backing *backing) {
-    if (--backing->references) return;
-    munmap(backing->alias, backing->bytes);
-    close(backing->fd);
-    free(backing);
+void unpin(Backing *backing) {
+    if (!backing) return;
+    pthread_mutex_lock(&lock);
+    backing_release(backing);
+    pthread_mutex_unlock(&lock);
 }
 
 Region *region_at(CUdeviceptr address) {
@@ -118,7 +113,7 @@ static void region_drop(Region *region) {
     *link = region->next;
     if (region->kind != REGION_VMM) give_addresses(region->base, region->bytes);
     if (region->kind == REGION_ALLOC) region->context->used -= rounded(region->bytes);
-    release_locked(region->backing);
+    backing_release(region->backing);
     free(region);
 }
 
