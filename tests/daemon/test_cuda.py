@@ -317,8 +317,8 @@ def test_a_lane_killed_in_a_copy_costs_its_jobs(
     lanes.switch("hold=copies")
     job = ipc_engine.submit("store", ticket, blocks_of(ticket.keys, 20))
     in_copy(daemon)
-    lanes.switch("hold=")
     kill_and_wait(lane_of(daemon)["pid"])
+    lanes.switch("hold=")
     for rank in ipc_engine.ranks.values():
         assert not rank.result(job).success
     daemon.wait_ready()
