@@ -174,7 +174,11 @@ def register_host(address: int, nbytes: int) -> int:
     driver = _bindings()
     flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
     _call(attempted, "cuMemHostRegister", address, nbytes, flags)
-    return int(_call(attempted, "cuMemHostGetDevicePointer", address, 0))
+    try:
+        return int(_call(attempted, "cuMemHostGetDevicePointer", address, 0))
+    except CudaError:
+        unregister_host(address)
+        raise
 
 
 def unregister_host(address: int) -> None:

@@ -57,9 +57,13 @@ class StreamWrites(StreamSignals):
     def __init__(self, device: int, page: ControlPage) -> None:
         super().__init__(device, page)
         self._stream: int | None = None
-        with self._context.current():
-            self._word = cuda_driver.register_host(page.address, page.nbytes)
-            self._last = cuda_driver.new_event()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.release)
+            with self._context.current():
+                self._last = cuda_driver.new_event()
+                undo.callback(cuda_driver.destroy_event, self._last)
+                self._word = cuda_driver.register_host(page.address, page.nbytes)
+            undo.pop_all()
 
     def signal(self, stream: int, number: int) -> None:
         """See StreamSignals."""
