@@ -11,7 +11,7 @@ from kvd.lane.cuda import driver
 from kvd.lane.cuda.device import CudaDevice, Options
 from kvd.lane.device import MemoryId
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
-from tests.fakecuda.harness import FakeCuda, calls, switch
+from tests.fakecuda.harness import FakeCuda, switch
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.device_contract import Bytes, Rig, Source, drain
 from tests.lane.support import Memory
@@ -41,13 +41,16 @@ class TestDriver:
         switch(self.library, text)
 
     def calls(self, since: int = 0) -> list[str]:
-        """Functions that this process has called since that many calls."""
-        return calls(self.log, os.getpid())[since:]
+        """Functions that this process has called since an earlier `mark`."""
+        with self.log.open(encoding="ascii") as file:
+            file.seek(since)
+            lines = [line.split() for line in file]
+        return [name for pid, name in lines if int(pid) == os.getpid()]
 
     @property
-    def count(self) -> int:
-        """How many calls this process has made."""
-        return len(self.calls())
+    def mark(self) -> int:
+        """A place in the log: now."""
+        return self.log.stat().st_size
 
     def reset(self) -> None:
         """No delays, nothing held, no failures."""
@@ -97,6 +100,10 @@ class CudaRig(Rig):
         self.device = self.cuda = CudaDevice(fake_driver.device, self.pool.fd, pool_bytes, options)
         if pinned:
             assert self.cuda.wait_until_pinned(PATIENCE)
+
+    def use(self, workers: CudaWorkers) -> None:
+        """Workers that are made from now on have this memory."""
+        self._workers = workers
 
     def attach(self, sizes: Sequence[int]) -> tuple[MemoryId, Source]:
         """A worker with these storages, mapped."""

@@ -92,7 +92,7 @@ def test_a_pool_that_cannot_be_pinned_is_said_and_undone(
     try:
         memory, _ = rig.attach(SIZES)
         submit(rig, 1, memory, Direction.STORE, [(0, 0, POOL_BYTES - 100, 100)])
-        before = fake_driver.count
+        before = fake_driver.mark
         fake_driver.set("fail=cuMemHostRegister:1:2")
         fake_driver.set("unhang=")
         assert rig.cuda.wait_until_pinned(PATIENCE)
@@ -106,7 +106,7 @@ def test_a_pool_that_cannot_be_pinned_is_said_and_undone(
 
 def test_storages_of_one_allocation_are_opened_once(rig: CudaRig) -> None:
     """Two storages in one allocation and a third elsewhere: two handles opened, two closed."""
-    before = rig.driver.count
+    before = rig.driver.mark
     memory, _ = rig.attach((4096, 4096, 4096))
     assert rig.driver.calls(before).count("cuIpcOpenMemHandle") == 2
     rig.device.release_memory(memory)
@@ -118,7 +118,7 @@ def test_an_allocation_smaller_than_claimed_is_refused(rig: CudaRig) -> None:
     source = rig.make_worker((4096,))
     (handle,) = source.handles
     assert isinstance(handle, IpcHandle)
-    before = rig.driver.count
+    before = rig.driver.mark
     claim = IpcHandle(handle.handle, 2**40, handle.offset)
     with pytest.raises(ImportFailed, match=r"1099511627776 bytes"):
         rig.device.import_memory((claim,), (4096,), source.descriptors)
@@ -199,7 +199,7 @@ def test_thresholds_are_measured_once(
     """The first lane measures and keeps what it found; the next one does not launch the trials."""
     launches = []
     for _ in range(2):
-        before = fake_driver.count
+        before = fake_driver.mark
         rig = CudaRig(
             fake_driver, ipc_workers, Options(state_dir=tmp_path, registration_bytes=65536)
         )

@@ -118,7 +118,7 @@ class CudaDevice(Device):
                 flow = Flow(direction, priority, self.copier, self._events)
                 self._cleanup.add(flow.close)
                 self._flows[direction] = flow
-        _log.info("%s: %r", driver.device_name(self._device), self.copier)
+            _log.info("%s: %r", driver.device_name(self._device), self.copier)
 
     def import_memory(
         self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]

@@ -46,12 +46,16 @@ class Events:
 
 @dataclass(slots=True)
 class _Enqueued:
-    """A transfer on the stream. Without `end` its end is known only by the stream's being idle."""
+    """A transfer on the stream.
+
+    marked: whether `end` tells its end; otherwise only the stream's being idle does.
+    """
 
     transfer: Transfer
     since: float
     start: Event | None = None
     end: Event | None = None
+    marked: bool = False
     run_list: int | None = None
     error: str = ""
 
@@ -88,15 +92,15 @@ class Flow:
         self.nbytes += transfer.nbytes
         try:
             entry.start = self._events.take()
-            end = self._events.take()
+            entry.end = self._events.take()
             driver.record(entry.start, self.stream)
             entry.run_list = self._copier.take_list(runs, self.direction)
             try:
                 self._copier.enqueue(runs, self.direction, self.stream, entry.run_list)
             finally:
                 # Some of the copies may be on their way even if not all are.
-                driver.record(end, self.stream)
-                entry.end = end
+                driver.record(entry.end, self.stream)
+                entry.marked = True
         except CudaError as error:
             self._fail(entry, error)
 
@@ -129,12 +133,12 @@ class Flow:
         driver.destroy_stream(self.stream)
 
     def _has_ended(self, entry: _Enqueued) -> bool:
-        if entry.end is not None:
+        if entry.end is not None and entry.marked:
             try:
                 return driver.is_reached(entry.end)
             except CudaError as error:
                 # What an event of unknown state marks is over when the stream is idle.
-                entry.end = None
+                entry.marked = False
                 self._fail(entry, error)
         return driver.is_idle(self.stream)
 
