@@ -214,7 +214,7 @@ class Runner:
         refusal = job.objection()
         if refusal is None:
             try:
-                job.plan()
+                job.plan(self._device.piece_bytes)
             except JobShapeError as error:
                 refusal = (JobStatus.REFUSED, str(error))
         if refusal is not None:

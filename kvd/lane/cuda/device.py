@@ -41,6 +41,9 @@ from kvd_proto.messages import Handle
 
 _log = logging.getLogger(__name__)
 
+# To enqueue a piece costs this thread about the same whatever its size; larger ones leave it
+# time for messages while the device is busy.
+_PIECE_BYTES = 8 * 2**20
 _SCRATCH_BYTES = 2 * 2**20
 _RUN_LISTS = 64
 
@@ -81,6 +84,8 @@ class CudaDevice(Device):
         LaneError: the pool's file is smaller than `pool_bytes`, or the name is none.
         CudaError: the device cannot be set up. Nothing stays mapped or pinned.
     """
+
+    piece_bytes = _PIECE_BYTES
 
     def __init__(
         self, name: str, pool_fd: int, pool_bytes: int, options: Options | None = None
