@@ -6,7 +6,7 @@ tried again only for workers that were served before.
 """
 
 from kvd.core.effects import DropFds, DropLane, Effect, Event, KillLane, Reply, StartLane
-from kvd.core.lanes import Lane
+from kvd.core.lanes import Lane, add_counters
 from kvd.core.state import BrokerState
 from kvd.errors import Refused
 from kvd.link import LaneFailed
@@ -81,5 +81,7 @@ def lane_ended(state: BrokerState, lane: Lane, *, served: bool) -> list[Effect]:
         waiting = []
     if not waiting and not state.workers_of(lane.device):
         del state.lanes[lane.device]
+        state.gone_counters = add_counters(state.gone_counters, lane.past)
+        state.gone_restarts += lane.restarts
         effects.append(DropLane(lane.device))
     return effects

@@ -8,7 +8,7 @@ from kvd.core.effects import Effect, Event, Notify, ToLane
 from kvd.core.lanes import Lane, Revocations, arrays
 from kvd.core.sessions import Engine, Registry, Session
 from kvd.errors import IntegrityError, Refused
-from kvd.link import UnbindWorker
+from kvd.link import LaneCounters, UnbindWorker
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.messages import Detached, ErrorCode
@@ -27,6 +27,8 @@ class OpenNamespaces(Protocol):
 class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
 
+    `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
+
     `open_namespaces` supplies directory memory and `available_bytes` what the
     machine has to give; both touch the outside, so both are handed in.
     """
@@ -37,6 +39,8 @@ class BrokerState:
     available_bytes: Callable[[], int]
     registry: Registry
     lanes: dict[str, Lane] = field(default_factory=dict)
+    gone_counters: LaneCounters = field(default_factory=LaneCounters)
+    gone_restarts: int = 0
     revocations: Revocations = field(default_factory=Revocations)
     namespaces: Namespaces | None = None
     pool_ready: bool = False

@@ -6,7 +6,8 @@ from kvd.core.broker import Broker
 from kvd.core.demand import MAX_CUDA_LANES
 from kvd.core.effects import DropLane, Effect, KillLane, Reply, StartLane
 from kvd.core.sessions import Peer, Session
-from kvd.link import Imported, LaneFailed, LaneReady
+from kvd.core.status import status_report
+from kvd.link import Imported, LaneCounters, LaneFailed, LanePong, LaneReady
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
@@ -163,13 +164,18 @@ def test_a_lane_that_dies_at_its_start_may_be_tried_again() -> None:
 
 
 def test_a_lane_that_ends_without_workers_is_let_go() -> None:
-    """It stays while it lives, and is not replaced."""
+    """It stays while it lives, and is not replaced; what it has done stays counted."""
     broker = make_broker()
     session = worker(broker)
     serve(broker, session)
     broker.lost(session)
     assert DEVICE in broker.state.lanes
+    counters = LaneCounters(store_bytes=4096, jobs={"store ok": 1})
+    pong = LanePong(sequence=1, queued_jobs=0, bytes_in_flight=0, workers=0, counters=counters)
+    broker.lane_message(DEVICE, pong, 0.0)
     assert DropLane(DEVICE) in broker.lane_lost(DEVICE, "exit status 0")
+    totals = status_report(broker.state, 1, "test", 0.0)["counters"]
+    assert (totals["store_bytes"], totals["jobs"]) == (4096, {"store ok": 1})
 
 
 def test_a_release_ends_with_its_lane() -> None:
