@@ -13,6 +13,7 @@ from pathlib import Path
 from kvd.errors import ChannelFull, KvdError
 from kvd.lane.device import Device
 from kvd.lane.host import HostDevice
+from kvd.lane.lifeline import move_up, open_lifeline
 from kvd.lane.service import TEXT_LIMIT, LaneService
 from kvd.lane.sockets import Sockets
 from kvd.link import LINK, LaneFailed, lane_socket
@@ -40,6 +41,8 @@ def main() -> int:
         level=logging.INFO, format=f"%(asctime)s %(levelname)s lane {name}: %(message)s"
     )
     endpoint = f"ipc://{options.runtime_dir / lane_socket(options.device, options.incarnation)}"
+    options.pool_fd = move_up(options.pool_fd)
+    lifeline = open_lifeline()
     link = Channel(socket.socket(fileno=options.link_fd))
     try:
         service = LaneService(
@@ -49,6 +52,7 @@ def main() -> int:
             sockets=Sockets(endpoint, link),
             device=_device(options),
             pool_bytes=options.pool_bytes,
+            lifeline=lifeline,
         )
     except KvdError as error:
         log.exception("the lane does not start")
