@@ -216,12 +216,21 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr add
     return result;
 }
 
+/* Bytes of an attribute that is a pointer or a size, or of any other. */
+static size_t size_of(int attribute) {
+    switch (attribute) {
+    case 1: case 3: case 4: case 7: case 11: case 12: case 14: case 17: case 18: case 19: case 20:
+        return sizeof(uint64_t);
+    default: return sizeof(int);
+    }
+}
+
 EXPORT CUresult cuPointerGetAttributes(unsigned count, int *attributes, void **data,
                                        CUdeviceptr address) {
     ENTER("cuPointerGetAttributes", NEEDS_CONTEXT);
     pthread_mutex_lock(&lock);
     for (unsigned i = 0; i < count; i++)
-        if (attribute_of(data[i], attributes[i], address)) memset(data[i], 0, sizeof(int));
+        if (attribute_of(data[i], attributes[i], address)) memset(data[i], 0, size_of(attributes[i]));
     pthread_mutex_unlock(&lock);
     return SUCCESS;
 }
