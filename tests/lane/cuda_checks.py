@@ -4,6 +4,7 @@ They are asked of the backend as it is, and of backends from which the rule that
 makes it hold was taken away: test_cuda_rules.py.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,10 +14,20 @@ from kvd.errors import LaneError
 from kvd.lane.cuda.copier import Thresholds
 from kvd.lane.cuda.device import Options
 from kvd.lane.device import Direction, MemoryId
-from tests.lane.cuda_rig import CudaRig
+from kvd.lane.jobs import ReplyTo
+from kvd.lane.runner import Runner
+from kvd.lane.workers import Binding, Workers
+from kvd.link import BindWorker, ImportWorker
+from kvd_proto.directory import SlotState
+from kvd_proto.layout import slot_bytes
+from kvd_proto.messages import Job, JobStatus, Load, Store
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig
 from tests.lane.device_contract import Run, drain, pattern, transfer
+from tests.lane.support import NAMESPACE, Directory, Memory, make_job, simple_layout
 
 SIZES = (65536, 32768)
+PAGE = 4096
+TURNS = 40
 
 
 def engine_only(*, bytes_in_flight: int = 32 * 2**20, stuck_seconds: float = 60.0) -> Options:
@@ -132,3 +143,72 @@ def nothing_is_copied_before_it_is_pinned(rig: CudaRig) -> None:
     rig.driver.set("unhang=")
     assert drain(rig.device)[1].error == ""
     np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 1))
+
+
+def stores_wait_for_the_timeline(rig: CudaRig) -> None:
+    """A store reads what the engine's kernels wrote before the number that it names."""
+    served = Served(rig, SlotState.WRITING)
+    rig.put(served.source, 0, PAGE, pattern(PAGE, 1))
+    served.submit(make_job(Store, 1, [1], [1], after=1))
+    rig.put(served.source, 0, PAGE, pattern(PAGE, 2))
+    served.finish()
+    np.testing.assert_array_equal(rig.get_pool(PAGE, PAGE), pattern(PAGE, 2))
+
+
+def loads_wait_for_the_timeline(rig: CudaRig) -> None:
+    """A load writes after the engine's earlier work on the same blocks, not under it."""
+    served = Served(rig, SlotState.READY)
+    rig.put_pool(PAGE, pattern(PAGE, 1))
+    served.submit(make_job(Load, 1, [1], [1], after=1))
+    rig.put(served.source, 0, PAGE, pattern(PAGE, 2))
+    served.finish()
+    np.testing.assert_array_equal(rig.get(served.source, 0, PAGE, PAGE), pattern(PAGE, 1))
+
+
+class Served:
+    """A runner over the rig's device, with one worker whose chunks are in this state."""
+
+    def __init__(self, rig: CudaRig, state: SlotState) -> None:
+        layout = simple_layout(tensors=1, num_blocks=16, page=PAGE, blocks_per_chunk=1)
+        self.source = rig.make_worker(layout.storages)
+        self._page = Memory(4096)
+        workers = Workers(rig.device)
+        descriptors = [self._page.fd, *self.source.descriptors[1:]]
+        self._worker = workers.add(
+            ImportWorker(
+                session=1,
+                token=bytes(16),
+                rank=0,
+                world_size=1,
+                layout=layout,
+                handles=self.source.handles,
+            ),
+            descriptors,
+        )
+        self._directory = Directory(16)
+        self._directory.set(range(16), state, count=1)
+        size = slot_bytes(layout)
+        bind = BindWorker(
+            session=1, namespace=NAMESPACE, owner=7, arena_base=0, slot_bytes=size, num_slots=16
+        )
+        fds = [self._directory.memory.fd]
+        self._worker.binding = Binding.of(bind, fds, layout, POOL_BYTES)
+        self._runner = Runner(rig.device)
+
+    def submit(self, job: Job) -> None:
+        """Hand a job in, and let the lane take more turns than a copy needs."""
+        self._runner.submit(self._worker, job, ReplyTo(b"", 1, b""))
+        for _ in range(TURNS):
+            self._turn()
+
+    def finish(self) -> None:
+        """The engine's stream reaches the number; the job ends well."""
+        self._page.bytes[0] = 1
+        while len(self._runner):
+            self._turn()
+        (job,) = self._runner.take_ended()
+        assert job.outcome == (JobStatus.OK, "")
+
+    def _turn(self) -> None:
+        self._runner.turn()
+        time.sleep(0.0005)

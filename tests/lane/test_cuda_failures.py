@@ -182,3 +182,18 @@ def test_a_machine_without_devices_is_told_where_to_look(fakecuda: FakeCuda) -> 
 def see_nothing() -> None:
     """Start the driver."""
     driver.start()
+
+
+def test_a_daemon_without_the_bindings_names_the_package() -> None:
+    """Without cuda-bindings the modules load all the same, and a device's lane says what to do."""
+    code = (
+        "import sys; sys.modules['cuda'] = None\n"
+        "import kvd.lane.__main__, kvd.lane.cuda.device\n"
+        "from kvd.lane.cuda import driver\n"
+        "driver.start()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "CudaMissing: a CUDA device needs the package cuda-bindings" in done.stderr
+    assert "kvd-offload[cuda]" in done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvd.errors import LaneError
+from kvd.lane import runner
 from kvd.lane.cuda import copier, driver, flow, runs
 from kvd.lane.cuda.device import CudaDevice, Options
 from tests.fakecuda.harness import FakeCuda
@@ -22,6 +23,11 @@ from tests.lane.cuda_rig import CudaRig, TestDriver, load
 pytestmark = pytest.mark.fakecuda
 
 Patch = pytest.MonkeyPatch
+
+
+def never_wait_for_the_timeline(patch: Patch) -> None:
+    """Jobs start wherever the worker's stream is."""
+    patch.setattr(runner, "_timeline_reached", lambda _job: True)
 
 
 def read_sources_in_any_order(patch: Patch) -> None:
@@ -101,6 +107,8 @@ class Rule:
 
 
 RULES = [
+    Rule(checks.stores_wait_for_the_timeline, never_wait_for_the_timeline),
+    Rule(checks.loads_wait_for_the_timeline, never_wait_for_the_timeline),
     Rule(checks.sources_are_read_at_their_turn, read_sources_in_any_order),
     Rule(checks.ends_are_reported_after_the_last_byte, record_the_end_first),
     Rule(

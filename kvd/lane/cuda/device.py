@@ -107,10 +107,6 @@ class CudaDevice(Device):
             context = driver.retain_context(self._device)
             self._cleanup.add(lambda: driver.release_context(self._device))
             driver.use_context(context)
-            self._pool = PinnedPool(
-                pool_fd, pool_bytes, context, options.registration_bytes, options.page_bytes
-            )
-            self._cleanup.add(self._pool.close)
             self._events = Events()
             self._cleanup.add(self._events.close)
             least, greatest = driver.priorities()
@@ -123,6 +119,11 @@ class CudaDevice(Device):
                 flow = Flow(direction, priority, self.copier, self._events)
                 self._cleanup.add(flow.close)
                 self._flows[direction] = flow
+            # Last: what was measured above was measured while nothing else moved.
+            self._pool = PinnedPool(
+                pool_fd, pool_bytes, context, options.registration_bytes, options.page_bytes
+            )
+            self._cleanup.add(self._pool.close)
             _log.info("%s: %r", driver.device_name(self._device), self.copier)
 
     def import_memory(
