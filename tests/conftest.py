@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,13 @@ def runtime_dir() -> Iterator[Path]:
 @pytest.fixture
 def start_daemon(runtime_dir: Path) -> Iterator[StartDaemon]:
     """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the test."""
+    with started_daemons(runtime_dir) as start:
+        yield start
+
+
+@contextmanager
+def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
+    """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the block."""
     daemons: list[Daemon] = []
 
     def start(
@@ -93,14 +101,16 @@ def start_daemon(runtime_dir: Path) -> Iterator[StartDaemon]:
             daemon.wait_ready()
         return daemon
 
-    yield start
-    for daemon in daemons:
-        if daemon.process.poll() is None:
-            daemon.process.kill()
-        daemon.process.wait(timeout=30)
-        for pool in Path("/dev/shm").glob("kvd-*.pool"):
-            if str(pool) in daemon.log.read_text():
-                pool.unlink(missing_ok=True)
+    try:
+        yield start
+    finally:
+        for daemon in daemons:
+            if daemon.process.poll() is None:
+                daemon.process.kill()
+            daemon.process.wait(timeout=30)
+            for pool in Path("/dev/shm").glob("kvd-*.pool"):
+                if str(pool) in daemon.log.read_text():
+                    pool.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Engines in CUDA memory, from process to process, on a test driver that is no GPU."""
 
 import select
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Self
 import pytest
 
 from kvd_client import LookupResult, Scheduler
-from tests.conftest import Daemon, StartDaemon
+from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.cuda_rank import CudaRank
 from tests.daemon.engines import FACTOR, POISON, Engine, keys_of
 from tests.daemon.test_engines import wait_hit
@@ -144,16 +145,24 @@ def daemon(lanes: Lanes, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPa
     return running
 
 
-@pytest.fixture(params=["ipc", "vmm"])
-def engine(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[CudaEngine]:
-    """A registered engine of two ranks."""
-    with CudaEngine(daemon.runtime_dir, kind=request.param) as running:
-        running.register()
-        yield running
+@pytest.fixture(scope="module")
+def shared(fakecuda_folder: Path) -> Iterator[CudaEngine]:
+    """A registered engine of two ranks that no test kills a part of, with a daemon of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        pytest.MonkeyPatch.context() as patch,
+        started_daemons(Path(path) / "run") as start,
+    ):
+        patch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
+        patch.setenv("FAKECUDA_SEED", "11")
+        patch.delenv("FAKECUDA_LOG", raising=False)
+        with CudaEngine(start().runtime_dir) as running:
+            running.register()
+            yield running
 
 
 @pytest.fixture
-def ipc_engine(daemon: Daemon) -> Iterator[CudaEngine]:
+def engine(daemon: Daemon) -> Iterator[CudaEngine]:
     """A registered engine of two ranks, in plain CUDA memory."""
     with CudaEngine(daemon.runtime_dir) as running:
         running.register()
@@ -184,167 +193,176 @@ def wait_lane(daemon: Daemon, **wanted: object) -> dict[str, Any]:
     raise AssertionError(lane)
 
 
-def test_two_ranks_on_one_device_get_every_byte_back(engine: CudaEngine, daemon: Daemon) -> None:
-    """IPC memory and exported memory: stored, loaded into other poisoned blocks, equal."""
+def test_two_ranks_on_one_device_get_every_byte_back(shared: CudaEngine) -> None:
+    """Stored, loaded into other poisoned blocks, equal; the source is as it was."""
     keys = keys_of("cuda", 6)
-    engine.store(keys)
-    assert engine.load(keys) == 0
-    lane = wait_lane(daemon, workers=2)
-    assert lane["up"]
-    assert lane["restarts"] == 0
-    for rank in engine.ranks.values():
-        assert not rank.ask("wrong_bytes", keys, blocks_of(keys, 1))  # the source as it was
+    shared.store(keys)
+    assert shared.load(keys) == 0
+    for rank in shared.ranks.values():
+        assert not rank.ask("wrong_bytes", keys, blocks_of(keys, 1))
 
 
-def test_host_and_cuda_engines_share_chunks(ipc_engine: CudaEngine, daemon: Daemon) -> None:
+def test_exported_memory_is_served_too(daemon: Daemon) -> None:
+    """Virtual memory travels as a descriptor; one lane serves both ranks."""
+    with CudaEngine(daemon.runtime_dir, kind="vmm") as engine:
+        device = engine.register()
+        keys = keys_of("exported", 6)
+        engine.store(keys)
+        assert engine.load(keys) == 0
+        lane = wait_lane(daemon, workers=2)
+        assert (lane["device"], lane["up"], lane["restarts"]) == (device, True, 0)
+
+
+def test_host_and_cuda_engines_share_chunks(shared: CudaEngine) -> None:
     """What a GPU's engine stored, an engine in host memory loads: the layout counts, not where."""
     keys = keys_of("both", 4)
-    ipc_engine.store(keys)
-    with Engine(daemon.runtime_dir, name="host-engine").wait_attached() as host:
+    shared.store(keys)
+    with Engine(shared.runtime_dir, name="host-engine").wait_attached() as host:
         wait_hit(host, keys)
         assert host.load(keys) == (4, 0)
 
 
-def test_a_store_reads_when_the_stream_is_there_and_not_before(ipc_engine: CudaEngine) -> None:
+def test_a_store_reads_when_the_stream_is_there_and_not_before(shared: CudaEngine) -> None:
     """Kernels that still run when the store is submitted are waited for, by nobody on the host."""
     keys = keys_of("late", 3)
     blocks = blocks_of(keys, 1)
-    ticket = ipc_engine.scheduler.prepare_store(keys)
-    for rank in ipc_engine.ranks.values():
+    ticket = shared.scheduler.prepare_store(keys)
+    for rank in shared.ranks.values():
         rank.ask("poison", blocks)
         rank.ask("switch", "hold=kernels")
         rank.ask("compute", COMPUTED, blocks)
-    job = ipc_engine.submit("store", ticket, blocks)
-    for rank in ipc_engine.ranks.values():
+    job = shared.submit("store", ticket, blocks)
+    for rank in shared.ranks.values():
         select.select([], [], [], 0.1)  # time to read what is not there yet
         assert rank.ask("finished") == []
-        assert rank.ask("reached") == 0
         rank.ask("switch", "hold=")
-    assert ipc_engine.succeeded(job)
-    ipc_engine.scheduler.complete_store(keys)
-    ipc_engine.wait_hit(keys)
-    assert ipc_engine.load(keys) > 0  # not the keys' content, but
-    for rank in ipc_engine.ranks.values():
+    assert shared.succeeded(job)
+    shared.scheduler.complete_store(keys)
+    shared.wait_hit(keys)
+    assert shared.load(keys) > 0  # not the keys' content, but
+    for rank in shared.ranks.values():
         assert rank.ask("values", blocks_of(keys, 33)) == {COMPUTED}
 
 
-def test_a_load_writes_after_the_work_that_was_on_its_blocks(ipc_engine: CudaEngine) -> None:
+def test_a_load_writes_after_the_work_that_was_on_its_blocks(shared: CudaEngine) -> None:
     """What the stream had yet to do with the destination comes first and does not win."""
     keys = keys_of("after", 3)
-    ipc_engine.store(keys)
-    ticket = ipc_engine.scheduler.prepare_load(keys)
+    shared.store(keys)
+    ticket = shared.scheduler.prepare_load(keys)
     blocks = blocks_of(keys, 33)
-    for rank in ipc_engine.ranks.values():
+    for rank in shared.ranks.values():
         rank.ask("switch", "hold=kernels")
         rank.ask("compute", POISON, blocks)
-    job = ipc_engine.submit("load", ticket, blocks)
-    for rank in ipc_engine.ranks.values():
+    job = shared.submit("load", ticket, blocks)
+    for rank in shared.ranks.values():
         select.select([], [], [], 0.1)
         assert rank.ask("finished") == []
         rank.ask("switch", "hold=")
-    assert ipc_engine.succeeded(job)
-    for rank in ipc_engine.ranks.values():
+    assert shared.succeeded(job)
+    for rank in shared.ranks.values():
         assert rank.ask("wrong_bytes", keys, blocks) == 0
 
 
-def test_numbers_of_two_streams_are_reached_in_order(ipc_engine: CudaEngine) -> None:
+def test_numbers_of_two_streams_are_reached_in_order(shared: CudaEngine) -> None:
     """A number on an idle stream does not vouch for one on a stream that is busy."""
     keys = keys_of("streams", 2)
     blocks, elsewhere = blocks_of(keys, 1), blocks_of(keys, 9)
-    rank = ipc_engine.ranks[0]
-    ticket = ipc_engine.scheduler.prepare_store(keys)
+    rank = shared.ranks[0]
+    ticket = shared.scheduler.prepare_store(keys)
     slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
+    before = rank.ask("reached")
     rank.ask("poison", [*blocks, *elsewhere])
     rank.ask("switch", "hold=kernels")
     rank.ask("compute", COMPUTED, blocks)
-    assert rank.ask("submit", "store", 71, blocks, slots, generations) == 1
-    assert rank.ask("submit", "store", 72, elsewhere, slots, generations, 1) == 2
+    assert rank.ask("submit", "store", 71, blocks, slots, generations) == before + 1
+    assert rank.ask("submit", "store", 72, elsewhere, slots, generations, 1) == before + 2
     select.select([], [], [], 0.1)
-    assert rank.ask("reached") == 0
+    assert rank.ask("reached") == before
     rank.ask("switch", "hold=")
     rank.result(71)
     rank.result(72)
-    assert rank.ask("reached") == 2
+    assert rank.ask("reached") == before + 2
+    shared.scheduler.complete_store(keys, success=False)
 
 
-def test_wait_voids_a_store_whose_stream_is_not_there(ipc_engine: CudaEngine) -> None:
+def test_wait_voids_a_store_whose_stream_is_not_there(shared: CudaEngine) -> None:
     """Preemption: after `wait` the blocks may be overwritten, and the store never is a hit."""
     keys = keys_of("void", 2)
     blocks = blocks_of(keys, 1)
-    ticket = ipc_engine.scheduler.prepare_store(keys)
-    for rank in ipc_engine.ranks.values():
+    ticket = shared.scheduler.prepare_store(keys)
+    for rank in shared.ranks.values():
         rank.ask("switch", "hold=kernels")
         rank.ask("compute", COMPUTED, blocks)
-    job = ipc_engine.submit("store", ticket, blocks)
-    for rank in ipc_engine.ranks.values():
+    job = shared.submit("store", ticket, blocks)
+    for rank in shared.ranks.values():
         assert rank.ask("wait", job, 0.2) == []
         rank.ask("switch", "hold=")
         assert not rank.result(job).success
-    assert set(ipc_engine.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+    assert set(shared.scheduler.lookup_many(keys)) == {LookupResult.MISS}
 
 
 def test_a_worker_killed_in_a_copy_costs_nobody_else(
-    ipc_engine: CudaEngine, daemon: Daemon, lanes: Lanes
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
 ) -> None:
     """Its copies drain before its memory is let go; the lane lives, the next rank takes over."""
     keys = keys_of("kept", 4)
-    ipc_engine.store(keys)
+    engine.store(keys)
     lane = wait_lane(daemon, workers=2)
-    ticket = ipc_engine.scheduler.prepare_store(keys_of("lost", 2))
+    ticket = engine.scheduler.prepare_store(keys_of("lost", 2))
     lanes.switch("hold=copies")
-    ipc_engine.submit("store", ticket, blocks_of(ticket.keys, 20))
+    engine.submit("store", ticket, blocks_of(ticket.keys, 20))
     in_copy(daemon)
-    ipc_engine.ranks[1].kill()
+    engine.ranks[1].kill()
     select.select([], [], [], 0.3)
     assert lane_of(daemon)["workers"] == 2  # it is still copied from
     lanes.switch("hold=")
     after = wait_lane(daemon, workers=1)
     assert (after["pid"], after["restarts"]) == (lane["pid"], 0)
-    ipc_engine.add(1)
-    ipc_engine.ranks[1].ask("register")
-    ipc_engine.wait_attached()
-    assert ipc_engine.load(keys) == 0
-    ipc_engine.store(keys_of("again", 2))
+    engine.add(1)
+    engine.ranks[1].ask("register")
+    engine.wait_attached()
+    assert engine.load(keys) == 0
+    engine.store(keys_of("again", 2))
 
 
 def test_a_lane_killed_in_a_copy_costs_its_jobs(
-    ipc_engine: CudaEngine, daemon: Daemon, lanes: Lanes
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
 ) -> None:
     """Its jobs fail at once; the next lane maps the same memory, and the chunks are all there."""
     keys = keys_of("kept", 4)
-    ipc_engine.store(keys)
-    ticket = ipc_engine.scheduler.prepare_store(keys_of("lost", 2))
+    engine.store(keys)
+    ticket = engine.scheduler.prepare_store(keys_of("lost", 2))
     lanes.switch("hold=copies")
-    job = ipc_engine.submit("store", ticket, blocks_of(ticket.keys, 20))
+    job = engine.submit("store", ticket, blocks_of(ticket.keys, 20))
     in_copy(daemon)
     kill_and_wait(lane_of(daemon)["pid"])
     lanes.switch("hold=")
-    for rank in ipc_engine.ranks.values():
+    for rank in engine.ranks.values():
         assert not rank.result(job).success
     daemon.wait_ready()
     wait_lane(daemon, workers=2, restarts=1)
-    ipc_engine.wait_attached()
-    assert ipc_engine.load(keys) == 0
-    ipc_engine.store(keys_of("lost", 2), first_block=20)
+    engine.wait_attached()
+    assert engine.load(keys) == 0
+    engine.store(keys_of("lost", 2), first_block=20)
 
 
 def test_a_lost_context_costs_the_lane_and_not_the_pool(
-    ipc_engine: CudaEngine, daemon: Daemon, lanes: Lanes
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
 ) -> None:
     """A sticky error of the device ends the lane; jobs fail, and its successor serves."""
     keys = keys_of("kept", 4)
-    ipc_engine.store(keys)
+    engine.store(keys)
     pid = lane_of(daemon)["pid"]
-    ticket = ipc_engine.scheduler.prepare_load(keys)
+    ticket = engine.scheduler.prepare_load(keys)
     lanes.switch("fail=cuEventQuery:1:700")
-    job = ipc_engine.submit("load", ticket, blocks_of(keys, 33))
-    results = [rank.result(job) for rank in ipc_engine.ranks.values()]
+    job = engine.submit("load", ticket, blocks_of(keys, 33))
+    results = [rank.result(job) for rank in engine.ranks.values()]
     assert not all(result.success for result in results)
     lanes.switch("fail=")
     daemon.wait_ready()
     assert wait_lane(daemon, workers=2)["pid"] != pid
-    ipc_engine.wait_attached()
-    assert ipc_engine.load(keys) == 0
+    engine.wait_attached()
+    assert engine.load(keys) == 0
 
 
 def test_memory_that_cannot_be_exported_is_refused_with_the_remedy(daemon: Daemon) -> None:
