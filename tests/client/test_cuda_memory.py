@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,17 @@ ROOT = Path(__file__).parents[2]
 
 def run(name: str, **environment: str) -> None:
     """Run one scenario; its words where it fails."""
+    done = outcome(name, **environment)
+    assert done.returncode == 0, done.stderr
+
+
+def outcome(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """How one scenario ended, with all rules or without one."""
     path = os.pathsep.join([str(ROOT), *sys.path])
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FAKECUDA_")}
     kept.pop("LD_LIBRARY_PATH", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.client.cuda_scenarios", name],
+    return subprocess.run(
+        [sys.executable, "-m", "tests.client.cuda_scenarios", *arguments],
         env=kept | {"PYTHONPATH": path} | environment,
         cwd=ROOT,
         capture_output=True,
@@ -28,7 +35,6 @@ def run(name: str, **environment: str) -> None:
         check=False,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.fakecuda
@@ -47,9 +53,9 @@ def run(name: str, **environment: str) -> None:
     ],
     ids=lambda scenario: scenario.__name__,
 )
-def test_worker_on_the_test_driver(scenario: object, fakecuda_folder: Path) -> None:
+def test_worker_on_the_test_driver(scenario: Callable[[], None], fakecuda_folder: Path) -> None:
     """The scenario's name is the behaviour."""
-    run(scenario.__name__, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_SEED="3")  # type: ignore[attr-defined]
+    run(scenario.__name__, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_SEED="3")
 
 
 @pytest.mark.fakecuda
@@ -64,6 +70,46 @@ def test_streams_that_cannot_write_are_watched(fakecuda_folder: Path) -> None:
     """Without stream memory operations a thread signals, with the same order."""
     name = scenarios.numbers_are_reached_when_the_stream_is_there.__name__
     run(name, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_MEM_OPS="0")
+
+
+@pytest.mark.fakecuda
+@pytest.mark.parametrize(
+    ("rule", "scenario", "mem_ops"),
+    [
+        (
+            scenarios.a_stream_waits_for_the_last_number_on_another,
+            scenarios.numbers_are_reached_when_the_stream_is_there,
+            {},
+        ),
+        (
+            scenarios.the_stream_writes_the_number_at_its_turn,
+            scenarios.numbers_are_reached_when_the_stream_is_there,
+            {},
+        ),
+        (
+            scenarios.the_thread_waits_for_the_event,
+            scenarios.numbers_are_reached_when_the_stream_is_there,
+            {"FAKECUDA_MEM_OPS": "0"},
+        ),
+        (
+            scenarios.a_page_is_let_go_when_nothing_will_write_to_it,
+            scenarios.a_page_that_is_written_to_later_stays,
+            {},
+        ),
+    ],
+    ids=lambda part: getattr(part, "__name__", ""),
+)
+def test_every_rule_is_missed(
+    rule: Callable[[], None],
+    scenario: Callable[[], None],
+    mem_ops: dict[str, str],
+    fakecuda_folder: Path,
+) -> None:
+    """Without the rule the scenario, which succeeds with it, fails."""
+    environment = {"LD_LIBRARY_PATH": str(fakecuda_folder), **mem_ops}
+    done = outcome(scenario.__name__, rule.__name__, **environment)
+    assert done.returncode == 1
+    assert "AssertionError" in done.stderr
 
 
 @pytest.mark.fakecuda
@@ -102,11 +148,11 @@ def test_devices_are_named_by_uuid_whatever_is_hidden(fakecuda_folder: Path) -> 
     ],
     ids=lambda scenario: scenario.__name__,
 )
-def test_without_cuda(scenario: object) -> None:
+def test_without_cuda(scenario: Callable[[], None]) -> None:
     """The scenario's name is the behaviour."""
     if scenario is scenarios.without_a_driver_memory_is_unsupported:
         pytest.importorskip("cuda.bindings")
-    run(scenario.__name__)  # type: ignore[attr-defined]
+    run(scenario.__name__)
 
 
 def test_a_worker_in_host_memory_has_no_streams() -> None:
