@@ -314,7 +314,7 @@ class Broker:
                 lane.pong = message
                 return []
             case LaneFailed():
-                return lane_failed(lane, message)
+                return lane_failed(self.state, lane, message, now)
             case _:
                 return [Event(f"lane {device} sent {type(message).__name__}", "error")]
 

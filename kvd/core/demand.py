@@ -1,8 +1,9 @@
 """Lanes of CUDA devices: started for the first worker of a device, let go when none is left.
 
 A lane that has started stays while it lives, with workers or without. One that
-cannot start refuses the registrations that wait for it, in its own words; it is
-tried again only for workers that were served before.
+cannot start refuses the registrations that wait for it, and those of the next
+seconds, in its own words; it is started again by itself only for workers that
+were served before.
 """
 
 from kvd.core.effects import DropFds, DropLane, Effect, Event, KillLane, Reply, StartLane
@@ -14,16 +15,21 @@ from kvd_proto.devices import is_cuda_device
 from kvd_proto.messages import Error, ErrorCode
 
 MAX_CUDA_LANES = 64
+FAILED_SECONDS = 10.0  # clients ask every 2 s: not each of them is worth a process
 
 
-def check_device(state: BrokerState, device: str) -> None:
+def check_device(state: BrokerState, device: str, now: float) -> None:
     """There is a lane for `device`, or there may be one.
 
     Raises:
-        Refused: no device that a lane could serve, or too many lanes.
+        Refused: no device that a lane could serve, a lane that could not start a moment ago, or
+            too many lanes.
     """
     if device in state.lanes:
         return
+    failed_at, failure = state.failed_lanes.get(device, (-FAILED_SECONDS, ""))
+    if failure and now < failed_at + FAILED_SECONDS:
+        raise Refused(ErrorCode.BAD_LAYOUT, failure)
     if not is_cuda_device(device):
         raise Refused(
             ErrorCode.BAD_LAYOUT,
@@ -47,9 +53,13 @@ def want_lane(state: BrokerState, device: str) -> list[Effect]:
     return [Event(f"lane {device} is wanted"), StartLane(device)]
 
 
-def lane_failed(lane: Lane, message: LaneFailed) -> list[Effect]:
+def lane_failed(state: BrokerState, lane: Lane, message: LaneFailed, now: float) -> list[Effect]:
     """A lane process says why it cannot serve; what follows from that comes with its end."""
     lane.failure = message.error
+    state.failed_lanes.pop(lane.device, None)
+    state.failed_lanes[lane.device] = (now, message.error)
+    if len(state.failed_lanes) > MAX_CUDA_LANES:
+        del state.failed_lanes[next(iter(state.failed_lanes))]  # the oldest
     return [KillLane(lane.device, message.error)]
 
 

@@ -61,7 +61,7 @@ class Registration:
             raise Refused(ErrorCode.BAD_STATE, f"REGISTER by a {session.kind}, only workers may")
         if session.pending is not None or session.releasing is not None:
             raise Refused(ErrorCode.BAD_STATE, "a registration of this session is under way")
-        check_device(self._state, message.device)
+        check_device(self._state, message.device, now)
         check_rank(engine, message)
         check_layout(engine, message, self._state.settings.pool_bytes)
         effects = self._open_pool(message) + want_lane(self._state, message.device)

@@ -27,6 +27,7 @@ class OpenNamespaces(Protocol):
 class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
 
+    `failed_lanes` says when a device's lane could last not start, and why.
     `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
 
     `open_namespaces` supplies directory memory and `available_bytes` what the
@@ -39,6 +40,7 @@ class BrokerState:
     available_bytes: Callable[[], int]
     registry: Registry
     lanes: dict[str, Lane] = field(default_factory=dict)
+    failed_lanes: dict[str, tuple[float, str]] = field(default_factory=dict)
     gone_counters: LaneCounters = field(default_factory=LaneCounters)
     gone_restarts: int = 0
     revocations: Revocations = field(default_factory=Revocations)

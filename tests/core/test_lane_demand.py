@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.broker import Broker
-from kvd.core.demand import MAX_CUDA_LANES
+from kvd.core.demand import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.core.effects import DropLane, Effect, KillLane, Reply, StartLane
 from kvd.core.sessions import Peer, Session
 from kvd.core.status import status_report
@@ -137,7 +137,7 @@ def test_a_device_without_a_uuid_is_refused(device: str) -> None:
 
 
 def test_a_lane_that_cannot_start_refuses_in_its_own_words() -> None:
-    """Everybody who waits is refused with the lane's sentence, and it is not started again."""
+    """Everybody who waits is refused with the lane's sentence; who asks soon after, too."""
     broker = make_broker()
     sessions = [worker(broker, name) for name in ("one", "two")]
     for session in sessions:
@@ -150,7 +150,9 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words() -> None:
     assert effects[-1] == DropLane(DEVICE)
     assert list(broker.state.lanes) == ["host"]
     broker.descriptors(sessions[0], 0, 1, 1.0)  # counted anew
-    assert StartLane(DEVICE) in broker.request(sessions[0], 3, register(), 1.0)
+    again = refusal(broker.request(sessions[0], 3, register(), 1.0))
+    assert again.text == "no such device"  # at once, without a process
+    assert StartLane(DEVICE) in broker.request(sessions[0], 4, register(), FAILED_SECONDS + 1)
 
 
 def test_a_lane_that_dies_at_its_start_may_be_tried_again() -> None:
