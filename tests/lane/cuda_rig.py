@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,13 @@ class TestDriver:
             file.seek(since)
             lines = [line.split() for line in file]
         return [name for pid, name in lines if int(pid) == os.getpid()]
+
+    def wait_for(self, name: str, count: int, since: int) -> None:
+        """Wait until this process has called a function so often."""
+        deadline = time.monotonic() + PATIENCE
+        while self.calls(since).count(name) < count:
+            assert time.monotonic() < deadline, f"{name} is not called {count} times"
+            time.sleep(0.001)
 
     @property
     def mark(self) -> int:

@@ -88,10 +88,12 @@ def test_a_pool_that_cannot_be_pinned_is_said_and_undone(
 ) -> None:
     """What was registered is undone, transfers fail and workers are refused, with the remedy."""
     fake_driver.set("hang=cuMemHostRegister:3")  # the second piece of the pool
+    start = fake_driver.mark
     rig = CudaRig(fake_driver, ipc_workers, engine_only(), pinned=False)
     try:
         memory, _ = rig.attach(SIZES)
         submit(rig, 1, memory, Direction.STORE, [(0, 0, POOL_BYTES - 100, 100)])
+        fake_driver.wait_for("cuMemHostRegister", 3, start)
         before = fake_driver.mark
         fake_driver.set("fail=cuMemHostRegister:1:2")
         fake_driver.set("unhang=")
@@ -99,7 +101,7 @@ def test_a_pool_that_cannot_be_pinned_is_said_and_undone(
         assert "cannot be pinned" in drain(rig.device)[1].error
         with pytest.raises(ImportFailed, match="LimitMEMLOCK"):
             rig.attach(SIZES)
-        assert fake_driver.calls(before).count("cuMemHostUnregister") == 2
+        assert fake_driver.calls(before).count("cuMemHostUnregister") == 2  # both that had worked
     finally:
         rig.close()
 

@@ -53,7 +53,6 @@ class Options:
     """What may be chosen about a device.
 
     registration_bytes: of one registration of the pool; see PinnedPool.
-    page_bytes: of the pool's file.
     bytes_in_flight: of each direction, above which no more is asked for.
     stuck_seconds: after which a device that ends nothing is given up.
     state_dir: where measurements are kept, if anywhere.
@@ -61,7 +60,6 @@ class Options:
     """
 
     registration_bytes: int = PIECE_BYTES
-    page_bytes: int = os.sysconf("SC_PAGESIZE")
     bytes_in_flight: int = 32 * 2**20
     stuck_seconds: float = 120.0
     state_dir: Path | None = None
@@ -120,9 +118,7 @@ class CudaDevice(Device):
                 self._cleanup.add(flow.close)
                 self._flows[direction] = flow
             # Last: what was measured above was measured while nothing else moved.
-            self._pool = PinnedPool(
-                pool_fd, pool_bytes, context, options.registration_bytes, options.page_bytes
-            )
+            self._pool = PinnedPool(pool_fd, pool_bytes, context, options.registration_bytes)
             self._cleanup.add(self._pool.close)
             _log.info("%s: %r", driver.device_name(self._device), self.copier)
 

@@ -94,7 +94,15 @@ class ImportedMemory:
         return start + handle.offset
 
     def _open_ipc(self, handle: IpcHandle) -> tuple[int, int]:
-        address = driver.open_ipc(handle.handle)
+        try:
+            address = driver.open_ipc(handle.handle)
+        except CudaError as error:
+            if driver.is_lost(error):
+                raise
+            raise ImportFailed(
+                f"{error}; the worker must run on this machine and use this device, and its pid"
+                " must differ from the lane's as a number: share the host's pids with containers"
+            ) from error
         self._cleanup.add(lambda: driver.close_ipc(address))
         start, nbytes = driver.address_range(address)
         # Offsets count from the allocation's start, which is what opening it returns.

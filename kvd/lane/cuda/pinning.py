@@ -13,6 +13,7 @@ pageable memory is never used instead.
 
 import logging
 import mmap
+import os
 import threading
 import time
 
@@ -38,8 +39,8 @@ class PinnedPool:
         pool_fd: the pool's file; stays the caller's.
         pool_bytes: its size.
         context: the device's.
-        piece_bytes: of one registration; a multiple of `page_bytes`, at most 64 GiB.
-        page_bytes: of the pool's file, where it has huge pages.
+        piece_bytes: of one registration; whole pages of the file, which may be huge ones, and at
+            most 64 GiB.
 
     Raises:
         LaneError: a size of piece that cannot be, or a file that cannot be mapped.
@@ -51,8 +52,8 @@ class PinnedPool:
         pool_bytes: int,
         context: Context,
         piece_bytes: int = PIECE_BYTES,
-        page_bytes: int = mmap.PAGESIZE,
     ) -> None:
+        page_bytes = max(mmap.PAGESIZE, os.fstat(pool_fd).st_blksize)
         if not 0 < piece_bytes <= MAX_PIECE_BYTES or piece_bytes % page_bytes:
             raise LaneError(
                 f"pieces of {piece_bytes} bytes; choose a multiple of {page_bytes},"
