@@ -10,7 +10,9 @@
     ├── ChannelFull          the peer of a channel does not read
     ├── BadDatagram          a datagram that cannot be sent or was cut off
     ├── LaneError            a lane cannot do what was asked
-    │   └── ImportFailed     a worker's memory cannot be mapped as described
+    │   ├── ImportFailed     a worker's memory cannot be mapped as described
+    │   ├── CudaMissing      the driver, its bindings or the device named is not there
+    │   └── CudaError        a driver function failed: carries code, name and what was attempted
     ├── Refused              a request that is answered with an ERROR; carries its code
     ├── PlanError            a model's config.json that says too little
     └── IntegrityError       an invariant does not hold: a bug in kvd
@@ -53,6 +55,26 @@ class LaneError(KvdError):
 
 class ImportFailed(LaneError):
     """A worker's memory cannot be mapped as its registration describes it."""
+
+
+class CudaMissing(LaneError):
+    """There is no CUDA driver, no binding to it, or no such device on this machine."""
+
+
+class CudaError(LaneError):
+    """A function of the CUDA driver failed.
+
+    Attributes:
+        code: the driver's number of the error; -1 where the driver lacks the function.
+        name: the driver's name of it.
+        attempted: what was being done, in words.
+    """
+
+    def __init__(self, code: int, name: str, attempted: str) -> None:
+        super().__init__(f"{attempted}: {name} ({code})")
+        self.code = code
+        self.name = name
+        self.attempted = attempted
 
 
 class Refused(KvdError):

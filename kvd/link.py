@@ -9,7 +9,15 @@ file tells each side that the other process is gone.
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import Codec
 from kvd_proto.layout import RankLayout
-from kvd_proto.messages import Count, HostHandle, Message, Name, Text
+from kvd_proto.messages import Count, Handle, Message, Name, Text
+
+
+def lane_socket(device: str, incarnation: int) -> str:
+    """The name of a lane's socket; the incarnation tells lanes of one daemon apart.
+
+    A UUID would leave little room for the directory in the 108 bytes of a socket's path.
+    """
+    return f"lane-{device.partition(':')[0]}-{incarnation}.sock"
 
 
 class LaneReady(Message, frozen=True):
@@ -19,6 +27,12 @@ class LaneReady(Message, frozen=True):
     incarnation: Count
     pid: Count
     endpoint: Text
+
+
+class LaneFailed(Message, frozen=True):
+    """Lane → broker, instead of LaneReady: this device cannot be served, and why."""
+
+    error: Text
 
 
 class ImportWorker(Message, frozen=True):
@@ -34,7 +48,7 @@ class ImportWorker(Message, frozen=True):
     rank: Count
     world_size: Count
     layout: RankLayout
-    handles: tuple[HostHandle, ...]
+    handles: tuple[Handle, ...]
 
 
 class Imported(Message, frozen=True):
@@ -157,6 +171,7 @@ LINK = Codec(
         0x10B: LanePing,
         0x10C: LanePong,
         0x10D: StopLane,
+        0x10E: LaneFailed,
     }
 )
 """The codec of the link."""

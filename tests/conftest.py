@@ -8,12 +8,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+pytest_plugins = ["tests.fakecuda.plugin"]
 
 # The engine has an environment of its own: make test-vllm.
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
@@ -73,6 +76,13 @@ def runtime_dir() -> Iterator[Path]:
 @pytest.fixture
 def start_daemon(runtime_dir: Path) -> Iterator[StartDaemon]:
     """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the test."""
+    with started_daemons(runtime_dir) as start:
+        yield start
+
+
+@contextmanager
+def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
+    """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the block."""
     daemons: list[Daemon] = []
 
     def start(
@@ -91,14 +101,31 @@ def start_daemon(runtime_dir: Path) -> Iterator[StartDaemon]:
             daemon.wait_ready()
         return daemon
 
-    yield start
-    for daemon in daemons:
-        if daemon.process.poll() is None:
-            daemon.process.kill()
-        daemon.process.wait(timeout=30)
-        for pool in Path("/dev/shm").glob("kvd-*.pool"):
-            if str(pool) in daemon.log.read_text():
-                pool.unlink(missing_ok=True)
+    try:
+        yield start
+    finally:
+        for daemon in daemons:
+            if daemon.process.poll() is None:
+                daemon.process.kill()
+            daemon.process.wait(timeout=30)
+            for pool in Path("/dev/shm").glob("kvd-*.pool"):
+                if str(pool) in daemon.log.read_text():
+                    pool.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def fakecuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the test driver is, a double of CUDA's, for LD_LIBRARY_PATH."""
+    if importlib.util.find_spec("cuda") is None:
+        pytest.skip("cuda-bindings is not installed")
+    from tests.fakecuda.build import NoCompiler, build  # noqa: PLC0415  # most tests need none
+
+    folder = tmp_path_factory.mktemp("fakecuda")
+    try:
+        build(folder)
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    return folder
 
 
 @pytest.fixture

@@ -15,12 +15,15 @@ both with the daemon's runtime directory and the engine's name::
     scheduler.complete_load(ticket)                       # when it has finished
 
 A daemon that is absent, slow or restarting is a cache that misses. Memory comes
-from `HostMemory.allocate`, or from torch tensors by
-`kvd_client.torch_memory.share_torch`, the only module that imports torch.
+from `HostMemory.allocate`, from device pointers by `DeviceMemory.at`, or from
+torch tensors by `kvd_client.torch_memory.share_torch`, the only module that
+imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
 """
 
 from kvd_client.control import Timeline
+from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import (
+    CudaError,
     KvdClientError,
     RegistrationError,
     Unavailable,
@@ -37,6 +40,8 @@ from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint, JobStatus
 
 __all__ = [
+    "CudaError",
+    "DeviceMemory",
     "Fingerprint",
     "GroupSpec",
     "HostMemory",

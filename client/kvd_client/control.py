@@ -2,13 +2,16 @@
 
 Word 0, the timeline: everything that was numbered up to here has happened.
 Word 1, the epoch: jobs of an older one are void. Each is a little-endian u64 at
-an offset of eight, written by this process alone; item assignment of a "Q" view
-is one store of eight bytes, so the other side never reads half a number.
+an offset of eight, written by this process or its CUDA streams alone; item
+assignment of a "Q" view is one store of eight bytes, so the other side never
+reads half a number.
 """
 
+import ctypes
 import mmap
 import os
 import threading
+from typing import Protocol
 
 from kvd_client.errors import UsageError
 
@@ -19,10 +22,18 @@ _TIMELINE, _EPOCH = 0, 1
 class ControlPage:
     """A new control page; both words are 0."""
 
+    nbytes = CONTROL_PAGE_BYTES
+
     def __init__(self) -> None:
         self.fd = os.memfd_create("kvd-control", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, CONTROL_PAGE_BYTES)
-        self._words = memoryview(mmap.mmap(self.fd, CONTROL_PAGE_BYTES)).cast("Q")
+        self._map = mmap.mmap(self.fd, CONTROL_PAGE_BYTES)
+        self._words = memoryview(self._map).cast("Q")
+
+    @property
+    def address(self) -> int:
+        """Where word 0 is in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @property
     def timeline(self) -> int:
@@ -52,18 +63,31 @@ class ControlPage:
         return f"<ControlPage timeline={self.timeline} epoch={self.epoch}>"
 
 
+class Signals(Protocol):
+    """Raises the timeline when work on CUDA streams has finished."""
+
+    def signal(self, stream: int, number: int) -> None:
+        """Set the timeline to `number` when all that is on the stream now has finished."""
+
+    def close(self) -> None:
+        """Let go of what the driver holds."""
+
+
 class Timeline:
     """Numbers for an engine that orders its own work: a job waits for the one that it names.
 
     ``n = timeline.reserve()``; start the work; submit the job with ``after=n``;
-    when the work has finished, ``timeline.signal(n)``. Numbers count as happened
-    in order: signal(7) says that everything up to 7 has. May be used by any thread.
+    when the work has finished, ``timeline.signal(n)``. A worker whose memory is
+    CUDA memory says ``n = timeline.signal_on(stream)`` instead, once the work is
+    on the stream. Numbers count as happened in order: signal(7) says that
+    everything up to 7 has. May be used by any thread.
     """
 
     def __init__(self, page: ControlPage) -> None:
         self._page = page
         self._lock = threading.Lock()
         self._last = 0
+        self._signals: Signals | None = None
 
     @property
     def reached(self) -> int:
@@ -85,14 +109,54 @@ class Timeline:
         """Everything up to `number` has happened.
 
         Raises:
-            UsageError: a number that was not reserved.
+            UsageError: a number that was not reserved; or streams signal here.
         """
+        if self._signals is not None:
+            raise UsageError(
+                f"signal({number!r}): this worker's memory is CUDA memory, where only streams know"
+                " what has finished; call signal_on(stream)"
+            )
         if not isinstance(number, int) or not 0 < number <= self._last:
             raise UsageError(
                 f"signal({number!r}): numbers up to {self._last} are reserved; call reserve() first"
             )
         with self._lock:
             self._page.timeline = max(self._page.timeline, number)
+
+    def signal_on(self, stream: int) -> int:
+        """The next number; it is reached when all that is on a CUDA stream now has finished.
+
+        Args:
+            stream: the driver's handle, such as `torch.cuda.current_stream().cuda_stream`. When
+                it is another than the last time, its later work waits for the last number too.
+
+        Raises:
+            UsageError: no stream, or the registered memory is not CUDA memory.
+            CudaError: the driver refuses.
+        """
+        if not isinstance(stream, int) or stream < 0:
+            raise UsageError(f"stream={stream!r}: the handle of a CUDA stream is needed")
+        with self._lock:
+            if self._signals is None:
+                raise UsageError(
+                    "signal_on: no CUDA memory is registered by this worker; call reserve() and"
+                    " signal()"
+                )
+            self._last += 1
+            self._signals.signal(stream, self._last)
+            return self._last
+
+    def follow(self, signals: Signals | None) -> None:
+        """From now on streams signal here, or, with None, the host again; ends what was before."""
+        with self._lock:
+            before, self._signals = self._signals, signals
+            if before is not None:
+                before.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the driver's things are the parent's."""
+        self._lock = threading.Lock()
+        self._signals = None
 
     def __repr__(self) -> str:
         return f"<Timeline reached {self.reached}, reserved {self.reserved}>"

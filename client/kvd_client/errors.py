@@ -10,6 +10,7 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── RegistrationError    the daemon refused the registration; carries its code and sentence
     ├── Unavailable          no daemon within the deadline (registration with `required=True` only)
     ├── UnsupportedMemory    tensors whose memory cannot be shared with another process
+    ├── CudaError            the CUDA driver refused a call; carries its code and name
     └── Interrupted          never leaves the package: an exchange with the daemon came to nothing
         ├── DaemonLost       its end of a connection is closed, or it speaks no sense
         └── DaemonSilent     no answer within the deadline
@@ -46,6 +47,22 @@ class Unavailable(KvdClientError):
 
 class UnsupportedMemory(KvdClientError):
     """This memory cannot be shared with another process."""
+
+
+class CudaError(KvdClientError):
+    """The CUDA driver refused a call.
+
+    Args:
+        code: the driver's number of the error.
+        name: the driver's name for it.
+        attempted: what was to be done.
+    """
+
+    def __init__(self, code: int, name: str, attempted: str) -> None:
+        super().__init__(f"CUDA cannot {attempted}: {name} ({code})")
+        self.code = code
+        self.name = name
+        self.attempted = attempted
 
 
 class Interrupted(KvdClientError):

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_proto.devices import HOST
+from kvd_proto.messages import HostHandle
 
 
 class HostMemory:
@@ -23,6 +25,8 @@ class HostMemory:
     Raises:
         UnsupportedMemory: the file is smaller than offset + nbytes.
     """
+
+    device = HOST
 
     def __init__(
         self, fd: int, nbytes: int, offset: int = 0, array: npt.NDArray[np.uint8] | None = None
@@ -67,6 +71,25 @@ class HostMemory:
             raise UsageError(f"bytes {offset}..{offset + nbytes} of {self!r} are not there")
         array = None if self._array is None else self._array[offset : offset + nbytes]
         return HostMemory(os.dup(self.fd), nbytes, self.offset + offset, array)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.fd < 0
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Equal for parts of one file."""
+        status = os.fstat(self.fd)
+        return status.st_dev, status.st_ino
+
+    def duplicate(self) -> "HostMemory":
+        """The same storage with a descriptor of its own."""
+        return self.part(0, self.nbytes)
+
+    def handle(self, fd_index: int) -> HostHandle:
+        """How a registration names it, where its descriptor has this number."""
+        return HostHandle(fd_index=fd_index, offset=self.offset)
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:

@@ -1,16 +1,19 @@
 """What a worker wants registered: checked here, before a daemon sees it."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvd_client.control import ControlPage
+from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.door import MAX_FDS
 from kvd_client.errors import UsageError
 from kvd_client.memory import HostMemory
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import RankLayout, validate_layout
-from kvd_proto.messages import Error, Fingerprint, HostHandle, Register
+from kvd_proto.messages import Error, Fingerprint, Handle, Register
+
+Memory: TypeAlias = HostMemory | DeviceMemory
 
 
 @dataclass(slots=True)
@@ -26,7 +29,7 @@ class Wanted:
 
     message: Register
     control: ControlPage
-    memory: tuple[HostMemory, ...]
+    memory: tuple[Memory, ...]
     waited_for: bool = True
     refusal: Error | None = None
 
@@ -38,16 +41,16 @@ class Wanted:
 
 def wanted_registration(
     control: ControlPage,
-    memory: Sequence[HostMemory],
+    memory: Sequence[Memory],
     layout: RankLayout,
     fingerprint: Fingerprint,
     *,
     rank: int,
     world_size: int,
-    device: str,
+    device: str | None,
     stage: int,
 ) -> Wanted:
-    """The registration of one rank.
+    """The registration of one rank. Without `device` it is that of the memory.
 
     Raises:
         UsageError: memory that is not that of the layout, or a layout that cannot be meant.
@@ -65,22 +68,21 @@ def wanted_registration(
         validate_layout(layout)
     except LayoutError as error:
         raise UsageError(f"the layout cannot be served: {error}") from error
-    numbers: dict[tuple[int, int], int] = {}
-    kept: list[HostMemory] = []
-    handles = []
+    device = _one_device(memory, device)
+    numbers: dict[object, int] = {}
+    kept: list[Memory] = []
+    handles: list[Handle] = []
     for index, (part, size) in enumerate(zip(memory, layout.storages, strict=True)):
-        if not isinstance(part, HostMemory) or part.fd < 0:
-            raise UsageError(f"memory[{index}]={part!r}: open HostMemory is needed")
         if part.nbytes < size:
             raise UsageError(
                 f"memory[{index}] has {part.nbytes} bytes, the layout's storage {index} has {size}"
             )
-        status = os.fstat(part.fd)
-        file = (status.st_dev, status.st_ino)
-        if file not in numbers:  # parts of one file are mapped once
-            kept.append(part.part(0, part.nbytes))
-            numbers[file] = len(kept)
-        handles.append(HostHandle(fd_index=numbers[file], offset=part.offset))
+        number = 0
+        if part.fd >= 0:
+            number = numbers.setdefault(part.identity, len(kept) + 1)
+            if number > len(kept):  # parts of one file or allocation are mapped once
+                kept.append(part.duplicate())
+        handles.append(part.handle(number))
     if len(kept) >= MAX_FDS:
         raise UsageError(
             f"{len(kept) + 1} descriptors, {MAX_FDS} at most; put tensors into fewer storages"
@@ -95,3 +97,17 @@ def wanted_registration(
         handles=tuple(handles),
     )
     return Wanted(message, control, tuple(kept))
+
+
+def _one_device(memory: Sequence[Memory], device: str | None) -> str:
+    for index, part in enumerate(memory):
+        if not isinstance(part, (HostMemory, DeviceMemory)) or part.closed:
+            raise UsageError(f"memory[{index}]={part!r}: open HostMemory or DeviceMemory is needed")
+        if part.device != memory[0].device:
+            raise UsageError(
+                f"memory[{index}] is on {part.device}, memory[0] on {memory[0].device}: the memory"
+                " of one worker is on one device"
+            )
+    if device is not None and device != memory[0].device:
+        raise UsageError(f"device={device!r} for memory on {memory[0].device}; leave device out")
+    return memory[0].device

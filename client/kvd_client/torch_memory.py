@@ -1,8 +1,9 @@
-"""torch CPU tensors as memory that the daemon can map.
+"""torch tensors as memory that the daemon can map.
 
-A tensor's storage is moved in place into anonymous shared memory: every view
-of it follows, its address changes, its contents do not. A storage is moved and
-counted once, however many tensors are views of it.
+A CPU tensor's storage is moved in place into anonymous shared memory: every view
+of it follows, its address changes, its contents do not. A CUDA tensor's storage
+stays where it is and is named by a handle. A storage is shared and counted once,
+however many tensors are views of it.
 """
 
 import itertools
@@ -13,8 +14,10 @@ from typing import Any
 
 import torch
 
+from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_client.memory import HostMemory
+from kvd_client.registration import Memory
 from kvd_proto.layout import TensorSpec
 
 
@@ -23,7 +26,7 @@ class BlockTensor:
     """A KV tensor, and which of its dimensions counts blocks.
 
     Attributes:
-        tensor: a strided CPU tensor.
+        tensor: a strided CPU or CUDA tensor.
         block_dim: the dimension whose stride leads from one block to the next.
         page_bytes: of one block; None where the other dimensions say it, which they do unless
             pages are padded or interleaved.
@@ -39,9 +42,10 @@ class BlockTensor:
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """Tensors that now lie in shared memory.
+    """Tensors whose memory the daemon can map.
 
     Attributes:
+        device: where all of them are: "host", or "cuda:" and the device's UUID.
         memory: one per distinct storage; for `Worker.register`.
         storages: their sizes in bytes; for `RankLayout.storages`.
         tensors: for `RankLayout.tensors`.
@@ -49,7 +53,8 @@ class SharedTensors:
             several where a block is in several places (keys first, then values).
     """
 
-    memory: tuple[HostMemory, ...]
+    device: str
+    memory: tuple[Memory, ...]
     storages: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
     parts: tuple[tuple[int, ...], ...]
@@ -61,17 +66,20 @@ class SharedTensors:
 
 
 def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
-    """Move tensors' storages into shared memory, in place, and describe their pages.
+    """Share tensors' storages, CPU ones by moving them in place, and describe their pages.
 
     Shapes say how large a page is and never how many blocks there are: that is
     the engine's configured number. Nothing may hold a raw address of the tensors.
 
     Args:
-        tensors: CPU tensors; plain ones count blocks in dimension 0.
+        tensors: on one device, the CPU or a GPU; plain ones count blocks in dimension 0.
 
     Raises:
-        UsageError: not tensors, or dimensions that cannot be meant. Nothing was moved.
-        UnsupportedMemory: on another device, not strided, or without room in shared memory.
+        UsageError: not tensors, of several devices, or dimensions that cannot be meant. Nothing
+            was moved.
+        UnsupportedMemory: on another kind of device, not strided, without room in shared memory,
+            or CUDA memory that no other process can map.
+        CudaError: the CUDA driver refuses.
     """
     given = [t if isinstance(t, BlockTensor) else BlockTensor(t) for t in tensors]
     if not given:
@@ -82,6 +90,11 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
     parts: list[tuple[int, ...]] = []
     for index, item in enumerate(given):
         _check(f"tensors[{index}]", item)
+        if item.tensor.device != given[0].tensor.device:
+            raise UsageError(
+                f"tensors[{index}] is on {item.tensor.device}, tensors[0] on"
+                f" {given[0].tensor.device}: the tensors of one worker are on one device"
+            )
         storage = item.tensor.untyped_storage()
         number = numbers.setdefault(storage._cdata, len(storages))  # noqa: SLF001  # what views share
         if number == len(storages):
@@ -89,15 +102,20 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
         pages = _pages(f"tensors[{index}]", item, number)
         parts.append(tuple(range(len(specs), len(specs) + len(pages))))
         specs.extend(pages)
-    memory: list[HostMemory] = []
+    memory: list[Memory] = []
+    share = _share_cpu if given[0].tensor.device.type == "cpu" else _share_cuda
     try:
-        memory.extend(_share(storage) for storage in storages)
+        memory.extend(share(storage) for storage in storages)
     except BaseException:
         for done in memory:
             done.close()
         raise
     return SharedTensors(
-        tuple(memory), tuple(part.nbytes for part in memory), tuple(specs), tuple(parts)
+        memory[0].device,
+        tuple(memory),
+        tuple(part.nbytes for part in memory),
+        tuple(specs),
+        tuple(parts),
     )
 
 
@@ -105,14 +123,9 @@ def _check(name: str, item: BlockTensor) -> None:
     tensor = item.tensor
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{name} is a {type(tensor).__name__}: a torch.Tensor is needed")
-    if tensor.device.type == "cuda":
+    if tensor.device.type not in {"cpu", "cuda"}:
         raise UnsupportedMemory(
-            f"{name} is on {tensor.device}: device memory needs the cuda backend, which this"
-            " version does not have; it serves CPU tensors"
-        )
-    if tensor.device.type != "cpu":
-        raise UnsupportedMemory(
-            f"{name} is on {tensor.device}: only tensors with memory on the CPU can be shared"
+            f"{name} is on {tensor.device}: only tensors of the CPU and of CUDA can be shared"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UnsupportedMemory(
@@ -170,7 +183,11 @@ def _pages(name: str, item: BlockTensor, storage: int) -> list[TensorSpec]:
     ]
 
 
-def _share(storage: Any) -> HostMemory:
+def _share_cuda(storage: Any) -> DeviceMemory:
+    return DeviceMemory.at(storage.data_ptr(), storage.nbytes())
+
+
+def _share_cpu(storage: Any) -> HostMemory:
     try:
         fd, size = storage._share_fd_cpu_()
     except RuntimeError as error:

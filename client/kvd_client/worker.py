@@ -14,14 +14,15 @@ from types import TracebackType
 from typing import Self
 
 from kvd_client.control import ControlPage, Timeline
+from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.door import Notice
 from kvd_client.errors import RegistrationError, Unavailable, UsageError
 from kvd_client.job_request import Integers, job_request
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
-from kvd_client.memory import HostMemory
-from kvd_client.registration import Wanted, wanted_registration
+from kvd_client.registration import Memory, Wanted, wanted_registration
 from kvd_client.session import Session
+from kvd_client.stream_signal import stream_signals
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import (
     MAX_RANKS,
@@ -96,11 +97,11 @@ class Worker:
 
     def register(
         self,
-        memory: Sequence[HostMemory],
+        memory: Sequence[Memory],
         layout: RankLayout,
         fingerprint: Fingerprint,
         *,
-        device: str = "host",
+        device: str | None = None,
         stage: int = 0,
         required: bool = False,
         timeout: float = REGISTER_SECONDS,
@@ -108,10 +109,11 @@ class Worker:
         """Give the daemon this rank's KV memory. From now on that is renewed by itself.
 
         Args:
-            memory: `memory[i]` is storage i of the layout; descriptors may be closed afterwards.
+            memory: `memory[i]` is storage i of the layout, all of it on one device; descriptors
+                may be closed afterwards.
             layout: this rank's tensors and groups.
             fingerprint: what must be equal for engines to share chunks.
-            device: the lane that serves the memory.
+            device: the lane that serves the memory; None: that of the memory's device.
             stage: the pipeline stage of this rank.
             required: raise where the daemon is not there.
             timeout: seconds to wait for the daemon.
@@ -124,6 +126,7 @@ class Worker:
             UsageError: memory or a layout that cannot be meant; a second registration; closed.
             RegistrationError: the daemon refuses; it is not tried again.
             Unavailable: `required`, and no daemon within `timeout`.
+            CudaError: the memory is CUDA memory, and its streams cannot be made to signal.
         """
         self._session.check_open()
         wanted = wanted_registration(
@@ -140,6 +143,11 @@ class Worker:
         with self._changed:
             if self._wanted is not None:
                 raise UsageError("this worker is registered already; close it and make a new one")
+            self.timeline.follow(
+                stream_signals(memory[0].ordinal, self._control)
+                if isinstance(memory[0], DeviceMemory)
+                else None
+            )
             wanted.waited_for = True
             self._wanted = wanted
             self._session.wake()
@@ -165,6 +173,12 @@ class Worker:
     def registered(self) -> bool:
         """Whether the daemon holds this rank's memory and a lane serves it."""
         return self._ready
+
+    @property
+    def device(self) -> str | None:
+        """The device of the memory that was given to `register`; None before."""
+        wanted = self._wanted
+        return None if wanted is None else wanted.message.device
 
     @property
     def attached(self) -> bool:
@@ -209,8 +223,9 @@ class Worker:
             block_indices: logical index of each group's first block.
             slots: of the chunks, group by group, as `prepare_store` gave them.
             generations: of the slots.
-            after: timeline number that must be reached before a block is read. None: the work
-                on these blocks has finished, as is the case for CPU tensors.
+            after: timeline number that must be reached before a block is read, for CUDA memory
+                from `timeline.signal_on`. None: the work on these blocks has finished, as is the
+                case for CPU tensors.
 
         Returns:
             Whether a lane has it. Where not, `get_finished` reports it as failed: every
@@ -305,6 +320,7 @@ class Worker:
             self._session.request(Unregister())
         self._jobs.close()
         self._session.close()
+        self.timeline.follow(None)
         self._control.close()
 
     def __enter__(self) -> Self:
@@ -411,6 +427,7 @@ class Worker:
         self._changed = threading.Condition()
         self._registered = self._attached = False
         self._jobs.abandon()
+        self.timeline.abandon()
         self._control.close()
 
     def _lane_up(self, up: LaneUp, fds: list[int], boot_id: bytes, token: bytes) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvd.errors import AlreadyRunning, ConfigError
 
 # sockaddr_un holds 108 bytes with its final zero; the longest name is a lane's socket.
-_MAX_PATH = 107 - len("/lane-GPU-00000000-999999.sock")
+_MAX_PATH = 107 - len("/lane-host-9999999999.sock")
 
 
 class RuntimeDir:

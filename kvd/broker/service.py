@@ -6,6 +6,7 @@ signals, turns each into a call of the core, and carries the effects out.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from kvd.core.effects import (
     DirectoryFd,
     DropDirectory,
     DropFds,
+    DropLane,
     Effect,
     Event,
     FdName,
@@ -36,6 +38,7 @@ from kvd.core.effects import (
     OpenPool,
     Reply,
     SessionFds,
+    StartLane,
     ToLane,
 )
 from kvd.errors import BadDatagram, ChannelFull, ConfigError, PoolError, Refused
@@ -44,6 +47,7 @@ from kvd.seqpacket import close_all
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
 from kvd_proto.codec import WIRE
+from kvd_proto.devices import HOST
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import ErrorCode, Handles
 from kvd_proto.sizes import format_size
@@ -51,7 +55,7 @@ from kvd_proto.sizes import format_size
 log = logging.getLogger("kvd.broker")
 TICK_SECONDS = 0.25
 START_AGAIN_SECONDS = 1.0
-DEVICES = ("host",)
+DEVICES = (HOST,)
 
 
 class Service:
@@ -72,7 +76,10 @@ class Service:
         self._runtime.lock()
         self._directories = DirectoryMemory()
         self._pool: PoolMemory | None = None
-        self._lanes = {device: LaneProcess(device, self._runtime.path) for device in DEVICES}
+        self._incarnations = itertools.count(1)
+        self._lanes: dict[str, LaneProcess] = {}
+        for device in DEVICES:
+            self._add_lane(device)
         self._visitors: dict[int, Visitor] = {}
         self._by_fd: dict[int, Visitor] = {}
         self._stop_at: float | None = None
@@ -120,7 +127,7 @@ class Service:
         self._start_lanes(now)
         ready = dict(self._poller.poll(int(TICK_SECONDS * 1000)))
         now = time.monotonic()
-        for process in self._lanes.values():  # first: what lanes report decides what is READY
+        for process in list(self._lanes.values()):  # first: what lanes report decides what is READY
             self._lane_turn(process, ready, now)
         if self._requests.socket in ready:
             for effects in self._requests.receive(now):
@@ -168,6 +175,9 @@ class Service:
             log.info("pool ready")
 
     # ---------------------------------------------------------------- lanes
+
+    def _add_lane(self, device: str) -> None:
+        self._lanes[device] = LaneProcess(device, self._runtime.path, self._incarnations)
 
     def _start_lanes(self, now: float) -> None:
         pool = self._pool
@@ -284,6 +294,10 @@ class Service:
                     self._notify(effect)
                 case ToLane():
                     self._to_lane(effect)
+                case StartLane():
+                    self._add_lane(effect.device)
+                case DropLane():
+                    del self._lanes[effect.device]
                 case KillLane():
                     log.error("lane %s is killed: %s", effect.device, effect.reason)
                     self._lanes[effect.device].kill()

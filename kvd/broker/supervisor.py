@@ -5,8 +5,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from kvd.link import lane_socket
 from kvd.seqpacket import Channel
 
 _FIRST_DELAY = 0.05
@@ -18,11 +20,17 @@ class LaneProcess:
 
     Restarts follow at once after a lane that had served; one that dies before
     it is ready is given growing pauses.
+
+    Args:
+        device: what it serves.
+        runtime_dir: where its socket goes.
+        incarnations: numbers that no lane of this daemon has had yet.
     """
 
-    def __init__(self, device: str, runtime_dir: Path) -> None:
+    def __init__(self, device: str, runtime_dir: Path, incarnations: Iterator[int]) -> None:
         self.device = device
         self.incarnation = 0
+        self._incarnations = incarnations
         self.channel: Channel | None = None
         self.lifeline = -1
         self.served = False
@@ -43,7 +51,7 @@ class LaneProcess:
         Raises:
             OSError: no process or descriptor is to be had now.
         """
-        self.incarnation += 1
+        self.incarnation = next(self._incarnations)
         self.served = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as undo, theirs:
@@ -79,7 +87,7 @@ class LaneProcess:
             if fd >= 0:
                 os.close(fd)
             setattr(self, name, -1)
-        socket_path = self._runtime_dir / f"lane-{self.device}-{self.incarnation}.sock"
+        socket_path = self._runtime_dir / lane_socket(self.device, self.incarnation)
         with contextlib.suppress(FileNotFoundError):
             socket_path.unlink()
         self._delay = _FIRST_DELAY if self.served else min(2 * self._delay, _LONGEST_DELAY)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvd.core.attachment import attached_notice
+from kvd.core.demand import lane_ended, lane_failed
 from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
 from kvd.core.lanes import Lane, add_counters, arrays
 from kvd.core.registration import Registration
@@ -19,6 +20,7 @@ from kvd.errors import Refused
 from kvd.link import (
     Imported,
     LaneCounters,
+    LaneFailed,
     LanePing,
     LanePong,
     LaneReady,
@@ -72,7 +74,7 @@ class Broker:
         boot_id: 16 bytes, new at every start.
         version: the daemon's name and version, for WELCOME.
         pid: the daemon's process id.
-        devices: names of the devices that have a lane.
+        devices: names of the devices that have a lane from the start.
         open_namespaces, available_bytes: see `BrokerState`.
     """
 
@@ -311,20 +313,22 @@ class Broker:
             case LanePong():
                 lane.pong = message
                 return []
+            case LaneFailed():
+                return lane_failed(self.state, lane, message, now)
             case _:
                 return [Event(f"lane {device} sent {type(message).__name__}", "error")]
 
     def lane_lost(self, device: str, reason: str) -> list[Effect]:
         """A lane process has ended: all it was writing is lost, nothing else is."""
         lane = self.state.lanes[device]
-        lane.up = False
+        served, lane.up = lane.up, False
         lane.restarts += 1
-        lane.last_error = reason
+        lane.last_error = lane.failure or reason
         lane.past = add_counters(lane.past, lane.pong.counters)
         lane.pong = LanePong(
             sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
         )
-        effects: list[Effect] = [Event(f"lane {device} is lost: {reason}", "error")]
+        effects: list[Effect] = [Event(f"lane {device} is lost: {lane.last_error}", "error")]
         for namespace_id, free in self.state.revocations.lane_lost(device).items():
             self._free(namespace_id, free)
         for engine in self.state.registry.engines.values():
@@ -341,7 +345,7 @@ class Broker:
                 session.pending.importing = False
             if session.releasing is not None:  # a dead lane touches nothing
                 effects += self._registration.released(Released(session=session.number))
-        return effects
+        return effects + lane_ended(self.state, lane, served=served)
 
     def _share_done(self, message: ShareDone) -> list[Effect]:
         session = self.state.registry.sessions.get(message.session)

@@ -62,6 +62,20 @@ class ToLane:
 
 
 @dataclass(frozen=True, slots=True)
+class StartLane:
+    """Start a lane process for `device`, and again whenever it ends, until `DropLane`."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropLane:
+    """Nobody needs the lane of `device`, whose process has ended."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class KillLane:
     """End a lane process that hangs; its end is reported back as lost."""
 
@@ -99,4 +113,15 @@ class Event:
     level: str = "info"
 
 
-Effect: TypeAlias = Reply | Notify | ToLane | KillLane | OpenPool | DropFds | DropDirectory | Event
+Effect: TypeAlias = (
+    Reply
+    | Notify
+    | ToLane
+    | StartLane
+    | DropLane
+    | KillLane
+    | OpenPool
+    | DropFds
+    | DropDirectory
+    | Event
+)

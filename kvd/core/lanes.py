@@ -12,9 +12,15 @@ from kvd_proto.arrays import IntArray
 
 @dataclass(slots=True)
 class Lane:
-    """One device's lane: its process, and what it last said."""
+    """One device's lane: its process, and what it last said.
+
+    on_demand: it came with the first worker of its device, and goes when it ends and none is left.
+    failure: why the present process cannot serve, in its own words.
+    """
 
     device: str
+    on_demand: bool = False
+    failure: str = ""
     incarnation: int = 0
     up: bool = False
     pid: int = 0

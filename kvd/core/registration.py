@@ -8,6 +8,7 @@ restarted; it waits to a deadline and is then refused with the reason.
 
 from kvd.core.admission import check_layout, check_rank
 from kvd.core.attachment import attach, bind, import_worker, lane_up
+from kvd.core.demand import check_device, want_lane
 from kvd.core.effects import (
     DropFds,
     Effect,
@@ -28,6 +29,7 @@ from kvd_proto.messages import (
     Register,
     Registered,
     Unregistered,
+    fd_index,
 )
 from kvd_proto.sizes import auto_cpu_bytes, kv_bytes_per_block, size_pool, total_gpu_kv_bytes
 from kvd_proto.states import SessionEvent, SessionState
@@ -59,15 +61,10 @@ class Registration:
             raise Refused(ErrorCode.BAD_STATE, f"REGISTER by a {session.kind}, only workers may")
         if session.pending is not None or session.releasing is not None:
             raise Refused(ErrorCode.BAD_STATE, "a registration of this session is under way")
-        if message.device not in self._state.lanes:
-            served = ", ".join(self._state.lanes)
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"device {message.device!r} is not served here; served: {served}",
-            )
+        check_device(self._state, message.device, now)
         check_rank(engine, message)
         check_layout(engine, message, self._state.settings.pool_bytes)
-        effects = self._open_pool(message)
+        effects = self._open_pool(message) + want_lane(self._state, message.device)
         session.pending = PendingRegister(request_id, message, now + REGISTER_SECONDS)
         return effects + self.advance(session, now)
 
@@ -76,7 +73,7 @@ class Registration:
         pending = session.pending
         if pending is None or pending.importing:
             return []
-        needed = 1 + max((h.fd_index for h in pending.message.handles), default=0)
+        needed = 1 + max((fd_index(h) for h in pending.message.handles), default=0)
         if session.descriptors < needed:
             pending.deadline = min(pending.deadline, now + DESCRIPTOR_SECONDS)
             return []

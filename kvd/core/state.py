@@ -6,9 +6,9 @@ from typing import Protocol
 
 from kvd.core.effects import Effect, Event, Notify, ToLane
 from kvd.core.lanes import Lane, Revocations, arrays
-from kvd.core.sessions import Engine, Registry
+from kvd.core.sessions import Engine, Registry, Session
 from kvd.errors import IntegrityError, Refused
-from kvd.link import UnbindWorker
+from kvd.link import LaneCounters, UnbindWorker
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.messages import Detached, ErrorCode
@@ -27,6 +27,9 @@ class OpenNamespaces(Protocol):
 class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
 
+    `failed_lanes` says when a device's lane could last not start, and why.
+    `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
+
     `open_namespaces` supplies directory memory and `available_bytes` what the
     machine has to give; both touch the outside, so both are handed in.
     """
@@ -37,6 +40,9 @@ class BrokerState:
     available_bytes: Callable[[], int]
     registry: Registry
     lanes: dict[str, Lane] = field(default_factory=dict)
+    failed_lanes: dict[str, tuple[float, str]] = field(default_factory=dict)
+    gone_counters: LaneCounters = field(default_factory=LaneCounters)
+    gone_restarts: int = 0
     revocations: Revocations = field(default_factory=Revocations)
     namespaces: Namespaces | None = None
     pool_ready: bool = False
@@ -45,8 +51,32 @@ class BrokerState:
     @property
     def ready(self) -> bool:
         """New work is served: memory is there and every lane is up."""
-        lanes_up = all(lane.up for lane in self.lanes.values())
-        return self.pool_ready and lanes_up and not self.draining
+        return self.pool_ready and not self.lanes_missing and not self.draining
+
+    @property
+    def lanes_missing(self) -> list[Lane]:
+        """Lanes that ought to serve and are not up; one that starts for its first worker is not."""
+        return [
+            lane
+            for lane in self.lanes.values()
+            if not lane.up and (not lane.on_demand or self.workers_of(lane.device))
+        ]
+
+    def workers_of(self, device: str) -> list[Session]:
+        """Sessions whose registered memory is on `device`."""
+        return [
+            session
+            for session in self.registry.sessions.values()
+            if session.registration is not None and session.registration.device == device
+        ]
+
+    def waiting_for(self, device: str) -> list[Session]:
+        """Sessions whose registration on `device` is under way."""
+        return [
+            session
+            for session in self.registry.sessions.values()
+            if session.pending is not None and session.pending.message.device == device
+        ]
 
     def attached_namespace(self, engine: Engine | None) -> tuple[Engine, Namespace]:
         """The engine and its namespace.

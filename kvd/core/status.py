@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvd.core.lanes import Lane
+from kvd.core.lanes import Lane, add_counters
 from kvd.core.sessions import Engine
 from kvd.core.state import BrokerState
 from kvd.state.namespaces import Namespace
@@ -27,7 +27,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
 
 
 def _reasons(state: BrokerState) -> list[str]:
-    reasons = [f"lane {lane.device} is not up" for lane in state.lanes.values() if not lane.up]
+    reasons = [f"lane {lane.device} is not up" for lane in state.lanes_missing]
     if not state.pool_ready:
         reasons.append("the pool's memory is not there yet")
     if state.draining:
@@ -86,27 +86,20 @@ def _lane(lane: Lane, now: float) -> dict[str, Any]:
 
 
 def _counters(state: BrokerState, namespaces: list[Namespace]) -> dict[str, Any]:
-    totals: dict[str, Any] = {
-        "store_bytes": 0,
-        "load_bytes": 0,
-        "store_seconds": 0.0,
-        "load_seconds": 0.0,
-        "lane_restarts": 0,
-        "lane_dropped_frames": 0,
-        "lane_dropped_replies": 0,
-        "jobs": {},
-    }
+    moved, restarts = state.gone_counters, state.gone_restarts
     for lane in state.lanes.values():
-        counters = lane.counters
-        totals["store_bytes"] += counters.store_bytes
-        totals["load_bytes"] += counters.load_bytes
-        totals["store_seconds"] += counters.store_ns / 1e9
-        totals["load_seconds"] += counters.load_ns / 1e9
-        totals["lane_restarts"] += lane.restarts
-        totals["lane_dropped_frames"] += counters.dropped_frames
-        totals["lane_dropped_replies"] += counters.dropped_replies
-        for name, count in counters.jobs.items():
-            totals["jobs"][name] = totals["jobs"].get(name, 0) + count
+        moved = add_counters(moved, lane.counters)
+        restarts += lane.restarts
+    totals: dict[str, Any] = {
+        "store_bytes": moved.store_bytes,
+        "load_bytes": moved.load_bytes,
+        "store_seconds": moved.store_ns / 1e9,
+        "load_seconds": moved.load_ns / 1e9,
+        "lane_restarts": restarts,
+        "lane_dropped_frames": moved.dropped_frames,
+        "lane_dropped_replies": moved.dropped_replies,
+        "jobs": dict(moved.jobs),
+    }
     for namespace in namespaces:
         for name, value in namespace.table.counters().items():
             totals[name] = totals.get(name, 0) + value

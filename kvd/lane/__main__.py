@@ -1,6 +1,7 @@
 """`python -m kvd.lane`: a lane process, started by the broker and by nobody else."""
 
 import argparse
+import contextlib
 import ctypes
 import logging
 import os
@@ -9,19 +10,25 @@ import socket
 import sys
 from pathlib import Path
 
-from kvd.errors import KvdError
+from kvd.errors import ChannelFull, KvdError
+from kvd.lane.device import Device
 from kvd.lane.host import HostDevice
-from kvd.lane.service import LaneService
+from kvd.lane.lifeline import move_up, open_lifeline
+from kvd.lane.service import TEXT_LIMIT, LaneService
 from kvd.lane.sockets import Sockets
+from kvd.link import LINK, LaneFailed, lane_socket
 from kvd.seqpacket import Channel
+from kvd_proto.devices import HOST
 
 _PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger("kvd.lane")
 
 
 def main() -> int:
     """Serve until the broker is done; the exit status."""
     parser = argparse.ArgumentParser(prog="kvd.lane", description=__doc__)
-    parser.add_argument("--device", required=True, choices=["host"])
+    parser.add_argument("--device", required=True, help="host, or cuda:<uuid>")
     parser.add_argument("--incarnation", required=True, type=int)
     parser.add_argument("--runtime-dir", required=True, type=Path)
     parser.add_argument("--link-fd", required=True, type=int)
@@ -33,22 +40,45 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname)s lane {name}: %(message)s"
     )
-    endpoint = f"ipc://{options.runtime_dir}/lane-{options.device}-{options.incarnation}.sock"
+    endpoint = f"ipc://{options.runtime_dir / lane_socket(options.device, options.incarnation)}"
+    options.pool_fd = move_up(options.pool_fd)
+    lifeline = open_lifeline()
+    link = Channel(socket.socket(fileno=options.link_fd))
     try:
         service = LaneService(
             name=options.device,
             incarnation=options.incarnation,
             endpoint=endpoint,
-            sockets=Sockets(endpoint, Channel(socket.socket(fileno=options.link_fd))),
-            device=HostDevice(options.pool_fd, options.pool_bytes),
+            sockets=Sockets(endpoint, link),
+            device=_device(options),
             pool_bytes=options.pool_bytes,
+            lifeline=lifeline,
         )
-        os.close(options.pool_fd)
+    except KvdError as error:
+        log.exception("the lane does not start")
+        with contextlib.suppress(EOFError, ChannelFull):
+            link.send(LINK.encode(LaneFailed(error=str(error)[:TEXT_LIMIT])))
+        return 1
+    os.close(options.pool_fd)
+    try:
         service.run()
     except KvdError:
-        logging.getLogger(__name__).exception("the lane ends")
+        log.exception("the lane ends")
         return 1
     return 0
+
+
+def _device(options: argparse.Namespace) -> Device:
+    if options.device == HOST:
+        return HostDevice(options.pool_fd, options.pool_bytes)
+    # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
+    from kvd.lane.cuda.device import CudaDevice, Options  # noqa: PLC0415
+    from kvd.lane.cuda.naming import show_slice  # noqa: PLC0415
+
+    show_slice(options.device)
+    # Lanes that follow this one need not measure the device again.
+    chosen = Options(state_dir=options.runtime_dir)
+    return CudaDevice(options.device, options.pool_fd, options.pool_bytes, chosen)
 
 
 def _die_with_the_broker() -> None:

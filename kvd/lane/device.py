@@ -6,7 +6,7 @@ valid and what its end means is settled outside. The contract, which the
 conformance suite in tests/lane/device_contract.py checks for every backend:
 
 - No call waits for a transfer. `submit` enqueues, `progress` looks.
-- Work is given in pieces of at most about `PIECE_BYTES`, and `has_room` says when
+- Work is given in pieces of about `piece_bytes`, and `has_room` says when
   the next piece may come; so urgent work never queues behind much other work.
 - A transfer is reported by `progress` exactly once, and only when nothing of it
   can touch memory any more: there is no way to abandon one.
@@ -26,7 +26,7 @@ from enum import StrEnum
 from typing import NewType
 
 from kvd_proto.expand import Copies
-from kvd_proto.messages import HostHandle
+from kvd_proto.messages import Handle
 
 PIECE_BYTES = 2 * 2**20
 
@@ -75,11 +75,17 @@ class Finished:
 
 
 class Device(ABC):
-    """A device backend. Used from one thread."""
+    """A device backend. Used from one thread.
+
+    Attributes:
+        piece_bytes: how much to submit at a time.
+    """
+
+    piece_bytes = PIECE_BYTES
 
     @abstractmethod
     def import_memory(
-        self, handles: Sequence[HostHandle], sizes: Sequence[int], descriptors: Sequence[int]
+        self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
     ) -> MemoryId:
         """Map one worker's storages.
 
@@ -101,9 +107,8 @@ class Device(ABC):
             LaneError: unknown, or transfers are in flight on it; it stays mapped.
         """
 
-    @property
     @abstractmethod
-    def has_room(self) -> bool:
+    def has_room(self, direction: Direction) -> bool:
         """Whether one more piece may be submitted without making others wait for long."""
 
     @property

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd.lane.pretouch import Pretouch
-from kvd_proto.messages import HostHandle
+from kvd_proto.messages import Handle, HostHandle
 
 
 class HostDevice(Device):
@@ -41,12 +41,16 @@ class HostDevice(Device):
         self._queue: deque[Transfer] = deque()
 
     def import_memory(
-        self, handles: Sequence[HostHandle], sizes: Sequence[int], descriptors: Sequence[int]
+        self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
     ) -> MemoryId:
         """See Device; every descriptor is mapped once, however many storages lie in it."""
         mapped: dict[int, memoryview] = {}
         storages = []
         for handle, size in zip(handles, sizes, strict=True):
+            if not isinstance(handle, HostHandle):
+                raise ImportFailed(
+                    f"{type(handle).__name__} is device memory; this is the host lane"
+                )
             if handle.fd_index >= len(descriptors):
                 raise ImportFailed(
                     f"descriptor {handle.fd_index} is named, {len(descriptors)} were sent"
@@ -75,8 +79,7 @@ class HostDevice(Device):
         for storage in self._memories.pop(memory):
             storage.release()
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, direction: Direction) -> bool:  # noqa: ARG002  # one thread for both
         """One piece at a time: what is urgent goes next."""
         return not self._queue
 

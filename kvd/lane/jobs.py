@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvd.lane.device import PIECE_BYTES, Direction
+from kvd.lane.device import Direction
 from kvd.lane.workers import Binding, Worker
 from kvd.link import ShareDone
 from kvd_proto.arrays import IntArray
@@ -158,8 +158,8 @@ class LaneJob:
             f" ({int(bad.sum())} of {len(bad)} chunks)"
         )
 
-    def plan(self) -> None:
-        """Work out the runs of bytes and cut them into pieces.
+    def plan(self, piece_bytes: int) -> None:
+        """Work out the runs of bytes and cut them into pieces of about `piece_bytes`.
 
         Raises:
             JobShapeError: blocks or runs outside the worker's memory or arena.
@@ -178,7 +178,7 @@ class LaneJob:
                 copies, _own(self.worker, copies.arena_offset // self.binding.slot_bytes)
             )
         check_bounds(copies, self.worker, self.binding)
-        self.pieces = cut(copies)
+        self.pieces = cut(copies, piece_bytes)
 
     def shares(self, *, ok: bool) -> list[ShareDone]:
         """What the broker is told about a store's chunks.
@@ -248,14 +248,14 @@ def select(copies: Copies, which: Mask | slice) -> Copies:
     )
 
 
-def cut(copies: Copies) -> list[tuple[Copies, int]]:
-    """Pieces of about `PIECE_BYTES` (below twice that) with their bytes, in order."""
+def cut(copies: Copies, piece_bytes: int) -> list[tuple[Copies, int]]:
+    """Pieces of about `piece_bytes` (below twice that) with their bytes, in order."""
     total = copies.total_bytes
-    if 0 < total <= PIECE_BYTES:
+    if 0 < total <= piece_bytes:
         return [(copies, total)]
-    copies = split_runs(copies, PIECE_BYTES)
+    copies = split_runs(copies, piece_bytes)
     end = np.cumsum(copies.nbytes)
-    cuts = (np.flatnonzero(np.diff(end // PIECE_BYTES)) + 1).tolist()
+    cuts = (np.flatnonzero(np.diff(end // piece_bytes)) + 1).tolist()
     bounds = [0, *cuts, len(copies)]
     moved = [0, *(int(end[index - 1]) for index in bounds[1:] if index)]
     return [

@@ -33,6 +33,11 @@ class Pretouch:
         self._thread = threading.Thread(target=self._run, name="kvd-pretouch", daemon=True)
         self._thread.start()
 
+    @property
+    def done(self) -> int:
+        """Bytes from the mapping's start whose pages are there."""
+        return self._done
+
     def _run(self) -> None:
         pages = np.frombuffer(self._mapping, np.uint8)
         while self._done < len(pages) and not self._stop.is_set():

@@ -23,6 +23,10 @@ from kvd.errors import IntegrityError
 J = TypeVar("J", bound=Hashable)
 
 
+def _always(_job: object) -> bool:
+    return True
+
+
 class Urgency(IntEnum):
     """Classes of work, the most urgent first."""
 
@@ -111,16 +115,20 @@ class JobQueue(Generic[J]):
             shed.append(oldest)
         return shed
 
-    def next(self, ready: Callable[[J], bool]) -> J | None:
-        """The job whose piece is to be moved now, or None where no job is ready.
+    def next(self, ready: Callable[[J], bool], fits: Callable[[J], bool] = _always) -> J | None:
+        """The job whose piece is to be moved now, or None where no job may move.
 
-        Its engine goes to the back of its class. Asks `ready` once per worker and class at most.
+        Its engine goes to the back of its class. Asks once per worker and class at most.
+
+        Args:
+            ready: whether a job may start.
+            fits: whether a job's next piece may be given to the device now.
         """
         for engines in self._classes:
             for engine, workers in engines.items():
                 heads = (next(iter(fifo.values())) for fifo in workers.values())
                 for head in sorted(heads, key=_by_order):
-                    if head.started or ready(head.job):
+                    if fits(head.job) and (head.started or ready(head.job)):
                         engines.move_to_end(engine)
                         return head.job
         return None

@@ -128,8 +128,8 @@ class Runner:
             if late is not None:
                 self.stop(late, JobStatus.TIMEOUT, f"not done in {late.request.deadline_ms} ms")
         moved = False
-        while self._device.has_room:
-            job = self._queue.next(_reached())
+        while room := {way for way in Direction if self._device.has_room(way)}:
+            job = self._queue.next(_reached(), lambda job: job.direction in room)
             if job is None:
                 break
             self._feed(job)
@@ -214,7 +214,7 @@ class Runner:
         refusal = job.objection()
         if refusal is None:
             try:
-                job.plan()
+                job.plan(self._device.piece_bytes)
             except JobShapeError as error:
                 refusal = (JobStatus.REFUSED, str(error))
         if refusal is not None:

@@ -75,6 +75,7 @@ class LaneService:
         sockets: bound there, with the link to the broker.
         device: the backend.
         pool_bytes: size of the pool that the device maps.
+        lifeline: the read end of this process's; see lifeline.py. Taken over.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class LaneService:
         sockets: Sockets,
         device: Device,
         pool_bytes: int,
+        lifeline: int,
     ) -> None:
         self._name = name
         self._incarnation = incarnation
@@ -100,7 +102,7 @@ class LaneService:
         self._counts: Counter[str] = Counter()
         self._moved: Counter[str] = Counter()
         self._dropped_frames = 0
-        self._lifeline = -1
+        self._lifeline = lifeline
         self._shares: list[ShareDone] = []
         self._shares_since = 0.0
         self._on_link: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
@@ -166,17 +168,14 @@ class LaneService:
         return nap
 
     def _announce(self) -> None:
-        # The write end stays open here alone, for life: whoever reads end of file from
-        # the other end knows for certain that this process is gone.
-        read_end, self._lifeline = os.pipe()
         ready = LaneReady(
             device=self._name,
             incarnation=self._incarnation,
             pid=os.getpid(),
             endpoint=self._endpoint,
         )
-        self._link.send(LINK.encode(ready), (read_end,))
-        os.close(read_end)
+        self._link.send(LINK.encode(ready), (self._lifeline,))
+        os.close(self._lifeline)
 
     # ---------------------------------------------------------------- link
 

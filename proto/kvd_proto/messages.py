@@ -102,15 +102,47 @@ class Fingerprint(Message, frozen=True):
     label: Text = ""
 
 
-class HostHandle(Message, frozen=True):
+class HostHandle(Message, frozen=True, tag="host"):
     """A storage in host memory: descriptor number `fd_index` of those sent over the door."""
 
     fd_index: Count
     offset: Count = 0
 
 
+class IpcHandle(Message, frozen=True, tag="ipc"):
+    """A storage in a CUDA allocation that its legacy IPC handle names.
+
+    The handle maps the whole allocation, `allocation` bytes; the storage starts at `offset`.
+    """
+
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    allocation: Count
+    offset: Count = 0
+
+
+class VmmHandle(Message, frozen=True, tag="vmm"):
+    """A storage in CUDA memory of the virtual memory management: a descriptor sent over the door.
+
+    The descriptor maps the whole allocation, `allocation` bytes; the storage starts at `offset`.
+    """
+
+    fd_index: Count
+    allocation: Count
+    offset: Count = 0
+
+
+Handle: TypeAlias = HostHandle | IpcHandle | VmmHandle
+
+
+def fd_index(handle: Handle) -> int:
+    """The highest descriptor number that a handle needs; 0, the control page, where none."""
+    return 0 if isinstance(handle, IpcHandle) else handle.fd_index
+
+
 class Register(Message, frozen=True, kw_only=True):
     """A worker's KV memory. Handles' descriptors were sent over the door before.
+
+    `device` is "host", or "cuda:" and the device's UUID in hex; it decides the kind of handles.
 
     `handles[i]` is the memory of `layout.storages[i]`; descriptor 0 is the
     worker's control page (timeline word, epoch word).
@@ -122,7 +154,7 @@ class Register(Message, frozen=True, kw_only=True):
     device: Name
     fingerprint: Fingerprint
     layout: RankLayout
-    handles: Annotated[tuple[HostHandle, ...], Meta(max_length=4096)]
+    handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
 
 
 class Registered(Message, frozen=True):

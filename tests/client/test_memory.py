@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvd_client import HostMemory, UnsupportedMemory, UsageError
+from kvd_client import DeviceMemory, HostMemory, UnsupportedMemory, UsageError
 from kvd_client.control import ControlPage
 from kvd_client.torch_memory import BlockTensor, share_torch
 from kvd_proto.layout import TensorSpec
 
 
-def mapped(memory: HostMemory) -> mmap.mmap:
+def mapped(memory: HostMemory | DeviceMemory) -> mmap.mmap:
     """The memory as another process sees it."""
     return mmap.mmap(memory.fd, memory.offset + memory.nbytes)
 
@@ -147,3 +147,73 @@ def test_torch_needs_tensors() -> None:
     """An empty list is a mistake."""
     with pytest.raises(UsageError, match="no tensors"):
         share_torch([])
+
+
+class CudaStorage:
+    """Stands in for the storage of CUDA tensors: it has a device pointer."""
+
+    _cdata = 77
+
+    def data_ptr(self) -> int:
+        """A device pointer."""
+        return 0x7000
+
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return 4096
+
+
+class CudaTensor(torch.Tensor):
+    """Stands in for a CUDA tensor: its shape and device, and a storage that all of them share."""
+
+    @staticmethod
+    def make(*shape: int, index: int = 0) -> torch.Tensor:
+        """A tensor of bytes on CUDA device `index`."""
+        made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+            CudaTensor, shape, dtype=torch.uint8, device=torch.device("cuda", index)
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *call: object) -> object:
+        """Nothing is computed with it."""
+        raise NotImplementedError(call)
+
+    def untyped_storage(self) -> CudaStorage:  # type: ignore[override]  # what the test needs of it
+        """The storage."""
+        return CudaStorage()
+
+
+def test_cuda_tensors_are_shared_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views of one CUDA storage are one memory, by its pointer; nothing is moved."""
+    asked = []
+
+    def at(address: int, nbytes: int) -> DeviceMemory:
+        asked.append((address, nbytes))
+        return DeviceMemory(
+            ordinal=0,
+            device="cuda:" + "ab" * 16,
+            base=0x4000,
+            allocation=2**21,
+            offset=0x3000,
+            nbytes=nbytes,
+            ipc=bytes(64),
+        )
+
+    monkeypatch.setattr(DeviceMemory, "at", at)
+    shared = share_torch([CudaTensor.make(4, 512), CudaTensor.make(8, 256)])
+    assert asked == [(0x7000, 4096)]
+    assert shared.device == "cuda:" + "ab" * 16
+    assert shared.storages == (4096,)
+    assert [spec.page_bytes for spec in shared.tensors] == [512, 256]
+    assert len(shared.memory) == 1
+
+
+def test_tensors_of_one_worker_are_on_one_device() -> None:
+    """The CPU and a GPU, or two GPUs, are refused before anything is shared."""
+    good = torch.zeros(2, 2)
+    with pytest.raises(UsageError, match=r"tensors\[1\] is on cuda:0, tensors\[0\] on cpu"):
+        share_torch([good, CudaTensor.make(2, 2)])
+    assert not good.untyped_storage().is_shared()
+    with pytest.raises(UsageError, match="is on cuda:1"):
+        share_torch([CudaTensor.make(2, 2), CudaTensor.make(2, 2, index=1)])

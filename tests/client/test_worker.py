@@ -26,6 +26,7 @@ from kvd_proto.messages import (
     ErrorCode,
     Handles,
     Hello,
+    HostHandle,
     Load,
     Register,
     Store,
@@ -69,7 +70,7 @@ def test_registration_carries_the_memory(
     """The control page is descriptor 0, the storage descriptor 1, and both are the real memory."""
     register = daemon.wait_for(Register)[0]
     assert (register.rank, register.world_size, register.device) == (0, 1, "host")
-    assert [h.fd_index for h in register.handles] == [1]
+    assert register.handles == (HostHandle(fd_index=1),)
     assert daemon.wait_for(Handles)[0].count == 2
     control, storage = daemon.worker_fds()
     worker.timeline.signal(worker.timeline.reserve())
@@ -401,7 +402,7 @@ def test_storages_in_one_file_send_one_descriptor(daemon: FakeDaemon) -> None:
     with Worker(daemon.runtime_dir, "e", 0, 1) as worker:
         assert worker.register(parts, layout, FINGERPRINT)
     register = daemon.wait_for(Register)[0]
-    assert [(h.fd_index, h.offset) for h in register.handles] == [(1, 0), (1, 4096)]
+    assert register.handles == (HostHandle(fd_index=1), HostHandle(fd_index=1, offset=4096))
     parts[1].array[0] = 7
     assert whole.array[4096] == 7
 

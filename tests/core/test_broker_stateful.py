@@ -16,13 +16,14 @@ from hypothesis.stateful import (
 )
 
 from kvd.core.broker import Broker
-from kvd.core.effects import Effect, KillLane, Notify, Reply, ToLane
+from kvd.core.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
 from kvd.core.sessions import Peer, Session
 from kvd.link import (
     BindWorker,
     Imported,
     ImportWorker,
     LaneCounters,
+    LaneFailed,
     LanePong,
     LaneReady,
     Released,
@@ -59,6 +60,8 @@ from kvd_proto.messages import (
 
 WORLD = 2
 POOL = 40 * 4096
+CUDA = "cuda:" + "0f" * 16
+DEVICE = st.sampled_from(["host", CUDA])
 PICK = st.integers(0, 50)
 KEYS = [f"key-{i}".encode() for i in range(24)]
 
@@ -78,7 +81,7 @@ def layout(pages: int) -> RankLayout:
 
 
 class BrokerMachine(RuleBasedStateMachine):
-    """Two models, engines of two ranks, one lane that answers when it likes."""
+    """Two models, engines of two ranks, two lanes that answer when they like."""
 
     sessions = Bundle("sessions")
 
@@ -100,14 +103,15 @@ class BrokerMachine(RuleBasedStateMachine):
         self.asked: Counter[tuple[int, int]] = Counter()
         self.answered: Counter[tuple[int, int]] = Counter()
         self.replies: dict[tuple[int, int], Message] = {}
-        self.lane_inbox: list[Message] = []
+        self.lane_inbox: dict[str, list[Message]] = {"host": [], CUDA: []}
         self.writing: list[tuple[Session, bytes, int, int]] = []
         self.leases: list[tuple[Session, int]] = []
         self.request_id = 0
         self.came = 0
         self.incarnation = 0
-        self.lane_up = False
-        self.start_lane()
+        self.wanted = {"host"}  # lanes that the broker wants to have a process
+        self.up: set[str] = set()
+        self.start_lane("host")
 
     # ------------------------------------------------------------- plumbing
 
@@ -119,14 +123,20 @@ class BrokerMachine(RuleBasedStateMachine):
                     self.answered[(effect.session, effect.request_id)] += 1
                     self.replies[(effect.session, effect.request_id)] = effect.message
                 case ToLane():
-                    assert self.lane_up, f"{effect} to a lane that is down"
-                    self.lane_inbox.append(effect.message)
+                    assert effect.device in self.up, f"{effect} to a lane that is down"
+                    self.lane_inbox[effect.device].append(effect.message)
                 case Notify(message=Attached()):
                     session = self.broker.state.registry.sessions[effect.session]
                     assert session.engine is not None
                     assert not session.engine.missing_ranks
                 case KillLane():
-                    self.lose_lane()
+                    self.end_lane(effect.device)
+                case StartLane():
+                    assert effect.device not in self.wanted
+                    self.wanted.add(effect.device)
+                case DropLane():
+                    assert effect.device not in self.up
+                    self.wanted.remove(effect.device)
 
     def ask(self, session: Session, message: Message) -> Message | None:
         """Make a request; its reply, if there is one already."""
@@ -140,33 +150,48 @@ class BrokerMachine(RuleBasedStateMachine):
         """Whether the session is still open."""
         return session.number in self.broker.state.registry.sessions
 
-    @rule()
-    def start_lane(self) -> None:
-        """A lane process comes up."""
-        if not self.lane_up:
-            self.lane_up = True
+    @rule(device=DEVICE)
+    def start_lane(self, device: str) -> None:
+        """A lane process that is wanted comes up."""
+        if device in self.wanted - self.up:
+            self.up.add(device)
             self.incarnation += 1
             ready = LaneReady(
-                device="host", incarnation=self.incarnation, pid=7, endpoint="ipc://lane"
+                device=device, incarnation=self.incarnation, pid=7, endpoint="ipc://lane"
             )
-            self.carry_out(self.broker.lane_message("host", ready, self.now))
+            self.carry_out(self.broker.lane_message(device, ready, self.now))
 
-    @rule()
-    def lose_lane(self) -> None:
-        """The lane process dies."""
-        if self.lane_up:
-            self.lane_up = False
-            self.lane_inbox.clear()
-            self.carry_out(self.broker.lane_lost("host", "killed"))
+    @rule(device=DEVICE, says_why=st.booleans())
+    def lane_does_not_start(self, device: str, says_why: bool) -> None:
+        """A lane process that is wanted dies before it is up, with a word or without."""
+        if device in self.wanted - self.up:
+            if says_why:
+                failed = LaneFailed(error="no such device")
+                self.carry_out(self.broker.lane_message(device, failed, self.now))
+            else:
+                self.end_lane(device)
 
-    @rule(count=st.integers(1, 8))
-    def lane_works(self, count: int) -> None:
-        """The lane answers some of what it was told."""
-        for _ in range(min(count, len(self.lane_inbox))):
-            if not self.lane_inbox:
+    @rule(device=DEVICE)
+    def lose_lane(self, device: str) -> None:
+        """A lane process that is up dies."""
+        if device in self.up:
+            self.end_lane(device)
+
+    def end_lane(self, device: str) -> None:
+        """A lane process is gone, up or not."""
+        self.up.discard(device)
+        self.lane_inbox[device].clear()
+        self.carry_out(self.broker.lane_lost(device, "killed"))
+
+    @rule(device=DEVICE, count=st.integers(1, 8))
+    def lane_works(self, device: str, count: int) -> None:
+        """A lane answers some of what it was told."""
+        inbox = self.lane_inbox[device]
+        for _ in range(min(count, len(inbox))):
+            if not inbox:
                 return
             answer: Message | None = None
-            match self.lane_inbox.pop(0):
+            match inbox.pop(0):
                 case ImportWorker(session=session):
                     answer = Imported(session=session, error="")
                 case ReleaseWorker(session=session):
@@ -176,7 +201,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 case BindWorker() | _:
                     pass
             if answer is not None:
-                self.carry_out(self.broker.lane_message("host", answer, self.now))
+                self.carry_out(self.broker.lane_message(device, answer, self.now))
 
     # ------------------------------------------------------------- sessions
 
@@ -217,20 +242,30 @@ class BrokerMachine(RuleBasedStateMachine):
         return multiple(*self.bring_up(engine))
 
     def bring_up(self, name: str) -> list[Session]:
-        """A scheduler and the missing ranks of engine `name`; the lane does its part."""
-        self.start_lane()
+        """A scheduler and the missing ranks of engine `name`; the lanes do their part.
+
+        The first rank of engine b has CUDA memory.
+        """
+        self.start_lane("host")
         came = [self.connect(name, "scheduler")]
         for rank in range(WORLD):
             engine = self.broker.state.registry.engines[name]
             if rank not in engine.workers:
                 worker = self.connect(name, "worker")
-                self.register(session=worker, rank=rank, descriptors=True)
+                device = CUDA if (name, rank) == ("b", 0) else "host"
+                self.register(session=worker, rank=rank, device=device, descriptors=True)
                 came.append(worker)
-        self.lane_works(10_000)
+        self.lanes_work()
         return came
 
-    @rule(session=sessions, rank=st.integers(0, WORLD), descriptors=st.booleans())
-    def register(self, session: Session, rank: int, descriptors: bool) -> None:
+    def lanes_work(self) -> None:
+        """All lanes that are wanted are up and do what they were told."""
+        for device in sorted(self.wanted):
+            self.start_lane(device)
+            self.lane_works(device, 10_000)
+
+    @rule(session=sessions, rank=st.integers(0, WORLD), device=DEVICE, descriptors=st.booleans())
+    def register(self, session: Session, rank: int, device: str, descriptors: bool) -> None:
         """A worker registers, its descriptors before or after."""
         if not self.alive(session):
             return
@@ -242,7 +277,7 @@ class BrokerMachine(RuleBasedStateMachine):
             Register(
                 rank=rank,
                 world_size=WORLD,
-                device="host",
+                device=device,
                 fingerprint=Fingerprint(model=f"model-{pages}"),
                 layout=layout(pages),
                 handles=(HostHandle(fd_index=1),),
@@ -297,7 +332,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def store(self, engine: str, keys: list[bytes], ranks: int) -> None:
         """A complete engine stores: slots, then shares of all ranks, or of some."""
         present = self.broker.state.registry.engines.get(engine)
-        if present is None or not present.attached or not self.lane_up:
+        if present is None or not present.attached:
             return
         before = len(self.writing)
         self.prepare_store(session=next(iter(present.sessions.values())), keys=keys)
@@ -308,12 +343,15 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(rank=st.integers(0, WORLD - 1), ok=st.sampled_from([True] * 7 + [False]), pick=PICK)
     def share_done(self, rank: int, ok: bool, pick: int, single: bool = False) -> None:
         """The lane reports one rank's share, maybe late, maybe twice."""
-        if not self.writing or not self.lane_up:
+        if not self.writing:
             return
         session, namespace, slot, generation = self.writing[pick // 2 % len(self.writing)]
         engine = session.engine
         worker = engine.workers.get(rank) if engine is not None else None
-        if worker is None:
+        if worker is None or worker.registration is None:
+            return
+        device = worker.registration.device
+        if device not in self.up:
             return
         several = (
             [w for w in self.writing if w[0] is session][-8:] if pick % 2 and not single else []
@@ -329,7 +367,7 @@ class BrokerMachine(RuleBasedStateMachine):
             count=IntArray.of([1] * len(refs), "u2"),
             ok=ok,
         )
-        self.carry_out(self.broker.lane_message("host", report, self.now))
+        self.carry_out(self.broker.lane_message(device, report, self.now))
 
     @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8), ok=st.booleans())
     def complete_store(self, session: Session, keys: list[bytes], ok: bool) -> None:
@@ -364,13 +402,13 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.1, 8), silent=st.sampled_from([False, False, False, True]))
     def time_passes(self, seconds: float, silent: bool = False) -> None:
-        """Deadlines come; a silent lane is killed."""
+        """Deadlines come; silent lanes are killed."""
         self.now += seconds
-        if self.lane_up and not silent:
+        for device in [] if silent else sorted(self.up):
             pong = LanePong(
                 sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
             )
-            self.carry_out(self.broker.lane_message("host", pong, self.now))
+            self.carry_out(self.broker.lane_message(device, pong, self.now))
         self.carry_out(self.broker.tick(self.now))
 
     # ----------------------------------------------------------- invariants
@@ -379,21 +417,20 @@ class BrokerMachine(RuleBasedStateMachine):
     def state_is_sound(self) -> None:
         """Everything that can be checked holds, and nothing was answered twice."""
         self.broker.state.check_integrity()
+        assert set(self.broker.state.lanes) == self.wanted
         for key, count in self.answered.items():
             assert count == 1, f"request {key} was answered {count} times"
 
     def teardown(self) -> None:
         """When all is quiet, every request is answered and nothing is held."""
-        self.start_lane()
-        self.lane_works(10_000)
+        self.lanes_work()
         self.time_passes(30.0)
-        self.start_lane()
-        self.lane_works(10_000)
+        self.lanes_work()
         for key in self.asked:
             assert self.answered[key] == 1, f"request {key} was never answered"
         for session in list(self.broker.state.registry.sessions.values()):
             self.carry_out(self.broker.lost(session))
-        self.lane_works(10_000)
+        self.lanes_work()
         assert not self.broker.state.registry.engines
         assert len(self.broker.state.revocations) == 0
         for namespace in self.broker.state.namespaces or ():

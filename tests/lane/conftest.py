@@ -3,6 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakecuda.harness import FakeCuda
+from tests.lane.cuda_memory import CudaWorkers
+from tests.lane.cuda_rig import TestDriver, load, switched
 from tests.lane.support import Lane
 
 POOL_BYTES = 8 * 2**20
@@ -13,3 +16,35 @@ def lane(tmp_path: Path) -> Iterator[Lane]:
     """A real lane process with an 8 MiB pool."""
     with Lane(tmp_path, POOL_BYTES) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def loaded_driver(fakecuda: FakeCuda, tmp_path_factory: pytest.TempPathFactory) -> TestDriver:
+    """The test driver in this process: what is loaded under the driver's name is found first."""
+    return load(fakecuda, tmp_path_factory.mktemp("cuda") / "calls.log")
+
+
+@pytest.fixture
+def fake_driver(loaded_driver: TestDriver) -> Iterator[TestDriver]:
+    """The test driver, without delays and failures before and after the test."""
+    loaded_driver.reset()
+    yield loaded_driver
+    loaded_driver.reset()
+
+
+@pytest.fixture(scope="session")
+def ipc_workers(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
+    """A process whose device memory has IPC handles."""
+    with switched(loaded_driver.environment):
+        made = CudaWorkers(ipc=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def vmm_workers(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
+    """A process whose device memory has descriptors."""
+    with switched(loaded_driver.environment):
+        made = CudaWorkers(ipc=False)
+    yield made
+    made.close()

@@ -247,6 +247,7 @@ class Lane:
         command += ["--runtime-dir", str(runtime_dir), "--link-fd", str(theirs.fileno())]
         command += ["--pool-fd", str(self.pool.fd), "--pool-bytes", str(pool_bytes)]
         self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(), self.pool.fd))
+        self.link_number = theirs.fileno()  # in the lane too
         theirs.close()
         self.link = Channel(ours)
         self.ready, (self.lifeline,) = self._receive(LaneReady)

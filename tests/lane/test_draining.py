@@ -58,6 +58,7 @@ def service_on(bench: Bench) -> tuple[LaneService, Link]:
         sockets=cast(Sockets, wires),
         device=bench.device,
         pool_bytes=1,
+        lifeline=-1,
     )
     service._runner, service._workers = bench.runner, bench.workers
     return service, wires.link

@@ -9,7 +9,7 @@ from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Direction
 from kvd.lane.host import HostDevice
 from kvd_proto.messages import HostHandle
-from tests.lane.device_contract import Bytes, DeviceContract, Rig, drain, transfer
+from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain, transfer
 from tests.lane.support import Memory
 
 
@@ -21,29 +21,36 @@ class HostRig(Rig):
         self.device = HostDevice(self.pool.fd, 2**20)
         self.files = [self.pool]
 
-    def make_worker(self, sizes: Sequence[int]) -> tuple[tuple[HostHandle, ...], Sequence[int]]:
+    def make_worker(self, sizes: Sequence[int]) -> Source:
         """One file for all storages, each behind a 64-byte gap."""
         file = Memory(sum(sizes) + 64 * len(sizes))
         self.files.append(file)
         starts = [sum(sizes[:index]) + 64 * (index + 1) for index in range(len(sizes))]
         # Descriptor 0 stands for the control page, which is not the device's business.
-        return tuple(HostHandle(1, start) for start in starts), (self.pool.fd, file.fd)
+        handles = tuple(HostHandle(1, start) for start in starts)
+        return Source(handles, (self.pool.fd, file.fd))
 
-    def get(self, descriptor: int, offset: int, nbytes: int) -> Bytes:
+    def spoil(self, source: Source) -> Source:
+        """A descriptor that was not sent."""
+        return Source((*source.handles[:-1], HostHandle(2)), source.descriptors)
+
+    def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:
         """By pread."""
-        return np.frombuffer(os.pread(descriptor, nbytes, offset), np.uint8)
+        descriptor, start = _place(source, storage)
+        return np.frombuffer(os.pread(descriptor, nbytes, start + offset), np.uint8)
 
-    def put(self, descriptor: int, offset: int, data: Bytes) -> None:
+    def put(self, source: Source, storage: int, offset: int, data: Bytes) -> None:
         """By pwrite."""
-        assert os.pwrite(descriptor, data.tobytes(), offset) == len(data)
+        descriptor, start = _place(source, storage)
+        assert os.pwrite(descriptor, data.tobytes(), start + offset) == len(data)
 
     def get_pool(self, offset: int, nbytes: int) -> Bytes:
         """By pread."""
-        return self.get(self.pool.fd, offset, nbytes)
+        return np.frombuffer(os.pread(self.pool.fd, nbytes, offset), np.uint8)
 
     def put_pool(self, offset: int, data: Bytes) -> None:
         """By pwrite."""
-        self.put(self.pool.fd, offset, data)
+        assert os.pwrite(self.pool.fd, data.tobytes(), offset) == len(data)
 
     def close(self) -> None:
         """Unmap and close."""
@@ -51,6 +58,13 @@ class HostRig(Rig):
         self.device.close()
         for file in self.files:
             file.close()
+
+
+def _place(source: Source, storage: int) -> tuple[int, int]:
+    """Descriptor and offset of a storage."""
+    handle = source.handles[storage]
+    assert isinstance(handle, HostHandle)
+    return source.descriptors[handle.fd_index], handle.offset
 
 
 class TestHostDevice(DeviceContract):
@@ -74,14 +88,14 @@ def host() -> Iterator[HostRig]:
 
 def test_one_descriptor_is_mapped_once(host: HostRig) -> None:
     """Storages that lie in one file share one mapping."""
-    handles, fds = host.make_worker((4096, 4096, 4096))
+    source = host.make_worker((4096, 4096, 4096))
 
     def mappings() -> int:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
         return sum("kvd-test" in line for line in maps.splitlines())
 
     before = mappings()
-    memory = host.device.import_memory(handles, (4096, 4096, 4096), fds)
+    memory = host.device.import_memory(source.handles, (4096, 4096, 4096), source.descriptors)
     assert mappings() == before + 1
     host.device.release_memory(memory)
     assert mappings() == before
@@ -89,8 +103,8 @@ def test_one_descriptor_is_mapped_once(host: HostRig) -> None:
 
 def test_a_run_outside_the_memory_fails_alone(host: HostRig) -> None:
     """What slipped through every check is an error of that transfer, and the next one works."""
-    handles, fds = host.make_worker((4096,))
-    memory = host.device.import_memory(handles, (4096,), fds)
+    source = host.make_worker((4096,))
+    memory = host.device.import_memory(source.handles, (4096,), source.descriptors)
     host.device.submit(transfer(1, memory, Direction.STORE, [(0, 4090, 0, 100)]))
     host.device.submit(transfer(2, memory, Direction.STORE, [(0, 0, 0, 100)]))
     done = drain(host.device)

@@ -344,3 +344,14 @@ def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     link.close()
     theirs.close()
     pool.close()
+
+
+def test_the_lifeline_is_the_last_to_go(lane: Lane) -> None:
+    """Its number is below those of all that the lane opened: a dying lane lets go of it last."""
+    pipe = os.fstat(lane.lifeline).st_ino
+    folder = Path(f"/proc/{lane.process.pid}/fd")
+    lane.ping()
+    ends = {int(end.name): str(end.readlink()) for end in folder.iterdir()}
+    (mine,) = (number for number, name in ends.items() if name == f"pipe:[{pipe}]")
+    given = {0, 1, 2, lane.link_number}
+    assert mine < min(set(ends) - given - {mine})

@@ -223,3 +223,14 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_what_the_device_has_no_room_for_lets_others_pass() -> None:
+    """Where loads cannot be taken now a store goes, also past a load that has started."""
+    queue: JobQueue[str] = JobQueue(WIDE)
+    queue.push("l1", engine=1, worker=1, load=True, nbytes=1)
+    queue.push("s1", engine=1, worker=1, load=False, nbytes=1)
+    queue.start("l1")
+    assert queue.next(always, lambda job: job.startswith("s")) == "s1"
+    assert queue.next(always, lambda _job: False) is None
+    assert queue.next(always) == "l1"

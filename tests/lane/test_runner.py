@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.errors import LaneError
-from kvd.lane.device import Device, Finished, MemoryId, Transfer
+from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd.lane.jobs import LaneJob, ReplyTo
 from kvd.lane.queue import Limits
 from kvd.lane.runner import Runner
@@ -16,7 +16,7 @@ from kvd.lane.workers import Binding, Worker, Workers
 from kvd.link import BindWorker, ImportWorker
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import slot_bytes
-from kvd_proto.messages import HostHandle, Job, JobStatus, Load, Store
+from kvd_proto.messages import Handle, HostHandle, Job, JobStatus, Load, Store
 from kvd_proto.states import JobState
 from tests.lane.support import NAMESPACE, Directory, FakeWorker, make_job, simple_layout
 
@@ -30,11 +30,12 @@ class HeldDevice(Device):
 
     def __init__(self) -> None:
         self.flying: list[Transfer] = []
+        self.closed: set[Direction] = set()
         self.landed: list[Finished] = []
         self.width = 2
 
     def import_memory(
-        self, handles: Sequence[HostHandle], sizes: Sequence[int], descriptors: Sequence[int]
+        self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
     ) -> MemoryId:
         """A number."""
         assert len(handles) == len(sizes)
@@ -43,10 +44,9 @@ class HeldDevice(Device):
     def release_memory(self, memory: MemoryId) -> None:
         """Nothing to do."""
 
-    @property
-    def has_room(self) -> bool:
-        """Up to `width` transfers."""
-        return len(self.flying) + len(self.landed) < self.width
+    def has_room(self, direction: Direction) -> bool:
+        """Up to `width` transfers, where the test has not closed a direction."""
+        return direction not in self.closed and len(self.flying) + len(self.landed) < self.width
 
     @property
     def in_flight(self) -> int:
@@ -384,3 +384,17 @@ def test_a_worker_without_binding_is_refused(bench: Bench) -> None:
     worker.binding = None
     with pytest.raises(LaneError, match="not complete"):
         bench.submit(worker, make_job(Store, 1, [1], [1]))
+
+
+def test_directions_fill_on_their_own(bench: Bench) -> None:
+    """While no more loads fit on the device, stores keep the other direction busy."""
+    worker = bench.worker()
+    bench.directory.set(range(2), SlotState.READY, count=1)
+    bench.submit(worker, make_job(Load, 1, [1], [1]))
+    bench.submit(worker, make_job(Store, 2, [2], [3]))
+    bench.device.closed.add(Direction.LOAD)
+    bench.runner.turn()
+    assert [transfer.direction for transfer in bench.device.flying] == [Direction.STORE]
+    bench.device.closed.clear()
+    bench.runner.turn()
+    assert bench.device.flying[-1].direction is Direction.LOAD

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -18,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
-from kvd_client import JobResult, JobStatus, UsageError, Worker
+from kvd_client import CudaError, JobResult, JobStatus, UsageError, Worker
 from kvd_client.vllm import KvdOffloadingWorker, Options
 from kvd_client.vllm.rank import KvdConnectorWorker, KvdWorkerMetadata
 from kvd_client.vllm.slots import ChunkSlots
@@ -38,13 +39,28 @@ class FakeWorker:
     refusal: str = ""
     has_lane: bool = True
     closed: bool = False
+    device: str = "host"
+    afters: list[int | None] = field(default_factory=list)
 
-    def submit_store(self, job_id: int, *arrays: Any) -> bool:
+    @property
+    def timeline(self) -> "FakeWorker":
         """See Worker."""
+        return self
+
+    def signal_on(self, stream: int) -> int:
+        """See Timeline: numbers that show the stream."""
+        if self.refusal == "cuda":
+            raise CudaError(700, "CUDA_ERROR_ILLEGAL_ADDRESS", "write from a stream")
+        return 1000 + stream
+
+    def submit_store(self, job_id: int, *arrays: Any, after: int | None) -> bool:
+        """See Worker."""
+        self.afters.append(after)
         return self._submit("store", job_id, *arrays)
 
-    def submit_load(self, job_id: int, *arrays: Any) -> bool:
+    def submit_load(self, job_id: int, *arrays: Any, after: int | None) -> bool:
         """See Worker."""
+        self.afters.append(after)
         return self._submit("load", job_id, *arrays)
 
     def _submit(
@@ -144,6 +160,31 @@ def test_jobs_go_through_and_come_back_once(rank: KvdOffloadingWorker, lane: Fak
         TransferResult(1, success=False),
     ]
     assert not rank.get_finished()
+
+
+def test_host_memory_is_ready_when_it_is_submitted(
+    rank: KvdOffloadingWorker, lane: FakeWorker
+) -> None:
+    """On the CPU nothing is still running: no number of the timeline is waited for."""
+    rank.submit_store(1, blocks(), chunks(2))
+    rank.submit_load(2, chunks(2), blocks())
+    assert lane.afters == [None, None]
+
+
+def test_cuda_memory_is_ready_when_the_engines_stream_is_there(
+    rank: KvdOffloadingWorker, lane: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every job waits for what is on torch's current stream; a lost device fails the job."""
+    lane.device = "cuda:" + "0f" * 16
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    rank.submit_store(1, blocks(), chunks(2))
+    stream.cuda_stream = 8
+    rank.submit_load(2, chunks(2), blocks())
+    assert lane.afters == [1007, 1008]
+    lane.refusal = "cuda"
+    rank.submit_load(3, chunks(2), blocks())
+    assert outcomes(rank) == {3: False}
 
 
 def test_a_load_of_chunks_that_are_gone_asks_nobody(

@@ -174,6 +174,14 @@ def test_memory_that_cannot_be_shared_stops_an_engine_that_requires_kvd(
         spec.get_worker(elsewhere(caches))
 
 
+def test_an_engine_that_may_sleep_is_not_served(tmp_path: Path, daemon: Daemon) -> None:
+    """Sleep mode gives the KV cache other memory while the daemon still has the old."""
+    spec, _, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
+    spec._vllm_config.model_config.enable_sleep_mode = True
+    with pytest.raises(UnsupportedMemory, match="turn enable_sleep_mode off"):
+        spec.get_worker(caches)
+
+
 def test_an_absent_daemon_stops_an_engine_that_requires_it(
     tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.memory import HostMemory
+from kvd_client.registration import Memory
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef
 
 
@@ -58,7 +58,7 @@ class KvTensors:
         self._shared = share_torch(self._tensors)
 
     @property
-    def memory(self) -> tuple[HostMemory, ...]:
+    def memory(self) -> tuple[Memory, ...]:
         """One for every storage."""
         return self._shared.memory
 

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvd_client import KvdClientError, Scheduler, Worker
+from kvd_client import KvdClientError, Scheduler, UnsupportedMemory, Worker
 from kvd_client.vllm import metrics
 from kvd_client.vllm.identity import fingerprint
 from kvd_client.vllm.layout import rank_layout, share_caches
@@ -101,6 +101,12 @@ class KvdOffloadingSpec(OffloadingSpec):
         )
 
     def _register(self, kv_caches: CanonicalKVCaches) -> Worker:
+        if self._vllm_config.model_config.enable_sleep_mode:
+            # The daemon would keep the memory that was given back, and fill it instead of the new.
+            raise UnsupportedMemory(
+                "sleep mode takes the KV cache's memory away and gives it other memory when it"
+                " wakes up; turn enable_sleep_mode off to offload with kvd"
+            )
         shared = share_caches(kv_caches)
         parallel = self.config.parallel
         worker = Worker(

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
+import torch
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -15,9 +16,10 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvd_client import JobResult, UsageError, Worker
+from kvd_client import JobResult, KvdClientError, Worker
 from kvd_client.vllm.options import Options
 from kvd_client.vllm.slots import ChunkSlots
+from kvd_proto.devices import HOST
 
 log = logging.getLogger("kvd_client.vllm")
 
@@ -58,7 +60,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         elif self.worker is None:
             self._fail(job_id, "this rank's memory is not served")
         else:
-            self._submit(self.worker.submit_store, job_id, src_spec, dst_spec)
+            self._submit(self.worker, self.worker.submit_store, job_id, src_spec, dst_spec)
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
@@ -70,7 +72,7 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._fail(job_id, "this rank's memory is not served")
         else:
             self._loads[job_id] = time.monotonic() + self._options.load_timeout
-            self._submit(self.worker.submit_load, job_id, dst_spec, src_spec)
+            self._submit(self.worker, self.worker.submit_load, job_id, dst_spec, src_spec)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -110,6 +112,7 @@ class KvdOffloadingWorker(OffloadingWorker):
 
     def _submit(
         self,
+        worker: Worker,
         submit: Callable[..., bool],
         job_id: int,
         blocks: GPULoadStoreSpec,
@@ -123,8 +126,9 @@ class KvdOffloadingWorker(OffloadingWorker):
                 blocks.block_indices,
                 chunks.slots,
                 chunks.generations,
+                after=_now(worker),
             )
-        except UsageError as error:
+        except KvdClientError as error:
             self._fail(job_id, str(error))
 
     def _torn_chunks(self, blocks: GPULoadStoreSpec, chunks: ChunkSlots) -> str:
@@ -166,3 +170,14 @@ class KvdOffloadingWorker(OffloadingWorker):
 
     def __repr__(self) -> str:
         return f"<KvdOffloadingWorker {len(self._loads)} loads, {self.worker!r}>"
+
+
+def _now(worker: Worker) -> int | None:
+    """The timeline's number for all that the engine has started until now.
+
+    None for host memory: what was started there has finished. On CUDA the work goes on; a store
+    reads after the kernels that write its blocks, a load writes after those that read them.
+    """
+    if worker.device in {None, HOST}:
+        return None
+    return worker.timeline.signal_on(torch.cuda.current_stream().cuda_stream)

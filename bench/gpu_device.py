@@ -1,0 +1,165 @@
+"""A GPU as the benchmark itself uses it: buffers, streams, and the copies kvd is held against."""
+
+import mmap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from cuda.bindings import driver as bindings
+
+from kvd.errors import CudaError
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.device import CudaDevice
+from kvd.lane.cuda.driver import BatchCopy
+from kvd.lane.device import Direction
+
+Bytes = npt.NDArray[np.uint8]
+_VERSION = Path("/sys/module/nvidia/version")
+
+
+class Gpu:
+    """The first device that this process sees, its context, and a stream for each direction.
+
+    Raises:
+        LaneError: there is no driver or no device; the text says what to do.
+    """
+
+    def __init__(self) -> None:
+        driver.start()
+        (self.device, _), *_ = driver.devices()
+        self.context = driver.retain_context(self.device)
+        self.use()
+        self.streams = {direction: driver.create_stream(0) for direction in Direction}
+
+    def use(self) -> None:
+        """Make its context the calling thread's."""
+        driver.use_context(self.context)
+
+    def describe(self) -> dict[str, str | int]:
+        """Its name, and the versions of the kernel's driver and of CUDA."""
+        kernel = _VERSION.read_text(encoding="ascii").strip() if _VERSION.exists() else "unknown"
+        return {
+            "device": driver.device_name(self.device),
+            "driver": kernel,
+            "cuda": driver.version(),
+        }
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody uses."""
+        code, free, _ = bindings.cuMemGetInfo()
+        if int(code):
+            raise CudaError(int(code), code.name, "asking for free memory")
+        return int(free)
+
+    def write(self, address: int, data: Bytes) -> None:
+        """Copy into device memory, and wait."""
+        self._copy(address, data.ctypes.data, data.nbytes)
+
+    def read(self, address: int, nbytes: int) -> Bytes:
+        """Copy out of device memory, and wait."""
+        data = np.empty(nbytes, np.uint8)
+        self._copy(data.ctypes.data, address, nbytes)
+        return data
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        stream = self.streams[Direction.LOAD]
+        driver.copy(target, source, nbytes, stream)
+        driver.wait_for_stream(stream)
+
+    def wait(self) -> None:
+        """Until both streams are idle."""
+        for stream in self.streams.values():
+            driver.wait_for_stream(stream)
+
+
+class Reference:
+    """Pinned host memory and device memory, one part of each for loads and one for stores.
+
+    Args:
+        gpu: whose.
+        nbytes: of each part.
+    """
+
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        self._gpu = gpu
+        self._nbytes = nbytes
+        self._memory = mmap.mmap(-1, 2 * nbytes)
+        host = np.frombuffer(self._memory, np.uint8)
+        host[:] = 1  # every page is there before it counts
+        self._host = host.ctypes.data
+        driver.register_host(self._host, 2 * nbytes)
+        self._device = driver.allocate(2 * nbytes)
+        try:
+            self._batch: BatchCopy | None = BatchCopy.find()
+        except CudaError:
+            self._batch = None
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether this driver has cuMemcpyBatchAsync."""
+        return self._batch is not None
+
+    def raw(self, nbytes: int, *directions: Direction) -> float:
+        """GB/s of one `cuMemcpyAsync` of `nbytes` in each direction, all at once."""
+
+        def enqueue() -> None:
+            for direction in directions:
+                target, source = self._ends(direction)
+                driver.copy(target, source, nbytes, self._gpu.streams[direction])
+
+        return self._rate(enqueue, nbytes * len(directions))
+
+    def batched(self, nbytes: int, fragment: int, *directions: Direction) -> float:
+        """GB/s of `cuMemcpyBatchAsync` between places in another order on the two sides.
+
+        The calls are as large as a piece of the lane's.
+        """
+        batch = self._batch
+        if batch is None:
+            raise RuntimeError("this driver has no cuMemcpyBatchAsync")
+        count = nbytes // fragment
+        rng = np.random.default_rng(0)
+        there, here = (rng.permutation(count).astype(np.uint64) * fragment for _ in range(2))
+        sizes = np.full(count, fragment, np.uint64)
+        step = max(1, CudaDevice.piece_bytes // fragment)
+        ends = {
+            direction: [
+                np.uint64(end) + places
+                for end, places in zip(self._ends(direction), (there, here), strict=True)
+            ]
+            for direction in directions
+        }
+
+        def enqueue() -> None:
+            for begin in range(0, count, step):
+                part = slice(begin, begin + step)
+                for direction, (targets, sources) in ends.items():
+                    batch.enqueue(
+                        targets[part],
+                        sources[part],
+                        sizes[part],
+                        self._gpu.streams[direction],
+                        source_in_any_order=direction is Direction.LOAD,
+                    )
+
+        return self._rate(enqueue, count * fragment * len(directions))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        driver.unregister_host(self._host)
+        driver.free(self._device)
+
+    def _ends(self, direction: Direction) -> tuple[int, int]:
+        """Target and source."""
+        if direction is Direction.LOAD:
+            return self._device, self._host
+        return self._host + self._nbytes, self._device + self._nbytes
+
+    def _rate(self, enqueue: Callable[[], None], nbytes: int) -> float:
+        self._gpu.wait()
+        started = time.perf_counter()
+        enqueue()
+        self._gpu.wait()
+        return nbytes / (time.perf_counter() - started) / 1e9

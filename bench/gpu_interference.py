@@ -1,0 +1,141 @@
+"""How much another process on the GPU slows down while kvd saturates the bus, and by which way."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from gpu_device import Gpu
+from gpu_engine import Engine, pool_bytes
+from gpu_lane import prefer
+from harness import Daemon, median
+
+SECONDS = 2.0
+# Fragments, and below which length the kernel moves them.
+WAYS = {"dma": (2 * 2**20, 0), "kernel": (8192, 2**20)}
+
+
+class Neighbour:
+    """Another process that computes on the GPU; ended with the context."""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "gpu_matmul.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if self._answer() != "ready":
+            self._end()
+            raise RuntimeError("the process that computes does not start")
+        return self
+
+    def tflops(self, seconds: float) -> float:
+        """What it reaches now."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+
+class Saturated:
+    """Loads and stores without a pause, on a thread, while the context lasts.
+
+    Attributes:
+        rates: GB/s of both directions together, in turn.
+    """
+
+    def __init__(self, gpu: Gpu, engine: Engine) -> None:
+        self._gpu = gpu
+        self._engine = engine
+        self._stop = threading.Event()
+        self._failed: Exception | None = None
+        self.rates: list[float] = []
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._move)
+        self._thread.start()
+        return self
+
+    def _move(self) -> None:
+        try:
+            self._gpu.use()
+            keys, _ = self._engine.store()
+            while not self._stop.is_set():
+                keys, gbps = self._engine.both(keys)
+                self.rates.append(gbps)
+        except Exception as error:  # noqa: BLE001  # raised where the context ends
+            self._failed = error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+
+
+def measure(
+    gpu: Gpu, measured: dict[str, str | int], nbytes: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """By way: TFLOP/s alone and beside kvd, the loss in percent, kvd's GB/s meanwhile.
+
+    Args:
+        gpu: where kvd moves.
+        measured: what `gpu_lane.thresholds` gave; not empty.
+        nbytes: to move at a time.
+        rounds: alone and beside kvd in turn.
+    """
+    found = {}
+    with Neighbour() as neighbour:
+        for way, (fragment, below) in WAYS.items():
+            daemon = Daemon(pool_bytes(fragment, nbytes))
+            prefer(daemon, measured, below)
+            with daemon, Engine(gpu, daemon, fragment, nbytes) as engine:
+                engine.store()
+                found[way] = _beside(neighbour, gpu, engine, rounds)
+    return found
+
+
+def _beside(neighbour: Neighbour, gpu: Gpu, engine: Engine, rounds: int) -> dict[str, float]:
+    alone, beside, rates = [], [], []
+    for _ in range(rounds):
+        alone.append(neighbour.tflops(SECONDS))
+        with Saturated(gpu, engine) as traffic:
+            beside.append(neighbour.tflops(SECONDS))
+        rates += traffic.rates
+    return {
+        "alone_tflops": median(alone),
+        "beside_tflops": median(beside),
+        "loss_percent": 100 * (1 - median(beside) / median(alone)),
+        "kvd_GBps": median(rates),
+    }
+
+
+def torch_sees_a_gpu() -> bool:
+    """Whether torch is there, with CUDA, and finds a device."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    return not done.returncode

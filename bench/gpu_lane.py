@@ -1,0 +1,104 @@
+"""What a CUDA lane costs beside its copies, and how it chooses between copy engine and kernel."""
+
+import json
+import mmap
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+from gpu_device import Gpu
+from gpu_engine import Engine, pool_bytes
+from harness import Daemon, fresh_keys, median
+
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.pinning import PinnedPool
+from kvd.lane.device import Direction
+
+GIB = 2**30
+SECONDS = 120.0
+LATENCY_FRAGMENT, LATENCY_BYTES = 4096, 8 * 2**20  # a chunk of 128 KiB, as in latency.py
+
+
+def registration(gpu: Gpu, nbytes: int, rounds: int) -> dict[str, float]:
+    """Seconds per GiB: of one registration of touched memory; of a new pool until it is pinned.
+
+    Raises:
+        RuntimeError: the pool is not pinned.
+    """
+    pinned, ready = [], []
+    for _ in range(rounds):
+        with mmap.mmap(-1, nbytes) as memory:
+            touched = np.frombuffer(memory, np.uint8)
+            touched[:] = 1
+            address = touched.ctypes.data
+            started = time.perf_counter()
+            driver.register_host(address, nbytes)
+            pinned.append((time.perf_counter() - started) * GIB / nbytes)
+            driver.unregister_host(address)
+            del touched
+        descriptor = os.memfd_create("kvd-bench-pool")
+        try:
+            os.ftruncate(descriptor, nbytes)
+            started = time.perf_counter()
+            pool = PinnedPool(descriptor, nbytes, gpu.context)
+            ended = pool.wait(SECONDS)
+            ready.append((time.perf_counter() - started) * GIB / nbytes)
+            error = pool.error
+            pool.close()
+        finally:
+            os.close(descriptor)
+        if error or not ended:
+            raise RuntimeError(error or f"the pool is not pinned within {SECONDS:g} s")
+    return {
+        "register_s_per_gib": median(pinned),
+        "touch_and_register_s_per_gib": median(ready),
+    }
+
+
+def latency(gpu: Gpu, jobs: int) -> dict[str, float]:
+    """Microseconds from submission to seen finished of jobs of one chunk; and the lane's memory.
+
+    The device memory that is gone once the lane runs is its context and what it keeps there.
+    """
+    fragment, nbytes = LATENCY_FRAGMENT, LATENCY_BYTES
+    with Daemon(pool_bytes(fragment, nbytes)) as daemon:
+        before = gpu.free_bytes()
+        with Engine(gpu, daemon, fragment, nbytes) as engine:
+            context = before - gpu.free_bytes() - engine.device_bytes
+            keys, _ = engine.store()
+            engine.load(keys)
+            chosen = (keys * (jobs // len(keys) + 1))[:jobs]
+            loads = engine.one_chunk(Direction.LOAD, chosen)
+            stores = engine.one_chunk(Direction.STORE, fresh_keys(jobs))
+    return {
+        "store_p50_us": float(np.percentile(stores, 50)),
+        "store_p99_us": float(np.percentile(stores, 99)),
+        "load_p50_us": float(np.percentile(loads, 50)),
+        "load_p99_us": float(np.percentile(loads, 99)),
+        "context_mib": context / 2**20,
+    }
+
+
+def thresholds(daemon: Daemon) -> dict[str, str | int]:
+    """What the lane measured at its start: its engine, and below which length the kernel moves.
+
+    Empty where the kernel does not work on the device: the lane keeps nothing then.
+    """
+    found = sorted(daemon.runtime_dir.glob("cuda-*.json"))
+    kept: dict[str, str | int] = json.loads(found[0].read_text()) if found else {}
+    return kept | ({"file": found[0].name} if found else {})
+
+
+def prefer(daemon: Daemon, measured: dict[str, str | int], below: int) -> None:
+    """Let the daemon's lane, which has not started, move all runs below this length by the kernel.
+
+    Args:
+        daemon: not started.
+        measured: what `thresholds` gave.
+        below: bytes; 0 means never by the kernel.
+    """
+    chosen = measured | {"load": below, "store": below}
+    name = str(chosen.pop("file"))
+    daemon.runtime_dir.mkdir(mode=0o750)
+    Path(daemon.runtime_dir / name).write_text(json.dumps(chosen))

@@ -1,0 +1,232 @@
+"""The CUDA driver, as far as a worker needs it; the one module here that names its functions.
+
+`cuda-bindings` is imported at the first call, so that a client of host memory
+needs neither it nor a driver. Devices are ordinals of this process, streams and
+events the driver's handles as integers. The calls may be made by any thread.
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from kvd_client.errors import CudaError, UnsupportedMemory
+
+IPC_HANDLE_BYTES = 64
+
+
+@functools.cache
+def _bindings() -> ModuleType:
+    try:
+        from cuda.bindings import driver  # noqa: PLC0415  # an extra, for CUDA workers only
+    except ImportError as error:
+        raise UnsupportedMemory(
+            f"CUDA memory needs the package cuda-bindings ({error}); install kvd-offload[cuda]"
+        ) from error
+    try:
+        (code,) = driver.cuInit(0)
+    except RuntimeError as error:  # what it raises where the loader finds no libcuda.so.1
+        raise UnsupportedMemory(
+            f"CUDA memory needs the NVIDIA driver, libcuda.so.1 cannot be loaded: {error}"
+        ) from error
+    if int(code):
+        raise CudaError(int(code), _name(driver, code), "start the CUDA driver")
+    module: ModuleType = driver
+    return module
+
+
+def _name(driver: ModuleType, code: Any) -> str:
+    failed, name = driver.cuGetErrorName(code)
+    return f"error {int(code)}" if int(failed) else name.decode()
+
+
+def _call(attempted: str, function: str, *arguments: Any) -> Any:
+    """Call a driver function; its one result, or a tuple of several.
+
+    Raises:
+        CudaError: it did not succeed.
+        UnsupportedMemory: there is no driver.
+    """
+    driver = _bindings()
+    code, *results = getattr(driver, function)(*arguments)
+    if int(code):
+        raise CudaError(int(code), _name(driver, code), attempted)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+# --------------------------------------------------------------------- devices
+
+
+def uuid_of(device: int) -> bytes:
+    """The UUID of a device, 16 bytes; of a MIG instance its own."""
+    attempted = f"ask for the UUID of device {device}"
+    handle = _call(attempted, "cuDeviceGet", device)
+    # Before CUDA 13 the name without _v2 gives the UUID of the GPU that a MIG instance is on.
+    newer = hasattr(_bindings(), "cuDeviceGetUuid_v2")
+    uuid = _call(attempted, "cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid", handle)
+    return bytes(uuid.bytes)
+
+
+def is_mig(device: int) -> bool:
+    """Whether a device is a MIG instance, which its name says and no attribute."""
+    attempted = f"ask for the name of device {device}"
+    handle = _call(attempted, "cuDeviceGet", device)
+    name: bytes = _call(attempted, "cuDeviceGetName", 256, handle)
+    return b" MIG " in name.partition(b"\0")[0]
+
+
+def streams_can_write(device: int) -> bool:
+    """Whether a stream of this device can write 64 bits by itself."""
+    attempted = f"ask what streams of device {device} can do"
+    handle = _call(attempted, "cuDeviceGet", device)
+    kind = _bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+    return bool(_call(attempted, "cuDeviceGetAttribute", kind, handle))
+
+
+class PrimaryContext:
+    """A device's primary context, which torch uses too; kept until `release`.
+
+    Raises:
+        CudaError: it cannot be had.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._attempted = f"use device {device}"
+        self._device = _call(self._attempted, "cuDeviceGet", device)
+        self._handle = _call(self._attempted, "cuDevicePrimaryCtxRetain", self._device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it this thread's for a while."""
+        before = _call(self._attempted, "cuCtxGetCurrent")
+        if int(before) == int(self._handle):
+            yield
+            return
+        _call(self._attempted, "cuCtxSetCurrent", self._handle)
+        try:
+            yield
+        finally:
+            _call(self._attempted, "cuCtxSetCurrent", before)
+
+    def release(self) -> None:
+        """Give it back; what was made in it may be gone."""
+        _call(f"stop to {self._attempted}", "cuDevicePrimaryCtxRelease", self._device)
+
+    def __repr__(self) -> str:
+        return f"<PrimaryContext of device {int(self._device)}>"
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def _pointer_attribute(address: int, name: str) -> Any:
+    kind = getattr(_bindings().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+    return _call(f"ask about address {address:#x}", "cuPointerGetAttribute", kind, address)
+
+
+def device_of(address: int) -> int:
+    """The device whose memory this is."""
+    return int(_pointer_attribute(address, "DEVICE_ORDINAL"))
+
+
+def allocation_of(address: int) -> tuple[int, int]:
+    """(base, bytes) of the allocation that an address lies in."""
+    base, nbytes = _call(
+        f"find the allocation of address {address:#x}", "cuMemGetAddressRange", address
+    )
+    return int(base), int(nbytes)
+
+
+def has_ipc_handle(address: int) -> bool:
+    """Whether the memory can be named by a legacy IPC handle."""
+    return bool(_pointer_attribute(address, "IS_LEGACY_CUDA_IPC_CAPABLE"))
+
+
+def ipc_handle(base: int) -> bytes:
+    """The legacy IPC handle of an allocation, 64 bytes."""
+    handle = _call(f"get the IPC handle of the memory at {base:#x}", "cuIpcGetMemHandle", base)
+    return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
+
+
+def can_export(address: int) -> bool:
+    """Whether memory of the virtual memory management can be exported as a descriptor."""
+    kinds = _bindings().CUmemAllocationHandleType
+    allowed = int(_pointer_attribute(address, "ALLOWED_HANDLE_TYPES"))
+    return bool(allowed & int(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+
+
+def export(base: int) -> int:
+    """A new descriptor of an allocation of the virtual memory management."""
+    attempted = f"export the memory at {base:#x}"
+    kind = _bindings().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    handle = _call(attempted, "cuMemRetainAllocationHandle", base)
+    try:
+        return int(_call(attempted, "cuMemExportToShareableHandle", handle, kind, 0))
+    finally:
+        _call(attempted, "cuMemRelease", handle)
+
+
+def register_host(address: int, nbytes: int) -> int:
+    """Let devices write to host memory; the address by which they do."""
+    attempted = f"register {nbytes} bytes of host memory"
+    driver = _bindings()
+    flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+    _call(attempted, "cuMemHostRegister", address, nbytes, flags)
+    try:
+        return int(_call(attempted, "cuMemHostGetDevicePointer", address, 0))
+    except CudaError:
+        unregister_host(address)
+        raise
+
+
+def unregister_host(address: int) -> None:
+    """Undo `register_host`; nothing may write there any more."""
+    _call("unregister host memory", "cuMemHostUnregister", address)
+
+
+# ----------------------------------------------------------- streams and events
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """Have a stream write 64 bits, after all that was put on it before."""
+    _call(f"write {value} from a stream", "cuStreamWriteValue64", stream, address, value, 0)
+
+
+def new_event() -> int:
+    """An event without a time, which a thread can wait for without spinning."""
+    flags = _bindings().CUevent_flags
+    kind = flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC
+    return int(_call("make an event", "cuEventCreate", int(kind)))
+
+
+def record(event: int, stream: int) -> None:
+    """The event happens when all that is on the stream now has finished."""
+    _call("record an event", "cuEventRecord", event, stream)
+
+
+def stream_waits(stream: int, event: int) -> None:
+    """What is put on the stream from now on comes after the event."""
+    _call("order two streams", "cuStreamWaitEvent", stream, event, 0)
+
+
+def has_happened(event: int) -> bool:
+    """Whether an event has happened, or was never recorded."""
+    driver = _bindings()
+    (code,) = driver.cuEventQuery(event)
+    if code == driver.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    if int(code):
+        raise CudaError(int(code), _name(driver, code), "ask for an event")
+    return True
+
+
+def wait_for(event: int) -> None:
+    """Return when an event has happened."""
+    _call("wait for an event", "cuEventSynchronize", event)
+
+
+def destroy_event(event: int) -> None:
+    """Give an event back."""
+    _call("destroy an event", "cuEventDestroy", event)

@@ -1,0 +1,150 @@
+"""CUDA memory that another process can map: by its IPC handle, or by a descriptor.
+
+Whichever it is names the whole allocation that a storage lies in, so a storage
+is the allocation and an offset. Memory of cudaMalloc has an IPC handle. Memory
+of the virtual memory management (expandable segments, sleep mode) has none; it
+is exported as a descriptor where its allocator asked for that when it made it.
+What is given away must stay mapped: an engine that remaps its memory registers anew.
+"""
+
+import os
+import weakref
+from typing import Self
+
+from kvd_client import cuda_driver
+from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_proto.devices import cuda_device
+from kvd_proto.messages import IpcHandle, VmmHandle
+
+_REMEDY = (
+    "PyTorch's expandable segments and vLLM's sleep mode make such memory: remove"
+    " expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, turn sleep mode off, or use an"
+    " allocator that makes one exportable allocation of each storage"
+)
+
+
+class DeviceMemory:
+    """One storage in CUDA memory. A descriptor is closed with it; the memory is not its own.
+
+    Attributes:
+        device: "cuda:" and the device's UUID.
+        ordinal: the device's number in this process.
+        base: where the allocation begins, as this process sees it.
+        allocation: its bytes.
+        offset: where the storage begins in it.
+        nbytes: of the storage.
+        ipc: the allocation's IPC handle; empty where it is exported as a descriptor.
+        fd: that descriptor; -1 where there is an IPC handle.
+    """
+
+    def __init__(
+        self,
+        *,
+        ordinal: int,
+        device: str,
+        base: int,
+        allocation: int,
+        offset: int,
+        nbytes: int,
+        ipc: bytes = b"",
+        fd: int = -1,
+    ) -> None:
+        self.ordinal = ordinal
+        self.device = device
+        self.base = base
+        self.allocation = allocation
+        self.offset = offset
+        self.nbytes = nbytes
+        self.ipc = ipc
+        self.fd = fd
+        self.closed = False
+        self._closing = weakref.finalize(self, os.close, fd) if fd >= 0 else None
+
+    @classmethod
+    def at(cls, address: int, nbytes: int) -> Self:
+        """The storage of `nbytes` at a device pointer.
+
+        Raises:
+            UsageError: no address or size that can be meant.
+            UnsupportedMemory: memory that no other process can be given, or no CUDA driver.
+            CudaError: the driver refuses; the address is no device memory of this process.
+        """
+        if not isinstance(address, int) or address <= 0:
+            raise UsageError(f"address={address!r}: a device pointer is needed")
+        if not isinstance(nbytes, int) or nbytes <= 0:
+            raise UsageError(f"nbytes={nbytes!r}: a number of bytes above 0 is needed")
+        ordinal = cuda_driver.device_of(address)
+        device = cuda_device(cuda_driver.uuid_of(ordinal), mig=cuda_driver.is_mig(ordinal))
+        context = cuda_driver.PrimaryContext(ordinal)
+        try:
+            with context.current():
+                base, allocation = cuda_driver.allocation_of(address)
+                ipc, fd = _share(address, nbytes, base, allocation)
+        finally:
+            context.release()
+        return cls(
+            ordinal=ordinal,
+            device=device,
+            base=base,
+            allocation=allocation,
+            offset=address - base,
+            nbytes=nbytes,
+            ipc=ipc,
+            fd=fd,
+        )
+
+    @property
+    def identity(self) -> int:
+        """Equal for storages of one allocation."""
+        return self.base
+
+    def duplicate(self) -> "DeviceMemory":
+        """The same storage with a descriptor of its own."""
+        return DeviceMemory(
+            ordinal=self.ordinal,
+            device=self.device,
+            base=self.base,
+            allocation=self.allocation,
+            offset=self.offset,
+            nbytes=self.nbytes,
+            ipc=self.ipc,
+            fd=os.dup(self.fd) if self.fd >= 0 else -1,
+        )
+
+    def handle(self, fd_index: int) -> IpcHandle | VmmHandle:
+        """How a registration names it, where its descriptor, if any, has this number."""
+        if self.ipc:
+            return IpcHandle(handle=self.ipc, allocation=self.allocation, offset=self.offset)
+        return VmmHandle(fd_index=fd_index, allocation=self.allocation, offset=self.offset)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory stays what it is. May be called again."""
+        if self._closing is not None:
+            self._closing()
+        self.fd = -1
+        self.closed = True
+
+    def __repr__(self) -> str:
+        way = "closed" if self.closed else f"fd {self.fd}" if self.fd >= 0 else "IPC handle"
+        return (
+            f"<DeviceMemory {self.nbytes} bytes at {self.offset} of {self.allocation},"
+            f" {self.device}, {way}>"
+        )
+
+
+def _share(address: int, nbytes: int, base: int, allocation: int) -> tuple[bytes, int]:
+    """(IPC handle, -1) or (empty, a descriptor) of the allocation."""
+    ends = base + allocation - address
+    if nbytes > ends:
+        raise UnsupportedMemory(
+            f"{nbytes} bytes at {address:#x} lie in several CUDA allocations, the first ends after"
+            f" {ends}; {_REMEDY}"
+        )
+    if cuda_driver.has_ipc_handle(address):
+        return cuda_driver.ipc_handle(base), -1
+    if cuda_driver.can_export(address):
+        return b"", cuda_driver.export(base)
+    raise UnsupportedMemory(
+        f"{nbytes} bytes at {address:#x} lie in CUDA memory that no other process can map;"
+        f" {_REMEDY}"
+    )

@@ -1,0 +1,350 @@
+"""What a worker's process does with CUDA memory, each scenario in a process of its own.
+
+Run as `python -m tests.client.cuda_scenarios NAME [RULE]` with the test driver on
+LD_LIBRARY_PATH; exit status 0 says that everything was as the name promises.
+With the name of a rule it runs without that rule and should not succeed.
+"""
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvd_client import (
+    CudaError,
+    DeviceMemory,
+    HostMemory,
+    Timeline,
+    UnsupportedMemory,
+    UsageError,
+    cuda_driver,
+)
+from kvd_client.control import ControlPage
+from kvd_client.registration import Wanted, wanted_registration
+from kvd_client.stream_signal import EventWatch, StreamWrites, stream_signals
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import Fingerprint, IpcHandle, VmmHandle
+
+GRANULE = 2 * 2**20
+SIZE = 8 * 4096
+LAYOUT = RankLayout(
+    num_blocks=8,
+    blocks_per_chunk=1,
+    hash_block_size=16,
+    storages=(SIZE, SIZE),
+    tensors=tuple(
+        TensorSpec(storage=i, offset=0, page_bytes=4096, block_stride=4096) for i in range(2)
+    ),
+    groups=(GroupSpec(refs=(TensorRef(0, 4096), TensorRef(1, 4096)), block_size=16),),
+)
+
+
+# ---------------------------------------------------------------------- tools
+
+
+def call(name: str, *arguments: object) -> Any:
+    """Call the driver."""
+    from cuda.bindings import driver  # noqa: PLC0415  # one scenario has none
+
+    code, *values = getattr(driver, name)(*arguments)
+    assert not int(code), f"{name}: {code}"
+    return values[0] if values else None
+
+
+def start(device: int = 0) -> None:
+    """Be a process that uses a device, as an engine is."""
+    call("cuInit", 0)
+    context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device))
+    call("cuCtxSetCurrent", context)
+
+
+def switch(text: str) -> None:
+    """Change a switch of the test driver, as `key=value`."""
+    assert ctypes.CDLL("libcuda.so.1").fakecuda_set(text.encode()) == 0, text
+
+
+def virtual(*sizes: int, exportable: bool = True) -> int:
+    """Neighbouring allocations of the virtual memory management; where they begin."""
+    from cuda.bindings import driver  # noqa: PLC0415  # one scenario has none
+
+    kinds = driver.CUmemAllocationHandleType
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = 0
+    if exportable:
+        properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    begin = at = int(call("cuMemAddressReserve", sum(sizes), 0, 0, 0))
+    for size in sizes:
+        call("cuMemMap", at, size, 0, call("cuMemCreate", size, properties, 0), 0)
+        at += size
+    access = driver.CUmemAccessDesc()
+    access.location = properties.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    call("cuMemSetAccess", begin, sum(sizes), [access], 1)
+    return begin
+
+
+@contextmanager
+def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
+    """What is done inside is refused, with all of these words."""
+    with pytest.raises(kind) as refusal:
+        yield
+    missing = [part for part in parts if part not in str(refusal.value)]
+    assert not missing, f"{missing} not in {refusal.value}"
+
+
+def wanted(*memory: HostMemory | DeviceMemory, device: str | None = None) -> Wanted:
+    """The registration of this memory."""
+    return wanted_registration(
+        ControlPage(),
+        memory,
+        LAYOUT,
+        Fingerprint(model="m"),
+        rank=0,
+        world_size=1,
+        device=device,
+        stage=0,
+    )
+
+
+def until(timeline: Timeline, number: int) -> None:
+    """Wait until the timeline is there."""
+    end = time.monotonic() + 30
+    while timeline.reached < number:
+        assert time.monotonic() < end, timeline
+        time.sleep(0.001)
+
+
+# ------------------------------------------------------------------ scenarios
+
+
+def ipc_memory_is_its_allocation_and_an_offset() -> None:
+    """Two storages of one allocation have one handle and need no descriptor."""
+    start()
+    base = int(call("cuMemAlloc", 3 * SIZE))
+    memory = [DeviceMemory.at(base + 512, SIZE), DeviceMemory.at(base + SIZE + 1024, SIZE)]
+    registration = wanted(*memory)
+    name = memory[0].ipc
+    assert len(name) == 64
+    assert registration.message.handles == (
+        IpcHandle(handle=name, allocation=3 * SIZE, offset=512),
+        IpcHandle(handle=name, allocation=3 * SIZE, offset=SIZE + 1024),
+    )
+    assert registration.message.device == "cuda:fa4ecda0000040008000000000000000"
+    assert registration.fds == [registration.control.fd]
+    assert "IPC handle" in repr(memory[0])
+    memory[0].close()
+    with refused(UsageError, "memory[0]", "open HostMemory or DeviceMemory"):
+        wanted(*memory)
+
+
+def virtual_memory_is_a_descriptor_for_each_allocation() -> None:
+    """Storages of one allocation share a descriptor, which outlives what the caller closes."""
+    start()
+    base = virtual(GRANULE)
+    memory = [DeviceMemory.at(base + at, SIZE) for at in (0, SIZE)]
+    registration = wanted(*memory)
+    assert registration.message.handles == (
+        VmmHandle(fd_index=1, allocation=GRANULE, offset=0),
+        VmmHandle(fd_index=1, allocation=GRANULE, offset=SIZE),
+    )
+    for part in memory:
+        part.close()
+        part.close()
+    assert len(registration.fds) == 2
+    assert os.fstat(registration.fds[1])
+
+
+def memory_across_allocations_is_refused() -> None:
+    """A storage that several allocations make up has no one handle."""
+    start()
+    base = virtual(GRANULE, GRANULE)
+    assert DeviceMemory.at(base + GRANULE - SIZE, SIZE).offset == GRANULE - SIZE
+    with refused(UnsupportedMemory, "several CUDA allocations", "ends after 4096", "sleep mode"):
+        DeviceMemory.at(base + GRANULE - 4096, SIZE)
+
+
+def memory_that_is_not_exportable_is_refused() -> None:
+    """The sentence says what makes such memory and what to change."""
+    start()
+    with refused(UnsupportedMemory, "no other process can map", "expandable_segments:True from"):
+        DeviceMemory.at(virtual(GRANULE, exportable=False), SIZE)
+
+
+def what_is_no_device_memory_is_refused() -> None:
+    """Host addresses, and numbers that are no address or size."""
+    start()
+    page = ControlPage()
+    with pytest.raises(CudaError) as refusal:
+        DeviceMemory.at(page.address, 64)
+    assert (refusal.value.code, refusal.value.name) == (1, "CUDA_ERROR_INVALID_VALUE")
+    assert f"{page.address:#x}" in refusal.value.attempted
+    for address, nbytes in ((0, 1), (-1, 1), ("x", 1), (4096, 0), (4096, 1.5)):
+        with refused(UsageError, "needed"):
+            DeviceMemory.at(address, nbytes)  # type: ignore[arg-type]
+
+
+def memory_of_one_worker_is_on_one_device() -> None:
+    """Host and device memory, or two devices, are not one registration."""
+    start(1)
+    second = DeviceMemory.at(int(call("cuMemAlloc", SIZE)), SIZE)
+    start(0)
+    first = DeviceMemory.at(int(call("cuMemAlloc", SIZE)), SIZE)
+    host = HostMemory.allocate(SIZE)
+    assert first.device != second.device
+    with refused(UsageError, f"memory[1] is on {second.device}, memory[0] on {first.device}"):
+        wanted(first, second)
+    with refused(UsageError, f"memory[1] is on host, memory[0] on {first.device}"):
+        wanted(first, host)
+    with refused(UsageError, "device='host'", "leave device out"):
+        wanted(first, first, device="host")
+    assert wanted(host, host).message.device == "host"
+    assert wanted(first, first, device=first.device).message.device == first.device
+
+
+def every_failure_of_the_driver_names_what_was_attempted() -> None:
+    """Each call fails once; the error is typed, and the next try works."""
+    start()
+    plain, exported = int(call("cuMemAlloc", SIZE)), virtual(GRANULE)
+    functions = {
+        plain: (
+            *("cuPointerGetAttribute", "cuDeviceGet", "cuDeviceGetUuid", "cuDeviceGetName"),
+            *("cuDevicePrimaryCtxRetain", "cuMemGetAddressRange", "cuIpcGetMemHandle"),
+        ),
+        exported: ("cuMemRetainAllocationHandle", "cuMemExportToShareableHandle"),
+    }
+    for address, names in functions.items():
+        for name in names:
+            switch(f"fail={name}:1:999")
+            with refused(CudaError, "CUDA cannot ", "CUDA_ERROR_UNKNOWN (999)"):
+                DeviceMemory.at(address, SIZE)
+            switch("fail=")
+            DeviceMemory.at(address, SIZE).close()
+    page = ControlPage()
+    for name in ("cuMemHostRegister", "cuMemHostGetDevicePointer", "cuEventCreate"):
+        switch(f"fail={name}:1:999")
+        with refused(CudaError, "CUDA_ERROR_UNKNOWN (999)"):
+            stream_signals(0, page)
+        switch("fail=")
+        stream_signals(0, page).close()
+
+
+def numbers_are_reached_when_the_stream_is_there() -> None:
+    """Not before its kernels have finished; in order, whichever streams they are asked for on."""
+    start()
+    page = ControlPage()
+    timeline = Timeline(page)
+    signals = stream_signals(0, page)
+    assert isinstance(signals, StreamWrites if "FAKECUDA_MEM_OPS" not in os.environ else EventWatch)
+    timeline.follow(signals)
+    address = int(call("cuMemAlloc", SIZE))
+    busy, idle = (int(call("cuStreamCreateWithPriority", 1, 0)) for _ in range(2))
+    assert timeline.signal_on(idle) == 1
+    until(timeline, 1)
+    switch("hold=kernels")
+    call("cuMemsetD8Async", address, 1, SIZE, busy)
+    assert timeline.signal_on(busy) == 2
+    assert timeline.signal_on(idle) == 3
+    time.sleep(0.1)
+    assert timeline.reached == 1
+    switch("hold=")
+    until(timeline, 3)
+    assert timeline.signal_on(0) == 4  # the stream that CUDA calls the default one
+    until(timeline, 4)
+    with refused(UsageError, "call signal_on(stream)"):
+        timeline.signal(4)
+    with refused(UsageError, "handle of a CUDA stream"):
+        timeline.signal_on(-1)
+    timeline.follow(None)
+    with refused(UsageError, "no CUDA memory is registered"):
+        timeline.signal_on(idle)
+    timeline.signal(timeline.reserve())
+    assert timeline.reached == 5
+
+
+def a_page_that_is_written_to_later_stays() -> None:
+    """Ending while a stream has yet to write neither waits nor takes the memory away."""
+    start()
+    page = ControlPage()
+    timeline = Timeline(page)
+    timeline.follow(stream_signals(0, page))
+    address = int(call("cuMemAlloc", SIZE))
+    stream = int(call("cuStreamCreateWithPriority", 1, 0))
+    switch("hold=kernels")
+    call("cuMemsetD8Async", address, 1, SIZE, stream)
+    number = timeline.signal_on(stream)
+    timeline.follow(None)
+    page.close()
+    switch("hold=")
+    call("cuStreamSynchronize", stream)
+    assert page.timeline == number
+
+
+def a_failed_signal_raises_and_the_next_one_counts() -> None:
+    """A number that the driver did not take is skipped over by the next."""
+    start()
+    page = ControlPage()
+    timeline = Timeline(page)
+    timeline.follow(stream_signals(0, page))
+    stream = int(call("cuStreamCreateWithPriority", 1, 0))
+    switch("fail=cuStreamWriteValue64:1:999")
+    with refused(CudaError, "write 1 from a stream"):
+        timeline.signal_on(stream)
+    until(timeline, timeline.signal_on(stream))
+    assert timeline.reached == 2
+
+
+def without_a_driver_memory_is_unsupported() -> None:
+    """No libcuda.so.1: the sentence names it."""
+    with refused(UnsupportedMemory, "libcuda.so.1 cannot be loaded"):
+        DeviceMemory.at(4096, 1)
+
+
+def without_the_bindings_memory_is_unsupported() -> None:
+    """No cuda-bindings: the sentence names the extra; host memory needs none."""
+    sys.modules["cuda"] = None  # type: ignore[assignment]
+    with refused(UnsupportedMemory, "kvd-offload[cuda]"):
+        DeviceMemory.at(4096, 1)
+    host = HostMemory.allocate(SIZE)
+    assert wanted(host, host).message.device == "host"
+
+
+# ------------------------------------------------------- rules, to be taken away
+
+
+def a_stream_waits_for_the_last_number_on_another() -> None:
+    """Else a number on an idle stream vouches for what a busy one has not done."""
+    cuda_driver.stream_waits = lambda stream, event: None  # noqa: ARG005  # as its stand-in
+
+
+def the_stream_writes_the_number_at_its_turn() -> None:
+    """Else it is reached when it is asked for."""
+
+    def write(stream: int, address: int, value: int) -> None:
+        del stream
+        ctypes.c_uint64.from_address(address).value = value
+
+    cuda_driver.write_value = write
+
+
+def the_thread_waits_for_the_event() -> None:
+    """Else the same, where streams cannot write."""
+    cuda_driver.wait_for = lambda event: None  # noqa: ARG005  # as its stand-in
+
+
+def a_page_is_let_go_when_nothing_will_write_to_it() -> None:
+    """Else a stream writes where nothing is registered, and the context is lost."""
+    cuda_driver.has_happened = lambda event: True  # noqa: ARG005  # as its stand-in
+
+
+if __name__ == "__main__":
+    for rule in sys.argv[2:]:
+        globals()[rule]()
+    globals()[sys.argv[1]]()
+    os._exit(0)  # the streams' threads need no farewell

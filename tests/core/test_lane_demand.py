@@ -1,0 +1,218 @@
+"""Lanes of CUDA devices: who gets one, and what becomes of one that cannot serve."""
+
+import pytest
+
+from kvd.core.broker import Broker
+from kvd.core.demand import FAILED_SECONDS, MAX_CUDA_LANES
+from kvd.core.effects import DropLane, Effect, KillLane, Reply, StartLane
+from kvd.core.sessions import Peer, Session
+from kvd.core.status import status_report
+from kvd.link import Imported, LaneCounters, LaneFailed, LanePong, LaneReady
+from kvd.settings import Settings
+from kvd.state.namespaces import Namespaces
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import (
+    Error,
+    ErrorCode,
+    Fingerprint,
+    Hello,
+    IpcHandle,
+    Message,
+    Register,
+    Registered,
+    Unregister,
+    Unregistered,
+)
+
+PAGE = 4096
+BLOCKS = 8
+DEVICE = "cuda:" + "0f" * 16
+
+
+def make_broker() -> Broker:
+    """A broker whose host lane is up and whose pool is there."""
+    broker = Broker(
+        Settings(runtime_dir="/nowhere", cpu_bytes=2**20),
+        boot_id=bytes(16),
+        version="test",
+        pid=1,
+        devices=["host"],
+        open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
+        available_bytes=lambda: 2**30,
+    )
+    broker.state.pool_ready = True
+    ready(broker, "host", 1)
+    return broker
+
+
+def ready(broker: Broker, device: str, incarnation: int) -> list[Effect]:
+    """A lane's process serves."""
+    message = LaneReady(device=device, incarnation=incarnation, pid=2, endpoint="ipc://lane")
+    return broker.lane_message(device, message, 0.0)
+
+
+def worker(broker: Broker, name: str = "e") -> Session:
+    """A session of kind worker whose control page has come."""
+    session, _ = broker.connected(name.encode().ljust(16), Peer(1, 0, 0))
+    assert session is not None
+    hello = Hello(kind="worker", engine=name, pid=1, protocol_min=1, protocol_max=1, client="test")
+    broker.request(session, 1, hello, 0.0)
+    broker.descriptors(session, 0, 1, 0.0)
+    return session
+
+
+def register(device: str = DEVICE) -> Register:
+    """The only rank of an engine, with its memory on `device`."""
+    return Register(
+        rank=0,
+        world_size=1,
+        device=device,
+        fingerprint=Fingerprint(model="m"),
+        layout=RankLayout(
+            num_blocks=BLOCKS,
+            blocks_per_chunk=1,
+            hash_block_size=16,
+            storages=(BLOCKS * PAGE,),
+            tensors=(TensorSpec(storage=0, offset=0, page_bytes=PAGE, block_stride=PAGE),),
+            groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=PAGE),), block_size=16),),
+        ),
+        handles=(IpcHandle(handle=bytes(64), allocation=BLOCKS * PAGE),),
+    )
+
+
+def replies(effects: list[Effect]) -> list[Message]:
+    """The replies among the effects."""
+    return [effect.message for effect in effects if isinstance(effect, Reply)]
+
+
+def refusal(effects: list[Effect]) -> Error:
+    """The one reply, which is a refusal."""
+    (reply,) = replies(effects)
+    assert isinstance(reply, Error)
+    return reply
+
+
+def serve(broker: Broker, session: Session, incarnation: int = 2) -> None:
+    """Register on DEVICE with a lane that starts and maps the memory."""
+    effects = broker.request(session, 2, register(), 0.0)
+    assert StartLane(DEVICE) in effects
+    ready(broker, DEVICE, incarnation)
+    done = broker.lane_message(DEVICE, Imported(session=session.number, error=""), 0.0)
+    assert isinstance(replies(done)[0], Registered)
+
+
+def test_the_first_worker_of_a_device_starts_its_lane() -> None:
+    """One lane for all workers of a device; the daemon stays ready while it starts."""
+    broker = make_broker()
+    serve(broker, worker(broker, "one"))
+    again = broker.request(worker(broker, "two"), 2, register(), 0.0)
+    assert not [effect for effect in again if isinstance(effect, StartLane)]
+    assert list(broker.state.lanes) == ["host", DEVICE]
+
+
+def test_a_starting_lane_does_not_unready_the_daemon() -> None:
+    """A lane that nobody is served by yet is no reason not to be ready; a lost one is."""
+    broker = make_broker()
+    session = worker(broker)
+    broker.request(session, 2, register(), 0.0)
+    seen = [broker.state.ready]
+    ready(broker, DEVICE, 2)
+    broker.lane_message(DEVICE, Imported(session=session.number, error=""), 0.0)
+    broker.lane_lost(DEVICE, "killed by signal 9")
+    seen.append(broker.state.ready)
+    assert DEVICE in broker.state.lanes  # its worker waits for the next incarnation
+    ready(broker, DEVICE, 3)
+    assert [*seen, broker.state.ready] == [True, False, True]
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "gpu", "cuda", f"cuda:{'0F' * 16}", f"{DEVICE}0"])
+def test_a_device_without_a_uuid_is_refused(device: str) -> None:
+    """An index, or what is no device at all, is refused with the remedy."""
+    broker = make_broker()
+    error = refusal(broker.request(worker(broker), 2, register(device), 0.0))
+    assert error.code is ErrorCode.BAD_LAYOUT
+    assert repr(device) in error.text
+    assert "nvidia-smi -L" in error.text
+    assert list(broker.state.lanes) == ["host"]
+
+
+def test_a_lane_that_cannot_start_refuses_in_its_own_words() -> None:
+    """Everybody who waits is refused with the lane's sentence; who asks soon after, too."""
+    broker = make_broker()
+    sessions = [worker(broker, name) for name in ("one", "two")]
+    for session in sessions:
+        assert not replies(broker.request(session, 2, register(), 0.0))
+    effects = broker.lane_message(DEVICE, LaneFailed(error="no such device"), 0.0)
+    assert KillLane(DEVICE, "no such device") in effects
+    effects = broker.lane_lost(DEVICE, "exit status 1")
+    errors = [reply for reply in replies(effects) if isinstance(reply, Error)]
+    assert [(e.code, e.text) for e in errors] == [(ErrorCode.BAD_LAYOUT, "no such device")] * 2
+    assert effects[-1] == DropLane(DEVICE)
+    assert list(broker.state.lanes) == ["host"]
+    broker.descriptors(sessions[0], 0, 1, 1.0)  # counted anew
+    again = refusal(broker.request(sessions[0], 3, register(), 1.0))
+    assert again.text == "no such device"  # at once, without a process
+    assert StartLane(DEVICE) in broker.request(sessions[0], 4, register(), FAILED_SECONDS + 1)
+
+
+def test_a_lane_that_dies_at_its_start_may_be_tried_again() -> None:
+    """Without a word of its own the refusal says how it ended, and that is no verdict."""
+    broker = make_broker()
+    broker.request(worker(broker), 2, register(), 0.0)
+    error = refusal(broker.lane_lost(DEVICE, "killed by signal 11"))
+    assert error.code is ErrorCode.LANE_LOST
+    assert "killed by signal 11" in error.text
+    assert DEVICE not in broker.state.lanes
+
+
+def test_a_lane_that_ends_without_workers_is_let_go() -> None:
+    """It stays while it lives, and is not replaced; what it has done stays counted."""
+    broker = make_broker()
+    session = worker(broker)
+    serve(broker, session)
+    broker.lost(session)
+    assert DEVICE in broker.state.lanes
+    counters = LaneCounters(store_bytes=4096, jobs={"store ok": 1})
+    pong = LanePong(sequence=1, queued_jobs=0, bytes_in_flight=0, workers=0, counters=counters)
+    broker.lane_message(DEVICE, pong, 0.0)
+    assert DropLane(DEVICE) in broker.lane_lost(DEVICE, "exit status 0")
+    totals = status_report(broker.state, 1, "test", 0.0)["counters"]
+    assert (totals["store_bytes"], totals["jobs"]) == (4096, {"store ok": 1})
+
+
+def test_a_release_ends_with_its_lane() -> None:
+    """A worker that leaves while its lane dies is answered once, and the lane is let go."""
+    broker = make_broker()
+    session = worker(broker)
+    serve(broker, session)
+    assert not replies(broker.request(session, 3, Unregister(), 0.0))
+    effects = broker.lane_lost(DEVICE, "killed by signal 9")
+    assert [type(reply) for reply in replies(effects)] == [Unregistered]
+    assert effects[-1] == DropLane(DEVICE)
+
+
+def test_workers_that_were_served_wait_for_a_lane_that_fails() -> None:
+    """A lane that is lost and cannot start now is tried again for them, newcomers are refused."""
+    broker = make_broker()
+    serve(broker, worker(broker, "old"))
+    broker.lane_lost(DEVICE, "killed by signal 9")
+    new = worker(broker, "new")
+    assert not replies(broker.request(new, 2, register(), 0.0))
+    broker.lane_message(DEVICE, LaneFailed(error="the device is lost"), 0.0)
+    effects = broker.lane_lost(DEVICE, "exit status 1")
+    assert refusal(effects).text == "the device is lost"
+    assert DEVICE in broker.state.lanes
+    assert broker.state.lanes[DEVICE].last_error == "the device is lost"
+
+
+def test_the_number_of_lanes_is_bounded() -> None:
+    """A registration that would need one lane too many is refused."""
+    broker = make_broker()
+    for index in range(MAX_CUDA_LANES):
+        device = f"cuda:{index:032x}"
+        assert StartLane(device) in broker.request(
+            worker(broker, f"e{index}"), 2, register(device), 0.0
+        )
+    error = refusal(broker.request(worker(broker, "more"), 2, register(), 0.0))
+    assert error.code is ErrorCode.LIMIT
+    assert DEVICE in error.text

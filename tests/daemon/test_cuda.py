@@ -1,0 +1,419 @@
+"""Engines in CUDA memory, from process to process, on a test driver that is no GPU."""
+
+import select
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from kvd_client import LookupResult, Scheduler
+from tests.conftest import Daemon, StartDaemon, started_daemons
+from tests.daemon.cuda_rank import CudaRank
+from tests.daemon.engines import FACTOR, POISON, Engine, keys_of
+from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_failures import kill_and_wait
+
+pytestmark = pytest.mark.fakecuda
+
+COMPUTED = 0x5A
+
+
+@dataclass
+class CudaEngine:
+    """A scheduler here, ranks in processes of their own with memory on one device."""
+
+    runtime_dir: Path
+    name: str = "engine"
+    world_size: int = 2
+    kind: str = "ipc"
+    ranks: dict[int, CudaRank] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.runtime_dir, self.name)
+        self.job = 0
+        for rank in range(self.world_size):
+            self.add(rank)
+
+    def add(self, rank: int) -> None:
+        """Start a rank."""
+        self.ranks[rank] = CudaRank(
+            self.runtime_dir, self.name, rank, self.world_size, kind=self.kind
+        )
+
+    def register(self) -> str:
+        """Register all ranks that are not; the name of their device."""
+        (device,) = {rank.ask("register") for rank in self.ranks.values()}
+        self.wait_attached()
+        assert isinstance(device, str)
+        return device
+
+    def wait_attached(self) -> None:
+        """Until the engine is complete for everybody."""
+        assert self.scheduler.wait_attached(20)
+        assert all(rank.ask("wait_attached") for rank in self.ranks.values())
+
+    def submit(self, kind: str, ticket: Any, blocks: Sequence[int]) -> int:
+        """One job of every rank; its number."""
+        self.job += 1
+        for rank in self.ranks.values():
+            slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
+            rank.ask("submit", kind, self.job, blocks, slots, generations)
+        return self.job
+
+    def succeeded(self, job: int) -> bool:
+        """Wait for a job; whether all ranks did it."""
+        results = [rank.result(job) for rank in self.ranks.values()]
+        return all(result.success for result in results)
+
+    def store(self, keys: list[bytes], first_block: int = 1) -> None:
+        """Fill, store and complete; until all of it is a hit."""
+        blocks = blocks_of(keys, first_block)
+        for rank in self.ranks.values():
+            rank.ask("fill", keys, blocks)
+        ticket = self.scheduler.prepare_store(keys)
+        assert list(ticket.keys) == keys
+        assert self.succeeded(self.submit("store", ticket, blocks))
+        self.scheduler.complete_store(ticket.keys)
+        self.wait_hit(keys)
+
+    def wait_hit(self, keys: list[bytes]) -> None:
+        """Until every lane's report has been counted."""
+        for _ in range(500):
+            if set(self.scheduler.lookup_many(keys)) == {LookupResult.HIT}:
+                return
+            self.scheduler.status()
+        raise AssertionError(self.scheduler.lookup_many(keys))
+
+    def load(self, keys: list[bytes], first_block: int = 33) -> int:
+        """Poison other blocks and load there; wrong bytes of all ranks."""
+        ticket = self.scheduler.prepare_load(keys)
+        assert list(ticket.keys) == keys
+        blocks = blocks_of(keys, first_block)
+        for rank in self.ranks.values():
+            rank.ask("poison", blocks)
+        assert self.succeeded(self.submit("load", ticket, blocks))
+        self.scheduler.complete_load(ticket)
+        return sum(rank.ask("wrong_bytes", keys, blocks) for rank in self.ranks.values())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for rank in self.ranks.values():
+            rank.close()
+        self.scheduler.close()
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Switches of the test driver in the lanes' processes."""
+
+    control: Path
+
+    def switch(self, text: str) -> None:
+        """Lines of `key=value`; read before the lane's next call of the driver."""
+        fresh = self.control.with_suffix(".new")
+        fresh.write_text(text + "\n")
+        fresh.rename(self.control)
+
+
+@pytest.fixture
+def lanes(fakecuda_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lanes:
+    """What is started by the test finds the test driver, with unkind timing."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
+    monkeypatch.setenv("FAKECUDA_SEED", "7")
+    monkeypatch.delenv("FAKECUDA_LOG", raising=False)
+    monkeypatch.setenv("FAKECUDA_CONTROL", str(tmp_path / "lanes.switches"))
+    return Lanes(tmp_path / "lanes.switches")
+
+
+@pytest.fixture
+def daemon(lanes: Lanes, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> Daemon:
+    """A daemon whose lanes obey `lanes`; ranks that start later do not."""
+    del lanes
+    running = start_daemon()
+    monkeypatch.delenv("FAKECUDA_CONTROL")
+    return running
+
+
+@pytest.fixture(scope="module")
+def shared(fakecuda_folder: Path) -> Iterator[CudaEngine]:
+    """A registered engine of two ranks that no test kills a part of, with a daemon of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        pytest.MonkeyPatch.context() as patch,
+        started_daemons(Path(path) / "run") as start,
+    ):
+        patch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
+        patch.setenv("FAKECUDA_SEED", "11")
+        patch.delenv("FAKECUDA_LOG", raising=False)
+        with CudaEngine(start().runtime_dir) as running:
+            running.register()
+            yield running
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[CudaEngine]:
+    """A registered engine of two ranks, in plain CUDA memory."""
+    with CudaEngine(daemon.runtime_dir) as running:
+        running.register()
+        yield running
+
+
+def blocks_of(keys: Sequence[bytes], first: int) -> list[int]:
+    """Blocks for these keys."""
+    return list(range(first, first + len(keys) * FACTOR))
+
+
+def lane_of(daemon: Daemon) -> dict[str, Any]:
+    """The status of the only CUDA lane."""
+    found = [lane for lane in daemon.status()["lanes"] if lane["device"] != "host"]
+    assert len(found) == 1, found
+    lane: dict[str, Any] = found[0]
+    return lane
+
+
+def wait_lane(daemon: Daemon, **wanted: object) -> dict[str, Any]:
+    """Until the CUDA lane's status is as given."""
+    lane: dict[str, Any] = {}
+    for _ in range(60):
+        lane = lane_of(daemon)
+        if all(lane[name] == value for name, value in wanted.items()):
+            return lane
+        select.select([], [], [], 0.05)
+    raise AssertionError(lane)
+
+
+def test_two_ranks_on_one_device_get_every_byte_back(shared: CudaEngine) -> None:
+    """Stored, loaded into other poisoned blocks, equal; the source is as it was."""
+    keys = keys_of("cuda", 6)
+    shared.store(keys)
+    assert shared.load(keys) == 0
+    for rank in shared.ranks.values():
+        assert not rank.ask("wrong_bytes", keys, blocks_of(keys, 1))
+
+
+def test_exported_memory_is_served_too(daemon: Daemon) -> None:
+    """Virtual memory travels as a descriptor; one lane serves both ranks."""
+    with CudaEngine(daemon.runtime_dir, kind="vmm") as engine:
+        device = engine.register()
+        keys = keys_of("exported", 6)
+        engine.store(keys)
+        assert engine.load(keys) == 0
+        lane = wait_lane(daemon, workers=2)
+        assert (lane["device"], lane["up"], lane["restarts"]) == (device, True, 0)
+
+
+def test_host_and_cuda_engines_share_chunks(shared: CudaEngine) -> None:
+    """What a GPU's engine stored, an engine in host memory loads: the layout counts, not where."""
+    keys = keys_of("both", 4)
+    shared.store(keys)
+    with Engine(shared.runtime_dir, name="host-engine").wait_attached() as host:
+        wait_hit(host, keys)
+        assert host.load(keys) == (4, 0)
+
+
+def test_a_store_reads_when_the_stream_is_there_and_not_before(shared: CudaEngine) -> None:
+    """Kernels that still run when the store is submitted are waited for, by nobody on the host."""
+    keys = keys_of("late", 3)
+    blocks = blocks_of(keys, 1)
+    ticket = shared.scheduler.prepare_store(keys)
+    for rank in shared.ranks.values():
+        rank.ask("poison", blocks)
+        rank.ask("switch", "hold=kernels")
+        rank.ask("compute", COMPUTED, blocks)
+    job = shared.submit("store", ticket, blocks)
+    for rank in shared.ranks.values():
+        select.select([], [], [], 0.1)  # time to read what is not there yet
+        assert rank.ask("finished") == []
+        rank.ask("switch", "hold=")
+    assert shared.succeeded(job)
+    shared.scheduler.complete_store(keys)
+    shared.wait_hit(keys)
+    assert shared.load(keys) > 0  # not the keys' content, but
+    for rank in shared.ranks.values():
+        assert rank.ask("values", blocks_of(keys, 33)) == {COMPUTED}
+
+
+def test_a_load_writes_after_the_work_that_was_on_its_blocks(shared: CudaEngine) -> None:
+    """What the stream had yet to do with the destination comes first and does not win."""
+    keys = keys_of("after", 3)
+    shared.store(keys)
+    ticket = shared.scheduler.prepare_load(keys)
+    blocks = blocks_of(keys, 33)
+    for rank in shared.ranks.values():
+        rank.ask("switch", "hold=kernels")
+        rank.ask("compute", POISON, blocks)
+    job = shared.submit("load", ticket, blocks)
+    for rank in shared.ranks.values():
+        select.select([], [], [], 0.1)
+        assert rank.ask("finished") == []
+        rank.ask("switch", "hold=")
+    assert shared.succeeded(job)
+    for rank in shared.ranks.values():
+        assert rank.ask("wrong_bytes", keys, blocks) == 0
+
+
+def test_numbers_of_two_streams_are_reached_in_order(shared: CudaEngine) -> None:
+    """A number on an idle stream does not vouch for one on a stream that is busy."""
+    keys = keys_of("streams", 2)
+    blocks, elsewhere = blocks_of(keys, 1), blocks_of(keys, 9)
+    rank = shared.ranks[0]
+    ticket = shared.scheduler.prepare_store(keys)
+    slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
+    before = rank.ask("reached")
+    rank.ask("poison", [*blocks, *elsewhere])
+    rank.ask("switch", "hold=kernels")
+    rank.ask("compute", COMPUTED, blocks)
+    assert rank.ask("submit", "store", 71, blocks, slots, generations) == before + 1
+    assert rank.ask("submit", "store", 72, elsewhere, slots, generations, 1) == before + 2
+    select.select([], [], [], 0.1)
+    assert rank.ask("reached") == before
+    rank.ask("switch", "hold=")
+    rank.result(71)
+    rank.result(72)
+    assert rank.ask("reached") == before + 2
+    shared.scheduler.complete_store(keys, success=False)
+
+
+def test_wait_voids_a_store_whose_stream_is_not_there(shared: CudaEngine) -> None:
+    """Preemption: after `wait` the blocks may be overwritten, and the store never is a hit."""
+    keys = keys_of("void", 2)
+    blocks = blocks_of(keys, 1)
+    ticket = shared.scheduler.prepare_store(keys)
+    for rank in shared.ranks.values():
+        rank.ask("switch", "hold=kernels")
+        rank.ask("compute", COMPUTED, blocks)
+    job = shared.submit("store", ticket, blocks)
+    for rank in shared.ranks.values():
+        assert rank.ask("wait", job, 0.2) == []
+        rank.ask("switch", "hold=")
+        assert not rank.result(job).success
+    assert set(shared.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+
+
+def test_a_worker_killed_in_a_copy_costs_nobody_else(
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
+) -> None:
+    """Its copies drain before its memory is let go; the lane lives, the next rank takes over."""
+    keys = keys_of("kept", 4)
+    engine.store(keys)
+    lane = wait_lane(daemon, workers=2)
+    ticket = engine.scheduler.prepare_store(keys_of("lost", 2))
+    lanes.switch("hold=copies")
+    engine.submit("store", ticket, blocks_of(ticket.keys, 20))
+    in_copy(daemon)
+    engine.ranks[1].kill()
+    select.select([], [], [], 0.3)
+    assert lane_of(daemon)["workers"] == 2  # it is still copied from
+    lanes.switch("hold=")
+    after = wait_lane(daemon, workers=1)
+    assert (after["pid"], after["restarts"]) == (lane["pid"], 0)
+    engine.add(1)
+    engine.ranks[1].ask("register")
+    engine.wait_attached()
+    assert engine.load(keys) == 0
+    engine.store(keys_of("again", 2))
+
+
+def test_a_lane_killed_in_a_copy_costs_its_jobs(
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
+) -> None:
+    """Its jobs fail at once; the next lane maps the same memory, and the chunks are all there."""
+    keys = keys_of("kept", 4)
+    engine.store(keys)
+    ticket = engine.scheduler.prepare_store(keys_of("lost", 2))
+    lanes.switch("hold=copies")
+    job = engine.submit("store", ticket, blocks_of(ticket.keys, 20))
+    in_copy(daemon)
+    kill_and_wait(lane_of(daemon)["pid"])
+    lanes.switch("hold=")
+    for rank in engine.ranks.values():
+        assert not rank.result(job).success
+    daemon.wait_ready()
+    wait_lane(daemon, workers=2, restarts=1)
+    engine.wait_attached()
+    assert engine.load(keys) == 0
+    engine.store(keys_of("lost", 2), first_block=20)
+
+
+def test_a_lost_context_costs_the_lane_and_not_the_pool(
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
+) -> None:
+    """A sticky error of the device ends the lane; jobs fail, and its successor serves."""
+    keys = keys_of("kept", 4)
+    engine.store(keys)
+    pid = lane_of(daemon)["pid"]
+    ticket = engine.scheduler.prepare_load(keys)
+    lanes.switch("fail=cuEventQuery:1:700")
+    job = engine.submit("load", ticket, blocks_of(keys, 33))
+    results = [rank.result(job) for rank in engine.ranks.values()]
+    assert not all(result.success for result in results)
+    lanes.switch("fail=")
+    daemon.wait_ready()
+    assert wait_lane(daemon, workers=2)["pid"] != pid
+    engine.wait_attached()
+    assert engine.load(keys) == 0
+
+
+def test_memory_that_cannot_be_exported_is_refused_with_the_remedy(daemon: Daemon) -> None:
+    """Sleep mode and expandable segments: the worker says what to change, nothing is registered."""
+    with CudaEngine(daemon.runtime_dir, world_size=1, kind="closed") as engine:
+        with pytest.raises(RuntimeError, match=r"UnsupportedMemory: .* sleep mode") as refusal:
+            engine.ranks[0].ask("register")
+        assert "expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF" in str(refusal.value)
+    assert [lane["device"] for lane in daemon.status()["lanes"]] == ["host"]
+
+
+def test_a_device_that_the_daemon_does_not_see_is_refused(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane's own sentence reaches the worker; no lane is left, and the daemon is ready."""
+    monkeypatch.setenv("FAKECUDA_DEVICES", "2")
+    rank = CudaRank(daemon.runtime_dir, "engine", 0, 1, device=1)
+    try:
+        with pytest.raises(RuntimeError, match="RegistrationError: no CUDA device has the UUID"):
+            rank.ask("register")
+    finally:
+        rank.close()
+    report = daemon.status()
+    assert report["ready"]
+    assert [lane["device"] for lane in report["lanes"]] == ["host"]
+
+
+def test_a_daemon_without_a_driver_says_so_and_serves_the_host(
+    fakecuda_folder: Path, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers in CUDA memory are told what is missing; those in host memory notice nothing."""
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    daemon = start_daemon()
+    with Engine(daemon.runtime_dir, name="host-engine").wait_attached() as host:
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
+        rank = CudaRank(daemon.runtime_dir, "engine", 0, 1)
+        try:
+            with pytest.raises(RuntimeError, match=r"RegistrationError: .*libcuda\.so\.1"):
+                rank.ask("register")
+        finally:
+            rank.close()
+        keys = keys_of("host", 3)
+        host.store(keys)
+        wait_hit(host, keys)
+        assert host.load(keys) == (3, 0)
+
+
+def in_copy(daemon: Daemon) -> None:
+    """Until the CUDA lane has bytes in flight."""
+    for _ in range(60):
+        if lane_of(daemon)["bytes_in_flight"]:
+            return
+        select.select([], [], [], 0.05)
+    raise AssertionError(lane_of(daemon))

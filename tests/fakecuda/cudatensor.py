@@ -1,0 +1,186 @@
+"""Device memory for tests without torch: allocate, fill, read back, hand out.
+
+For processes that have the test driver; everything goes through cuda-bindings.
+"""
+
+import ctypes
+import mmap
+from typing import Any
+
+from cuda.bindings import driver
+
+GRANULARITY = 2 * 2**20
+POSIX_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+class Failed(Exception):
+    """A driver function failed.
+
+    Attributes:
+        code: the number of the error.
+    """
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name}: error {code}")
+        self.code = code
+
+
+def call(name: str, *arguments: object) -> Any:
+    """Call a driver function; None, its one result, or a tuple."""
+    code, *results = getattr(driver, name)(*arguments)
+    if int(code):
+        raise Failed(name, int(code))
+    if len(results) > 1:
+        return tuple(results)
+    return results[0] if results else None
+
+
+def code_of(name: str, *arguments: object) -> int:
+    """Call a driver function for its error code."""
+    return int(getattr(driver, name)(*arguments)[0])
+
+
+def use_device(ordinal: int = 0) -> None:
+    """Start the driver and make a device's primary context this thread's."""
+    call("cuInit", 0)
+    call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal)))
+
+
+def device_name(ordinal: int = 0) -> str:
+    """The device as kvd names it: `cuda:` and its UUID."""
+    return f"cuda:{bytes(call('cuDeviceGetUuid', ordinal).bytes).hex()}"
+
+
+class DeviceBytes:
+    """Bytes of device memory at `address`."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+
+    def write(self, data: bytes, offset: int = 0) -> None:
+        """Copy in; waits."""
+        assert offset + len(data) <= self.nbytes
+        call("cuMemcpyHtoD", self.address + offset, data, len(data))
+
+    def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:
+        """Copy out; waits."""
+        out = ctypes.create_string_buffer(self.nbytes - offset if nbytes is None else nbytes)
+        call("cuMemcpyDtoH", ctypes.addressof(out), self.address + offset, len(out))
+        return out.raw
+
+
+class DeviceMemory(DeviceBytes):
+    """An allocation of cuMemAlloc."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(int(call("cuMemAlloc", nbytes)), nbytes)
+
+    def handle(self) -> bytes:
+        """The 64 bytes with which another process opens it."""
+        handle = call("cuIpcGetMemHandle", self.address)
+        return ctypes.string_at(handle.getPtr(), 64)
+
+    def free(self) -> None:
+        """Give it back."""
+        call("cuMemFree", self.address)
+
+
+class OpenedMemory(DeviceBytes):
+    """Another process's allocation, by its handle."""
+
+    def __init__(self, handle: bytes) -> None:
+        wanted = driver.CUipcMemHandle()
+        ctypes.memmove(wanted.getPtr(), handle, 64)
+        address = int(call("cuIpcOpenMemHandle", wanted, 1))
+        super().__init__(address, int(call("cuMemGetAddressRange", address)[1]))
+
+    def close(self) -> None:
+        """Let go of it."""
+        call("cuIpcCloseMemHandle", self.address)
+
+
+class VirtualMemory(DeviceBytes):
+    """Memory of cuMemCreate, or of a descriptor of such memory, mapped.
+
+    Args:
+        descriptor: another's memory; None makes new memory.
+        exportable: whether a descriptor may be asked for.
+    """
+
+    def __init__(
+        self, nbytes: int = GRANULARITY, descriptor: int | None = None, *, exportable: bool = True
+    ) -> None:
+        access = driver.CUmemAccessDesc()
+        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = 0
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        properties = driver.CUmemAllocationProp()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location = access.location
+        if exportable:
+            properties.requestedHandleTypes = POSIX_FD
+        if descriptor is None:
+            self._allocation = call("cuMemCreate", nbytes, properties, 0)
+        else:
+            self._allocation = call("cuMemImportFromShareableHandle", descriptor, POSIX_FD)
+        super().__init__(int(call("cuMemAddressReserve", nbytes, 0, 0, 0)), nbytes)
+        call("cuMemMap", self.address, nbytes, 0, self._allocation, 0)
+        call("cuMemSetAccess", self.address, nbytes, [access], 1)
+
+    def descriptor(self) -> int:
+        """A file descriptor of it, the caller's to close."""
+        return int(call("cuMemExportToShareableHandle", self._allocation, POSIX_FD, 0))
+
+    def free(self) -> None:
+        """Unmap and give back."""
+        call("cuMemUnmap", self.address, self.nbytes)
+        call("cuMemAddressFree", self.address, self.nbytes)
+        call("cuMemRelease", self._allocation)
+
+
+class PinnedBytes:
+    """Registered host memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = mmap.mmap(-1, nbytes)
+        self.nbytes = nbytes
+        self._view = ctypes.c_char.from_buffer(self.bytes)
+        self.address = ctypes.addressof(self._view)
+        call("cuMemHostRegister", self.address, nbytes, 3)
+
+    def word(self, offset: int = 0) -> int:
+        """Eight bytes as a number."""
+        return int.from_bytes(self.bytes[offset : offset + 8], "little")
+
+    def unregister(self) -> None:
+        """Make it ordinary memory again."""
+        call("cuMemHostUnregister", self.address)
+
+
+class Stream:
+    """A stream, by default one that the legacy default stream does not order."""
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        self.handle = call("cuStreamCreateWithPriority", 0 if blocking else 1, 0)
+
+    def wait(self) -> None:
+        """Until everything given to it is done."""
+        call("cuStreamSynchronize", self.handle)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything given to it is done."""
+        return code_of("cuStreamQuery", self.handle) == 0
+
+
+def copy_batch(copies: list[tuple[int, int, int]], order: str, stream: Stream) -> None:
+    """Copies (to, from, bytes) by cuMemcpyBatchAsync, with STREAM, DURING_API_CALL or ANY order."""
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = getattr(
+        driver.CUmemcpySrcAccessOrder, f"CU_MEMCPY_SRC_ACCESS_ORDER_{order}"
+    )
+    to = [driver.CUdeviceptr(copy[0]) for copy in copies]
+    source = [driver.CUdeviceptr(copy[1]) for copy in copies]
+    sizes = [copy[2] for copy in copies]
+    call("cuMemcpyBatchAsync", to, source, sizes, len(copies), [attributes], [0], 1, stream.handle)

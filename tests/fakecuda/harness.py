@@ -1,0 +1,83 @@
+"""How tests use the test driver: environments for processes, scenarios, switches, the call log."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE = 60
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class FakeCuda:
+    """The built test driver.
+
+    library: the file; other processes find it by `environment`.
+    """
+
+    library: Path
+
+    def environment(self, **switches: object) -> dict[str, str]:
+        """This process's environment, with the test driver and these switches.
+
+        Switches are upper case without their prefix: `environment(SEED=1)` is FAKECUDA_SEED=1.
+        """
+        clean = {name: text for name, text in os.environ.items() if not name.startswith("FAKECUDA")}
+        clean.pop("CUDA_VISIBLE_DEVICES", None)
+        paths = [str(self.library.parent), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
+        clean["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
+        return clean | {f"FAKECUDA_{name}": str(value) for name, value in switches.items()}
+
+    def load(self) -> ctypes.CDLL:
+        """Load it into this process for good, where cuda-bindings then find it by its name.
+
+        Processes that this one starts need `environment` all the same.
+        """
+        return ctypes.CDLL(str(self.library), mode=ctypes.RTLD_GLOBAL)
+
+    def run(
+        self, scenario: Callable[..., None], *arguments: str, **switches: object
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a function of a module in a process of its own that has the test driver."""
+        code = (
+            f"import sys; from {scenario.__module__} import {scenario.__name__} as scenario;"
+            " scenario(*sys.argv[1:])"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=self.environment(**switches),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
+        )
+
+    def check(self, scenario: Callable[..., None], *arguments: str, **switches: object) -> str:
+        """The same, and it must succeed; what it prints."""
+        done = self.run(scenario, *arguments, **switches)
+        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+def switch(library: ctypes.CDLL, text: str) -> None:
+    """Change a switch of this process, `key=value` as README.md lists them."""
+    if code := library.fakecuda_set(text.encode()):
+        raise ValueError(f"the test driver does not take '{text}' ({code})")
+
+
+def write_control(path: Path, *lines: str) -> None:
+    """Change switches of the processes that have this file as FAKECUDA_CONTROL."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
+    fresh.replace(path)
+
+
+def calls(log: Path, process: int | None = None) -> list[str]:
+    """What the call log names so far, of all processes or of one."""
+    lines = [line.split() for line in log.read_text(encoding="ascii").splitlines()]
+    return [name for pid, name in lines if process in {None, int(pid)}]

@@ -1,0 +1,206 @@
+/* The functions that enqueue copies, memsets and the gather kernel. */
+#include "api.h"
+#include "fake.h"
+
+#define KERNEL_NAME "kvd_move"
+
+struct Module { struct Module *next; bool has_kernel; };
+struct Function { struct Module *module; };
+
+static struct Module *modules;
+static struct Function kernel;
+
+/* What may be wrong with one copy, found when it is submitted. The lock is held. */
+static CUresult check(Entry *entry, bool pageable_allowed) {
+    Place to = place_of(entry->to, entry->bytes), from = place_of(entry->from, entry->bytes);
+    if (to == PLACE_BAD || from == PLACE_BAD) return INVALID_VALUE;
+    if (to == PLACE_REGISTERED && host_range_at(entry->to)->flags & REGISTER_READ_ONLY)
+        return INVALID_VALUE;
+    entry->pageable = to == PLACE_PAGEABLE || from == PLACE_PAGEABLE;
+    return entry->pageable && !pageable_allowed ? NOT_REGISTERED : SUCCESS;
+}
+
+static CUresult submit(Entry *entries, size_t count, CUstream handle, bool synchronous) {
+    bool drain = synchronous;
+    pthread_mutex_lock(&lock);
+    struct Stream *stream = stream_of(handle);
+    CUresult result = stream ? SUCCESS : INVALID_HANDLE;
+    for (size_t i = 0; i < count && !result; i++) {
+        result = check(&entries[i], synchronous || !settings.pageable_refused);
+        drain = drain || entries[i].pageable; /* pageable memory is never asynchronous */
+    }
+    pthread_mutex_unlock(&lock);
+    if (result) return result;
+    Op *op = copy_op(stream, entries, count);
+    pthread_mutex_lock(&lock);
+    stream_push(stream, op);
+    if (drain) result = stream_drain(stream);
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+static CUresult submit_one(uint64_t to, uint64_t from, size_t bytes, CUstream handle,
+                           bool synchronous) {
+    if (bytes == 0) return SUCCESS;
+    Entry entry = {.to = to, .from = from, .bytes = bytes, .order = ORDER_STREAM};
+    return submit(&entry, 1, handle, synchronous);
+}
+
+static bool is_device(uint64_t address) {
+    pthread_mutex_lock(&lock);
+    bool found = region_pads(address);
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+EXPORT CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream handle) {
+    ENTER("cuMemcpyAsync", NEEDS_CONTEXT);
+    return submit_one(to, from, bytes, handle, false);
+}
+
+EXPORT CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream handle) {
+    ENTER("cuMemcpyHtoDAsync", NEEDS_CONTEXT);
+    if (bytes && (!is_device(to) || is_device((uintptr_t)from))) return INVALID_VALUE;
+    return submit_one(to, (uintptr_t)from, bytes, handle, false);
+}
+
+EXPORT CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream handle) {
+    ENTER("cuMemcpyDtoHAsync", NEEDS_CONTEXT);
+    if (bytes && (is_device((uintptr_t)to) || !is_device(from))) return INVALID_VALUE;
+    return submit_one((uintptr_t)to, from, bytes, handle, false);
+}
+
+EXPORT CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream handle) {
+    ENTER("cuMemcpyDtoDAsync", NEEDS_CONTEXT);
+    if (bytes && (!is_device(to) || !is_device(from))) return INVALID_VALUE;
+    return submit_one(to, from, bytes, handle, false);
+}
+
+EXPORT CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes) {
+    ENTER("cuMemcpyHtoD", NEEDS_CONTEXT);
+    if (bytes && (!is_device(to) || is_device((uintptr_t)from))) return INVALID_VALUE;
+    return submit_one(to, (uintptr_t)from, bytes, NULL, true);
+}
+
+EXPORT CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes) {
+    ENTER("cuMemcpyDtoH", NEEDS_CONTEXT);
+    if (bytes && (is_device((uintptr_t)to) || !is_device(from))) return INVALID_VALUE;
+    return submit_one((uintptr_t)to, from, bytes, NULL, true);
+}
+
+EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t count,
+                                   CUmemcpyAttributes *attributes, size_t *starts, size_t kinds,
+                                   CUstream handle) {
+    ENTER("cuMemcpyBatchAsync", NEEDS_CONTEXT);
+    if (!count || !kinds || kinds > count || !attributes || !starts || starts[0] != 0)
+        return INVALID_VALUE;
+    if (handle == NULL || handle == LEGACY_STREAM) return INVALID_VALUE; /* as the driver */
+    for (size_t i = 0; i < kinds; i++)
+        if (attributes[i].srcAccessOrder < ORDER_STREAM || attributes[i].srcAccessOrder > ORDER_ANY ||
+            starts[i] >= count || (i && starts[i] <= starts[i - 1]))
+            return INVALID_VALUE;
+    Entry *entries = calloc(count, sizeof *entries);
+    CUresult result = SUCCESS;
+    for (size_t i = 0, kind = 0; i < count; i++) {
+        if (kind + 1 < kinds && starts[kind + 1] == i) kind++;
+        entries[i] = (Entry){.to = to[i], .from = from[i], .bytes = bytes[i],
+                             .order = attributes[kind].srcAccessOrder};
+        if (bytes[i] == 0) result = INVALID_VALUE;
+    }
+    if (!result) result = submit(entries, count, handle, false);
+    free(entries);
+    return result;
+}
+
+EXPORT CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes,
+                                CUstream handle) {
+    ENTER("cuMemsetD8Async", NEEDS_CONTEXT);
+    pthread_mutex_lock(&lock);
+    struct Stream *stream = stream_of(handle);
+    CUresult result = stream ? SUCCESS : INVALID_HANDLE;
+    Place place = place_of(address, bytes);
+    if (place != PLACE_DEVICE && place != PLACE_REGISTERED) result = INVALID_VALUE;
+    if (!result) {
+        Op *op = op_make(OP_SET);
+        op->address = address;
+        op->value = value;
+        op->bytes = bytes;
+        stream_push(stream, op);
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+EXPORT CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t bytes) {
+    ENTER("cuMemsetD8", NEEDS_CONTEXT);
+    CUresult result = cuMemsetD8Async(address, value, bytes, NULL);
+    return result ? result : cuStreamSynchronize(NULL);
+}
+
+/* --- the gather kernel -------------------------------------------------------------- */
+
+EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+    ENTER("cuModuleLoadData", NEEDS_CONTEXT);
+    if (!image) return INVALID_VALUE;
+    bool binary = !memcmp(image, "\177ELF", 4);
+    if (!binary && !strstr(image, ".version")) return INVALID_IMAGE;
+    struct Module *made = calloc(1, sizeof *made);
+    made->has_kernel = binary || strstr(image, ".entry " KERNEL_NAME) != NULL;
+    pthread_mutex_lock(&lock);
+    made->next = modules;
+    modules = made;
+    pthread_mutex_unlock(&lock);
+    *module = made;
+    return SUCCESS;
+}
+
+EXPORT CUresult cuModuleUnload(CUmodule module) {
+    ENTER("cuModuleUnload", NEEDS_CONTEXT);
+    pthread_mutex_lock(&lock);
+    struct Module **link = &modules;
+    while (*link && *link != module) link = &(*link)->next;
+    CUresult result = *link ? SUCCESS : INVALID_HANDLE;
+    if (*link) {
+        *link = module->next;
+        if (kernel.module == module) kernel.module = NULL;
+        free(module);
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+    ENTER("cuModuleGetFunction", NEEDS_CONTEXT);
+    pthread_mutex_lock(&lock);
+    struct Module *found = modules;
+    while (found && found != module) found = found->next;
+    CUresult result = !found                                              ? INVALID_HANDLE
+                      : found->has_kernel && !strcmp(name, KERNEL_NAME) ? SUCCESS
+                                                                          : NOT_FOUND;
+    if (!result) {
+        kernel.module = module;
+        *function = &kernel;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
+                               unsigned grid_z, unsigned block_x, unsigned block_y,
+                               unsigned block_z, unsigned shared, CUstream handle,
+                               void **parameters, void **extra) {
+    ENTER("cuLaunchKernel", NEEDS_CONTEXT);
+    if (function != &kernel || !kernel.module) return INVALID_HANDLE;
+    if (!parameters || extra || !grid_x || !grid_y || !grid_z || !block_x || !block_y || !block_z ||
+        (uint64_t)block_x * block_y * block_z > 1024 || shared > 48 * 1024)
+        return INVALID_VALUE;
+    Op *op = op_make(OP_MOVE); /* parameters are copied by the launch, what they point to is not */
+    op->address = *(CUdeviceptr *)parameters[0];
+    op->value = *(uint32_t *)parameters[1];
+    pthread_mutex_lock(&lock);
+    struct Stream *stream = stream_of(handle);
+    if (stream) stream_push(stream, op);
+    else free(op);
+    pthread_mutex_unlock(&lock);
+    return stream ? SUCCESS : INVALID_HANDLE;
+}

@@ -1,0 +1,157 @@
+"""The CUDA backend on the test driver, with everything that tests look at behind its back."""
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.device import CudaDevice, Options
+from kvd.lane.device import MemoryId
+from kvd_proto.messages import Handle, IpcHandle, VmmHandle
+from tests.fakecuda.harness import FakeCuda, switch
+from tests.lane.cuda_memory import CudaWorkers
+from tests.lane.device_contract import Bytes, Rig, Source, drain
+from tests.lane.support import Memory
+
+POOL_BYTES = 2**20
+PATIENCE = 10.0
+
+
+@dataclass(frozen=True)
+class TestDriver:
+    """The library that stands in for the driver, in this process.
+
+    environment: of processes that are to have it too.
+    log: a file with a line for each call of any process.
+    device: the name of its first device.
+    """
+
+    __test__ = False
+
+    library: ctypes.CDLL
+    environment: dict[str, str]
+    log: Path
+    device: str
+
+    def set(self, text: str) -> None:
+        """Change a switch, as `key=value`."""
+        switch(self.library, text)
+
+    def calls(self, since: int = 0) -> list[str]:
+        """Functions that this process has called since an earlier `mark`."""
+        with self.log.open(encoding="ascii") as file:
+            file.seek(since)
+            lines = [line.split() for line in file]
+        return [name for pid, name in lines if int(pid) == os.getpid()]
+
+    def wait_for(self, name: str, count: int, since: int) -> None:
+        """Wait until this process has called a function so often."""
+        deadline = time.monotonic() + PATIENCE
+        while self.calls(since).count(name) < count:
+            assert time.monotonic() < deadline, f"{name} is not called {count} times"
+            time.sleep(0.001)
+
+    @property
+    def mark(self) -> int:
+        """A place in the log: now."""
+        return self.log.stat().st_size
+
+    def reset(self) -> None:
+        """No delays, nothing held, no failures."""
+        for text in ("fail=", "unhang=", "hold=", "any=", "copy_delay_us=0", "seed="):
+            self.set(text)
+
+
+def load(fakecuda: FakeCuda, log: Path) -> TestDriver:
+    """Load the test driver into this process, for good."""
+    log.touch()
+    environment = fakecuda.environment(LOG=log)
+    with switched(environment):
+        library = fakecuda.load()
+    driver.start()
+    (_, uuid), *_ = driver.devices()
+    return TestDriver(library, environment, log, f"cuda:{uuid.hex()}")
+
+
+@contextlib.contextmanager
+def switched(environment: dict[str, str]) -> Iterator[None]:
+    """Another environment, for libraries that look at it and processes that start now."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class CudaRig(Rig):
+    """One backend, its pool, and workers whose device memory another process owns."""
+
+    def __init__(
+        self,
+        fake_driver: TestDriver,
+        workers: CudaWorkers,
+        options: Options,
+        *,
+        pinned: bool = True,
+        pool_bytes: int = POOL_BYTES,
+    ) -> None:
+        self.driver = fake_driver
+        self._workers = workers
+        self.pool = Memory(pool_bytes)
+        self.pool.bytes[:] = 0xAB
+        self.device = self.cuda = CudaDevice(fake_driver.device, self.pool.fd, pool_bytes, options)
+        if pinned:
+            assert self.cuda.wait_until_pinned(PATIENCE)
+
+    def use(self, workers: CudaWorkers) -> None:
+        """Workers that are made from now on have this memory."""
+        self._workers = workers
+
+    def attach(self, sizes: Sequence[int]) -> tuple[MemoryId, Source]:
+        """A worker with these storages, mapped."""
+        source = self.make_worker(sizes)
+        return self.device.import_memory(source.handles, sizes, source.descriptors), source
+
+    def make_worker(self, sizes: Sequence[int]) -> Source:
+        """In the other process."""
+        return self._workers.make(sizes)
+
+    def spoil(self, source: Source) -> Source:
+        """A descriptor that was not sent, or a handle that was never made."""
+        last = source.handles[-1]
+        bad: Handle
+        if isinstance(last, IpcHandle):
+            bad = IpcHandle(bytes(64), last.allocation, last.offset)
+        else:
+            assert isinstance(last, VmmHandle)
+            bad = VmmHandle(len(source.descriptors), last.allocation, last.offset)
+        return Source((*source.handles[:-1], bad), source.descriptors)
+
+    def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:
+        """By the other process."""
+        return self._workers.get(source, storage, offset, nbytes)
+
+    def put(self, source: Source, storage: int, offset: int, data: Bytes) -> None:
+        """By the other process."""
+        self._workers.put(source, storage, offset, data)
+
+    def get_pool(self, offset: int, nbytes: int) -> Bytes:
+        """Through a mapping of the tests' own."""
+        return self.pool.bytes[offset : offset + nbytes].copy()
+
+    def put_pool(self, offset: int, data: Bytes) -> None:
+        """Through a mapping of the tests' own."""
+        self.pool.bytes[offset : offset + len(data)] = data
+
+    def close(self) -> None:
+        """Let everything end, then close."""
+        self.driver.reset()
+        drain(self.device)
+        self.device.close()
+        self.pool.close()

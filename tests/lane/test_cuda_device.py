@@ -1,0 +1,229 @@
+"""The CUDA backend keeps the contract of devices, on a test driver that is no GPU."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.errors import CudaMissing, ImportFailed, LaneError
+from kvd.lane.cuda.copier import LoopEngine, Thresholds
+from kvd.lane.cuda.device import CudaDevice, Options
+from kvd.lane.device import Direction
+from kvd_proto.messages import HostHandle, IpcHandle
+from tests.lane.cuda_checks import by_kernel, engine_only, submit
+from tests.lane.cuda_memory import CudaWorkers
+from tests.lane.cuda_rig import PATIENCE, POOL_BYTES, CudaRig, TestDriver
+from tests.lane.device_contract import DeviceContract, Rig, drain, transfer
+from tests.lane.support import Memory
+
+pytestmark = pytest.mark.fakecuda
+
+SIZES = DeviceContract.SIZES
+
+
+class TestBatchesOfIpcMemory(DeviceContract):
+    """Memory by IPC handles, copies in batches, a pool that is registered in many pieces."""
+
+    @pytest.fixture
+    def rig(self, fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[Rig]:
+        """A backend of its own, under adversarial timing."""
+        fake_driver.set("seed=1")
+        fake_driver.set("any=random")
+        made = CudaRig(fake_driver, ipc_workers, engine_only())
+        yield made
+        made.close()
+
+
+class TestSingleCopiesOfVirtualMemory(DeviceContract):
+    """Memory by descriptors, copies one by one, as with a driver that has no batches."""
+
+    @pytest.fixture
+    def rig(self, fake_driver: TestDriver, vmm_workers: CudaWorkers) -> Iterator[Rig]:
+        """A backend of its own, under adversarial timing."""
+        fake_driver.set("seed=2")
+        fake_driver.set("fail=cuMemcpyBatchAsync:*:801")
+        made = CudaRig(fake_driver, vmm_workers, engine_only())
+        assert isinstance(made.cuda.copier.engine, LoopEngine)
+        yield made
+        made.close()
+
+
+class TestTheKernel(DeviceContract):
+    """Short runs by the kernel, long ones by the copy engine."""
+
+    @pytest.fixture
+    def rig(self, fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[Rig]:
+        """A backend of its own, under adversarial timing."""
+        fake_driver.set("seed=3")
+        made = CudaRig(fake_driver, ipc_workers, by_kernel(3000))
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
+    """A backend with little room."""
+    made = CudaRig(fake_driver, ipc_workers, engine_only(bytes_in_flight=10_000))
+    yield made
+    made.close()
+
+
+def test_directions_have_room_of_their_own(rig: CudaRig) -> None:
+    """Stores that fill their direction leave the other one open, and it opens again."""
+    memory = rig.attach(SIZES)[0]
+    rig.driver.set("hold=copies")
+    submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 6000)])
+    assert rig.device.has_room(Direction.STORE)
+    submit(rig, 2, memory, Direction.STORE, [(0, 6000, 6000, 6000)])
+    assert not rig.device.has_room(Direction.STORE)
+    assert rig.device.has_room(Direction.LOAD)
+    rig.driver.set("hold=")
+    drain(rig.device)
+    assert rig.device.has_room(Direction.STORE)
+
+
+def test_a_pool_that_cannot_be_pinned_is_said_and_undone(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers
+) -> None:
+    """What was registered is undone, transfers fail and workers are refused, with the remedy."""
+    fake_driver.set("hang=cuMemHostRegister:3")  # the second piece of the pool
+    start = fake_driver.mark
+    rig = CudaRig(fake_driver, ipc_workers, engine_only(), pinned=False)
+    try:
+        memory, _ = rig.attach(SIZES)
+        submit(rig, 1, memory, Direction.STORE, [(0, 0, POOL_BYTES - 100, 100)])
+        fake_driver.wait_for("cuMemHostRegister", 3, start)
+        before = fake_driver.mark
+        fake_driver.set("fail=cuMemHostRegister:1:2")
+        fake_driver.set("unhang=")
+        assert rig.cuda.wait_until_pinned(PATIENCE)
+        assert "cannot be pinned" in drain(rig.device)[1].error
+        with pytest.raises(ImportFailed, match="LimitMEMLOCK"):
+            rig.attach(SIZES)
+        assert fake_driver.calls(before).count("cuMemHostUnregister") == 2  # both that had worked
+    finally:
+        rig.close()
+
+
+def test_storages_of_one_allocation_are_opened_once(rig: CudaRig) -> None:
+    """Two storages in one allocation and a third elsewhere: two handles opened, two closed."""
+    before = rig.driver.mark
+    memory, _ = rig.attach((4096, 4096, 4096))
+    assert rig.driver.calls(before).count("cuIpcOpenMemHandle") == 2
+    rig.device.release_memory(memory)
+    assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 2
+
+
+def test_an_allocation_smaller_than_claimed_is_refused(rig: CudaRig) -> None:
+    """The driver's word on an allocation counts, not the worker's; the handle is closed again."""
+    source = rig.make_worker((4096,))
+    (handle,) = source.handles
+    assert isinstance(handle, IpcHandle)
+    before = rig.driver.mark
+    claim = IpcHandle(handle.handle, 2**40, handle.offset)
+    with pytest.raises(ImportFailed, match=r"1099511627776 bytes"):
+        rig.device.import_memory((claim,), (4096,), source.descriptors)
+    assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 1
+
+
+def test_host_memory_is_refused(rig: CudaRig) -> None:
+    """A handle of another kind of memory is refused by name."""
+    with pytest.raises(ImportFailed, match="HostHandle is host memory"):
+        rig.device.import_memory((HostHandle(0),), (1,), (0,))
+
+
+def test_a_run_outside_the_memory_fails_alone(rig: CudaRig) -> None:
+    """What slipped through every check is an error of that transfer, and the next one works."""
+    memory, _ = rig.attach(SIZES)
+    submit(rig, 1, memory, Direction.STORE, [(0, SIZES[0] - 10, 0, 100)])
+    submit(rig, 2, memory, Direction.LOAD, [(0, 0, POOL_BYTES - 10, 100)])
+    submit(rig, 3, memory, Direction.STORE, [(2, 0, 0, 100)])
+    submit(rig, 4, memory, Direction.STORE, [(0, 0, 0, 100)])
+    done = drain(rig.device)
+    assert all("lie outside" in done[number].error for number in (1, 2, 3))
+    assert (done[4].error, done[4].nbytes) == ("", 100)
+
+
+def test_an_empty_transfer_ends(rig: CudaRig) -> None:
+    """A transfer without runs is reported like any other."""
+    memory, _ = rig.attach(SIZES)
+    rig.device.submit(transfer(1, memory, Direction.LOAD, []))
+    assert drain(rig.device)[1].error == ""
+
+
+def test_a_device_that_hangs_is_given_up(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> None:
+    """A copy that never ends ends the lane, which is replaced, instead of waiting for ever."""
+    rig = CudaRig(fake_driver, ipc_workers, engine_only(stuck_seconds=0.05))
+    try:
+        memory, _ = rig.attach(SIZES)
+        fake_driver.set("hold=copies")
+        submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 100)])
+        with pytest.raises(LaneError, match="hangs"):
+            drain(rig.device)
+        fake_driver.set("hold=")
+        while rig.device.in_flight:
+            with contextlib.suppress(LaneError):
+                rig.device.progress()
+    finally:
+        rig.close()
+
+
+def test_an_unknown_device_is_named(fake_driver: TestDriver) -> None:
+    """A UUID that no device has is refused, with those that there are."""
+    pool = Memory(POOL_BYTES)
+    known = fake_driver.device.removeprefix("cuda:")
+    with pytest.raises(CudaMissing, match=known):
+        CudaDevice(f"cuda:{'0' * 32}", pool.fd, POOL_BYTES)
+    pool.close()
+
+
+def test_a_pool_file_smaller_than_promised_is_refused(fake_driver: TestDriver) -> None:
+    """Registering more than there is would end in SIGBUS; it ends in an error now."""
+    pool = Memory(POOL_BYTES)
+    with pytest.raises(LaneError, match=f"{POOL_BYTES} bytes"):
+        CudaDevice(fake_driver.device, pool.fd, 2 * POOL_BYTES)
+    pool.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 5000, 65 * 2**30])
+def test_an_impossible_size_of_piece_is_refused(fake_driver: TestDriver, nbytes: int) -> None:
+    """Pieces are whole pages, and no larger than drivers can be relied on to register."""
+    pool = Memory(POOL_BYTES)
+    with pytest.raises(LaneError, match="pieces of"):
+        CudaDevice(fake_driver.device, pool.fd, POOL_BYTES, Options(registration_bytes=nbytes))
+    pool.close()
+
+
+def test_thresholds_are_measured_once(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers, tmp_path: Path
+) -> None:
+    """The first lane measures and keeps what it found; the next one does not launch the trials."""
+    launches = []
+    for _ in range(2):
+        before = fake_driver.mark
+        rig = CudaRig(
+            fake_driver, ipc_workers, Options(state_dir=tmp_path, registration_bytes=65536)
+        )
+        launches.append(fake_driver.calls(before).count("cuLaunchKernel"))
+        rig.close()
+    assert launches[0] > launches[1] == 2  # there and back, to see that the kernel works
+    (kept,) = tmp_path.iterdir()
+    assert fake_driver.device.removeprefix("cuda:") in kept.name
+    kept.write_text("nonsense", "ascii")
+    rig = CudaRig(fake_driver, ipc_workers, Options(state_dir=tmp_path))
+    rig.close()
+    assert "nonsense" not in kept.read_text("ascii")
+
+
+def test_a_kernel_that_does_not_work_is_done_without(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers
+) -> None:
+    """Where the kernel cannot be loaded short runs go by the copy engine."""
+    fake_driver.set("fail=cuModuleLoadData:1:218")
+    rig = CudaRig(fake_driver, ipc_workers, by_kernel(2**20))
+    try:
+        assert rig.cuda.copier.kernel is None
+        assert rig.cuda.copier.thresholds == Thresholds()
+    finally:
+        rig.close()

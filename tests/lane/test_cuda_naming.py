@@ -1,0 +1,108 @@
+"""Names of devices and nodes of the machine: what the CUDA lane knows without a driver."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvd.errors import CudaError, LaneError
+from kvd.lane.cuda.cleanup import Cleanup
+from kvd.lane.cuda.naming import parse, show_slice
+from kvd.lane.cuda.numa import stay_near
+
+HEX = "0123456789abcdef0123456789abcdef"
+DASHED = "01234567-89ab-cdef-0123-456789abcdef"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"cuda:{HEX}", f"cuda:{HEX.upper()}", f"GPU-{DASHED}", f"cuda:GPU-{DASHED}", f"MIG-{DASHED}"],
+)
+def test_every_form_of_a_uuid_names_the_device(name: str) -> None:
+    """What nvidia-smi prints, what kvd writes, a slice's name: the same sixteen bytes."""
+    assert parse(name) == bytes.fromhex(HEX)
+
+
+@pytest.mark.parametrize("name", ["host", "cuda:0", "0", "", f"cuda:{HEX}0", f"tpu:{HEX}"])
+def test_an_index_names_no_device(name: str) -> None:
+    """Anything but a UUID is refused with what to write instead."""
+    with pytest.raises(LaneError, match="32 hexadecimal digits"):
+        parse(name)
+
+
+def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MIG slice is chosen by the environment before the driver starts; a whole device is not."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "untouched")
+    show_slice(f"cuda:{HEX}")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "untouched"
+    show_slice(f"cuda:MIG-{HEX}")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == f"MIG-{DASHED}"
+
+
+def test_a_lane_stays_on_its_devices_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with several nodes the process is bound to the device's processors."""
+    _machine(tmp_path, nodes={0: "0-1", 1: "2-3,6"}, device_node=1)
+    bound: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2, 6})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: bound.append(cpus))
+    stay_near("0000:17:00.0", tmp_path)
+    assert bound == [{2, 6}]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device_node"), [({0: "0-3"}, 0), ({0: "0", 1: "1"}, -1), ({0: "0", 1: "9"}, 1)]
+)
+def test_an_unknown_node_binds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: dict[int, str], device_node: int
+) -> None:
+    """One node, a device without a node, or a node that this process may not use."""
+    _machine(tmp_path, nodes, device_node)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, _cpus: pytest.fail("bound"))
+    stay_near("0000:17:00.0", tmp_path)
+    stay_near("0000:99:00.0", tmp_path)
+
+
+def _machine(sysfs: Path, nodes: dict[int, str], device_node: int) -> None:
+    for node, cpus in nodes.items():
+        folder = sysfs / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n", "ascii")
+    folder = sysfs / "bus/pci/devices/0000:17:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text(f"{device_node}\n", "ascii")
+
+
+def test_cleaning_up_goes_on_after_a_failure() -> None:
+    """What was done is undone in reverse, all of it, and the first failure is raised."""
+    undone: list[str] = []
+
+    def fail(name: str) -> None:
+        undone.append(name)
+        raise CudaError(1, "CUDA_ERROR_INVALID_VALUE", name)
+
+    cleanup = Cleanup()
+    cleanup.add(lambda: undone.append("first"))
+    cleanup.add(lambda: fail("second"))
+    cleanup.add(lambda: fail("third"))
+    with pytest.raises(CudaError, match="third"):
+        cleanup.run()
+    assert undone == ["third", "second", "first"]
+    cleanup.run()
+    assert len(undone) == 3
+
+
+def test_a_failure_to_clean_up_does_not_hide_the_reason() -> None:
+    """The error that stopped the work is what the caller sees."""
+    cleanup = Cleanup()
+
+    def fail() -> None:
+        raise CudaError(2, "CUDA_ERROR_OUT_OF_MEMORY", "undoing")
+
+    def work() -> None:
+        with cleanup.on_failure():
+            cleanup.add(fail)
+            raise LaneError("the reason")
+
+    with pytest.raises(LaneError, match="the reason"):
+        work()

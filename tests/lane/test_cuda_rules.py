@@ -1,0 +1,163 @@
+"""Each rule of order keeps the backend right; without it, a check fails.
+
+docs/testing.md lists them.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.errors import LaneError
+from kvd.lane import runner
+from kvd.lane.cuda import copier, driver, flow, runs
+from kvd.lane.cuda.device import CudaDevice, Options
+from tests.fakecuda.harness import FakeCuda
+from tests.lane import cuda_checks as checks
+from tests.lane.cuda_memory import CudaWorkers
+from tests.lane.cuda_rig import CudaRig, TestDriver, load
+
+pytestmark = pytest.mark.fakecuda
+
+Patch = pytest.MonkeyPatch
+
+
+def never_wait_for_the_timeline(patch: Patch) -> None:
+    """Jobs start wherever the worker's stream is."""
+    patch.setattr(runner, "_timeline_reached", lambda _job: True)
+
+
+def read_sources_in_any_order(patch: Patch) -> None:
+    """Stores let the driver read device memory before the stream gets there."""
+    enqueue = driver.BatchCopy.enqueue
+
+    def careless(self: driver.BatchCopy, *args: Any, **_order: bool) -> None:
+        enqueue(self, *args, source_in_any_order=True)
+
+    patch.setattr(driver.BatchCopy, "enqueue", careless)
+
+
+def record_the_end_first(patch: Patch) -> None:
+    """The event that says that copies have ended is recorded before them."""
+    enqueue = copier.Copier.enqueue
+
+    def late(self: copier.Copier, *args: Any) -> None:
+        waiting.append(lambda: enqueue(self, *args))
+
+    record = driver.record
+    waiting: list[Callable[[], None]] = []
+
+    def early(event: driver.Event, stream: driver.Stream) -> None:
+        record(event, stream)
+        while waiting:
+            waiting.pop()()
+
+    patch.setattr(copier.Copier, "enqueue", late)
+    patch.setattr(driver, "record", early)
+
+
+def report_failures_at_once(patch: Patch) -> None:
+    """A transfer that could not be enqueued whole is reported without waiting for its parts."""
+    has_ended = flow.Flow._has_ended
+
+    def hasty(self: flow.Flow, entry: Any) -> bool:
+        return bool(entry.error) or has_ended(self, entry)
+
+    patch.setattr(flow.Flow, "_has_ended", hasty)
+
+
+def unmap_without_looking(patch: Patch) -> None:
+    """Memory is released although copies are in flight on it."""
+    patch.setattr(flow.Flow, "uses", lambda _self, _memory: False)
+
+
+def never_split(patch: Patch) -> None:
+    """Runs are enqueued as they come, also across two registrations."""
+    patch.setattr(runs, "split_runs", lambda copies, _unit: copies)
+
+
+def reuse_run_lists_at_once(patch: Patch) -> None:
+    """A kernel's list goes to the next transfer before the kernel has read it."""
+    patch.setattr(copier.MoveKernel, "take_list", lambda _self: 0)
+    patch.setattr(copier.MoveKernel, "give_back", lambda _self, _number: None)
+
+
+def copy_before_pinning(patch: Patch) -> None:
+    """Transfers do not wait for their part of the pool to be registered."""
+    patch.setattr(CudaDevice, "_is_pinned", lambda _self, _transfer: True)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check, what takes the rule behind it away, and the backend on which both are seen."""
+
+    check: Callable[[CudaRig], None]
+    take_away: Callable[[Patch], None]
+    options: Options = field(default_factory=checks.engine_only)
+    setting: str = ""
+
+    def rig(self, fake_driver: TestDriver, workers: CudaWorkers) -> CudaRig:
+        """That backend."""
+        if self.setting:
+            fake_driver.set(self.setting)
+        return CudaRig(fake_driver, workers, self.options, pinned="hang" not in self.setting)
+
+
+RULES = [
+    Rule(checks.stores_wait_for_the_timeline, never_wait_for_the_timeline),
+    Rule(checks.loads_wait_for_the_timeline, never_wait_for_the_timeline),
+    Rule(checks.sources_are_read_at_their_turn, read_sources_in_any_order),
+    Rule(checks.ends_are_reported_after_the_last_byte, record_the_end_first),
+    Rule(
+        checks.a_half_enqueued_transfer_is_drained,
+        report_failures_at_once,
+        setting="fail=cuMemcpyBatchAsync:*:801",
+    ),
+    Rule(checks.memory_is_unmapped_after_its_copies, unmap_without_looking),
+    Rule(checks.no_copy_spans_two_registrations, never_split),
+    Rule(
+        checks.run_lists_are_left_alone_while_a_kernel_reads_them,
+        reuse_run_lists_at_once,
+        checks.by_kernel(4096),
+    ),
+    Rule(
+        checks.nothing_is_copied_before_it_is_pinned,
+        copy_before_pinning,
+        setting="hang=cuMemHostRegister:2",  # the first is the lane's own scratch memory
+    ),
+]
+NAMES = [rule.check.__name__ for rule in RULES]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+def test_the_backend_keeps_the_rule(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers, rule: Rule
+) -> None:
+    """As it is, the backend passes the check."""
+    rig = rule.rig(fake_driver, ipc_workers)
+    try:
+        rule.check(rig)
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_the_rule_the_check_fails(fakecuda: FakeCuda, tmp_path: Path, name: str) -> None:
+    """With the rule taken away the check notices; so the rule is tested, not only written."""
+    fakecuda.check(miss_the_rule, str(fakecuda.library), str(tmp_path / "calls.log"), name)
+
+
+def miss_the_rule(library: str, log: str, name: str) -> None:
+    """A process of its own, for a backend without its rules may lose the device."""
+    (rule,) = (rule for rule in RULES if rule.check.__name__ == name)
+    fake_driver = load(FakeCuda(Path(library)), Path(log))
+    rig = rule.rig(fake_driver, CudaWorkers(ipc=True))
+    rule.take_away(pytest.MonkeyPatch())
+    try:
+        rule.check(rig)
+    except (AssertionError, LaneError, pytest.fail.Exception):
+        os._exit(0)  # without letting go of what may be out of order
+    os._exit(1)
