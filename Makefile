@@ -65,8 +65,10 @@ constraints-vllm: $(VLLM_STAMP) ## the same for the environment with vLLM
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
 	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=300
 
-gpu: ## CUDA tests and benchmark
-	@echo "make gpu: the CUDA backend is not built yet; see CHANGELOG.md" >&2; exit 1
+gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packages
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "make gpu needs Python >= 3.11 with torch, '$(PYTHON)' is older; try: make gpu PYTHON=python3.12"; exit 1; }
+	@WHEELS="$(WHEELS)" $(PYTHON) tests/gpu/run.py
 
 clean: ## remove what the commands above made
 	rm -rf $(VENV) .venv-vllm bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis

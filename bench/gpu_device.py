@@ -4,6 +4,7 @@ import mmap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,25 +49,18 @@ class Gpu:
 
     def free_bytes(self) -> int:
         """Memory of the device that nobody uses."""
-        code, free, _ = bindings.cuMemGetInfo()
-        if int(code):
-            raise CudaError(int(code), code.name, "asking for free memory")
+        free, _ = _call("cuMemGetInfo")
         return int(free)
 
     def write(self, address: int, data: Bytes) -> None:
         """Copy into device memory, and wait."""
-        self._copy(address, data.ctypes.data, data.nbytes)
+        _call("cuMemcpyHtoD", address, data.ctypes.data, data.nbytes)
 
     def read(self, address: int, nbytes: int) -> Bytes:
         """Copy out of device memory, and wait."""
         data = np.empty(nbytes, np.uint8)
-        self._copy(data.ctypes.data, address, nbytes)
+        _call("cuMemcpyDtoH", data.ctypes.data, address, nbytes)
         return data
-
-    def _copy(self, target: int, source: int, nbytes: int) -> None:
-        stream = self.streams[Direction.LOAD]
-        driver.copy(target, source, nbytes, stream)
-        driver.wait_for_stream(stream)
 
     def wait(self) -> None:
         """Until both streams are idle."""
@@ -163,3 +157,11 @@ class Reference:
         enqueue()
         self._gpu.wait()
         return nbytes / (time.perf_counter() - started) / 1e9
+
+
+def _call(name: str, *arguments: object) -> tuple[Any, ...]:
+    """Call a function of the driver that kvd does not need; its results."""
+    code, *results = getattr(bindings, name)(*arguments)
+    if int(code):
+        raise CudaError(int(code), code.name, f"calling {name}")
+    return tuple(results)

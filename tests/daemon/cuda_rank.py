@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import DeviceMemory, Fingerprint, JobResult, Worker
-from tests.daemon.engines import POISON, TENSORS, content, make_layout
+from tests.daemon.engines import PAGE, POISON, TENSORS, content, make_layout
 
 GAP = 512
 GRANULE = 2 * 2**20
@@ -30,6 +30,8 @@ class CudaRank:
         world_size: how many there are.
         kind: of its memory: "ipc", "vmm" (exportable) or "closed" (not exportable).
         device: ordinal of its device.
+        page: bytes of a block's part of each tensor.
+        rank_type: what runs there.
     """
 
     def __init__(
@@ -41,16 +43,19 @@ class CudaRank:
         *,
         kind: str = "ipc",
         device: int = 0,
+        page: int = PAGE,
+        rank_type: type["Rank"] | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, str(runtime_dir), engine, rank, world_size, kind, device)
+        arguments: tuple[object, ...] = (str(runtime_dir), engine, rank, world_size)
+        arguments = (rank_type or Rank, theirs, *arguments, kind, device, page)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
     def ask(self, name: str, *arguments: object) -> Any:
-        """Call a method of `_Rank` there; what it returns, or the exception that it raised."""
+        """Call a method of `Rank` there; what it returns, or the exception that it raised."""
         self._pipe.send((name, arguments))
         if not self._pipe.poll(PATIENCE):
             raise TimeoutError(f"the rank does not do {name}")
@@ -77,38 +82,36 @@ class CudaRank:
         self.kill()
 
 
-class _Rank:
+class Rank:
     """The rank itself. Blocks are those of `make_layout`, both storages in one allocation."""
 
     def __init__(
-        self, runtime_dir: str, engine: str, rank: int, world_size: int, kind: str, device: int
+        self,
+        runtime_dir: str,
+        engine: str,
+        rank: int,
+        world_size: int,
+        kind: str,
+        device: int,
+        page: int,
     ) -> None:
         from cuda.bindings import driver  # noqa: PLC0415  # only in this process
 
         self._driver = driver
         self._rank = rank
         self._results: dict[int, JobResult] = {}
-        self._layout = make_layout()
+        self._layout = make_layout(page=page)
         self._call("cuInit", 0)
         handle = self._call("cuDeviceGet", device)
         self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", handle))
         self._stream = int(self._call("cuStreamCreateWithPriority", 1, 0))
         self._others = [int(self._call("cuStreamCreateWithPriority", 1, 0))]
-        total = sum(self._layout.storages) + TENSORS * GAP
-        make = self._allocate if kind == "ipc" else self._create
-        base = make(total, device, exportable=kind == "vmm")
-        self._storages = []
-        for size in self._layout.storages:
-            self._storages.append(base + GAP)
-            base += size + GAP
+        self._storages = self._make_storages(kind, device)
         self.worker = Worker(Path(runtime_dir), engine, rank, world_size, deadline=5.0)
 
     def register(self) -> str:
         """Give the daemon the memory; the device's name."""
-        memory = [
-            DeviceMemory.at(address, size)
-            for address, size in zip(self._storages, self._layout.storages, strict=True)
-        ]
+        memory = self._share()
         self.worker.register(memory, self._layout, Fingerprint(model="model"), required=True)
         for part in memory:
             part.close()
@@ -126,7 +129,7 @@ class _Rank:
         """Write the keys' content into blocks, now."""
         for key, inside, block in _places(keys, blocks):
             for tensor in range(TENSORS):
-                self._put(tensor, block, content(key, self._rank, tensor, inside))
+                self._put(tensor, block, self._wanted(key, tensor, inside))
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks, now."""
@@ -149,7 +152,7 @@ class _Rank:
     def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Bytes of blocks that are not the keys' content."""
         return sum(
-            int((self._get(tensor, block) != content(key, self._rank, tensor, inside)).sum())
+            int((self._get(tensor, block) != self._wanted(key, tensor, inside)).sum())
             for key, inside, block in _places(keys, blocks)
             for tensor in range(TENSORS)
         )
@@ -176,6 +179,18 @@ class _Rank:
         submit = self.worker.submit_store if kind == "store" else self.worker.submit_load
         submit(job, blocks, [len(blocks), 0], [0, 0], slots, generations, after=after)
         return after
+
+    def submit_many(
+        self,
+        jobs: Sequence[int],
+        kind: str,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        generations: Sequence[int],
+    ) -> None:
+        """The same job under many numbers, faster than they can be done."""
+        for job in jobs:
+            self.submit(kind, job, blocks, slots, generations)
 
     def finished(self) -> list[int]:
         """Jobs that have ended since the last call."""
@@ -211,6 +226,24 @@ class _Rank:
         assert not int(code), f"{name}: {code}"
         return values[0] if values else None
 
+    def _make_storages(self, kind: str, device: int) -> list[int]:
+        """Their addresses; with gaps, in one allocation."""
+        total = sum(self._layout.storages) + TENSORS * GAP
+        make = self._allocate if kind == "ipc" else self._create
+        base = make(total, device, exportable=kind == "vmm")
+        found = []
+        for size in self._layout.storages:
+            found.append(base + GAP)
+            base += size + GAP
+        return found
+
+    def _share(self) -> Sequence[DeviceMemory]:
+        """The storages as memory to register."""
+        return [
+            DeviceMemory.at(address, size)
+            for address, size in zip(self._storages, self._layout.storages, strict=True)
+        ]
+
     def _allocate(self, nbytes: int, device: int, *, exportable: bool) -> int:
         del device, exportable
         return int(self._call("cuMemAlloc", nbytes))
@@ -240,6 +273,9 @@ class _Rank:
     def _address(self, tensor: int, block: int) -> int:
         return self._storages[tensor] + block * self._page(tensor)
 
+    def _wanted(self, key: bytes, tensor: int, inside: int) -> npt.NDArray[np.uint8]:
+        return content(key, self._rank, tensor, inside, self._page(tensor))
+
     def _put(self, tensor: int, block: int, data: npt.NDArray[np.uint8]) -> None:
         self._call("cuMemcpyHtoD", self._address(tensor, block), data.ctypes.data, data.nbytes)
 
@@ -254,10 +290,10 @@ def _places(keys: Sequence[bytes], blocks: Sequence[int]) -> list[tuple[bytes, i
     return [(keys[at // factor], at % factor, block) for at, block in enumerate(blocks)]
 
 
-def _serve(pipe: Connection, *arguments: Any) -> None:
+def _serve(rank_type: type[Rank], pipe: Connection, *arguments: Any) -> None:
     """The process: does what it is asked until the other end closes."""
     try:
-        rank = _Rank(*arguments)
+        rank = rank_type(*arguments)
     except BaseException as error:
         pipe.send(error)
         raise

@@ -1,0 +1,136 @@
+"""An engine in CUDA memory: its scheduler here, its ranks in processes of their own."""
+
+import select
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvd_client import LookupResult, Scheduler
+from tests.daemon.cuda_rank import CudaRank, Rank
+from tests.daemon.engines import FACTOR, PAGE
+from tests.daemon.serving import Daemon
+
+
+@dataclass
+class CudaEngine:
+    """A scheduler here, ranks in processes of their own with memory on one device."""
+
+    runtime_dir: Path
+    name: str = "engine"
+    world_size: int = 2
+    kind: str = "ipc"
+    page: int = PAGE
+    rank_type: type[Rank] = Rank
+    ranks: dict[int, CudaRank] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.runtime_dir, self.name)
+        self.job = 0
+        for rank in range(self.world_size):
+            self.add(rank)
+
+    def add(self, rank: int) -> None:
+        """Start a rank."""
+        self.ranks[rank] = CudaRank(
+            self.runtime_dir,
+            self.name,
+            rank,
+            self.world_size,
+            kind=self.kind,
+            page=self.page,
+            rank_type=self.rank_type,
+        )
+
+    def register(self) -> str:
+        """Register all ranks that are not; the name of their device."""
+        (device,) = {rank.ask("register") for rank in self.ranks.values()}
+        self.wait_attached()
+        assert isinstance(device, str)
+        return device
+
+    def wait_attached(self) -> None:
+        """Until the engine is complete for everybody."""
+        assert self.scheduler.wait_attached(20)
+        assert all(rank.ask("wait_attached") for rank in self.ranks.values())
+
+    def submit(self, kind: str, ticket: Any, blocks: Sequence[int]) -> int:
+        """One job of every rank; its number."""
+        self.job += 1
+        for rank in self.ranks.values():
+            slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
+            rank.ask("submit", kind, self.job, blocks, slots, generations)
+        return self.job
+
+    def succeeded(self, job: int) -> bool:
+        """Wait for a job; whether all ranks did it."""
+        results = [rank.result(job) for rank in self.ranks.values()]
+        return all(result.success for result in results)
+
+    def store(self, keys: list[bytes], first_block: int = 1) -> None:
+        """Fill, store and complete; until all of it is a hit."""
+        blocks = blocks_of(keys, first_block)
+        for rank in self.ranks.values():
+            rank.ask("fill", keys, blocks)
+        ticket = self.scheduler.prepare_store(keys)
+        assert list(ticket.keys) == keys
+        assert self.succeeded(self.submit("store", ticket, blocks))
+        self.scheduler.complete_store(ticket.keys)
+        self.wait_hit(keys)
+
+    def wait_hit(self, keys: list[bytes]) -> None:
+        """Until every lane's report has been counted."""
+        for _ in range(500):
+            if set(self.scheduler.lookup_many(keys)) == {LookupResult.HIT}:
+                return
+            self.scheduler.status()
+        raise AssertionError(self.scheduler.lookup_many(keys))
+
+    def load(self, keys: list[bytes], first_block: int = 33) -> int:
+        """Poison other blocks and load there; wrong bytes of all ranks."""
+        ticket = self.scheduler.prepare_load(keys)
+        assert list(ticket.keys) == keys
+        blocks = blocks_of(keys, first_block)
+        for rank in self.ranks.values():
+            rank.ask("poison", blocks)
+        assert self.succeeded(self.submit("load", ticket, blocks))
+        self.scheduler.complete_load(ticket)
+        return sum(rank.ask("wrong_bytes", keys, blocks) for rank in self.ranks.values())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for rank in self.ranks.values():
+            rank.close()
+        self.scheduler.close()
+
+
+def blocks_of(keys: Sequence[bytes], first: int) -> list[int]:
+    """Blocks for these keys."""
+    return list(range(first, first + len(keys) * FACTOR))
+
+
+def lane_of(daemon: Daemon) -> dict[str, Any]:
+    """The status of the only CUDA lane."""
+    found = [lane for lane in daemon.status()["lanes"] if lane["device"] != "host"]
+    assert len(found) == 1, found
+    lane: dict[str, Any] = found[0]
+    return lane
+
+
+def wait_lane(daemon: Daemon, **wanted: object) -> dict[str, Any]:
+    """Until the CUDA lane's status is as given."""
+    lane: dict[str, Any] = {}
+    for _ in range(60):
+        lane = lane_of(daemon)
+        if all(lane[name] == value for name, value in wanted.items()):
+            return lane
+        select.select([], [], [], 0.05)
+    raise AssertionError(lane)

@@ -1,0 +1,86 @@
+"""Daemons for tests, always ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Daemon:
+    """One `kvd serve` process."""
+
+    runtime_dir: Path
+    process: subprocess.Popen[str]
+    log: Path
+    extra: list[str] = field(default_factory=list)
+
+    def status(self, wait: float = 0.0) -> dict[str, Any]:
+        """What `kvd status --json` prints."""
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "kvd", "status", "--json"),
+                *("--runtime-dir", str(self.runtime_dir), "--wait", str(wait)),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.stdout, f"{done.stderr}\n{self.log.read_text()}"
+        report: dict[str, Any] = json.loads(done.stdout)
+        return report
+
+    def wait_ready(self) -> dict[str, Any]:
+        """The status once ready; fails with the daemon's log otherwise."""
+        report = self.status(wait=30)
+        assert report["ready"], self.log.read_text()
+        return report
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout=30)
+
+
+StartDaemon = Callable[..., Daemon]
+
+
+@contextmanager
+def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
+    """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the block."""
+    daemons: list[Daemon] = []
+
+    def start(
+        *extra: str, cpu_bytes: str = "64MiB", where: Path | None = None, ready: bool = True
+    ) -> Daemon:
+        path = where or runtime_dir
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.parent / f"{path.name}-{len(daemons)}.log"
+        command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(path)]
+        command += ["--cpu-bytes", cpu_bytes, *extra]
+        with log.open("w") as sink:
+            process = subprocess.Popen(command, stderr=sink, text=True, env=os.environ | {})
+        daemon = Daemon(path, process, log)
+        daemons.append(daemon)
+        if ready:
+            daemon.wait_ready()
+        return daemon
+
+    try:
+        yield start
+    finally:
+        for daemon in daemons:
+            if daemon.process.poll() is None:
+                daemon.process.kill()
+            daemon.process.wait(timeout=30)
+            for pool in Path("/dev/shm").glob("kvd-*.pool"):
+                if str(pool) in daemon.log.read_text():
+                    pool.unlink(missing_ok=True)

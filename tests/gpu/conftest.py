@@ -1,0 +1,35 @@
+"""Tests on a real GPU. They share the engine of tests/daemon, not its conftest's needs."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.serving import StartDaemon, started_daemons
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip where there is no GPU, and say why."""
+    mine = [item for item in items if HERE in item.path.parents]
+    if not mine:
+        return
+    probe = [sys.executable, str(HERE / "probe.py")]
+    done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode:
+        for item in mine:
+            item.add_marker(pytest.mark.skip(reason=f"make gpu: {done.stderr.strip()}"))
+
+
+@pytest.fixture
+def gpu_daemons() -> Iterator[StartDaemon]:
+    """Starts daemons and ends them with the test."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        started_daemons(Path(path) / "run") as start,
+    ):
+        yield start

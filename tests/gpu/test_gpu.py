@@ -1,0 +1,152 @@
+"""Engines on a real GPU: two processes on one device, expandable segments, kills in a copy."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvd_client import LookupResult
+from tests.daemon.cuda_engine import CudaEngine, blocks_of, wait_lane
+from tests.daemon.cuda_rank import Rank
+from tests.daemon.engines import keys_of
+from tests.daemon.serving import StartDaemon
+
+pytestmark = pytest.mark.gpu
+
+LARGE_PAGE = 2**20
+MANY = 200  # loads of 60 MiB by each rank: the bus is busy for longer than a kill takes
+JOBS = list(range(1001, 1001 + MANY))
+Use = Callable[[], type[Rank]]
+
+
+def driver_rank() -> type[Rank]:
+    """Memory by the driver's own functions."""
+    return Rank
+
+
+def torch_rank() -> type[Rank]:
+    """Memory of torch."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    from tests.gpu.torch_rank import TorchRank  # noqa: PLC0415  # needs torch
+
+    return TorchRank
+
+
+@pytest.mark.parametrize(
+    ("use", "kind"), [(torch_rank, "ipc"), (driver_rank, "ipc"), (driver_rank, "vmm")]
+)
+def test_two_ranks_on_one_gpu_get_every_byte_back(
+    gpu_daemons: StartDaemon, use: Use, kind: str
+) -> None:
+    """Stored, loaded into other poisoned blocks, equal; the source is as it was."""
+    rank_type = use()
+    daemon = gpu_daemons()
+    with CudaEngine(daemon.runtime_dir, kind=kind, rank_type=rank_type) as engine:
+        engine.register()
+        keys = keys_of("gpu", 6)
+        engine.store(keys)
+        assert engine.load(keys) == 0
+        for rank in engine.ranks.values():
+            assert not rank.ask("wrong_bytes", keys, blocks_of(keys, 1))
+        assert wait_lane(daemon, workers=2)["restarts"] == 0
+
+
+def test_expandable_segments_are_served_or_refused_with_the_remedy(
+    gpu_daemons: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether torch makes exportable segments is its version's affair; nothing is half served."""
+    rank_type = torch_rank()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    daemon = gpu_daemons()
+    with CudaEngine(daemon.runtime_dir, rank_type=rank_type) as engine:
+        try:
+            engine.register()
+        except RuntimeError as refusal:
+            text = str(refusal)
+            assert "UnsupportedMemory" in text  # refusing is one of two right ways
+            assert "expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF" in text
+            return
+        keys = keys_of("expandable", 6)
+        engine.store(keys)
+        assert engine.load(keys) == 0
+
+
+def test_memory_that_cannot_be_exported_is_refused_with_the_remedy(
+    gpu_daemons: StartDaemon,
+) -> None:
+    """What sleep mode allocates has neither an IPC handle nor a descriptor."""
+    daemon = gpu_daemons()
+    with (
+        CudaEngine(daemon.runtime_dir, world_size=1, kind="closed") as engine,
+        pytest.raises(RuntimeError, match=r"UnsupportedMemory: .* sleep mode"),
+    ):
+        engine.ranks[0].ask("register")
+    assert [lane["device"] for lane in daemon.status()["lanes"]] == ["host"]
+
+
+@pytest.mark.parametrize("use", [torch_rank, driver_rank])
+def test_a_worker_killed_in_a_copy_costs_nobody_else(gpu_daemons: StartDaemon, use: Use) -> None:
+    """The lane lives, what was stored is there byte for byte, the next rank takes over."""
+    rank_type = use()
+    daemon = gpu_daemons(cpu_bytes="256MiB")
+    with CudaEngine(daemon.runtime_dir, page=LARGE_PAGE, rank_type=rank_type) as engine:
+        engine.register()
+        keys = keys_of("kept", 15)
+        engine.store(keys)
+        lane = wait_lane(daemon, workers=2)
+        ticket = busy(engine, keys)
+        engine.ranks[1].kill()
+        after = wait_lane(daemon, workers=1)
+        assert (after["pid"], after["restarts"]) == (lane["pid"], 0)
+        assert settle(engine, 0)
+        engine.scheduler.complete_load(ticket)
+        engine.add(1)
+        engine.ranks[1].ask("register")
+        engine.wait_attached()
+        assert engine.load(keys) == 0
+
+
+@pytest.mark.parametrize("use", [torch_rank, driver_rank])
+def test_a_lane_killed_in_a_copy_costs_its_jobs(gpu_daemons: StartDaemon, use: Use) -> None:
+    """Its jobs end as failed; the next lane maps the same memory, and the chunks are all there."""
+    rank_type = use()
+    daemon = gpu_daemons(cpu_bytes="256MiB")
+    with CudaEngine(daemon.runtime_dir, page=LARGE_PAGE, rank_type=rank_type) as engine:
+        engine.register()
+        keys = keys_of("kept", 15)
+        engine.store(keys)
+        pid = wait_lane(daemon, workers=2)["pid"]
+        ticket = busy(engine, keys)
+        os.kill(pid, signal.SIGKILL)
+        succeeded = [settle(engine, rank) for rank in engine.ranks]
+        assert not any(succeeded)
+        engine.scheduler.complete_load(ticket)
+        daemon.wait_ready()
+        wait_lane(daemon, workers=2, restarts=1)
+        engine.wait_attached()
+        assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.HIT}
+        assert engine.load(keys) == 0
+
+
+def busy(engine: CudaEngine, keys: list[bytes]) -> Any:
+    """Let every rank load into the same blocks many times; the ticket, once copies are under way.
+
+    The jobs have the numbers 1001 and on.
+    """
+    ticket = engine.scheduler.prepare_load(keys)
+    slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
+    for rank in engine.ranks.values():
+        rank.ask("submit_many", JOBS, "load", blocks_of(keys, 33), slots, generations)
+    for rank in engine.ranks.values():
+        assert rank.result(JOBS[0]).success
+    return ticket
+
+
+def settle(engine: CudaEngine, rank: int) -> bool:
+    """Wait for the other loads of `busy` to end, however; whether all succeeded."""
+    results = [engine.ranks[rank].result(job) for job in JOBS[1:]]
+    return all(result.success for result in results)
