@@ -24,7 +24,7 @@ from variants import GPU_TOKENS, KV_BYTES_PER_TOKEN, running
 
 OUT = Path(__file__).parent / "out" / "vllm_ttft.json"
 CPU_BYTES = 2 * 2**30
-ROUNDS, SEGMENTS, REQUESTS = 12, 4, 60
+ROUNDS, SEGMENTS, REQUESTS = 10, 4, 45
 QUICK_ROUNDS, QUICK_SEGMENTS, QUICK_REQUESTS = 3, 1, 15
 FIRST_TOKEN_COLUMNS = {
     "cold_ttft_ms": "cold, ms",
@@ -55,7 +55,7 @@ def main() -> None:
         "--lmcache-python", metavar="PATH", help="Python of an environment with vLLM and LMCache"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and all contexts end
+    signal.signal(signal.SIGTERM, terminate)
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     segments = QUICK_SEGMENTS if options.quick else SEGMENTS
     requests = QUICK_REQUESTS if options.quick else REQUESTS
@@ -91,6 +91,13 @@ def main() -> None:
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps(figures | {"machine": machine}, indent=2) + "\n")
     console.print(f"written to {OUT}")
+
+
+def terminate(number: int, frame: object) -> None:
+    """End in order, so that no engine, daemon or server is left; `timeout` signals twice."""
+    del frame
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit("terminated")
 
 
 def print_table(
