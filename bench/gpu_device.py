@@ -55,6 +55,7 @@ class Gpu:
     def write(self, address: int, data: Bytes) -> None:
         """Copy into device memory, and wait."""
         _call("cuMemcpyHtoD", address, data.ctypes.data, data.nbytes)
+        _call("cuStreamSynchronize", 0)  # it may return before pageable bytes have arrived
 
     def read(self, address: int, nbytes: int) -> Bytes:
         """Copy out of device memory, and wait."""

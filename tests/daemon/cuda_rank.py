@@ -278,6 +278,7 @@ class Rank:
 
     def _put(self, tensor: int, block: int, data: npt.NDArray[np.uint8]) -> None:
         self._call("cuMemcpyHtoD", self._address(tensor, block), data.ctypes.data, data.nbytes)
+        self._call("cuStreamSynchronize", 0)  # it may return before pageable bytes have arrived
 
     def _get(self, tensor: int, block: int) -> npt.NDArray[np.uint8]:
         data = np.empty(self._page(tensor), np.uint8)

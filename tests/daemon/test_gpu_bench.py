@@ -1,4 +1,4 @@
-"""The GPU's benchmark on the test driver: its shape, never its speed."""
+"""What `make gpu` runs, where there is no GPU: its refusals, and its benchmark's shape."""
 
 import json
 import signal
@@ -11,6 +11,7 @@ import pytest
 from tests.fakecuda.harness import FakeCuda
 
 ROOT = Path(__file__).parents[2]
+GPU = ROOT / "tests" / "gpu"
 FRAGMENTS = (4096, 65536)
 PATIENCE = 150
 
@@ -52,3 +53,29 @@ def test_the_gpu_benchmark_runs_and_writes_every_figure(fakecuda: FakeCuda, tmp_
     assert result["interference"] is None
     assert result["skipped"] == ["interference: torch sees no GPU"]
     assert {"driver", "cuda", "date", "bytes", "rounds"} <= set(result)
+
+
+def test_make_gpu_refuses_in_a_sentence_without_a_gpu() -> None:
+    """No driver, no device: one line that says so, before anything else is looked at."""
+    if not subprocess.run([sys.executable, str(GPU / "probe.py")], check=False).returncode:
+        pytest.skip("there is a GPU")
+    done = refused()
+    assert "it needs a machine with an NVIDIA GPU" in done
+
+
+@pytest.mark.fakecuda
+def test_make_gpu_refuses_a_torch_that_cannot_use_the_gpu(fakecuda: FakeCuda) -> None:
+    """A device, and a torch that does not know what to do with it."""
+    assert "has no CUDA; choose another: make gpu PYTHON=" in refused(fakecuda.environment())
+
+
+def refused(environment: dict[str, str] | None = None) -> str:
+    """The one line that `make gpu` prints."""
+    command = [sys.executable, str(GPU / "run.py")]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("make gpu: ")
+    return line

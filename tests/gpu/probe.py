@@ -26,4 +26,4 @@ def missing() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(missing())
+    sys.exit(missing() or 0)
