@@ -14,10 +14,10 @@ from rich.console import Console
 from kvd_client.demo.errors import DemoError
 from kvd_client.demo.processes import Daemon, Workplace
 from kvd_client.demo.vllm.engine import EngineProcess
-from kvd_client.demo.vllm.models import DEFAULTS, Kind, write_model
+from kvd_client.demo.vllm.models import Kind, write_model
 from kvd_client.demo.vllm.options import EngineOptions
 from kvd_client.demo.vllm.rounds import HEAD, Round, ask, warm_up
-from kvd_client.demo.vllm.scenario import ANSWER_TOKENS, BLOCK_TOKENS, Scenario
+from kvd_client.demo.vllm.scenario import ANSWER_TOKENS, BLOCK_TOKENS, KINDS, Scenario
 from kvd_client.errors import KvdClientError
 from kvd_proto.sizes import format_size
 
@@ -44,10 +44,10 @@ MIN_PROMPTS = 4
 @click.option(
     "--model",
     "kind",
-    type=click.Choice(list(DEFAULTS)),
+    type=click.Choice(KINDS),
     default="dense",
     show_default=True,
-    help="Kind of the generated model: all layers full, some with a sliding window, or latent.",
+    help="Kind of the generated model: all layers full, or two of three with a sliding window.",
 )
 @click.option(
     "--layers",
@@ -126,8 +126,8 @@ def _introduce(scenario: Scenario, console: Console) -> None:
         f"kvd:    a daemon with a pool of {format_size(scenario.pool_bytes)}\n"
         f"model:  {scenario.kind}, {scenario.layers} layers, random weights;"
         f" {format_size(scenario.token_bytes)} of KV per token, bfloat16\n"
-        f"vLLM:   on the CPU; its own KV cache (the GPU cache) holds {scenario.gpu_tokens:,}"
-        f" tokens in blocks of {BLOCK_TOKENS}\n"
+        f"vLLM:   on the CPU; its own KV cache (the GPU cache) has {scenario.gpu_blocks} blocks"
+        f" of {BLOCK_TOKENS} tokens\n"
         f"load:   {scenario.prompts} prompts of {scenario.prompt_tokens:,} tokens,"
         f" {needed:,} in all: they push each other out of the\n"
         "        GPU cache, so that what is found when they come back comes from kvd\n"
