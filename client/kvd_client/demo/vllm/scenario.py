@@ -21,7 +21,7 @@ ANSWER_TOKENS = 8
 MAX_SEQUENCES = 4  # one is asked at a time; a step must not be smaller than this
 NUMBER_BYTES = 2  # bfloat16
 # Not "mla": on a CPU without AMX vLLM turns its prefix cache and prompts in steps off for it. A
-# prompt that was found is then computed in other steps than a cold one; answers were seen to differ.
+# found prompt is then computed in other steps than a cold one; answers were seen to differ.
 KINDS: tuple[Kind, ...] = ("dense", "hybrid")
 WINDOW_PATTERN = 3  # hybrid: one layer of three attends to everything, and makes one group of three
 POOL_MARGIN = 1.1
