@@ -13,6 +13,7 @@ from kvd.version import VERSION
 _OWN = {
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",
+    "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
 }
 
