@@ -18,7 +18,7 @@ systemd-tmpfiles --create kvd.conf
 ln -sf /opt/kvd/bin/kvd /usr/local/bin/kvd
 
 if [ ! -e /etc/kvd/kvd.toml ]; then
-  install -D -m 640 -g kvd "$here/kvd.toml" /etc/kvd/kvd.toml
+  install -D -m 640 -g kvd "$here/../kvd.toml" /etc/kvd/kvd.toml
 fi
 if [ -d /run/systemd/system ]; then
   systemctl daemon-reload
