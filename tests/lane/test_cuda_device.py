@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed, LaneError
-from kvd.lane.cuda.copier import LoopEngine, Thresholds
+from kvd.lane.cuda.copier import BatchEngine, LoopEngine, Thresholds
 from kvd.lane.cuda.device import CudaDevice, Options
 from kvd.lane.device import Direction
 from kvd_proto.messages import HostHandle, IpcHandle
@@ -49,6 +49,21 @@ class TestSingleCopiesOfVirtualMemory(DeviceContract):
         made.close()
 
 
+class TestBatchesOfAnOlderDriver(DeviceContract):
+    """A driver for CUDA 12.8, whose batches take one argument more."""
+
+    @pytest.fixture
+    def rig(self, fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[Rig]:
+        """A backend of its own, under adversarial timing."""
+        fake_driver.set("seed=4")
+        fake_driver.set("driver_version=12080")
+        made = CudaRig(fake_driver, ipc_workers, engine_only())
+        assert isinstance(made.cuda.copier.engine, BatchEngine)
+        assert made.cuda.copier.engine.batch.tells_index
+        yield made
+        made.close()
+
+
 class TestTheKernel(DeviceContract):
     """Short runs by the kernel, long ones by the copy engine."""
 
@@ -81,6 +96,20 @@ def test_directions_have_room_of_their_own(rig: CudaRig) -> None:
     rig.driver.set("hold=")
     drain(rig.device)
     assert rig.device.has_room(Direction.STORE)
+
+
+def test_a_driver_without_batches_copies_one_by_one(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers
+) -> None:
+    """Before CUDA 12.8 there is no such function; nothing is asked of it."""
+    fake_driver.set("driver_version=12040")
+    before = fake_driver.mark
+    rig = CudaRig(fake_driver, ipc_workers, engine_only())
+    try:
+        assert isinstance(rig.cuda.copier.engine, LoopEngine)
+        assert "cuMemcpyBatchAsync" not in fake_driver.calls(before)
+    finally:
+        rig.close()
 
 
 def test_a_pool_that_cannot_be_pinned_is_said_and_undone(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvd.errors import CudaError, ImportFailed
 from kvd.lane.cuda import driver
+from kvd.lane.cuda.binding import is_lost
 from kvd.lane.cuda.cleanup import Cleanup
 from kvd.lane.cuda.driver import Addresses
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
@@ -52,7 +53,7 @@ class ImportedMemory:
                     self._storage(handle, size) for handle, size in zip(handles, sizes, strict=True)
                 ]
         except CudaError as error:
-            if driver.is_lost(error):
+            if is_lost(error):
                 raise
             raise ImportFailed(str(error)) from error
         self.addresses: Addresses = np.array(starts, np.uint64)
@@ -97,7 +98,7 @@ class ImportedMemory:
         try:
             address = driver.open_ipc(handle.handle)
         except CudaError as error:
-            if driver.is_lost(error):
+            if is_lost(error):
                 raise
             raise ImportFailed(
                 f"{error}; the worker must run on this machine and use this device, and its pid"
