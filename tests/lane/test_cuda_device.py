@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed, LaneError
+from kvd.lane.cuda import driver
 from kvd.lane.cuda.copier import BatchEngine, LoopEngine, Thresholds
 from kvd.lane.cuda.device import CudaDevice, Options
 from kvd.lane.device import Direction
-from kvd_proto.messages import HostHandle, IpcHandle
+from kvd_proto.messages import HostHandle, IpcHandle, VmmHandle
 from tests.lane.cuda_checks import by_kernel, engine_only, submit
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import PATIENCE, POOL_BYTES, CudaRig, TestDriver
@@ -154,6 +155,48 @@ def test_an_allocation_smaller_than_claimed_is_refused(rig: CudaRig) -> None:
     with pytest.raises(ImportFailed, match=r"1099511627776 bytes"):
         rig.device.import_memory((claim,), (4096,), source.descriptors)
     assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 1
+
+
+def test_a_descriptor_is_not_mapped_beyond_the_device(
+    rig: CudaRig, vmm_workers: CudaWorkers
+) -> None:
+    """More than the device has is refused before addresses for it are reserved."""
+    source = vmm_workers.make((4096,))
+    (handle,) = source.handles
+    assert isinstance(handle, VmmHandle)
+    before = rig.driver.mark
+    claim = VmmHandle(handle.fd_index, 2**50, handle.offset)
+    with pytest.raises(ImportFailed, match=r"1125899906842624 bytes is claimed, the device has"):
+        rig.device.import_memory((claim,), (4096,), source.descriptors)
+    assert "cuMemAddressReserve" not in rig.driver.calls(before)
+
+
+def test_a_mapping_is_held_against_what_is_claimed(
+    rig: CudaRig, vmm_workers: CudaWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that maps less than was asked for does not make the rest usable."""
+    source = vmm_workers.make((4096,))
+    before = rig.driver.mark
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "address_range", lambda address: (address, 4096))
+        with pytest.raises(ImportFailed, match=r"2097152 bytes .* claimed, it has 4096"):
+            rig.device.import_memory(source.handles, (4096,), source.descriptors)
+    assert rig.driver.calls(before).count("cuMemUnmap") == 1
+
+
+def test_more_than_an_exported_allocation_is_refused(
+    rig: CudaRig, vmm_workers: CudaWorkers
+) -> None:
+    """A claim that the device could hold and the allocation cannot; nothing stays mapped."""
+    source = vmm_workers.make((4096,))
+    (handle,) = source.handles
+    assert isinstance(handle, VmmHandle)
+    before = rig.driver.mark
+    claim = VmmHandle(handle.fd_index, 2 * handle.allocation, handle.offset)
+    with pytest.raises(ImportFailed, match="mapping 4194304 bytes"):
+        rig.device.import_memory((claim,), (4096,), source.descriptors)
+    calls = rig.driver.calls(before)
+    assert calls.count("cuMemAddressFree") == calls.count("cuMemRelease") == 1
 
 
 def test_host_memory_is_refused(rig: CudaRig) -> None:

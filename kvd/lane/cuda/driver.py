@@ -86,6 +86,11 @@ def device_name(device: int) -> str:
     return name.split(b"\0")[0].decode(errors="replace")
 
 
+def memory_of(device: int) -> int:
+    """Bytes of memory that it has, free or not."""
+    return int(call("asking for a device's memory", "cuDeviceTotalMem", device))
+
+
 def pci_bus_id(device: int) -> str:
     """Where it sits, as `0000:17:00.0`."""
     text: bytes = call("asking for a device's bus id", "cuDeviceGetPCIBusId", 64, device)
