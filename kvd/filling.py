@@ -59,7 +59,7 @@ class FillOrder:
         sections = 1 << bits
         starts = [section * count // sections for section in range(sections + 1)]
         turns = sorted(range(sections), key=lambda section: _reversed_bits(section, bits))
-        longest = max(end - start for start, end in zip(starts, starts[1:], strict=False))
+        longest = -(-count // sections)
         return tuple(
             starts[section] + step
             for step in range(longest)

@@ -7,8 +7,8 @@ where they cross one (`runs.py`); no copy spans two registrations.
 
 Pieces are registered by a thread in the order of `kvd.filling`, each as soon as its
 pages were touched, so that one piece is pinned while later ones are still being
-allocated and touched. What comes later is not usable yet. A failure undoes what was registered and stays:
-pageable memory is never used instead.
+allocated and touched. What comes later is not usable yet. A failure undoes what was
+registered and stays: pageable memory is never used instead.
 """
 
 import logging
