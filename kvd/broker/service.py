@@ -172,9 +172,11 @@ class Service:
     def _pool_turn(self, pool: PoolMemory) -> None:
         if pool.error:
             raise PoolError(pool.error)
-        if pool.ready:
+        with contextlib.suppress(BlockingIOError):
+            os.read(pool.done_fd, 512)
+        self.core.state.allocated = pool.allocated
+        if self.core.state.pool_ready:
             self._poller.unregister(pool.done_fd)
-            self.core.state.pool_ready = True
             log.info("pool ready")
 
     # ---------------------------------------------------------------- lanes
