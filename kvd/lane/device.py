@@ -79,9 +79,11 @@ class Device(ABC):
 
     Attributes:
         piece_bytes: how much to submit at a time.
+        pins: only what is pinned of the pool can be used.
     """
 
     piece_bytes = PIECE_BYTES
+    pins = False
 
     @abstractmethod
     def import_memory(
@@ -110,6 +112,16 @@ class Device(ABC):
     @abstractmethod
     def has_room(self, direction: Direction) -> bool:
         """Whether one more piece may be submitted without making others wait for long."""
+
+    @property
+    @abstractmethod
+    def usable_bytes(self) -> int:
+        """How much of the pool copies can use now without waiting for the system."""
+
+    @property
+    def pin_error(self) -> str:
+        """Why the pool will not be usable as a whole; empty while there is hope."""
+        return ""
 
     @property
     @abstractmethod

@@ -84,6 +84,11 @@ class HostDevice(Device):
         return not self._queue
 
     @property
+    def usable_bytes(self) -> int:
+        """See Device; bytes whose pages were touched."""
+        return self._pretouch.done
+
+    @property
     def in_flight(self) -> int:
         """See Device."""
         return len(self._queue)

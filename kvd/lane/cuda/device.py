@@ -84,6 +84,7 @@ class CudaDevice(Device):
     """
 
     piece_bytes = _PIECE_BYTES
+    pins = True
 
     def __init__(
         self, name: str, pool_fd: int, pool_bytes: int, options: Options | None = None
@@ -152,6 +153,16 @@ class CudaDevice(Device):
         """See Device."""
         held = sum(transfer.nbytes for transfer in self._held)
         return held + self._flows[direction].nbytes < self._options.bytes_in_flight
+
+    @property
+    def usable_bytes(self) -> int:
+        """See Device; bytes that are pinned."""
+        return self._pool.pinned
+
+    @property
+    def pin_error(self) -> str:
+        """See Device."""
+        return self._pool.error
 
     @property
     def in_flight(self) -> int:
