@@ -66,10 +66,8 @@ class Histogram:
         Raises:
             IntegrityError: otherwise.
         """
-        if (
-            list(self.bounds) != sorted(set(self.bounds))
-            or len(self.counts) != len(self.bounds) + 1
-        ):
+        ascending = list(self.bounds) == sorted(set(self.bounds))
+        if not ascending or len(self.counts) != len(self.bounds) + 1:
             raise IntegrityError(f"bounds that do not ascend, or counts of others: {self!r}")
         if min(self.counts) < 0:
             raise IntegrityError(f"a count below zero: {self!r}")

@@ -187,7 +187,7 @@ class Service:
 
     def _start_lanes(self, now: float) -> None:
         pool = self._pool
-        if pool is None or self.core.state.draining:
+        if pool is None or self.core.state.stopping:
             return
         for process in self._lanes.values():
             if not process.running and now >= process.start_at:
@@ -219,7 +219,7 @@ class Service:
                 with contextlib.suppress(KeyError):
                     self._poller.unregister(fd)
             reason = process.reap(now)
-            if not self.core.state.draining:
+            if not self.core.state.stopping:
                 self._carry_out(self.core.lane_lost(process.device, reason))
 
     def _lane_message(
@@ -373,8 +373,8 @@ class Service:
             return False
         now = time.monotonic()
         if self._stop_at is None:
-            self._note(Event("draining: a signal came"))
-            self.core.state.draining = True
+            self._note(Event("stopping: a signal came"))
+            self.core.state.stopping = True
             self._stop_at = now + self.settings.drain_seconds
             for process in self._lanes.values():
                 self._to_lane(ToLane(process.device, StopLane()))

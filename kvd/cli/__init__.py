@@ -11,9 +11,13 @@ import click
 from kvd.version import VERSION
 
 _OWN = {
+    "drain": "kvd.cli.drain:drain",
+    "resume": "kvd.cli.drain:resume",
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",
+    "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
+    "config": "kvd.cli.config:config",
 }
 
 

@@ -13,6 +13,7 @@ from kvd.core.demand import lane_ended, lane_failed
 from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
 from kvd.core.lanes import NOTHING_SAID, Lane, add_counters, arrays
 from kvd.core.measures import Surroundings
+from kvd.core.operations import Operations
 from kvd.core.registration import Registration, in_words
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
@@ -29,7 +30,6 @@ from kvd.link import (
     ShareDone,
 )
 from kvd.settings import Settings
-from kvd.state.namespaces import Namespace
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import MAX_MESSAGE_BYTES
 from kvd_proto.errors import IllegalTransition
@@ -113,6 +113,7 @@ class Broker:
             Reset: self._reset,
             Ping: self._ping,
             Status: self._status,
+            **Operations(self.state).handlers(),
         }
 
     # ------------------------------------------------------------- sessions
@@ -211,8 +212,8 @@ class Broker:
     def _prepare_store(
         self, session: Session, request_id: int, message: PrepareStore, now: float
     ) -> list[Effect]:
+        self._open_for_work(session, len(message.keys))
         engine, namespace = self.state.attached_namespace(session.engine)
-        self._open_for_work(namespace, len(message.keys))
         decision = namespace.table.prepare_store(message.keys, engine.number, now)
         reply = StorePrepared(
             answers=IntArray.of(decision.answers, "u1"),
@@ -293,9 +294,10 @@ class Broker:
         report = status_report(self.state, self.pid, self.version, now)
         return [Reply(session.number, request_id, StatusReport(status=report))]
 
-    def _open_for_work(self, namespace: Namespace, keys: int) -> None:
+    def _open_for_work(self, session: Session, keys: int) -> None:
         if self.state.draining:
-            namespace.table.turn_away(keys)
+            if session.engine is not None and session.engine.namespace is not None:
+                session.engine.namespace.table.turn_away(keys)
             raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
         if not self.state.pool_ready:
             raise Refused(ErrorCode.NOT_READY, "the pool's memory is still being made")

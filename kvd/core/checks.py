@@ -8,9 +8,11 @@ starts with its first worker.
 from dataclasses import dataclass
 
 from kvd.core.lanes import Lane
+from kvd.core.operations import by
 from kvd.core.state import BrokerState
 from kvd_proto.sizes import format_size
 
+DRAIN = "drain"
 _UNSIZED = "its size is decided by the first engine (cpu_bytes = auto)"
 
 
@@ -33,7 +35,8 @@ class Check:
         parts = [] if self.percent is None else [f"{self.percent:.0f} %"]
         if self.seconds_left:
             parts.append(f"about {self.seconds_left:.0f} s left")
-        return f"{self.name}: {self.text}" + (f" ({', '.join(parts)})" if parts else "")
+        what = self.text if self.name == DRAIN else f"{self.name}: {self.text}"
+        return what + (f" ({', '.join(parts)})" if parts else "")
 
 
 def checks(state: BrokerState, now: float) -> list[Check]:
@@ -41,11 +44,7 @@ def checks(state: BrokerState, now: float) -> list[Check]:
     return [
         _pool(state),
         *(_lane(state, lane, now) for lane in state.lanes.values()),
-        Check(
-            "drain",
-            not state.draining,
-            "draining: no new chunks are taken" if state.draining else "not draining",
-        ),
+        Check(DRAIN, not state.draining, _drain_text(state)),
     ]
 
 
@@ -74,6 +73,14 @@ def _pool(state: BrokerState) -> Check:
         )
     left = state.progress.seconds_left(total)
     return Check("pool", ok=False, text=text, percent=percent, seconds_left=left)
+
+
+def _drain_text(state: BrokerState) -> str:
+    if state.stopping:
+        return "stopping"
+    if state.drain is not None:
+        return f"drained by {by(state.drain.by)}; kvd resume undoes that"
+    return "not draining"
 
 
 def _lane(state: BrokerState, lane: Lane, now: float) -> Check:

@@ -44,7 +44,7 @@ class Lane:
 
     @property
     def state(self) -> str:
-        """ "up"; "starting" while it never was up; "down" where it was lost or cannot start."""
+        """One of "up", "starting" (it never was up), "down" (it was lost or cannot start)."""
         if self.up:
             return "up"
         return "down" if self.last_error else "starting"

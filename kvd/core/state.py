@@ -9,7 +9,7 @@ from kvd.core.events import EventLog
 from kvd.core.lanes import Lane, Revocations, arrays
 from kvd.core.measures import Measures, Surroundings
 from kvd.core.progress import Progress
-from kvd.core.sessions import Engine, Registry, Session
+from kvd.core.sessions import Engine, Peer, Registry, Session
 from kvd.errors import IntegrityError, Refused
 from kvd.link import LaneCounters, UnbindWorker
 from kvd.settings import Settings
@@ -26,12 +26,22 @@ class OpenNamespaces(Protocol):
         """Called once, when the size is known."""
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorDrain:
+    """An operator's word that no new stores are taken: whose, and since when."""
+
+    by: Peer
+    since: float
+
+
 @dataclass(slots=True)
 class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
 
     `failed_lanes` says when a device's lane could last not start, and why.
     `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
+
+    `stopping`: SIGTERM has come; nothing undoes that. `drain` is undone by Resume.
 
     `open_namespaces` supplies directory memory, `available_bytes` what the machine has to
     give, `surroundings` the time and this process's figures; they touch the outside, so they
@@ -51,11 +61,17 @@ class BrokerState:
     namespaces: Namespaces | None = None
     pool_ready: bool = False
     allocated_bytes: int = 0
-    draining: bool = False
+    stopping: bool = False
+    drain: OperatorDrain | None = None
     surroundings: Callable[[], Surroundings] = Surroundings
     measures: Measures = field(default_factory=Measures)
     events: EventLog = field(default_factory=EventLog)
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def draining(self) -> bool:
+        """No new stores are taken: the daemon stops, or an operator said so."""
+        return self.stopping or self.drain is not None
 
     @property
     def ready(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from kvd.core.checks import checks
 from kvd.core.lanes import Lane, add_counters, histogram
 from kvd.core.measures import Surroundings
+from kvd.core.operations import drain_report
 from kvd.core.sessions import Engine
 from kvd.core.state import BrokerState
 from kvd.link import LaneCounters
@@ -32,6 +33,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
         "ready": state.ready,
         "not_ready": [check.in_words for check in checked if not check.ok],
         "draining": state.draining,
+        "drain": drain_report(state, now),
         "checks": [asdict(check) for check in checked],
         "pool": _pool(state),
         "namespaces": [_namespace(namespace) for namespace in namespaces],

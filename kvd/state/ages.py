@@ -8,6 +8,7 @@ minutes would have been found by the next turn of a conversation.
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.histogram import Histogram
 
@@ -38,9 +39,10 @@ class Ages:
         if slots:
             self._used[slots] = self._now
 
-    def of(self, slots: Sequence[int]) -> "np.typing.NDArray[np.float32]":
+    def of(self, slots: Sequence[int]) -> npt.NDArray[np.float32]:
         """Seconds since each of these chunks was of use."""
-        return np.maximum(np.float32(self._now) - self._used[slots], 0)
+        ages: npt.NDArray[np.float32] = np.float32(self._now) - self._used[slots]
+        return np.maximum(ages, np.float32(0), out=ages)
 
     def evicted(self, slots: Sequence[int]) -> None:
         """These chunks go to make room."""

@@ -49,6 +49,11 @@ class HeldDevice(Device):
         return direction not in self.closed and len(self.flying) + len(self.landed) < self.width
 
     @property
+    def usable_bytes(self) -> int:
+        """No pool here."""
+        return 0
+
+    @property
     def in_flight(self) -> int:
         """What is not reported."""
         return len(self.flying) + len(self.landed)
