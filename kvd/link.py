@@ -23,14 +23,26 @@ def lane_socket(device: str, incarnation: int) -> str:
 class LaneReady(Message, frozen=True):
     """Lane → broker, first: it serves. Carries the read end of its lifeline.
 
-    pins: it can use the pool's memory only where it has pinned it.
+    pins: it can use the pool only where it has pinned it.
+    usable_bytes: see PoolUsable, which follows where this is not the whole pool.
     """
 
     device: Name
     incarnation: Count
     pid: Count
     endpoint: Text
+    usable_bytes: Count
     pins: bool = False
+
+
+class PoolUsable(Message, frozen=True):
+    """Lane → broker: how much of the pool it can copy now, in the order of `kvd.filling`.
+
+    error: why it will never be more; empty while there is hope.
+    """
+
+    usable_bytes: Count
+    error: Text
 
 
 class LaneFailed(Message, frozen=True):
@@ -162,7 +174,6 @@ class LanePong(Message, frozen=True):
     """Lane → broker: alive, with what it holds and has done.
 
     oldest_job_ns: how long ago the oldest job that has not started was accepted.
-    usable_bytes: of the pool, that copies may use now; pin_error: why it will not be all of it.
     """
 
     sequence: Count
@@ -171,8 +182,6 @@ class LanePong(Message, frozen=True):
     workers: Count
     counters: LaneCounters
     oldest_job_ns: Count = 0
-    usable_bytes: Count = 0
-    pin_error: Text = ""
 
 
 class StopLane(Message, frozen=True):
@@ -195,6 +204,7 @@ LINK = Codec(
         0x10C: LanePong,
         0x10D: StopLane,
         0x10E: LaneFailed,
+        0x10F: PoolUsable,
     }
 )
 """The codec of the link."""

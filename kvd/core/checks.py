@@ -57,18 +57,18 @@ def _pool(state: BrokerState) -> Check:
     if state.pool_usable:
         text = f"{format_size(total)} are allocated{pinned if pinning else ''}"
         return Check("pool", ok=True, text=text, percent=100.0, seconds_left=0.0)
-    done = state.usable_bytes
+    done = state.pinned_bytes
     percent = min(100.0 * done / total, 99.9)
-    failed = [lane for lane in pinning if lane.pong.pin_error]
+    failed = [lane for lane in pinning if lane.pool_error]
     if failed:
-        text = f"lane {failed[0].device}: {failed[0].pong.pin_error}"
+        text = f"lane {failed[0].device}: {failed[0].pool_error}"
         return Check("pool", ok=False, text=text, percent=percent)
-    if state.allocated_bytes < total or not state.pool_ready:
-        text = f"{format_size(state.allocated_bytes)} of {format_size(total)} are allocated"
+    if not state.pool_ready:
+        text = f"{format_size(state.allocated)} of {format_size(total)} are allocated"
     else:
-        slowest = min(pinning, key=lambda lane: lane.pong.usable_bytes)
+        slowest = min(pinning, key=lambda lane: lane.usable_bytes)
         text = (
-            f"lane {slowest.device} has pinned {format_size(slowest.pong.usable_bytes)} of"
+            f"lane {slowest.device} has pinned {format_size(slowest.usable_bytes)} of"
             f" {format_size(total)}"
         )
     left = state.progress.seconds_left(total)

@@ -38,6 +38,7 @@ class OperatorDrain:
 class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
 
+    `allocated` is how many bytes of the pool are there, in the order of `kvd.filling`.
     `failed_lanes` says when a device's lane could last not start, and why.
     `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
 
@@ -45,7 +46,7 @@ class BrokerState:
 
     `open_namespaces` supplies directory memory, `available_bytes` what the machine has to
     give, `surroundings` the time and this process's figures; they touch the outside, so they
-    are handed in. `allocated_bytes` of the pool are there; `pool_ready` says that this is all.
+    are handed in.
     """
 
     settings: Settings
@@ -59,8 +60,7 @@ class BrokerState:
     gone_restarts: int = 0
     revocations: Revocations = field(default_factory=Revocations)
     namespaces: Namespaces | None = None
-    pool_ready: bool = False
-    allocated_bytes: int = 0
+    allocated: int = 0
     stopping: bool = False
     drain: OperatorDrain | None = None
     surroundings: Callable[[], Surroundings] = Surroundings
@@ -84,17 +84,33 @@ class BrokerState:
         return None if self.namespaces is None else self.namespaces.cpu_bytes
 
     @property
+    def pool_ready(self) -> bool:
+        """All of the pool's memory is there."""
+        return self.namespaces is not None and self.allocated >= self.namespaces.pool.fill.nbytes
+
+    @property
     def pool_usable(self) -> bool:
         """All of the pool is allocated and pinned by the lanes that pin, or it has no size yet."""
         total = self.pool_bytes
-        return total is None or (self.pool_ready and self.usable_bytes >= total)
+        return total is None or (self.pool_ready and self.pinned_bytes >= total)
 
     @property
-    def usable_bytes(self) -> int:
+    def pinned_bytes(self) -> int:
         """How much of the pool is allocated, and pinned by every lane that pins."""
-        total = self.pool_bytes or 0
-        allocated = total if self.pool_ready else min(self.allocated_bytes, total)
-        return min([allocated, *(lane.pong.usable_bytes for lane in self.pinning)])
+        return min([self.allocated, *(lane.usable_bytes for lane in self.pinning)])
+
+    def usable_bytes(self, engine: Engine) -> int | None:
+        """How much of the pool is allocated and in reach of all of the engine's lanes.
+
+        In the order of `kvd.filling`; None where that is all of it.
+        """
+        if self.namespaces is None:
+            return 0
+        usable = self.allocated
+        for worker in engine.workers.values():
+            if worker.registration is not None:
+                usable = min(usable, self.lanes[worker.registration.device].usable_bytes)
+        return None if usable >= self.namespaces.pool.fill.nbytes else usable
 
     @property
     def pinning(self) -> list[Lane]:

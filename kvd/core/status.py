@@ -38,7 +38,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
         "pool": _pool(state),
         "namespaces": [_namespace(namespace) for namespace in namespaces],
         "engines": [_engine(engine, now) for engine in state.registry.engines.values()],
-        "lanes": [_lane(lane, state.pool_bytes or 0, now) for lane in state.lanes.values()],
+        "lanes": [_lane(state, lane, now) for lane in state.lanes.values()],
         "broker": _broker(state, around, now),
         "sessions": {
             "open": len(state.registry.sessions),
@@ -54,7 +54,7 @@ def _pool(state: BrokerState) -> dict[str, Any]:
     figures = {"cpu_bytes": 0, "free_bytes": 0, "namespaces": {}}
     if state.namespaces is not None:
         figures = state.namespaces.stats()
-    return {**figures, "allocated_bytes": state.allocated_bytes}
+    return {**figures, "allocated_bytes": state.allocated}
 
 
 def _namespace(namespace: Namespace) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _engine(engine: Engine, now: float) -> dict[str, Any]:
     }
 
 
-def _lane(lane: Lane, pool_bytes: int, now: float) -> dict[str, Any]:
+def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
     pong = lane.pong
     return {
         "device": lane.device,
@@ -112,10 +112,10 @@ def _lane(lane: Lane, pool_bytes: int, now: float) -> dict[str, Any]:
         "oldest_job_seconds": pong.oldest_job_ns / 1e9,
         "bytes_in_flight": pong.bytes_in_flight,
         "workers": pong.workers,
-        "pool_bytes": pool_bytes,
-        "usable_bytes": pong.usable_bytes,
+        "pool_bytes": state.pool_bytes or 0,
+        "usable_bytes": min(lane.usable_bytes, state.allocated) if lane.up else 0,
         "pins": lane.pins,
-        "pin_error": pong.pin_error,
+        "pin_error": lane.pool_error,
         "counters": _moved(lane.counters),
         "stages": {
             way: {name: histogram(spread).as_dict() for name, spread in names.items()}

@@ -85,6 +85,16 @@ class Device(ABC):
     piece_bytes = PIECE_BYTES
     pins = False
 
+    @property
+    @abstractmethod
+    def usable_bytes(self) -> int:
+        """How much of the pool transfers can use now, in the order of `kvd.filling`; only grows."""
+
+    @property
+    def pool_error(self) -> str:
+        """Why the rest of the pool will never be usable; empty while there is hope."""
+        return ""
+
     @abstractmethod
     def import_memory(
         self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
@@ -112,16 +122,6 @@ class Device(ABC):
     @abstractmethod
     def has_room(self, direction: Direction) -> bool:
         """Whether one more piece may be submitted without making others wait for long."""
-
-    @property
-    @abstractmethod
-    def usable_bytes(self) -> int:
-        """How much of the pool copies can use now without waiting for the system."""
-
-    @property
-    def pin_error(self) -> str:
-        """Why the pool will not be usable as a whole; empty while there is hope."""
-        return ""
 
     @property
     @abstractmethod

@@ -28,6 +28,7 @@ from kvd.link import (
     LanePing,
     LanePong,
     LaneReady,
+    PoolUsable,
     Released,
     ReleaseWorker,
     Revoke,
@@ -64,6 +65,7 @@ TEXT_LIMIT = 1000
 SHORTEST_NAP = 20e-6
 LONGEST_NAP = 1e-3
 SHARES_WAIT_SECONDS = 1e-3
+FILLING_MS = 10
 
 
 class LaneService:
@@ -105,6 +107,7 @@ class LaneService:
         self._stages = Stages()
         self._dropped_frames = 0
         self._lifeline = lifeline
+        self._usable = 0
         self._shares: list[ShareDone] = []
         self._shares_since = 0.0
         self._on_link: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
@@ -134,6 +137,8 @@ class LaneService:
             nap = 0.0
             while not (self._stopping and not len(self._runner)):
                 woken = self._sockets.wait(self._patience(nap))
+                if self._usable < self._pool_bytes:
+                    self._tell_usable()
                 if self._shares and self._shares_are_due(woken):
                     self._tell_shares()
                 if woken.link:
@@ -157,7 +162,7 @@ class LaneService:
         if self._shares:
             return 0
         if not len(self._runner):
-            return None
+            return FILLING_MS if self._usable < self._pool_bytes else None
         return 1 if nap >= LONGEST_NAP else 0
 
     def _rest(self, nap: float, *, busy: bool) -> float:
@@ -170,15 +175,27 @@ class LaneService:
         return nap
 
     def _announce(self) -> None:
+        self._usable = self._device.usable_bytes
         ready = LaneReady(
             device=self._name,
             incarnation=self._incarnation,
             pid=os.getpid(),
             endpoint=self._endpoint,
             pins=self._device.pins,
+            usable_bytes=self._usable,
         )
         self._link.send(LINK.encode(ready), (self._lifeline,))
         os.close(self._lifeline)
+
+    def _tell_usable(self) -> None:
+        """Say how much of the pool can be copied, whenever that is more than before."""
+        error, usable = self._device.pool_error, self._device.usable_bytes
+        if error:
+            self._tell(PoolUsable(usable_bytes=0, error=error[:TEXT_LIMIT]))
+            self._usable = self._pool_bytes  # nothing follows
+        elif usable > self._usable:
+            self._tell(PoolUsable(usable_bytes=usable, error=""))
+            self._usable = usable
 
     # ---------------------------------------------------------------- link
 
@@ -300,8 +317,6 @@ class LaneService:
                     stages=self._stages.spreads(),
                 ),
                 oldest_job_ns=self._runner.oldest_job_ns,
-                usable_bytes=self._device.usable_bytes,
-                pin_error=self._device.pin_error[:TEXT_LIMIT],
             )
         )
 
