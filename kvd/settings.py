@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd.errors import ConfigError
+from kvd.listen import parse_listen
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_size
 
@@ -32,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     lane_timeout_seconds: Seconds = 5.0
     drain_seconds: Seconds = 10.0
     max_sessions: Annotated[int, Meta(ge=1, le=65536)] = 1024
+    http_listen: str = "127.0.0.1:9330"
 
     @property
     def pool_bytes(self) -> int | None:
@@ -80,5 +82,5 @@ def load_settings(file: Path | None, overrides: dict[str, Any]) -> Settings:
         ) from error
     if settings.cpu_bytes != "auto" and settings.pool_bytes == 0:
         raise ConfigError("cpu_bytes = 0: a pool needs room; give a size such as 64GiB, or auto")
-    _ = settings.reserve_bytes
+    _ = settings.reserve_bytes, parse_listen(settings.http_listen)
     return settings

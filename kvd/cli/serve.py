@@ -27,6 +27,10 @@ from kvd.version import VERSION
 @click.option("--reuse-threshold", type=int, help="Store a chunk on its n-th offer (default 1).")
 @click.option("--host-ratio", type=float, help="With auto: pool per reported GPU KV byte.")
 @click.option("--reserve", help="With auto: memory to leave to everybody else (default 2GiB).")
+@click.option(
+    "--http-listen",
+    help="Where health and metrics are served: HOST:PORT (default 127.0.0.1:9330), or off.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Log every detail.")
 def serve(*, config: Path | None, verbose: bool, **options: Any) -> None:
     """Own a pool of host memory and serve it to inference engines until SIGTERM.
