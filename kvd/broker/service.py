@@ -186,7 +186,7 @@ class Service:
 
     def _start_lanes(self, now: float) -> None:
         pool = self._pool
-        if pool is None or self.core.state.draining:
+        if pool is None or self.core.state.stopping:
             return
         for process in self._lanes.values():
             if not process.running and now >= process.start_at:
@@ -218,7 +218,7 @@ class Service:
                 with contextlib.suppress(KeyError):
                     self._poller.unregister(fd)
             reason = process.reap(now)
-            if not self.core.state.draining:
+            if not self.core.state.stopping:
                 self._carry_out(self.core.lane_lost(process.device, reason))
 
     def _lane_message(
@@ -370,7 +370,7 @@ class Service:
         now = time.monotonic()
         if self._stop_at is None:
             log.info("draining")
-            self.core.state.draining = True
+            self.core.state.stopping = True
             self._stop_at = now + self.settings.drain_seconds
             for process in self._lanes.values():
                 self._to_lane(ToLane(process.device, StopLane()))

@@ -11,9 +11,12 @@ import click
 from kvd.version import VERSION
 
 _OWN = {
+    "drain": "kvd.cli.drain:drain",
+    "resume": "kvd.cli.drain:resume",
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",
     "plan": "kvd.cli.plan:plan",
+    "config": "kvd.cli.config:config",
 }
 
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvd.control import Control, expect
-from kvd.errors import NotRunning
+from kvd.control import Control
+from kvd.errors import NotRunning, Refused
 from kvd_proto.messages import Message, Ping, Pong, Status, StatusReport
 
 CONNECT_SECONDS = 5.0
@@ -97,14 +97,18 @@ class Asking:
         try:
             if self._control is None:
                 self._control = Control(self._runtime_dir, CONNECT_SECONDS)
-            reply = self._control.request(message, GIVE_UP_SECONDS)
-            expect(reply, kind)
+            return self._control.ask(message, kind, GIVE_UP_SECONDS)
+        except Refused as refusal:
+            self._hang_up()
+            raise NotRunning(f"the daemon refused ({refusal.code}): {refusal}") from refusal
         except NotRunning:
-            if self._control is not None:
-                self._control.close()
-                self._control = None
+            self._hang_up()
             raise
-        return reply
+
+    def _hang_up(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
     def __repr__(self) -> str:
         state = "connected" if self._control is not None else "not connected"
