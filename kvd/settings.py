@@ -15,6 +15,7 @@ _PLACE = "Where the daemon lives"
 _POOL = "The pool"
 _TIME = "Deadlines"
 _LIMIT = "Limits"
+_LOG = "The log"
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _DIR = "the path of a directory"
@@ -82,6 +83,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(ge=1, le=65536),
         About("Most connections at one time.", _LIMIT, "N", live=True),
     ] = 1024
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        About("Lines below this are not written.", _LOG, "LEVEL", live=True),
+    ] = "info"
+    log_format: Annotated[
+        Literal["human", "json"],
+        About("How a line of the log looks; json is one object a line.", _LOG, "FORMAT"),
+    ] = "human"
 
     @property
     def pool_bytes(self) -> int | None:

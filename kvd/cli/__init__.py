@@ -15,6 +15,7 @@ _OWN = {
     "resume": "kvd.cli.drain:resume",
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",
+    "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
     "config": "kvd.cli.config:config",
 }

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvd.logs.setup import configure_child
 from kvd.tether import tie_to_parent
 
 log = logging.getLogger("kvd.http")
@@ -28,7 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     tie_to_parent()
     os.nice(_NICE)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s http: %(message)s")
+    configure_child("http")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a client's nonsense is no news
     with contextlib.suppress(BrokenPipeError):  # the broker has just ended
         asyncio.run(_serve(options))

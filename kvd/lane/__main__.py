@@ -15,6 +15,7 @@ from kvd.lane.lifeline import move_up, open_lifeline
 from kvd.lane.service import TEXT_LIMIT, LaneService
 from kvd.lane.sockets import Sockets
 from kvd.link import LINK, LaneFailed, lane_socket
+from kvd.logs.setup import configure_child
 from kvd.seqpacket import Channel
 from kvd.tether import tie_to_parent
 from kvd_proto.devices import HOST
@@ -33,10 +34,8 @@ def main() -> int:
     parser.add_argument("--pool-bytes", required=True, type=int)
     options = parser.parse_args()
     tie_to_parent()
-    name = f"{options.device}#{options.incarnation}"
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s lane {name}: %(message)s"
-    )
+    name = f"lane {options.device}#{options.incarnation}"
+    configure_child(name, lane=options.device, incarnation=options.incarnation)
     endpoint = f"ipc://{options.runtime_dir / lane_socket(options.device, options.incarnation)}"
     options.pool_fd = move_up(options.pool_fd)
     lifeline = open_lifeline()
