@@ -19,6 +19,7 @@ import zmq
 from kvd.broker.available import available_bytes
 from kvd.broker.door import Door, Visitor
 from kvd.broker.figures import OwnFigures
+from kvd.broker.http import HttpProcess
 from kvd.broker.memory import DirectoryMemory, PoolMemory
 from kvd.broker.notify import Notifier
 from kvd.broker.requests import Requests
@@ -75,6 +76,9 @@ class Service:
             )
         self._runtime = RuntimeDir(Path(settings.runtime_dir), self._pool_dir)
         self._runtime.lock()
+        self._http = HttpProcess(
+            self._runtime.path, self._runtime.http_socket, settings.http_listen
+        )
         self._directories = DirectoryMemory()
         self._pool: PoolMemory | None = None
         self._incarnations = itertools.count(1)
@@ -154,6 +158,7 @@ class Service:
         for visitor in list(self._visitors.values()):
             if visitor.channel.wants_write:
                 visitor.channel.flush()
+        self._http.turn(self._poller, ready, now)
         self._notifier.turn(now, self.core.state, self._pool.allocated if self._pool else 0)
 
     # ----------------------------------------------------------------- pool
@@ -392,6 +397,7 @@ class Service:
         return False
 
     def _shutdown(self) -> None:
+        self._http.close()
         self._notifier.stopping(0.0)
         for process in self._lanes.values():
             process.kill()
