@@ -17,7 +17,6 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.utils import floatToGoString
 
 MAX_ENGINES = 64
 _ANSWERS = ("accepted", "present", "pending", "full", "not_yet", "bad_key", "draining")
@@ -73,7 +72,7 @@ def _histogram(
         total, buckets = 0, []
         for bound, count in zip([*spread["bounds"], float("inf")], spread["counts"], strict=True):
             total += count
-            buckets.append((floatToGoString(bound), total))
+            buckets.append((str(bound) if bound < float("inf") else "+Inf", total))
         family.add_metric(where, buckets, spread["sum"])
     return family
 
@@ -160,9 +159,7 @@ def _totals(counters: Report) -> Iterator[Metric]:
         "Chunks evicted to make room for others.",
         _one(get("evicted", 0) + get("yielded", 0)),
     )
-    yield counter(
-        "kvd_leases_total", "Leases given.", _one(get("leases", 0))
-    )
+    yield counter("kvd_leases_total", "Leases given.", _one(get("leases", 0)))
     yield counter(
         "kvd_leases_expired_total",
         "Leases that ran out before their loads had ended.",
@@ -239,8 +236,7 @@ def _namespaces(namespaces: Sequence[Report], pools: Mapping[str, Report]) -> It
     yield counter(
         "kvd_namespace_evicted_chunks_total",
         "Chunks of the namespace evicted, to make room for its own or for another's.",
-        [(where, n["eviction_age"]["counts"]) for where, n in []]
-        or [(where, sum(n["eviction_age"]["counts"])) for where, n in named],
+        [(where, n["counters"]["evicted"] + n["counters"]["yielded"]) for where, n in named],
         labels,
     )
     yield _histogram(
