@@ -31,6 +31,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ticket_seconds: Seconds = 60.0
     lane_timeout_seconds: Seconds = 5.0
     drain_seconds: Seconds = 10.0
+    http_listen: str = "127.0.0.1:9330"
     max_sessions: Annotated[int, Meta(ge=1, le=65536)] = 1024
 
     @property

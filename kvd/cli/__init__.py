@@ -14,6 +14,7 @@ _OWN = {
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",
     "plan": "kvd.cli.plan:plan",
+    "doctor": "kvd.cli.doctor:doctor",
 }
 
 
