@@ -5,15 +5,17 @@ import socket
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import zmq
 
-from kvd.errors import NotRunning
+from kvd.errors import NotRunning, Refused
 from kvd.seqpacket import Channel, close_all
 from kvd.version import VERSION
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message
+
+M = TypeVar("M", bound=Message)
 
 
 class Control:
@@ -80,6 +82,23 @@ class Control:
             f" {self._timeout:g} s"
         )
 
+    def ask(self, message: Message, kind: type[M]) -> M:
+        """Send a request; its reply, which is of this type.
+
+        Raises:
+            NotRunning: no reply in time, or one of another type.
+            Refused: the daemon answered with an ERROR.
+        """
+        reply = self.request(message)
+        if isinstance(reply, Error):
+            raise Refused(reply.code, reply.text)
+        if not isinstance(reply, kind):
+            raise NotRunning(
+                f"the daemon in {self._runtime_dir} answered {type(reply).__name__} instead of"
+                f" {kind.__name__}; is it of another version than this command, kvd {VERSION}?"
+            )
+        return reply
+
     def _greeting(self) -> bytes:
         poller = zmq.Poller()
         poller.register(self._door.fileno(), zmq.POLLIN)
@@ -111,15 +130,3 @@ class Control:
 
     def __repr__(self) -> str:
         return f"<Control {self._runtime_dir}>"
-
-
-def expect(reply: Message, kind: type[Message]) -> None:
-    """Check a reply's type.
-
-    Raises:
-        NotRunning: the daemon answered with an error, which is quoted.
-    """
-    if isinstance(reply, Error):
-        raise NotRunning(f"the daemon refused ({reply.code}): {reply.text}")
-    if not isinstance(reply, kind):
-        raise NotRunning(f"the daemon answered {type(reply).__name__} instead of {kind.__name__}")

@@ -1,85 +1,93 @@
-"""The daemon's settings: one TOML file, then the command line.
+"""The daemon's settings, and what there is to say about each: the one place to add one.
 
-Sizes are text such as ``64GiB``; durations are seconds.
+Where values come from is the business of `kvd.config.sources`. Sizes are text
+such as ``64GiB`` or bytes; durations are seconds.
 """
 
-import tomllib
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from kvd.errors import ConfigError
-from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_size
+from kvd.config.about import About, Known, SizeText, known_in
 
-Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_PLACE = "Where the daemon lives"
+_POOL = "The pool"
+_TIME = "Deadlines"
+_LIMIT = "Limits"
+
+_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_DIR = "the path of a directory"
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a daemon can be told. Every field has a default but the runtime directory."""
+    """What a daemon can be told. Every field has a default."""
 
-    runtime_dir: str
-    cpu_bytes: str | int = "auto"
-    pool_dir: str = "/dev/shm"  # the node's tmpfs is where a pool belongs
-    host_ratio: Annotated[float, Meta(gt=0, le=1000)] = 2.0
-    reserve: str | int = "2GiB"
-    policy: Literal["lru", "arc"] = "lru"
-    reuse_threshold: Annotated[int, Meta(ge=1, le=1000)] = 1
-    lease_seconds: Seconds = 60.0
-    ticket_seconds: Seconds = 60.0
-    lane_timeout_seconds: Seconds = 5.0
-    drain_seconds: Seconds = 10.0
-    http_listen: str = "127.0.0.1:9330"
-    max_sessions: Annotated[int, Meta(ge=1, le=65536)] = 1024
+    runtime_dir: Annotated[
+        str,
+        Meta(min_length=1),
+        About("Directory for the sockets and the lock.", _PLACE, "DIR", needs=_DIR),
+    ] = "/run/kvd"
+    pool_dir: Annotated[
+        str,
+        Meta(min_length=1),
+        About("Where the pool's file lies: the node's tmpfs.", _PLACE, "DIR", needs=_DIR),
+    ] = "/dev/shm"
+    cpu_bytes: Annotated[
+        str | int,
+        SizeText(auto=True, positive=True),
+        About("Size of the pool; auto takes it from what the first engine reports.", _POOL, "SIZE"),
+    ] = "auto"
+    host_ratio: Annotated[
+        float,
+        Meta(gt=0, le=1000),
+        About("With auto: bytes of pool for each byte of KV cache on the GPUs.", _POOL, "NUMBER"),
+    ] = 2.0
+    reserve: Annotated[
+        str | int,
+        SizeText(),
+        About("With auto: memory that is left to everybody else.", _POOL, "SIZE"),
+    ] = "2GiB"
+    policy: Annotated[Literal["lru", "arc"], About("What is evicted first.", _POOL, "POLICY")] = (
+        "lru"
+    )
+    reuse_threshold: Annotated[
+        int,
+        Meta(ge=1, le=1000),
+        About("Store a chunk when it is offered for the n-th time.", _POOL, "N"),
+    ] = 1
+    lease_seconds: Annotated[
+        _Seconds,
+        About("Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True),
+    ] = 60.0
+    ticket_seconds: Annotated[
+        _Seconds,
+        About("A store that takes longer is given up.", _TIME, "SECONDS", live=True),
+    ] = 60.0
+    lane_timeout_seconds: Annotated[
+        _Seconds,
+        About("A lane that is silent for longer is replaced.", _TIME, "SECONDS", live=True),
+    ] = 5.0
+    drain_seconds: Annotated[
+        _Seconds,
+        About("At its end the daemon waits this long for copies.", _TIME, "SECONDS", live=True),
+    ] = 10.0
+    max_sessions: Annotated[
+        int,
+        Meta(ge=1, le=65536),
+        About("Most connections at one time.", _LIMIT, "N", live=True),
+    ] = 1024
 
     @property
     def pool_bytes(self) -> int | None:
         """The pool's size, or None where the workers' reports decide it (``auto``)."""
-        return None if self.cpu_bytes == "auto" else _size("cpu_bytes", self.cpu_bytes)
+        return SizeText(auto=True).bytes_of(self.cpu_bytes)
 
     @property
     def reserve_bytes(self) -> int:
         """Memory that ``auto`` leaves to everybody else."""
-        return _size("reserve", self.reserve)
+        return SizeText().bytes_of(self.reserve) or 0
 
 
-def _size(key: str, value: str | int) -> int:
-    try:
-        size = parse_size(value)
-    except SizeError as error:
-        raise ConfigError(f"{key} = {value!r}: {error}") from error
-    if size < 0:
-        raise ConfigError(f"{key} = {value!r}: a size below zero; give bytes or text like 64GiB")
-    return size
-
-
-def load_settings(file: Path | None, overrides: dict[str, Any]) -> Settings:
-    """Settings from `file` (TOML) and `overrides` (not None), the latter first.
-
-    Raises:
-        ConfigError: names file, key, value and remedy.
-    """
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            values = tomllib.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: not TOML: {error}") from error
-    values |= {key: value for key, value in overrides.items() if value is not None}
-    if "runtime_dir" not in values:
-        raise ConfigError("runtime_dir is not set; give --runtime-dir DIR, such as /run/kvd")
-    where = str(file) if file is not None else "command line"
-    try:
-        settings = msgspec.convert(values, Settings, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{where}: {error}; known keys: {', '.join(Settings.__struct_fields__)}"
-        ) from error
-    if settings.cpu_bytes != "auto" and settings.pool_bytes == 0:
-        raise ConfigError("cpu_bytes = 0: a pool needs room; give a size such as 64GiB, or auto")
-    _ = settings.reserve_bytes
-    return settings
+KNOWN: dict[str, Known] = {known.key: known for known in known_in(Settings)}
+"""Every setting by its key, in the order of the sample file."""

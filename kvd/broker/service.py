@@ -20,6 +20,7 @@ import zmq
 from kvd.broker.available import available_bytes
 from kvd.broker.door import Door, Visitor
 from kvd.broker.memory import DirectoryMemory, PoolMemory
+from kvd.broker.notify import Notifier
 from kvd.broker.requests import Requests
 from kvd.broker.runtime_dir import RuntimeDir
 from kvd.broker.supervisor import LaneProcess
@@ -87,6 +88,7 @@ class Service:
         self._next_tick = 0.0
         self.events: deque[tuple[float, str]] = deque(maxlen=200)
         self._poller = zmq.Poller()
+        self._notifier = Notifier.from_environment(os.environ)
         self.core = Broker(
             settings,
             boot_id=os.urandom(16),
@@ -147,6 +149,7 @@ class Service:
         for visitor in list(self._visitors.values()):
             if visitor.channel.wants_write:
                 visitor.channel.flush()
+        self._notifier.turn(now, self.core.state, self._pool.allocated if self._pool else 0)
 
     # ----------------------------------------------------------------- pool
 
@@ -181,7 +184,7 @@ class Service:
 
     def _start_lanes(self, now: float) -> None:
         pool = self._pool
-        if pool is None or self.core.state.draining:
+        if pool is None or self.core.state.stopping:
             return
         for process in self._lanes.values():
             if not process.running and now >= process.start_at:
@@ -213,7 +216,7 @@ class Service:
                 with contextlib.suppress(KeyError):
                     self._poller.unregister(fd)
             reason = process.reap(now)
-            if not self.core.state.draining:
+            if not self.core.state.stopping:
                 self._carry_out(self.core.lane_lost(process.device, reason))
 
     def _lane_message(
@@ -365,7 +368,8 @@ class Service:
         now = time.monotonic()
         if self._stop_at is None:
             log.info("draining")
-            self.core.state.draining = True
+            self._notifier.stopping(self.settings.drain_seconds)
+            self.core.state.stopping = True
             self._stop_at = now + self.settings.drain_seconds
             for process in self._lanes.values():
                 self._to_lane(ToLane(process.device, StopLane()))
@@ -378,6 +382,7 @@ class Service:
         return False
 
     def _shutdown(self) -> None:
+        self._notifier.stopping(0.0)
         for process in self._lanes.values():
             process.kill()
             process.reap(time.monotonic())
@@ -391,6 +396,7 @@ class Service:
         self._runtime.release()
         os.close(self._wake_read)
         os.close(self._wake_write)
+        self._notifier.close()
         log.info("stopped")
 
     def __repr__(self) -> str:

@@ -11,10 +11,17 @@ import click
 from kvd.version import VERSION
 
 _OWN = {
+    "drain": "kvd.cli.drain:drain",
+    "resume": "kvd.cli.drain:resume",
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",
+    "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
+<<<<<<< HEAD
     "doctor": "kvd.cli.doctor:doctor",
+=======
+    "config": "kvd.cli.config:config",
+>>>>>>> main
 }
 
 

@@ -3,26 +3,22 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
+from kvd.cli.options import settings_options, sources
 from kvd.doctor.checks import examine
 from kvd.doctor.facts import gather
 from kvd.doctor.findings import Level, summary
 from kvd.errors import KvdError
-from kvd.settings import load_settings
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
 @click.command()
-@click.option("--runtime-dir", default="/run/kvd", show_default=True, help="The daemon's, or its.")
-@click.option("--cpu-bytes", help="Size that the pool is to have.")
-@click.option("--pool-dir", help="Where the pool is to lie.")
-@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="Settings to use.")
+@settings_options
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(*, config: Path | None, as_json: bool, **options: Any) -> None:
+def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None:
     """Check a machine for kvd: limits, memory, GPUs, directories, a running daemon.
 
     Changes nothing. The exit status is 1 if any line says fail.
@@ -34,7 +30,7 @@ def doctor(*, config: Path | None, as_json: bool, **options: Any) -> None:
       kvd doctor --json | jq '.findings[] | select(.level != "ok")'
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     try:
-        findings = examine(gather(load_settings(config, options)))
+        findings = examine(gather(sources(config, options).load().settings))
     except KvdError as error:
         raise click.ClickException(str(error)) from error
     result = summary(findings)

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvd.cli.options import runtime_dir_option
 from kvd.control import Control
 from kvd.errors import NotRunning
 from kvd_proto.messages import Status, StatusReport
@@ -17,13 +18,7 @@ _POLL_SECONDS = 0.05
 
 
 @click.command()
-@click.option(
-    "--runtime-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("/run/kvd"),
-    show_default=True,
-    help="The daemon's runtime directory.",
-)
+@runtime_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print the whole report as JSON.")
 @click.option("--wait", type=float, default=0.0, help="Wait up to this many seconds for ready.")
 def status(*, runtime_dir: Path, as_json: bool, wait: float) -> None:
@@ -31,9 +26,9 @@ def status(*, runtime_dir: Path, as_json: bool, wait: float) -> None:
 
     \b
     Examples:
-      kvd status --runtime-dir /run/kvd
+      kvd status
       kvd status --runtime-dir /run/kvd --json | jq .pool
-      kvd status --runtime-dir /run/kvd --wait 30 && start-my-engine
+      kvd status --wait 30 && start-my-engine
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     deadline = time.monotonic() + wait
     while True:

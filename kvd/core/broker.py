@@ -12,6 +12,7 @@ from kvd.core.attachment import attached_notice
 from kvd.core.demand import lane_ended, lane_failed
 from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
 from kvd.core.lanes import Lane, add_counters, arrays
+from kvd.core.operations import Operations
 from kvd.core.registration import Registration
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
@@ -110,6 +111,7 @@ class Broker:
             Reset: self._reset,
             Ping: self._ping,
             Status: self._status,
+            **Operations(self.state).handlers(),
         }
 
     # ------------------------------------------------------------- sessions

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvd.core.effects import Effect, Event, Notify, ToLane
 from kvd.core.lanes import Lane, Revocations, arrays
-from kvd.core.sessions import Engine, Registry, Session
+from kvd.core.sessions import Engine, Peer, Registry, Session
 from kvd.errors import IntegrityError, Refused
 from kvd.link import LaneCounters, UnbindWorker
 from kvd.settings import Settings
@@ -23,12 +23,22 @@ class OpenNamespaces(Protocol):
         """Called once, when the size is known."""
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorDrain:
+    """An operator's word that no new stores are taken: whose, and since when."""
+
+    by: Peer
+    since: float
+
+
 @dataclass(slots=True)
 class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
 
     `failed_lanes` says when a device's lane could last not start, and why.
     `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
+
+    `stopping`: SIGTERM has come; nothing undoes that. `drain` is undone by Resume.
 
     `open_namespaces` supplies directory memory and `available_bytes` what the
     machine has to give; both touch the outside, so both are handed in.
@@ -46,7 +56,13 @@ class BrokerState:
     revocations: Revocations = field(default_factory=Revocations)
     namespaces: Namespaces | None = None
     pool_ready: bool = False
-    draining: bool = False
+    stopping: bool = False
+    drain: OperatorDrain | None = None
+
+    @property
+    def draining(self) -> bool:
+        """No new stores are taken: the daemon stops, or an operator said so."""
+        return self.stopping or self.drain is not None
 
     @property
     def ready(self) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvd.core.lanes import Lane, add_counters
+from kvd.core.operations import by, drain_report
 from kvd.core.sessions import Engine
 from kvd.core.state import BrokerState
 from kvd.state.namespaces import Namespace
@@ -18,6 +19,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
         "ready": state.ready,
         "not_ready": _reasons(state),
         "draining": state.draining,
+        "drain": drain_report(state, now),
         "pool": state.namespaces.stats() if state.namespaces is not None else {"cpu_bytes": 0},
         "namespaces": [_namespace(namespace) for namespace in namespaces],
         "engines": [_engine(engine) for engine in state.registry.engines.values()],
@@ -30,8 +32,10 @@ def _reasons(state: BrokerState) -> list[str]:
     reasons = [f"lane {lane.device} is not up" for lane in state.lanes_missing]
     if not state.pool_ready:
         reasons.append("the pool's memory is not there yet")
-    if state.draining:
-        reasons.append("draining")
+    if state.stopping:
+        reasons.append("stopping")
+    if state.drain is not None:
+        reasons.append(f"drained by {by(state.drain.by)}; kvd resume undoes that")
     return reasons
 
 

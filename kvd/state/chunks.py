@@ -303,7 +303,7 @@ class ChunkTable:
                 found[i] = 1
                 slots.append(slot)
         deadline = now + min(duration, self.config.lease_seconds)
-        lease_id = self._leases.grant(owner, slots, deadline) if slots else 0
+        lease_id = self._leases.grant(owner, slots, now, deadline) if slots else 0
         self._touch(slots)
         self._counters.hits += len(slots)
         self._counters.misses += len(keys) - len(slots)
@@ -401,6 +401,10 @@ class ChunkTable:
         self._counters.yielded += len(slots)
 
     # -------------------------------------------------------------- inspection
+
+    def leases_until(self, when: float) -> int:
+        """Leases that were granted at `when` or before and have not ended."""
+        return self._leases.count_until(when)
 
     @property
     def is_idle(self) -> bool:

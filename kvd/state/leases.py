@@ -10,10 +10,11 @@ from kvd.errors import IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A pin on slots, until given back or `deadline`."""
+    """A pin on slots from `since` on, until given back or `deadline`."""
 
     owner: int
     slots: tuple[int, ...]
+    since: float
     deadline: float
 
 
@@ -32,15 +33,19 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, owner: int, slots: Sequence[int], deadline: float) -> int:
+    def grant(self, owner: int, slots: Sequence[int], now: float, deadline: float) -> int:
         """Pin the slots; the lease's number, from 1 on."""
         self._last += 1
         pins = self.pins
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1
-        self._leases[self._last] = Lease(owner, tuple(slots), deadline)
+        self._leases[self._last] = Lease(owner, tuple(slots), now, deadline)
         heapq.heappush(self._deadlines, (deadline, self._last))
         return self._last
+
+    def count_until(self, when: float) -> int:
+        """How many of them were granted at `when` or before."""
+        return sum(lease.since <= when for lease in self._leases.values())
 
     def release(self, lease_id: int, owner: int) -> list[int] | None:
         """Give a lease back. None where it has run out or is somebody else's."""

@@ -20,6 +20,7 @@
     │   ├── AlignmentError        block size and hash block size do not divide
     │   ├── AdmissionError        a request that can never fit
     │   └── JobShapeError         a job whose arrays do not fit each other or the layout
+    ├── DurationError             text that is no duration
     └── DirectoryError            a buffer that is not a directory of this version
 """
 
@@ -94,6 +95,10 @@ class AdmissionError(LayoutError):
 
 class JobShapeError(LayoutError):
     """A job whose arrays do not fit each other or the layout."""
+
+
+class DurationError(ProtoError):
+    """Text that is no duration."""
 
 
 class DirectoryError(ProtoError):

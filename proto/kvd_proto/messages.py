@@ -354,6 +354,30 @@ class Error(Message, frozen=True):
     text: Text
 
 
+# --------------------------------------------------------------- operations
+
+
+class Drain(Message, frozen=True):
+    """No new stores from now on, until Resume. Of sessions of kind `tool` only, as all these."""
+
+
+class Drained(Message, frozen=True):
+    """Stores are refused. So many chunks of earlier stores, and leases, are still in flight."""
+
+    stores: Count
+    leases: Count
+
+
+class Resume(Message, frozen=True):
+    """Take new stores again; a daemon that stops stays as it is."""
+
+
+class Resumed(Message, frozen=True):
+    """Stores are taken. `was_draining` is false where nothing had to change."""
+
+    was_draining: bool
+
+
 # ---------------------------------------------------- notices over the door
 
 
@@ -432,6 +456,10 @@ TAGS: dict[int, type[Message]] = {
     0x42: Attached,
     0x43: Detached,
     0x44: LaneUp,
+    0x50: Drain,
+    0x51: Drained,
+    0x52: Resume,
+    0x53: Resumed,
 }
 """Tag → type; tags are never reused."""
 
@@ -451,5 +479,7 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Wait: WaitDone,
     Ping: Pong,
     Status: StatusReport,
+    Drain: Drained,
+    Resume: Resumed,
 }
 """Request type → the type of its one reply (or `Error`)."""

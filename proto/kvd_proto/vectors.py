@@ -16,6 +16,8 @@ from kvd_proto.messages import (
     CompleteStore,
     Detached,
     Done,
+    Drain,
+    Drained,
     Error,
     ErrorCode,
     Fingerprint,
@@ -37,6 +39,8 @@ from kvd_proto.messages import (
     Registered,
     Reset,
     ResetDone,
+    Resume,
+    Resumed,
     Status,
     StatusReport,
     Store,
@@ -128,6 +132,10 @@ EXAMPLES: tuple[Message, ...] = (
     Attached(namespace=bytes(range(32, 48)), world_size=2, bytes_per_chunk=16384, num_chunks=4096),
     Detached(reason="rank 1 is gone"),
     LaneUp(device="host", incarnation=1, endpoint="ipc:///run/kvd/lane-host-1.sock"),
+    Drain(),
+    Drained(stores=2, leases=1),
+    Resume(),
+    Resumed(was_draining=True),
 )
 
 

@@ -41,6 +41,7 @@ from kvd_proto.messages import (
     Attached,
     CompleteLoad,
     CompleteStore,
+    Drain,
     Error,
     Fingerprint,
     Hello,
@@ -52,6 +53,7 @@ from kvd_proto.messages import (
     PrepareStore,
     Register,
     Reset,
+    Resume,
     Status,
     StorePrepared,
     Touch,
@@ -314,6 +316,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if not self.alive(session):
             return
         reply = self.ask(session, PrepareStore(keys=tuple(keys)))
+        assert not (self.broker.state.draining and isinstance(reply, StorePrepared))
         if isinstance(reply, StorePrepared):
             assert session.engine is not None
             assert session.engine.namespace is not None
@@ -393,12 +396,19 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(
         session=sessions,
-        message=st.sampled_from([Ping(), Status(), Reset(), Touch(keys=tuple(KEYS[:3]))]),
+        message=st.sampled_from(
+            [Ping(), Status(), Reset(), Touch(keys=tuple(KEYS[:3])), Drain(), Resume(), Resume()]
+        ),
     )
     def other_requests(self, session: Session, message: Message) -> None:
         """The requests that are answered at once."""
         if self.alive(session):
+            drained = self.broker.state.draining
             assert self.ask(session, message) is not None
+            if session.kind != "tool" or not isinstance(message, Drain | Resume):
+                assert self.broker.state.draining == drained
+            else:
+                assert self.broker.state.draining == isinstance(message, Drain)
 
     @rule(seconds=st.floats(0.1, 8), silent=st.sampled_from([False, False, False, True]))
     def time_passes(self, seconds: float, silent: bool = False) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvd.errors import CudaError, ImportFailed, LaneError
 from kvd.lane.cuda import calibration, driver, naming
+from kvd.lane.cuda.binding import Stream, is_lost
 from kvd.lane.cuda.cleanup import Cleanup
 from kvd.lane.cuda.copier import (
     AwaitedKernel,
@@ -29,7 +30,6 @@ from kvd.lane.cuda.copier import (
     choose_engine,
     moves_there_and_back,
 )
-from kvd.lane.cuda.driver import Stream
 from kvd.lane.cuda.flow import Events, Flow
 from kvd.lane.cuda.importing import ImportedMemory
 from kvd.lane.cuda.numa import stay_near
@@ -266,7 +266,7 @@ class CudaDevice(Device):
                     file = self._calibration_file()
                     thresholds = calibration.thresholds(engine, kernel, scratch, stream, file)
         except LaneError as error:
-            if isinstance(error, CudaError) and driver.is_lost(error):
+            if isinstance(error, CudaError) and is_lost(error):
                 raise
             _log.warning("short runs go to the copy engine too: %s", error)
             return None, Thresholds()

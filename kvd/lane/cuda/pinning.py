@@ -21,7 +21,8 @@ import numpy as np
 
 from kvd.errors import CudaError, LaneError
 from kvd.lane.cuda import driver
-from kvd.lane.cuda.driver import Addresses, Context
+from kvd.lane.cuda.binding import Context
+from kvd.lane.cuda.driver import Addresses
 from kvd.lane.pretouch import Pretouch
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,76 @@
+"""Options that several commands share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvd.config.about import Known
+from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
+from kvd.errors import ConfigError
+from kvd.settings import KNOWN
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def runtime_dir_option(function: F) -> F:
+    """--runtime-dir of a command that talks to a daemon; the function gets `runtime_dir: Path`.
+
+    Without it the same rules hold as for the daemon: KVD_RUNTIME_DIR, the file, /run/kvd.
+    """
+    known = KNOWN["runtime_dir"]
+    return click.option(
+        "--runtime-dir",
+        type=click.Path(file_okay=False),
+        callback=_find_runtime_dir,
+        help=f"The daemon's runtime directory. [default: {known.variable}, else runtime_dir of"
+        f" the configuration file, else {known.default}]",
+    )(function)
+
+
+def _find_runtime_dir(context: click.Context, parameter: click.Parameter, value: Any) -> Path:
+    del parameter
+    if context.resilient_parsing:  # completion: nothing may fail, nothing is used
+        return Path()
+    try:
+        return Path(Sources(flags={"runtime_dir": value} if value else {}).runtime_dir())
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def config_option(function: F) -> F:
+    """--config; the function gets `config: Path | None`."""
+    return click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help=f"TOML file with settings. [default: {FILE_VARIABLE}, else {DEFAULT_FILE} where it"
+        " exists]",
+    )(function)
+
+
+def settings_options(function: F) -> F:
+    """One option for each setting; the function gets them as text or None, by key."""
+    for known in reversed(KNOWN.values()):
+        function = _option(known)(function)
+    return config_option(function)
+
+
+def _option(known: Known) -> Callable[[F], F]:
+    live = " Changes live." if known.about.live else ""
+    return click.option(
+        known.flag,
+        known.key,
+        # Text: values are checked where those of the file are, so that messages agree.
+        metavar="|".join(known.choices) or known.about.metavar,
+        help=f"{known.about.help}{live} [default: {known.default}]",
+        shell_complete=lambda _context, _option, begin: [
+            word for word in known.choices if word.startswith(begin)
+        ],
+    )
+
+
+def sources(config: Path | None, options: dict[str, str | None]) -> Sources:
+    """What `settings_options` gave, as places to load from."""
+    flags = {key: value for key, value in options.items() if value is not None}
+    return Sources(config=config, flags=flags)

@@ -1,0 +1,132 @@
+"""`kvd top`: the daemon in a terminal, live."""
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+import click
+
+from kvd.cli.keys import Keys
+from kvd.cli.top_view import picture, waiting
+from kvd.control import Control
+from kvd.errors import NotRunning
+from kvd.watch.history import History, Report
+from kvd_proto.messages import Status, StatusReport
+
+_ANSWER_SECONDS = 2.0
+
+
+@click.command()
+@click.option(
+    "--runtime-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("/run/kvd"),
+    show_default=True,
+    help="The daemon's runtime directory.",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 60.0),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two looks.",
+)
+@click.option("--once", is_flag=True, help="Measure for one interval, print, and leave.")
+def top(*, runtime_dir: Path, interval: float, once: bool) -> None:
+    """Watch the daemon: what is wrong, the pool, throughput, queues, engines, events.
+
+    It asks over the control socket and survives the daemon's restarts. Leave with q or Ctrl-C.
+
+    \b
+    Examples:
+      kvd top --runtime-dir /run/kvd
+      kvd top --interval 5
+      kvd top --once > report.txt
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    if not once and not sys.stdout.isatty():
+        raise click.ClickException(
+            "kvd top draws on a terminal, and this is none; use kvd top --once, or kvd status"
+            " --json for scripts"
+        )
+    with Watcher(runtime_dir) as watcher:
+        if once:
+            _once(watcher, interval)
+        else:
+            _live(watcher, interval)
+
+
+class Watcher:
+    """Asks a daemon for its report again and again, whichever daemon is there."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.history = History()
+        self.restarts = 0
+        self.runtime_dir = runtime_dir
+        self._control: Control | None = None
+
+    def look(self) -> None:
+        """Take one more report.
+
+        Raises:
+            NotRunning: no daemon answers now.
+        """
+        if self._control is None:
+            self._control = Control(self.runtime_dir, _ANSWER_SECONDS)
+        try:
+            self.restarts += self.history.add(self._ask(self._control))
+        except NotRunning:
+            self.close()
+            raise
+
+    @staticmethod
+    def _ask(control: Control) -> Report:
+        reply = control.request(Status())
+        if not isinstance(reply, StatusReport):
+            raise NotRunning(f"the daemon answered {reply}")
+        return reply.status
+
+    def close(self) -> None:
+        """Leave the daemon."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _once(watcher: Watcher, interval: float) -> None:
+    from rich.console import Console  # noqa: PLC0415  # the command's help needs no drawing
+
+    try:
+        watcher.look()
+        time.sleep(interval)
+        watcher.look()
+    except NotRunning as error:
+        raise click.ClickException(str(error)) from error
+    Console().print(picture(watcher.history))
+
+
+def _live(watcher: Watcher, interval: float) -> None:
+    from rich.console import Console  # noqa: PLC0415  # the command's help needs no drawing
+    from rich.live import Live  # noqa: PLC0415
+
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Keys(sys.stdin) as keys,
+        Live(console=Console(), screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            try:
+                watcher.look()
+                shown = picture(watcher.history, watcher.restarts)
+            except NotRunning as error:
+                shown = waiting(watcher.runtime_dir, str(error))
+            live.update(shown, refresh=True)
+            if keys.wait(interval) == "q":
+                return

@@ -1,0 +1,162 @@
+"""What there is to say about one setting, beside its type and default.
+
+`Settings` carries an `About` in the annotation of every field. Checks, the
+options of `kvd serve`, `kvd config show`, the sample file and the table in
+docs/configuration.md all come from there; to add a setting is to add a field.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from kvd_proto.errors import SizeError
+from kvd_proto.sizes import parse_size
+
+ENVIRONMENT_PREFIX = "KVD_"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """A setting in words.
+
+    Attributes:
+        help: one line, a sentence.
+        section: under which heading of the sample file it stands.
+        metavar: what stands for a value in help texts.
+        live: `kvd config reload` applies a change; the others need a restart.
+        needs: what a value must be, where the type cannot say it.
+    """
+
+    help: str
+    section: str
+    metavar: str
+    live: bool = False
+    needs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeText:
+    """Marks a field that holds a size: a number of bytes, or text such as 64GiB.
+
+    Attributes:
+        auto: the word `auto` is allowed too.
+        positive: 0 makes no sense.
+    """
+
+    auto: bool = False
+    positive: bool = False
+
+    @property
+    def needs(self) -> str:
+        """What a value must be."""
+        above = " above 0" if self.positive else ""
+        return f"a size{above} such as 64GiB or 512MiB{', or auto' if self.auto else ''}"
+
+    def bytes_of(self, value: str | int) -> int | None:
+        """The size, or None for `auto`.
+
+        Raises:
+            SizeError: it is neither.
+        """
+        if self.auto and value == "auto":
+            return None
+        size = parse_size(value)
+        if self.positive and not size:
+            raise SizeError("no bytes")
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One setting that exists.
+
+    Attributes:
+        key: its name in the file.
+        about: the words.
+        hint: its type with all annotations.
+        default: what holds where nobody says otherwise.
+    """
+
+    key: str
+    about: About
+    hint: Any
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        """The option of `kvd serve`."""
+        return "--" + self.key.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return ENVIRONMENT_PREFIX + self.key.upper()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it may be, where they are few."""
+        base = get_args(self.hint)[0]
+        return get_args(base) if get_origin(base) is Literal else ()
+
+    @property
+    def needs(self) -> str:
+        """What a value must be, for people."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        size = self._mark(SizeText)
+        if size is not None:
+            return str(size.needs)
+        if self.about.needs:
+            return self.about.needs
+        base, bounds = get_args(self.hint)[0], self._mark(Meta)
+        if base is str:
+            return "text in quotes"
+        number = "a whole number" if base is int else "a number"
+        return number + _range(bounds)
+
+    def convert(self, value: Any, *, typed: bool) -> Any:
+        """The value as the setting holds it.
+
+        Args:
+            value: as found.
+            typed: it comes from TOML, which knows numbers from text; else it is text.
+
+        Raises:
+            ValueError: it cannot be one; `needs` says what can.
+        """
+        try:
+            result = msgspec.convert(value, self.hint, strict=typed)
+            size = self._mark(SizeText)
+            if size is not None:
+                size.bytes_of(result)
+        except (msgspec.ValidationError, SizeError) as error:
+            raise ValueError(str(error)) from error
+        return result
+
+    def _mark(self, kind: type) -> Any:
+        return next((mark for mark in self.hint.__metadata__ if isinstance(mark, kind)), None)
+
+
+def _range(bounds: Meta | None) -> str:
+    if bounds is None:
+        return ""
+    parts = []
+    if bounds.gt is not None:
+        parts.append(f"above {bounds.gt:g}")
+    if bounds.ge is not None:
+        parts.append(f"from {bounds.ge:g}")
+    if bounds.le is not None:
+        parts.append(f"to {bounds.le:g}" if bounds.ge is not None else f"and at most {bounds.le:g}")
+    return " " + " ".join(parts)
+
+
+def known_in(settings: type[msgspec.Struct]) -> Iterator[Known]:
+    """Every setting of a struct whose fields carry `About`."""
+    hints = get_type_hints(settings, include_extras=True)
+    for field in msgspec.structs.fields(settings):
+        hint = hints[field.name]
+        about = next(mark for mark in hint.__metadata__ if isinstance(mark, About))
+        yield Known(field.name, about, hint, field.default)

@@ -1,0 +1,81 @@
+"""Settings as text: TOML that can be used, the commented sample file, the table of the docs."""
+
+import json
+from typing import Any
+
+from kvd.config.about import Known
+from kvd.config.sources import DEFAULT, Loaded
+from kvd.settings import KNOWN
+
+_HEAD = """\
+# kvd's settings. Copy it to /etc/kvd/kvd.toml and remove the # where a value is to change;
+# what is shown is the default. Each can also be given as KVD_<KEY> in the environment or as a
+# flag of `kvd serve`; the flag wins over the environment, and the environment over this file.
+# Check an edited file with `kvd config check FILE`. Sizes are text such as "64GiB" or bytes.
+"""
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, str):
+        # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)
+
+
+def as_toml(loaded: Loaded) -> str:
+    """The effective settings as a file; where each came from stands beside it."""
+    lines = []
+    for key, origin in loaded.origins.items():
+        value = toml_value(getattr(loaded.settings, key))
+        lines.append(f"{key} = {value}  # {origin.encode('unicode_escape').decode()}")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(loaded: Loaded) -> dict[str, Any]:
+    """The effective settings for scripts, by key."""
+    return {
+        "file": str(loaded.file) if loaded.file else None,
+        "settings": {
+            key: {
+                "value": getattr(loaded.settings, key),
+                "from": origin,
+                "changes_live": KNOWN[key].about.live,
+            }
+            for key, origin in loaded.origins.items()
+        },
+    }
+
+
+def changed(loaded: Loaded) -> int:
+    """How many settings somebody has given."""
+    return sum(origin != DEFAULT for origin in loaded.origins.values())
+
+
+def sample() -> str:
+    """The text of deploy/kvd.toml."""
+    lines, section = [_HEAD], ""
+    for known in KNOWN.values():
+        if known.about.section != section:
+            section = known.about.section
+            lines.append(f"# ---- {section}\n")
+        lines += [f"# {known.about.help}", f"# {_needs(known)}"]
+        lines.append(f"#{known.key} = {toml_value(known.default)}\n")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def table() -> str:
+    """The table in docs/configuration.md."""
+    lines = ["| key | default | meaning | a value is | changes live |", "|---|---|---|---|---|"]
+    for known in KNOWN.values():
+        live = "yes" if known.about.live else "no"
+        lines.append(
+            f"| `{known.key}` | `{toml_value(known.default)}` | {known.about.help} |"
+            f" {known.needs} | {live} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _needs(known: Known) -> str:
+    text = known.needs[0].upper() + known.needs[1:]
+    return f"{text}.{' Changes live.' if known.about.live else ''}"

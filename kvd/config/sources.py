@@ -1,0 +1,186 @@
+"""Where settings come from: the defaults, one TOML file, the environment, the flags.
+
+The later wins, key by key. A source that cannot be used is reported with all
+that is wrong in it at once, each line naming place, key, value and remedy.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvd.config.about import ENVIRONMENT_PREFIX
+from kvd.errors import ConfigError
+from kvd.settings import KNOWN, Settings
+
+DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
+FILE_VARIABLE = "KVD_CONFIG"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings, and for each key where its value was found.
+
+    Attributes:
+        settings: valid ones.
+        origins: by key: `default`, a file with its line, a variable or a flag.
+        file: the file that was read, if any.
+        warnings: what is not wrong but looks like a mistake.
+    """
+
+    settings: Settings
+    origins: dict[str, str]
+    file: Path | None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The places to look at; a daemon keeps them, to look again on reload.
+
+    Attributes:
+        config: the file named by --config.
+        flags: text by key, as given on the command line.
+        environment: usually the process's own.
+    """
+
+    config: Path | None = None
+    flags: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def file(self) -> Path | None:
+        """The file to read: --config, else KVD_CONFIG, else the default one where it exists."""
+        named = self.config or self.environment.get(FILE_VARIABLE)
+        if named:
+            return Path(named)
+        return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+
+    def load(self) -> Loaded:
+        """Read everything anew.
+
+        Raises:
+            ConfigError: all that is wrong, a line each.
+        """
+        file, problems = self.file, _Problems()
+        values: dict[str, Any] = {}
+        origins = dict.fromkeys(KNOWN, DEFAULT)
+        for source in (self._from_file(file, problems), self._from_environment(), self._given()):
+            for key, value, origin, typed in source:
+                try:
+                    values[key] = KNOWN[key].convert(value, typed=typed)
+                except ValueError:
+                    problems.add(f"{origin}: {key} = {value!r}: needs {KNOWN[key].needs}")
+                origins[key] = origin
+        problems.raise_any()
+        return Loaded(Settings(**values), origins, file, tuple(self._suspicious()))
+
+    def runtime_dir(self) -> str:
+        """The one setting that a tool needs; whatever else is wrong does not matter to it.
+
+        Raises:
+            ConfigError: the file cannot be read, or its runtime_dir is no text.
+        """
+        known = KNOWN["runtime_dir"]
+        found = self.flags.get(known.key) or self.environment.get(known.variable)
+        if found:
+            return found
+        file = self.file
+        value = read_toml(file)[0].get(known.key, known.default) if file else known.default
+        try:
+            return str(known.convert(value, typed=True))
+        except ValueError:
+            raise ConfigError(
+                f"{file}: {known.key} = {value!r}: needs {known.needs}; or give --runtime-dir"
+            ) from None
+
+    # -------------------------------------------------------------- sources
+
+    def _from_file(
+        self, file: Path | None, problems: "_Problems"
+    ) -> Iterator[tuple[str, Any, str, bool]]:
+        if file is None:
+            return
+        try:
+            values, text = read_toml(file)
+        except ConfigError as error:
+            problems.add(str(error))
+            return
+        for key, value in values.items():
+            place = f"{file}{_line(text, key)}"
+            if key in KNOWN:
+                yield key, value, place, True
+            else:
+                problems.add(f"{place}: {key} = {value!r}: no such setting; {_nearest(key)}")
+
+    def _from_environment(self) -> Iterator[tuple[str, Any, str, bool]]:
+        for key, known in KNOWN.items():
+            value = self.environment.get(known.variable)
+            if value:  # empty is not set: how compose files write "no value"
+                yield key, value, known.variable, False
+
+    def _given(self) -> Iterator[tuple[str, Any, str, bool]]:
+        for key, value in self.flags.items():
+            yield key, value, KNOWN[key].flag, False
+
+    def _suspicious(self) -> Iterator[str]:
+        # Not refused: an orchestrator may put KVD_PORT and the like into every container.
+        ours = {FILE_VARIABLE, *(known.variable for known in KNOWN.values())}
+        for name in sorted(self.environment):
+            if name.startswith(ENVIRONMENT_PREFIX) and name not in ours:
+                close = difflib.get_close_matches(name, ours, n=1, cutoff=0.85)
+                if close:
+                    yield f"{name} is no setting; did you mean {close[0]}?"
+
+
+def read_toml(file: Path) -> tuple[dict[str, Any], str]:
+    """A file's values, and its text.
+
+    Raises:
+        ConfigError: it cannot be read, or is not TOML.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        return tomllib.loads(text), text
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be read ({error.strerror}); name another with --config or"
+            f" {FILE_VARIABLE}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{file}: not TOML: {error}; a setting is a line such as cpu_bytes = '64GiB'"
+        ) from error
+
+
+def _line(text: str, key: str) -> str:
+    """`:7` where the key stands at the beginning of line 7."""
+    found = re.search(rf"^[ \t]*\[?[\"']?{re.escape(key)}\b", text, re.MULTILINE)
+    if found is None:
+        return ""
+    number = text.count("\n", 0, found.start()) + 1
+    return f":{number}"
+
+
+def _nearest(key: str) -> str:
+    close = difflib.get_close_matches(key.lower().replace("-", "_"), KNOWN, n=1)
+    return f"did you mean {close[0]}?" if close else f"known are: {', '.join(KNOWN)}"
+
+
+class _Problems:
+    """What is wrong, collected to be told at once."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+
+    def raise_any(self) -> None:
+        if self._lines:
+            raise ConfigError("\n".join(self._lines))

@@ -1,0 +1,116 @@
+"""What operators tell a running daemon: drain and resume.
+
+The file rights of the runtime directory decide who may come here at all; of those
+that do, only sessions of kind `tool` may say these things, so that an engine
+cannot by mistake. Each becomes a line of the log with the peer's uid and pid.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from kvd.core.effects import Effect, Event, Reply
+from kvd.core.sessions import Peer, Session
+from kvd.core.state import BrokerState, OperatorDrain
+from kvd.errors import Refused
+from kvd_proto.durations import format_duration
+from kvd_proto.messages import Drain, Drained, ErrorCode, Message, Resume, Resumed
+
+Handler = Callable[[Session, int, Any, float], list[Effect]]
+
+
+class Operations:
+    """Decisions about operators' requests over the shared state."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Who serves which request; each refuses sessions that are no tools."""
+        return {
+            Drain: _for_tools(self._drain),
+            Resume: _for_tools(self._resume),
+        }
+
+    def _drain(self, session: Session, request_id: int, message: Drain, now: float) -> list[Effect]:
+        """No new stores. Loads go on: what is cached is of use until the daemon stops."""
+        del message
+        state = self._state
+        if state.stopping:
+            raise Refused(ErrorCode.DRAINING, "the daemon is stopping and takes no stores already")
+        effects: list[Effect] = []
+        if state.drain is None:
+            state.drain = OperatorDrain(session.peer, now)
+            effects.append(Event(f"drained by {by(session.peer)}: no new stores until resumed"))
+        stores, leases = in_flight(state)
+        return [Reply(session.number, request_id, Drained(stores=stores, leases=leases)), *effects]
+
+    def _resume(
+        self, session: Session, request_id: int, message: Resume, now: float
+    ) -> list[Effect]:
+        state = self._state
+        del message
+        if state.stopping:
+            raise Refused(
+                ErrorCode.DRAINING,
+                "the daemon is stopping, which cannot be undone; start it again instead",
+            )
+        drain, state.drain = state.drain, None
+        effects: list[Effect] = [
+            Reply(session.number, request_id, Resumed(was_draining=drain is not None))
+        ]
+        if drain is not None:
+            lasted = format_duration(now - drain.since)
+            effects.append(Event(f"resumed by {by(session.peer)} after {lasted} of drain"))
+        return effects
+
+
+def by(peer: Peer) -> str:
+    """How logs name whoever gave an order."""
+    return f"uid {peer.uid} pid {peer.pid}"
+
+
+def in_flight(state: BrokerState) -> tuple[int, int]:
+    """What began before the drain and has not ended: chunks being written, and leases.
+
+    Leases that were taken later do not count: loads go on in a drain, so that with
+    them it would never end.
+    """
+    since = state.drain.since if state.drain is not None else 0.0
+    stores = leases = 0
+    for namespace in state.namespaces or ():
+        counts = namespace.table.stats()
+        stores += counts["writing"] + counts["draining"]
+        leases += namespace.table.leases_until(since)
+    return stores, leases
+
+
+def drain_report(state: BrokerState, now: float) -> dict[str, Any] | None:
+    """The operator's drain as the status tells it; None where there is none."""
+    if state.drain is None:
+        return None
+    stores, leases = in_flight(state)
+    peer = state.drain.by
+    return {
+        "uid": peer.uid,
+        "pid": peer.pid,
+        "seconds": round(now - state.drain.since, 3),
+        "stores_in_flight": stores,
+        "leases_in_flight": leases,
+    }
+
+
+def _for_tools(handler: Handler) -> Handler:
+    def guarded(session: Session, request_id: int, message: Any, now: float) -> list[Effect]:
+        if session.kind != "tool":
+            _refuse(session, message)
+        return handler(session, request_id, message, now)
+
+    return guarded
+
+
+def _refuse(session: Session, message: Message) -> NoReturn:
+    raise Refused(
+        ErrorCode.BAD_STATE,
+        f"{type(message).__name__} by a {session.kind}: this is for operators' tools only,"
+        " such as the kvd command",
+    )

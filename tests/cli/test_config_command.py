@@ -1,0 +1,90 @@
+"""`kvd config` and the settings of commands, as an operator types them."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvd.cli import cli
+from kvd.settings import KNOWN
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A good file."""
+    path = tmp_path / "kvd.toml"
+    path.write_text('cpu_bytes = "64GiB"\npolicy = "arc"\n')
+    return path
+
+
+def kvd(*arguments: str, **environment: str) -> Result:
+    """Run the command line here, with the default file out of the way."""
+    return CliRunner().invoke(cli, arguments, env={"KVD_CONFIG": "/dev/null", **environment})
+
+
+def test_show_names_the_place_of_each_value(file: Path) -> None:
+    """The table has a line for every setting: its value, and file, variable, flag or default."""
+    done = kvd("config", "show", "--config", str(file), "--max-sessions", "7", KVD_RESERVE="1GiB")
+    assert done.exit_code == 0
+    rows = [line.split() for line in done.output.splitlines()]
+    assert ["cpu_bytes", "64GiB", f"{file}:1"] in rows
+    assert ["reserve", "1GiB", "KVD_RESERVE"] in rows
+    assert ["max_sessions", "7", "--max-sessions"] in rows
+    assert ["reuse_threshold", "1", "default"] in rows
+    assert {row[0] for row in rows} >= set(KNOWN)
+
+
+def test_show_as_json_and_toml_agree(file: Path) -> None:
+    """Both forms hold every setting with the same value."""
+    shown = json.loads(kvd("config", "show", "--config", str(file), "--json").output)
+    assert shown["file"] == str(file)
+    assert shown["settings"]["policy"] == {
+        "value": "arc",
+        "from": f"{file}:2",
+        "changes_live": False,
+    }
+    values = tomllib.loads(kvd("config", "show", "--config", str(file), "--toml").output)
+    assert values == {key: entry["value"] for key, entry in shown["settings"].items()}
+
+
+def test_check_accepts_a_good_file_and_looks_at_nothing_else(file: Path) -> None:
+    """Exit status 0 for a good file, even where the environment is wrong."""
+    done = kvd("config", "check", str(file), KVD_POLICY="mru")
+    assert done.exit_code == 0
+    assert done.output == f"{file}: ok, 2 settings\n"
+
+
+def test_check_says_all_that_is_wrong(file: Path) -> None:
+    """Exit status 1 and every mistake."""
+    file.write_text('cpu_bytes = "64 gigs"\npolicies = "arc"\n')
+    done = kvd("config", "check", str(file))
+    assert done.exit_code == 1
+    assert "64 gigs" in done.output
+    assert "did you mean policy?" in done.output
+
+
+def test_check_of_a_missing_file_fails(tmp_path: Path) -> None:
+    """A file that is not there cannot be used."""
+    done = kvd("config", "check", str(tmp_path / "no.toml"))
+    assert done.exit_code == 1
+    assert "no.toml" in done.output
+
+
+def test_status_looks_where_the_daemon_would_be(tmp_path: Path) -> None:
+    """KVD_RUNTIME_DIR and the file's runtime_dir lead a tool as they lead the daemon."""
+    done = kvd("status", KVD_RUNTIME_DIR=str(tmp_path / "variable"))
+    assert str(tmp_path / "variable") in done.output
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'runtime_dir = "{tmp_path}/file"\n')
+    done = kvd("status", KVD_CONFIG=str(file))
+    assert f"{tmp_path}/file" in done.output
+
+
+def test_every_setting_is_an_option_of_serve() -> None:
+    """`kvd serve --help` shows each setting with its default."""
+    text = " ".join(kvd("serve", "--help").output.split())
+    for known in KNOWN.values():
+        assert known.flag in text
+        assert f"[default: {known.default}]" in text

@@ -1,0 +1,220 @@
+"""Settings: which source wins, what is refused in what words, and the files made from them."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from docs import generate_configuration
+from kvd.config.render import as_toml, sample
+from kvd.config.sources import DEFAULT, Sources
+from kvd.errors import ConfigError
+from kvd.settings import KNOWN, Settings
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "runtime_dir": st.sampled_from(["/a", "/tmp/with space", '/quo"te', "/é\x7f\\"]),
+    "pool_dir": st.sampled_from(["/dev/shm", "/hugepages"]),
+    "cpu_bytes": st.sampled_from(["auto", "64GiB", "1", "512 MiB"]),
+    "host_ratio": st.floats(0.001, 1000),
+    "reserve": st.sampled_from(["0", "2GiB"]),
+    "policy": st.sampled_from(["lru", "arc"]),
+    "reuse_threshold": st.integers(1, 1000),
+    "max_sessions": st.integers(1, 65536),
+    **dict.fromkeys(
+        ("lease_seconds", "ticket_seconds", "lane_timeout_seconds", "drain_seconds"),
+        st.floats(0.001, 86_400),
+    ),
+}
+"""Good values by key; a setting without an entry here keeps its default in these tests."""
+
+SOME = st.fixed_dictionaries({}, optional=VALUES)
+
+
+def toml_of(values: dict[str, Any]) -> str:
+    """A file with these values, text in TOML's literal strings where that works."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, str):
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\x7f", "\\u007f")
+            lines.append(f'{key} = "{escaped}"')
+        else:
+            lines.append(f"{key} = {value!r}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where a test puts its file."""
+    return tmp_path / "kvd.toml"
+
+
+def problems(file: Path, text: str, **more: Any) -> list[str]:
+    """The lines of the refusal of a file with this text."""
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        Sources(config=file, environment=more.pop("environment", {}), **more).load()
+    return str(caught.value).splitlines()
+
+
+@given(in_file=SOME, in_environment=SOME, in_flags=SOME)
+def test_the_later_source_wins_key_by_key(
+    in_file: dict[str, Any], in_environment: dict[str, Any], in_flags: dict[str, Any]
+) -> None:
+    """Defaults, then file, then environment, then flags; the origin says which one it was."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kvd.toml"
+        path.write_text(toml_of(in_file), encoding="utf-8")
+        environment = {KNOWN[key].variable: str(value) for key, value in in_environment.items()}
+        flags = {key: str(value) for key, value in in_flags.items()}
+        loaded = Sources(config=path, flags=flags, environment=environment).load()
+    for key, known in KNOWN.items():
+        value = getattr(loaded.settings, key)
+        if key in in_flags:
+            assert (value, loaded.origins[key]) == (in_flags[key], known.flag)
+        elif key in in_environment:
+            assert (value, loaded.origins[key]) == (in_environment[key], known.variable)
+        elif key in in_file:
+            assert value == in_file[key]
+            line = list(in_file).index(key) + 1
+            assert loaded.origins[key] == f"{path}:{line}"
+        else:
+            assert (value, loaded.origins[key]) == (known.default, DEFAULT)
+
+
+@given(values=SOME)
+def test_what_is_shown_as_toml_gives_the_same_settings(values: dict[str, Any]) -> None:
+    """`kvd config show --toml` prints a file that says what holds now, whatever the texts are."""
+    flags = {key: str(value) for key, value in values.items()}
+    loaded = Sources(flags=flags, environment={}).load()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kvd.toml"
+        path.write_text(as_toml(loaded), encoding="utf-8")
+        assert Sources(config=path, environment={}).load().settings == loaded.settings
+
+
+def test_the_file_is_the_flag_then_the_variable_then_the_default_one(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--config comes before KVD_CONFIG, and that before the default file, if it is there."""
+    default, other = tmp_path / "default.toml", tmp_path / "other.toml"
+    monkeypatch.setattr("kvd.config.sources.DEFAULT_FILE", default)
+    assert Sources(environment={}).file is None
+    default.write_text("")
+    assert Sources(environment={}).file == default
+    assert Sources(environment={"KVD_CONFIG": str(other)}).file == other
+    assert Sources(config=file, environment={"KVD_CONFIG": str(other)}).file == file
+
+
+def test_everything_wrong_in_a_file_is_told_at_once(file: Path) -> None:
+    """Each line names file, line, key, value and remedy; unknown keys get the nearest one."""
+    text = (
+        '# mine\ncpu_byte = "1GiB"\nreserve = "2 giraffes"\npolicy = "mru"\nlease_seconds = "x"\n'
+    )
+    lines = problems(file, text + "max_sessions = 0\nhost_ratio = true\n[http]\nport = 1\n")
+    assert sorted(lines) == sorted(
+        [
+            f"{file}:2: cpu_byte = '1GiB': no such setting; did you mean cpu_bytes?",
+            f"{file}:3: reserve = '2 giraffes': needs a size such as 64GiB or 512MiB",
+            f"{file}:4: policy = 'mru': needs one of lru, arc",
+            f"{file}:5: lease_seconds = 'x': needs a number above 0 and at most 86400",
+            f"{file}:6: max_sessions = 0: needs a whole number from 1 to 65536",
+            f"{file}:7: host_ratio = True: needs a number above 0 and at most 1000",
+            f"{file}:8: http = {{'port': 1}}: no such setting; known are: {', '.join(KNOWN)}",
+        ]
+    )
+
+
+def test_variables_and_flags_are_named_in_errors(file: Path) -> None:
+    """A bad variable or flag is named as the operator wrote it."""
+    lines = problems(
+        file,
+        'policy = "arc"\n',
+        environment={"KVD_DRAIN_SECONDS": "soon"},
+        flags={"cpu_bytes": "-5GiB"},
+    )
+    assert lines == [
+        "KVD_DRAIN_SECONDS: drain_seconds = 'soon': needs a number above 0 and at most 86400",
+        "--cpu-bytes: cpu_bytes = '-5GiB': needs a size above 0 such as 64GiB or 512MiB, or auto",
+    ]
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "-inf", "0", "-1", "86401"])
+def test_numbers_outside_their_bounds_are_refused(file: Path, number: str) -> None:
+    """Infinite, undefined, negative and too large numbers never become a deadline."""
+    (line,) = problems(file, f"lease_seconds = {number}\n")
+    assert "lease_seconds" in line
+    assert "86400" in line
+
+
+@pytest.mark.parametrize("text", ["cpu_bytes = 64GiB", "cpu_bytes", "\x00", "a = 1\na = 2"])
+def test_what_is_not_toml_is_refused_with_the_place(file: Path, text: str) -> None:
+    """A file that is no TOML is named, with what a setting looks like."""
+    lines = problems(file, text)
+    assert lines[0].startswith(f"{file}: not TOML")
+    assert "cpu_bytes = " in lines[0]
+
+
+def test_bytes_that_are_no_text_are_refused(file: Path) -> None:
+    """A file that is not UTF-8 is refused like any other that is not TOML."""
+    file.write_bytes(b'policy = "\xff"\n')
+    with pytest.raises(ConfigError, match="not TOML"):
+        Sources(config=file, environment={}).load()
+
+
+def test_a_missing_file_is_refused_when_it_was_named(tmp_path: Path) -> None:
+    """A file that somebody named must be there; silence would hide a typing mistake."""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Sources(environment={"KVD_CONFIG": str(tmp_path / "no.toml")}).load()
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    """KVD_POLICY= as compose files write it leaves the default."""
+    loaded = Sources(environment={"KVD_POLICY": "", "KVD_CONFIG": "/dev/null"}).load()
+    assert loaded.settings == Settings()
+
+
+def test_a_misspelt_variable_is_warned_of_and_foreign_ones_are_not() -> None:
+    """KVD_CPU_BYTE is a mistake; KVD_PORT comes from an orchestrator and is nobody's."""
+    environment = {
+        "KVD_CPU_BYTE": "1GiB",
+        "KVD_PORT": "tcp://10.0.0.1:80",
+        "KVD_CONFIG": "/dev/null",
+    }
+    loaded = Sources(environment=environment).load()
+    assert loaded.warnings == ("KVD_CPU_BYTE is no setting; did you mean KVD_CPU_BYTES?",)
+
+
+def test_a_tool_needs_only_the_runtime_directory(file: Path) -> None:
+    """Flag, variable, file, default decide it; other mistakes in the file do not matter."""
+    file.write_text('runtime_dir = "/from/file"\npolicy = "mru"\n')
+    environment = {"KVD_CONFIG": str(file)}
+    assert Sources(environment=environment).runtime_dir() == "/from/file"
+    environment["KVD_RUNTIME_DIR"] = "/from/variable"
+    assert Sources(environment=environment).runtime_dir() == "/from/variable"
+    flags = {"runtime_dir": "/from/flag"}
+    assert Sources(flags=flags, environment=environment).runtime_dir() == "/from/flag"
+    assert Sources(environment={"KVD_CONFIG": "/dev/null"}).runtime_dir() == "/run/kvd"
+    file.write_text("runtime_dir = 5\n")
+    with pytest.raises(ConfigError, match="--runtime-dir"):
+        Sources(config=file, environment={}).runtime_dir()
+
+
+def test_generated_files_are_current() -> None:
+    """deploy/kvd.toml and the table in docs/configuration.md say what kvd/settings.py says."""
+    page = generate_configuration.PAGE.read_text(encoding="utf-8")
+    assert generate_configuration.page(page) == page, "run make docs"
+    assert generate_configuration.SAMPLE.read_text(encoding="utf-8") == sample()
+
+
+def test_the_sample_with_every_line_in_use_gives_the_defaults(file: Path) -> None:
+    """Each commented setting of deploy/kvd.toml can be put to use as it stands."""
+    lines = generate_configuration.SAMPLE.read_text(encoding="utf-8").splitlines()
+    used = [line.removeprefix("#") for line in lines if line.startswith("#") and line[1:2] != " "]
+    assert len(used) == len(KNOWN)
+    file.write_text("\n".join(used))
+    loaded = Sources(config=file, environment={}).load()
+    assert loaded.settings == Settings()
+    assert DEFAULT not in loaded.origins.values()

@@ -1,0 +1,189 @@
+"""What operators' requests decide: drain and resume."""
+
+import pytest
+
+from kvd.core.broker import Broker
+from kvd.core.effects import Event, Reply
+from kvd.core.sessions import Peer, Session
+from kvd.settings import Settings
+from kvd.state.namespaces import Namespace, Namespaces
+from kvd_proto.messages import (
+    Drain,
+    Drained,
+    Error,
+    ErrorCode,
+    Hello,
+    Message,
+    PrepareStore,
+    Resume,
+    Resumed,
+    Status,
+    StatusReport,
+)
+
+OWNER = 1
+OPERATIONS = [Drain(), Resume()]
+
+
+class Bench:
+    """A broker with one namespace and sessions of every kind."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.broker = Broker(
+            Settings(runtime_dir="/nowhere", cpu_bytes=64 * 4096),
+            boot_id=bytes(16),
+            version="test",
+            pid=1,
+            devices=[],
+            open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
+            available_bytes=lambda: 2**30,
+        )
+        self.broker.state.pool_ready = True
+        self.events: list[str] = []
+        self._came = 0
+        self.tool = self.session("tool")
+
+    def session(self, kind: str, name: str = "e") -> Session:
+        """A session that has said HELLO; tools come as uid 5, pid 4211."""
+        self._came += 1
+        session, _ = self.broker.connected(self._came.to_bytes(16), Peer(4211, 5, 5))
+        assert session is not None
+        hello = Hello(
+            kind=kind,  # type: ignore[arg-type]
+            engine=name,
+            pid=1,
+            protocol_min=1,
+            protocol_max=1,
+            client="test",
+        )
+        self.broker.request(session, 1, hello, self.now)
+        return session
+
+    def namespace(self, number: int = 1) -> Namespace:
+        """An open namespace of chunks of one page."""
+        assert self.broker.state.namespaces is not None
+        return self.broker.state.namespaces.open(
+            bytes([number]) * 16, (4096,), world_size=1, replicated=False, boot_id=bytes(16)
+        )
+
+    def store(self, namespace: Namespace, keys: list[bytes], *, finish: bool = True) -> None:
+        """Chunks in the namespace, READY or still being written."""
+        table = namespace.table
+        decision = table.prepare_store(keys, OWNER, self.now)
+        count = len(decision.slots)
+        assert count == len(keys)
+        if finish:
+            slots, generations = decision.slots, decision.generations
+            table.share_done(OWNER, 0, slots, generations, [0] * count, [1] * count, ok=True)
+
+    def ask(self, message: Message, session: Session | None = None) -> Message:
+        """The one reply; events are noted."""
+        effects = self.broker.request(session or self.tool, 7, message, self.now)
+        self.events += [effect.text for effect in effects if isinstance(effect, Event)]
+        (reply,) = [effect.message for effect in effects if isinstance(effect, Reply)]
+        return reply
+
+    def report(self) -> dict[str, object]:
+        """The status."""
+        reply = self.ask(Status())
+        assert isinstance(reply, StatusReport)
+        return reply.status
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A broker without lanes, which is ready."""
+    return Bench()
+
+
+@pytest.mark.parametrize("message", OPERATIONS, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("kind", ["scheduler", "worker"])
+def test_only_tools_may(bench: Bench, kind: str, message: Message) -> None:
+    """An engine's session is refused by name of the request, and nothing changes."""
+    reply = bench.ask(message, bench.session(kind))
+    assert isinstance(reply, Error)
+    assert reply.code is ErrorCode.BAD_STATE
+    assert f"{type(message).__name__} by a {kind}" in reply.text
+    assert bench.broker.state.drain is None
+    assert bench.events == []
+
+
+def test_a_drain_refuses_stores_and_ends_readiness(bench: Bench) -> None:
+    """After Drain stores get DRAINING, the daemon is not ready and says who drained it."""
+    assert bench.report()["ready"]
+    assert bench.ask(Drain()) == Drained(stores=0, leases=0)
+    reply = bench.ask(PrepareStore(keys=(b"k",)), bench.session("scheduler"))
+    assert isinstance(reply, Error)
+    assert reply.code is ErrorCode.DRAINING
+    report = bench.report()
+    assert (report["ready"], report["draining"]) == (False, True)
+    assert report["not_ready"] == ["drained by uid 5 pid 4211; kvd resume undoes that"]
+    assert bench.events == ["drained by uid 5 pid 4211: no new stores until resumed"]
+
+
+def test_a_second_drain_changes_nothing(bench: Bench) -> None:
+    """The first one's name and time stay, and no second line is written."""
+    bench.ask(Drain())
+    bench.now += 5
+    assert bench.ask(Drain()) == Drained(stores=0, leases=0)
+    assert len(bench.events) == 1
+    assert bench.report()["drain"] == {
+        "uid": 5,
+        "pid": 4211,
+        "seconds": 5.0,
+        "stores_in_flight": 0,
+        "leases_in_flight": 0,
+    }
+
+
+def test_resume_undoes_a_drain(bench: Bench) -> None:
+    """Stores are taken again, the daemon is ready; a resume without a drain says so."""
+    bench.ask(Drain())
+    bench.now += 90
+    assert bench.ask(Resume()) == Resumed(was_draining=True)
+    assert bench.report()["ready"]
+    assert bench.report()["drain"] is None
+    assert bench.ask(Resume()) == Resumed(was_draining=False)
+    assert bench.events[1:] == ["resumed by uid 5 pid 4211 after 1 m 30 s of drain"]
+
+
+def test_resume_does_not_undo_sigterm(bench: Bench) -> None:
+    """A daemon that stops refuses both, and goes on stopping."""
+    bench.broker.state.stopping = True
+    for message in OPERATIONS:
+        reply = bench.ask(message)
+        assert isinstance(reply, Error)
+        assert reply.code is ErrorCode.DRAINING
+        assert "stopping" in reply.text
+    assert bench.broker.state.draining
+    assert bench.report()["not_ready"] == ["stopping"]
+
+
+def test_a_drain_counts_what_began_before_it(bench: Bench) -> None:
+    """Chunks in writing and older leases are in flight; later loads are not waited for."""
+    namespace = bench.namespace()
+    table = namespace.table
+    bench.store(namespace, [b"a", b"b"])
+    bench.store(namespace, [b"c", b"d", b"e"], finish=False)
+    lease = table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease_id
+    bench.now += 1
+    assert bench.ask(Drain()) == Drained(stores=3, leases=1)
+    bench.now += 1
+    assert table.prepare_load([b"a"], OWNER, bench.now, 60.0).lease_id
+    assert bench.ask(Drain()) == Drained(stores=3, leases=1)
+    table.complete_load(lease, OWNER)
+    _, refs = table.complete_store([b"c", b"d", b"e"], OWNER, success=False)
+    assert bench.ask(Drain()) == Drained(stores=3, leases=0)  # they are being called back
+    bench.broker.state.revoke(namespace, refs)
+    assert bench.ask(Drain()) == Drained(stores=0, leases=0)
+
+
+def test_a_drain_survives_engines_coming_and_going(bench: Bench) -> None:
+    """Neither the tool's end nor an engine's makes the daemon take stores again."""
+    bench.ask(Drain())
+    bench.broker.lost(bench.tool)
+    engine = bench.session("scheduler")
+    bench.broker.lost(engine)
+    bench.tool = bench.session("tool")
+    assert bench.report()["draining"]
