@@ -21,7 +21,7 @@ from kvd.core.lanes import Lane
 from kvd.core.sessions import PendingRegister, Session
 from kvd.core.state import BrokerState
 from kvd.errors import KvdError, Refused
-from kvd.link import Imported, LaneReady, Released, ReleaseWorker
+from kvd.link import Imported, LaneReady, PoolUsable, Released, ReleaseWorker
 from kvd_proto.errors import LayoutError
 from kvd_proto.messages import (
     Error,
@@ -78,7 +78,7 @@ class Registration:
             pending.deadline = min(pending.deadline, now + DESCRIPTOR_SECONDS)
             return []
         lane = self._state.lanes[pending.message.device]
-        if not lane.up:
+        if not lane.up or not (lane.usable_bytes or lane.pool_error):
             return []
         pending.importing = True
         return [
@@ -95,7 +95,9 @@ class Registration:
         registration = session.registration
         if registration is None or session.state is not SessionState.REGISTERED:
             raise Refused(ErrorCode.BAD_STATE, "nothing is registered by this session")
-        effects = self._leave(session, "unregistered")
+        label = session.label
+        effects, freed = self._leave(session, "unregistered")
+        effects.append(Event(f"{label} has unregistered{in_words(freed)}"))
         session.machine.fire(SessionEvent.UNREGISTER)
         session.releasing = request_id
         lane = self._state.lanes[registration.device]
@@ -176,9 +178,12 @@ class Registration:
     def lane_ready(self, lane: Lane, message: LaneReady, now: float) -> list[Effect]:
         """A lane serves: give it every worker of its device, and tell them where it is."""
         lane.up = True
+        lane.pins = message.pins
         lane.killed = False
         lane.pid = message.pid
         lane.endpoint = message.endpoint
+        lane.usable_bytes = message.usable_bytes
+        lane.pool_error = ""
         lane.incarnation = message.incarnation
         lane.last_seen = now
         effects: list[Effect] = [
@@ -193,22 +198,38 @@ class Registration:
                 effects += self.advance(session, now)
         return effects
 
+    def pool_usable(self, lane: Lane, message: PoolUsable, now: float) -> list[Effect]:
+        """A lane can copy more of the pool, or knows that it never will."""
+        lane.usable_bytes = message.usable_bytes
+        effects: list[Effect] = []
+        if message.error:
+            lane.pool_error = message.error
+            effects.append(Event(f"lane {lane.device}: {message.error}", "error"))
+        for session in self._state.waiting_for(lane.device):
+            effects += self.advance(session, now)
+        return effects
+
     # ------------------------------------------------------------- departure
 
-    def session_lost(self, session: Session) -> list[Effect]:
-        """The session's process is gone: nothing of it may stay pinned or written to."""
+    def session_lost(self, session: Session) -> tuple[list[Effect], int]:
+        """The session's process is gone: nothing of it may stay pinned or written to.
+
+        Returns:
+            What is to be done, and how many chunks in writing were given up.
+        """
         effects: list[Effect] = []
+        freed = 0
         device = None
         if session.registration is not None:
             device = session.registration.device
-            effects += self._leave(session, f"rank {session.registration.rank} is gone")
+            effects, freed = self._leave(session, f"rank {session.registration.rank} is gone")
         elif session.pending is not None and session.pending.importing:
             device = session.pending.message.device
         session.pending = None
         if device is not None and self._state.lanes[device].up:
             effects.append(ToLane(device, ReleaseWorker(session=session.number)))
         effects.append(DropFds(session.number))
-        return effects
+        return effects, freed
 
     def expire(self, now: float) -> list[Effect]:
         """Refuse registrations that have waited too long, saying for what."""
@@ -223,6 +244,9 @@ class Registration:
             elif not self._state.lanes[pending.message.device].up:
                 text = f"lane {pending.message.device} is not up; try again"
                 code = ErrorCode.LANE_LOST
+            elif not self._state.lanes[pending.message.device].usable_bytes:
+                text = f"lane {pending.message.device} has nothing of the pool yet; try again"
+                code = ErrorCode.NOT_READY
             else:
                 text = (
                     f"{session.descriptors} descriptors arrived over the door, the handles name"
@@ -275,18 +299,24 @@ class Registration:
         session.imported = True
         return [bind(session)] if session.engine and session.engine.attached else []
 
-    def _leave(self, session: Session, reason: str) -> list[Effect]:
+    def _leave(self, session: Session, reason: str) -> tuple[list[Effect], int]:
         engine, registration = session.engine, session.registration
         effects: list[Effect] = []
+        freed = 0
         if engine is not None and registration is not None:
-            effects = self._state.detach(engine, reason)
+            effects, freed = self._state.detach(engine, reason)
             engine.workers.pop(registration.rank, None)
         session.registration = None
-        return effects
+        return effects, freed
 
     def _forget_descriptors(self, session: Session) -> list[Effect]:
         session.descriptors = 0
         return [DropFds(session.number)]
+
+
+def in_words(freed: int) -> str:
+    """What an event adds about chunks in writing that were given up; nothing where none was."""
+    return f"; {freed} {'chunk' if freed == 1 else 'chunks'} in writing freed" if freed else ""
 
 
 def _refusal(text: str) -> Error:

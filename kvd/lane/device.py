@@ -79,9 +79,21 @@ class Device(ABC):
 
     Attributes:
         piece_bytes: how much to submit at a time.
+        pins: only what is pinned of the pool can be used.
     """
 
     piece_bytes = PIECE_BYTES
+    pins = False
+
+    @property
+    @abstractmethod
+    def usable_bytes(self) -> int:
+        """How much of the pool transfers can use now, in the order of `kvd.filling`; only grows."""
+
+    @property
+    def pool_error(self) -> str:
+        """Why the rest of the pool will never be usable; empty while there is hope."""
+        return ""
 
     @abstractmethod
     def import_memory(

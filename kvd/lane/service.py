@@ -17,6 +17,7 @@ from kvd.lane.device import Device, Direction
 from kvd.lane.jobs import LaneJob, ReplyTo, refused_shares
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import Sockets, Woken
+from kvd.lane.stages import Stages
 from kvd.lane.workers import Binding, Worker, Workers
 from kvd.link import (
     LINK,
@@ -27,6 +28,7 @@ from kvd.link import (
     LanePing,
     LanePong,
     LaneReady,
+    PoolUsable,
     Released,
     ReleaseWorker,
     Revoke,
@@ -63,6 +65,7 @@ TEXT_LIMIT = 1000
 SHORTEST_NAP = 20e-6
 LONGEST_NAP = 1e-3
 SHARES_WAIT_SECONDS = 1e-3
+FILLING_MS = 10
 
 
 class LaneService:
@@ -101,8 +104,10 @@ class LaneService:
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._moved: Counter[str] = Counter()
+        self._stages = Stages()
         self._dropped_frames = 0
         self._lifeline = lifeline
+        self._usable = 0
         self._shares: list[ShareDone] = []
         self._shares_since = 0.0
         self._on_link: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
@@ -132,6 +137,8 @@ class LaneService:
             nap = 0.0
             while not (self._stopping and not len(self._runner)):
                 woken = self._sockets.wait(self._patience(nap))
+                if self._usable < self._pool_bytes:
+                    self._tell_usable()
                 if self._shares and self._shares_are_due(woken):
                     self._tell_shares()
                 if woken.link:
@@ -155,7 +162,7 @@ class LaneService:
         if self._shares:
             return 0
         if not len(self._runner):
-            return None
+            return FILLING_MS if self._usable < self._pool_bytes else None
         return 1 if nap >= LONGEST_NAP else 0
 
     def _rest(self, nap: float, *, busy: bool) -> float:
@@ -168,14 +175,27 @@ class LaneService:
         return nap
 
     def _announce(self) -> None:
+        self._usable = self._device.usable_bytes
         ready = LaneReady(
             device=self._name,
             incarnation=self._incarnation,
             pid=os.getpid(),
             endpoint=self._endpoint,
+            pins=self._device.pins,
+            usable_bytes=self._usable,
         )
         self._link.send(LINK.encode(ready), (self._lifeline,))
         os.close(self._lifeline)
+
+    def _tell_usable(self) -> None:
+        """Say how much of the pool can be copied, whenever that is more than before."""
+        error, usable = self._device.pool_error, self._device.usable_bytes
+        if error:
+            self._tell(PoolUsable(usable_bytes=0, error=error[:TEXT_LIMIT]))
+            self._usable = self._pool_bytes  # nothing follows
+        elif usable > self._usable:
+            self._tell(PoolUsable(usable_bytes=usable, error=""))
+            self._usable = usable
 
     # ---------------------------------------------------------------- link
 
@@ -294,7 +314,9 @@ class LaneService:
                     jobs=dict(self._counts),
                     dropped_frames=self._dropped_frames,
                     dropped_replies=self._sockets.dropped_replies,
+                    stages=self._stages.spreads(),
                 ),
+                oldest_job_ns=self._runner.oldest_job_ns,
             )
         )
 
@@ -398,6 +420,8 @@ class LaneService:
                     copy_ns=job.copy_ns,
                 ),
             )
+            if status is JobStatus.OK:
+                self._stages.observe(job, self._runner.now)
             # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
             if job.direction is Direction.STORE:
                 if not self._shares:
@@ -407,12 +431,13 @@ class LaneService:
                 action()
 
     def _count(self, job: LaneJob, status: JobStatus) -> None:
-        self._counts[status] += 1
+        self._counts[f"{job.direction}_{status}"] += 1
         self._moved[f"{job.direction}_bytes"] += job.moved_bytes
         self._moved[f"{job.direction}_ns"] += job.copy_ns
 
     def _refuse_job(self, request: Job, reply: ReplyTo, text: str) -> None:
-        self._counts[JobStatus.REFUSED] += 1
+        way = Direction.LOAD if isinstance(request, Load) else Direction.STORE
+        self._counts[f"{way}_{JobStatus.REFUSED}"] += 1
         self._send(
             reply,
             Done(

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import IntegrityError
+from kvd.state.ages import Ages
 from kvd.state.decisions import (
     Counters,
     LoadDecision,
@@ -89,19 +90,24 @@ class ChunkTable:
         self._tickets = Tickets()
         self._draining: set[int] = set()
         self._doomed: set[int] = set()
+        self.ages = Ages(geometry.num_slots)
         self._counters = Counters()
         self._pool = pool
         self.space = pool.join(geometry, self)
 
     # ------------------------------------------------------------------- stores
 
-    def prepare_store(self, keys: Sequence[bytes], owner: int, now: float) -> StoreDecision:
+    def prepare_store(
+        self, keys: Sequence[bytes], owner: int, now: float, usable: int | None = None
+    ) -> StoreDecision:
         """Give slots to as many new keys as there is room for, in the order of `keys`.
 
         What is evicted for it goes all or nothing: first it is known how many can
         go, then exactly those are evicted that the accepted keys need. Of equal keys
-        the first counts; the others are PENDING, or what the first one got.
+        the first counts; the others are PENDING, or what the first one got. While only
+        `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
         """
+        self.ages.tell(now)
         answers = bytearray(len(keys))
         wanted: dict[bytes, int] = {}
         again: list[tuple[int, int]] = []
@@ -122,7 +128,7 @@ class ChunkTable:
                     wanted[key] = i
                 else:
                     answers[i] = _NOT_YET
-        slots, evicted = self._room(len(wanted), named)
+        slots, evicted = self._room(len(wanted), named, usable)
         taken = list(wanted)[: len(slots)]
         generations = self.directory.begin(taken, slots, owner)
         if not all(generations):
@@ -142,9 +148,14 @@ class ChunkTable:
             evicted,
         )
 
-    def _room(self, need: int, named: set[int]) -> tuple[list[int], list[bytes]]:
+    def _room(
+        self, need: int, named: set[int], usable: int | None
+    ) -> tuple[list[int], list[bytes]]:
         """Up to `need` slots, and the keys evicted for them; never slots in `named`."""
         space, pins, policy = self.space, self._leases.pins, self._policy
+        if usable is not None:
+            self._pool.acquire_within(space, need, usable)
+            return space.take_within(need, usable), []
         if space.free_slots < need:
             self._pool.acquire(space, need)
         slots = space.take(min(need, space.free_slots))
@@ -159,6 +170,7 @@ class ChunkTable:
         )
         if victims is None:
             raise IntegrityError(f"fewer chunks may go than were counted: {self!r}")
+        self.ages.evicted(victims)
         evicted = self.directory.free(victims)
         slots += sorted(victims)
         return slots, evicted
@@ -177,6 +189,7 @@ class ChunkTable:
 
     def _count(self, answers: bytearray, evicted: int) -> None:
         counters = self._counters
+        counters.offered += len(answers)
         counters.accepted += answers.count(_ACCEPTED)
         counters.present += answers.count(_PRESENT)
         counters.pending += answers.count(_PENDING)
@@ -184,6 +197,11 @@ class ChunkTable:
         counters.not_yet += answers.count(_NOT_YET)
         counters.bad_key += answers.count(_BAD_KEY)
         counters.evicted += evicted
+
+    def turn_away(self, keys: int) -> None:
+        """Count keys that were offered while the daemon drains."""
+        self._counters.offered += keys
+        self._counters.draining += keys
 
     def expected_mask(self, slot: int) -> int:
         """The ranks whose shares make the slot's chunk complete, as a bit mask."""
@@ -238,6 +256,7 @@ class ChunkTable:
         for slot in reversed(ready):
             self._policy.insert(slot)
         self.space.mark(ready, self._pool.tick())
+        self.ages.used(ready)
         self._counters.stored += len(ready)
         self._counters.stale_reports += stale
         return ShareOutcome(self._refs(ready), self._give_up(failed))
@@ -292,19 +311,30 @@ class ChunkTable:
     # -------------------------------------------------------------------- loads
 
     def prepare_load(
-        self, keys: Sequence[bytes], owner: int, now: float, duration: float
+        self,
+        keys: Sequence[bytes],
+        owner: int,
+        now: float,
+        duration: float,
+        usable: int | None = None,
     ) -> LoadDecision:
-        """Pin the keys that are READY, under a lease of `duration` seconds at most."""
+        """Pin the keys that are READY, under a lease of `duration` seconds at most.
+
+        While only `usable` bytes of the pool can be used, what lies elsewhere is missed.
+        """
+        self.ages.tell(now)
+        within = self.space.is_within
         found, slots = bytearray(len(keys)), []
         find, state = self.directory.find, self.directory.state
         for i, key in enumerate(keys):
             slot = find(key)
-            if slot >= 0 and state(slot) == _READY:
+            if slot >= 0 and state(slot) == _READY and (usable is None or within(slot, usable)):
                 found[i] = 1
                 slots.append(slot)
         deadline = now + min(duration, self.config.lease_seconds)
         lease_id = self._leases.grant(owner, slots, now, deadline) if slots else 0
         self._touch(slots)
+        self._counters.asked += len(keys)
         self._counters.hits += len(slots)
         self._counters.misses += len(keys) - len(slots)
         self._counters.leases += bool(slots)
@@ -339,11 +369,13 @@ class ChunkTable:
         for slot in reversed(slots):
             self._policy.touch(slot)
         self.space.mark(slots, self._pool.tick())
+        self.ages.used(slots)
 
     # ------------------------------------------------------------- ends of things
 
     def expire(self, now: float) -> Refs:
         """End the leases and give up the stores whose deadline has come; slots to be revoked."""
+        self.ages.tell(now)
         late = self._tickets.expired(now)
         self._counters.tickets_expired += len(late)
         leases, unpinned = self._leases.expire(now)
@@ -394,6 +426,7 @@ class ChunkTable:
 
     def yield_slots(self, slots: list[int]) -> None:
         """Evict these READY, unpinned chunks: another namespace needs the room."""
+        self.ages.evicted(slots)
         for slot in slots:
             self._policy.remove(slot)
         self.directory.free(slots)
@@ -410,6 +443,11 @@ class ChunkTable:
     def is_idle(self) -> bool:
         """Nothing is being written, draining or pinned."""
         return not (self._tickets or self._draining or self._leases.pins)
+
+    @property
+    def leases(self) -> int:
+        """Leases that have not ended."""
+        return len(self._leases)
 
     def stats(self) -> dict[str, int]:
         """Chunks by state. Pinned and doomed ones are READY; doomed ones go at the last pin."""
@@ -438,6 +476,7 @@ class ChunkTable:
             part.check_integrity()
         if self._filter is not None:
             self._filter.check_integrity()
+        self._check_counters()
         by_state = self.directory.slots_by_state()
         order = self._policy.order()
         claims = {
@@ -464,6 +503,15 @@ class ChunkTable:
                 slot
             ):
                 raise IntegrityError(f"slot {slot} has all shares and is not READY")
+
+    def _check_counters(self) -> None:
+        self.ages.at_eviction.check_integrity()
+        c = self._counters
+        answered = c.accepted + c.present + c.pending + c.full + c.not_yet + c.bad_key + c.draining
+        if c.offered != answered or c.asked != c.hits + c.misses:
+            raise IntegrityError(f"keys that were offered or asked for and not answered: {c}")
+        if self.ages.at_eviction.count != c.evicted + c.yielded:
+            raise IntegrityError(f"chunks evicted without an age: {self.ages!r}, {c}")
 
     def __repr__(self) -> str:
         return (

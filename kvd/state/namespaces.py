@@ -5,10 +5,12 @@ its chunks. It ends when it is closed: by the operator, or to make room for
 another one when `limit` is reached.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import ConfigError, Refused
+from kvd.filling import FillOrder
 from kvd.state.chunks import ChunkTable, TableConfig
 from kvd.state.directory import DirectoryWriter, directory_bytes
 from kvd.state.geometry import Geometry
@@ -33,7 +35,8 @@ def _in_words(geometry: Geometry) -> str:
 class Namespace:
     """Chunks that may be shared, and where they lie.
 
-    `id` has 16 bytes, `label` is a name for people, `buffer` what `make_buffer` made.
+    `id` has 16 bytes, `label` is a name for people, `buffer` what `make_buffer` made,
+    `tokens_per_chunk` None where it is not known or the groups differ.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Namespace:
         self.table = table
         self.buffer = buffer
         self.engines = 0
+        self.tokens_per_chunk: int | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -69,6 +73,7 @@ class Namespaces:
         cpu_bytes: the pool's budget.
         make_buffer: makes zero-filled memory for a directory, given the namespace's id
             in hex and a size in bytes; it should cost nothing until it is touched.
+        fill: the order in which the pool's memory comes; where it is left out, the daemon's.
         policy: the name of an eviction policy.
         reuse_threshold: a key gets a slot at its n-th offer.
         lease_seconds: the longest that a lease lasts.
@@ -84,6 +89,7 @@ class Namespaces:
         cpu_bytes: int,
         *,
         make_buffer: MakeBuffer,
+        fill: FillOrder | None = None,
         policy: str = "lru",
         reuse_threshold: int = 1,
         lease_seconds: float = 60.0,
@@ -94,11 +100,12 @@ class Namespaces:
             raise ConfigError(f"a pool of {cpu_bytes} bytes holds nothing")
         if policy not in POLICIES:
             raise ConfigError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-        self.pool = Pool(cpu_bytes)
+        self.pool = Pool(cpu_bytes, fill)
         self.config = TableConfig(policy, reuse_threshold, lease_seconds, ticket_seconds)
         self.limit = limit
         self._make_buffer = make_buffer
         self._open: dict[bytes, Namespace] = {}
+        self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
 
     def open(
         self,
@@ -203,6 +210,7 @@ class Namespaces:
         if namespace.engines or not namespace.table.is_idle:
             raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
         namespace.table.reset()
+        self.closed_counters.update(namespace.table.counters())
         self.pool.leave(namespace.table.space)
         namespace.directory.release()
         del self._open[namespace.id]
