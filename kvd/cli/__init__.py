@@ -17,11 +17,8 @@ _OWN = {
     "status": "kvd.cli.status:status",
     "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
-<<<<<<< HEAD
     "doctor": "kvd.cli.doctor:doctor",
-=======
     "config": "kvd.cli.config:config",
->>>>>>> main
 }
 
 

@@ -298,11 +298,7 @@ def http(facts: Facts) -> Iterator[Finding]:
     """The address of the health endpoint can be had."""
     listen = facts.settings.http_listen
     if facts.port_problem:
-        yield fail(
-            "HTTP",
-            f"http_listen = {listen}: {facts.port_problem}",
-            "choose another --http-listen, or off",
-        )
+        yield fail("HTTP", facts.port_problem, "kvd serve does not start before that is settled")
     else:
         yield ok("HTTP", f"http_listen = {listen}")
 

@@ -8,7 +8,6 @@ import ctypes
 import os
 import platform
 import resource
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,12 @@ from typing import Any, TypeVar
 import psutil
 
 from kvd.broker.cgroup import MemoryLimit, memory_limit
+from kvd.broker.http import bind_tcp
 from kvd.broker.runtime_dir import MAX_DIRECTORY_BYTES
 from kvd.control import Control
 from kvd.doctor.gpus import Gpus, ask_gpus
-from kvd.errors import NotRunning
+from kvd.errors import ConfigError, NotRunning
+from kvd.listen import parse_listen
 from kvd.settings import Settings
 from kvd_proto.messages import Status, StatusReport
 
@@ -256,14 +257,11 @@ def _clock() -> bool | None:
 
 
 def _port_problem(listen: str) -> str:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
-        return ""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), int(port)))
-        except OSError as error:
-            return error.strerror or str(error)
+    """Why the address cannot be bound, in the daemon's own words."""
+    try:
+        wanted = parse_listen(listen)
+        if wanted is not None:
+            bind_tcp(wanted).close()
+    except ConfigError as error:
+        return str(error)
     return ""

@@ -16,6 +16,7 @@ import pytest
 from tests.daemon.serving import StartDaemon, started_daemons
 from tests.fakecuda.harness import FakeCuda
 
+LEVELS = ["ok", "warn", "fail"]
 pytest_plugins = ("tests.fakecuda.plugin",)
 
 
@@ -32,7 +33,7 @@ def doctor(
     before: Callable[[], None] | None = None,
     env: dict[str, str] | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Exit status and findings, the latter by name (the worst where a name comes twice)."""
+    """Exit status and findings, the latter by name; those of one name are joined."""
     done = subprocess.run(
         [*prefix, sys.executable, "-m", "kvd", "doctor", "--json", *options],
         capture_output=True,
@@ -44,11 +45,11 @@ def doctor(
     )
     assert done.stdout, done.stderr
     found: dict[str, Any] = {}
-    levels = ["ok", "warn", "fail"]
     for finding in json.loads(done.stdout)["findings"]:
-        known = found.get(finding["name"])
-        if known is None or levels.index(finding["level"]) > levels.index(known["level"]):
-            found[finding["name"]] = finding
+        known = found.setdefault(finding["name"], finding)
+        if known is not finding:
+            known["level"] = max(known["level"], finding["level"], key=LEVELS.index)
+            known["text"] += "\n" + finding["text"]
     return done.returncode, found
 
 

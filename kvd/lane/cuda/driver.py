@@ -99,13 +99,13 @@ def pci_bus_id(device: int) -> str:
 
 def can_share(device: int) -> tuple[bool, bool]:
     """Whether its memory can be shared by IPC handle, and as a file descriptor."""
-    kinds = _bindings().CUdevice_attribute
+    kinds = bindings().CUdevice_attribute
     asked = (
         kinds.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED,
         kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
     )
     attempted = "asking how a device's memory can be shared"
-    ipc, descriptors = (_call(attempted, "cuDeviceGetAttribute", kind, device) for kind in asked)
+    ipc, descriptors = (call(attempted, "cuDeviceGetAttribute", kind, device) for kind in asked)
     return bool(ipc), bool(descriptors)
 
 
