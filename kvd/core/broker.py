@@ -14,6 +14,7 @@ from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
 from kvd.core.lanes import Lane, add_counters, arrays
 from kvd.core.operations import Operations
 from kvd.core.registration import Registration
+from kvd.core.reloading import Reloading
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
 from kvd.core.status import status_report
@@ -100,6 +101,7 @@ class Broker:
         self.version = version
         self.pid = pid
         self._registration = Registration(self.state)
+        self.reloading = Reloading(self.state)
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
             Hello: self._hello,
             Register: self._registration.register,
@@ -113,6 +115,7 @@ class Broker:
             Ping: self._ping,
             Status: self._status,
             **Operations(self.state).handlers(),
+            **self.reloading.handlers(),
         }
 
     # ------------------------------------------------------------- sessions
