@@ -30,6 +30,7 @@ from tests.lane.support import NAMESPACE, Directory, Memory, make_job, simple_la
 SIZES = (65536, 32768)
 PAGE = 4096
 TURNS = 40
+COPY = "cuMemcpyBatchAsync"
 
 
 def engine_only(*, bytes_in_flight: int = 32 * 2**20, stuck_seconds: float = 60.0) -> Options:
@@ -74,10 +75,11 @@ def ends_are_reported_after_the_last_byte(rig: CudaRig) -> None:
     rig.put(source, 0, 0, pattern(4096, 1))
     rig.put_pool(8192, pattern(4096, 2))
     rig.driver.set("hold=copies")
+    before = rig.driver.mark
     submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
     submit(rig, 2, memory, Direction.LOAD, [(1, 0, 8192, 4096)])
-    for _ in range(20):
-        assert rig.device.progress() == []
+    rig.driver.wait_for("@held-copy", 2, before)
+    assert rig.device.progress() == []
     rig.driver.set("hold=")
     assert set(drain(rig.device)) == {1, 2}
     np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 1))
@@ -136,9 +138,10 @@ def nothing_is_copied_before_it_is_pinned(rig: CudaRig) -> None:
     """A transfer waits while the registration of its part of the pool hangs, and then works."""
     memory, source = rig.attach(SIZES)
     rig.put(source, 0, 0, pattern(4096, 1))
+    before = rig.driver.mark
     submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
-    for _ in range(20):
-        assert rig.device.progress() == []
+    assert rig.device.progress() == []
+    assert COPY not in rig.driver.calls(before)
     assert rig.device.in_flight == 1
     with pytest.raises(LaneError, match="in flight"):
         rig.device.release_memory(memory)
@@ -185,7 +188,7 @@ def bytes_in_flight_are_bounded(rig: CudaRig) -> None:
     most = rig.cuda.piece_bytes = 2 * PAGE
     rig.driver.set("hold=copies")
     served.submit(make_job(Store, 1, range(1, 64), range(1, 64)))
-    flying = rig.driver.calls(served.mark).count("cuMemcpyBatchAsync") * most
+    flying = rig.driver.calls(served.mark).count(COPY) * most
     assert 0 < flying <= 10_000 + most
     rig.driver.set("hold=")
     served.finish()
@@ -235,6 +238,7 @@ def stores_wait_for_the_timeline(rig: CudaRig) -> None:
     served = Served(rig, SlotState.WRITING)
     rig.put(served.source, 0, PAGE, pattern(PAGE, 1))
     served.submit(make_job(Store, 1, [1], [1], after=1))
+    assert COPY not in rig.driver.calls(served.mark)
     rig.put(served.source, 0, PAGE, pattern(PAGE, 2))
     served.finish()
     np.testing.assert_array_equal(rig.get_pool(PAGE, PAGE), pattern(PAGE, 2))
@@ -245,6 +249,7 @@ def loads_wait_for_the_timeline(rig: CudaRig) -> None:
     served = Served(rig, SlotState.READY)
     rig.put_pool(PAGE, pattern(PAGE, 1))
     served.submit(make_job(Load, 1, [1], [1], after=1))
+    assert COPY not in rig.driver.calls(served.mark)
     rig.put(served.source, 0, PAGE, pattern(PAGE, 2))
     served.finish()
     np.testing.assert_array_equal(rig.get(served.source, 0, PAGE, PAGE), pattern(PAGE, 1))
