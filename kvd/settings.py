@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvd.config.about import About, Known, SizeText, known_in
+from kvd.config.about import About, Known, ListenText, SizeText, known_in
 
 _PLACE = "Where the daemon lives"
 _POOL = "The pool"
@@ -34,6 +34,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(min_length=1),
         About("Where the pool's file lies: the node's tmpfs.", _PLACE, "DIR", needs=_DIR),
     ] = "/dev/shm"
+    http_listen: Annotated[
+        str,
+        ListenText(),
+        About("Where health, metrics and the status page are served.", _PLACE, "HOST:PORT"),
+    ] = "127.0.0.1:9330"
     cpu_bytes: Annotated[
         str | int,
         SizeText(auto=True, positive=True),
