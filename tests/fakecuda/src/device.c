@@ -308,6 +308,8 @@ static void *function_named(const char *name, int version) {
 EXPORT CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags,
                                     int *status) {
     (void)flags;
+    /* Before the start it is the bindings that look up everything. */
+    if (initialised) ENTER("cuGetProcAddress", NEEDS_NOTHING);
     *function = function_named(name, version);
     if (status) *status = *function ? 0 : 1;
     return *function ? SUCCESS : NOT_FOUND;
