@@ -77,7 +77,7 @@ class Connection(H11Protocol):
         self._request_timer = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
 
     def _beside(self, other: "Connection") -> bool:
-        """On the same listener, of which only TCP's knows its clients' addresses, and not closing."""
+        """On the same listener (only TCP tells clients apart by address), and not closing."""
         same = (self.client is None) == (other.client is None)
         return same and not other.transport.is_closing()
 
