@@ -125,7 +125,7 @@ class Service:
     def _turn(self) -> None:
         now = time.monotonic()
         self._start_lanes(now)
-        ready = dict(self._poller.poll(int(TICK_SECONDS * 1000)))
+        ready = dict(self._poller.poll(0 if self.core.busy else int(TICK_SECONDS * 1000)))
         now = time.monotonic()
         for process in list(self._lanes.values()):  # first: what lanes report decides what is READY
             self._lane_turn(process, ready, now)
@@ -144,6 +144,7 @@ class Service:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS / 2
             self._carry_out(self.core.tick(now))
+        self._carry_out(self.core.work())
         for visitor in list(self._visitors.values()):
             if visitor.channel.wants_write:
                 visitor.channel.flush()

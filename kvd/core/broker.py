@@ -17,6 +17,7 @@ from kvd.core.registration import Registration
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
 from kvd.core.status import status_report
+from kvd.core.sweeps import close_unused
 from kvd.errors import Refused
 from kvd.link import (
     Imported,
@@ -99,6 +100,7 @@ class Broker:
         self.version = version
         self.pid = pid
         self._registration = Registration(self.state)
+        self._operations = Operations(self.state)
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
             Hello: self._hello,
             Register: self._registration.register,
@@ -111,7 +113,7 @@ class Broker:
             Reset: self._reset,
             Ping: self._ping,
             Status: self._status,
-            **Operations(self.state).handlers(),
+            **self._operations.handlers(),
         }
 
     # ------------------------------------------------------------- sessions
@@ -373,10 +375,20 @@ class Broker:
 
     # ----------------------------------------------------------------- time
 
+    @property
+    def busy(self) -> bool:
+        """There is `work` to do, with or without news from outside."""
+        return bool(self._operations.sweeps)
+
+    def work(self) -> list[Effect]:
+        """One piece of what takes too long to be done in one go; a few milliseconds at most."""
+        return self._operations.sweeps.work()
+
     def tick(self, now: float) -> list[Effect]:
         """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""
         effects = self._registration.expire(now)
         if self.state.namespaces is not None:
+            effects += close_unused(self.state, self.state.namespaces.over())
             for namespace in self.state.namespaces:
                 expired = namespace.table.expire(now)
                 if expired:

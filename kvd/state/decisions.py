@@ -81,6 +81,7 @@ class Counters:
     evicted: int = 0  # chunks evicted to make room for this namespace
     yielded: int = 0  # chunks evicted to make room for another one
     reset: int = 0  # chunks dropped by a reset
+    removed: int = 0  # chunks that an operator dropped
     hits: int = 0  # keys of PREPARE_LOAD
     misses: int = 0
     leases: int = 0

@@ -12,6 +12,8 @@ from kvd_proto.messages import (
     Attached,
     Cancel,
     CancelDone,
+    Clear,
+    Cleared,
     CompleteLoad,
     CompleteStore,
     Detached,
@@ -20,6 +22,7 @@ from kvd_proto.messages import (
     Drained,
     Error,
     ErrorCode,
+    EvictOlderThan,
     Fingerprint,
     Greeting,
     Handles,
@@ -31,6 +34,7 @@ from kvd_proto.messages import (
     LoadCompleted,
     LoadPrepared,
     Message,
+    OlderEvicted,
     Ping,
     Pong,
     PrepareLoad,
@@ -136,6 +140,10 @@ EXAMPLES: tuple[Message, ...] = (
     Drained(stores=2, leases=1),
     Resume(),
     Resumed(was_draining=True),
+    Clear(namespace=bytes(range(32, 48))),
+    Cleared(chunks=412, bytes=6750208, deferred=3),
+    EvictOlderThan(seconds=3600.0),
+    OlderEvicted(chunks=7, bytes=114688),
 )
 
 
