@@ -21,12 +21,26 @@ def lane_socket(device: str, incarnation: int) -> str:
 
 
 class LaneReady(Message, frozen=True):
-    """Lane → broker, first: it serves. Carries the read end of its lifeline."""
+    """Lane → broker, first: it serves. Carries the read end of its lifeline.
+
+    usable_bytes: see PoolUsable, which follows where this is not the whole pool.
+    """
 
     device: Name
     incarnation: Count
     pid: Count
     endpoint: Text
+    usable_bytes: Count
+
+
+class PoolUsable(Message, frozen=True):
+    """Lane → broker: how much of the pool it can copy now, in the order of `kvd.filling`.
+
+    error: why it will never be more; empty while there is hope.
+    """
+
+    usable_bytes: Count
+    error: Text
 
 
 class LaneFailed(Message, frozen=True):
@@ -172,6 +186,7 @@ LINK = Codec(
         0x10C: LanePong,
         0x10D: StopLane,
         0x10E: LaneFailed,
+        0x10F: PoolUsable,
     }
 )
 """The codec of the link."""

@@ -9,6 +9,7 @@ mapping; the file is sealed against every later one, and what travels to
 clients is a descriptor opened read-only.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -16,6 +17,7 @@ import threading
 from pathlib import Path
 
 from kvd.errors import PoolError
+from kvd.filling import FillOrder
 from kvd_proto.sizes import format_size
 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; not in Python's fcntl
@@ -36,7 +38,8 @@ class PoolMemory:
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
-        self.allocated = 0
+        self.fill = FillOrder.of(nbytes)
+        self.allocated = 0  # bytes in the order of filling
         self.error = ""
         try:
             free = os.statvfs(path.parent)
@@ -62,21 +65,29 @@ class PoolMemory:
 
     @property
     def done_fd(self) -> int:
-        """The descriptor that becomes readable when allocation has ended."""
+        """The descriptor that becomes readable when a piece is there, or allocation has ended."""
         return self._wake_read
 
     def _allocate(self) -> None:
         try:
-            while self.allocated < self.nbytes and not self._stop.is_set():
-                step = min(_STEP, self.nbytes - self.allocated)
-                os.posix_fallocate(self.fd, self.allocated, step)
-                self.allocated += step
+            for piece in self.fill.order:
+                begin, end = self.fill.span(piece)
+                for start in range(begin, end, _STEP):
+                    if self._stop.is_set():
+                        return
+                    os.posix_fallocate(self.fd, start, min(_STEP, end - start))
+                self.allocated += end - begin
+                self._wake()
         except OSError as error:
             self.error = (
                 f"{self.path}: {error.strerror} after {format_size(self.allocated)} of"
                 f" {format_size(self.nbytes)}; choose a smaller --cpu-bytes"
             )
-        os.write(self._wake_write, b"x")
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it is awake already
+            os.write(self._wake_write, b"x")
 
     @property
     def ready(self) -> bool:

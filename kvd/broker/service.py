@@ -20,6 +20,7 @@ import zmq
 from kvd.broker.available import available_bytes
 from kvd.broker.door import Door, Visitor
 from kvd.broker.memory import DirectoryMemory, PoolMemory
+from kvd.broker.notify import Notifier
 from kvd.broker.requests import Requests
 from kvd.broker.runtime_dir import RuntimeDir
 from kvd.broker.supervisor import LaneProcess
@@ -87,6 +88,7 @@ class Service:
         self._next_tick = 0.0
         self.events: deque[tuple[float, str]] = deque(maxlen=200)
         self._poller = zmq.Poller()
+        self._notifier = Notifier.from_environment(os.environ)
         self.core = Broker(
             settings,
             boot_id=os.urandom(16),
@@ -148,6 +150,7 @@ class Service:
         for visitor in list(self._visitors.values()):
             if visitor.channel.wants_write:
                 visitor.channel.flush()
+        self._notifier.turn(now, self.core.state, self._pool.allocated if self._pool else 0)
 
     # ----------------------------------------------------------------- pool
 
@@ -170,9 +173,11 @@ class Service:
     def _pool_turn(self, pool: PoolMemory) -> None:
         if pool.error:
             raise PoolError(pool.error)
-        if pool.ready:
+        with contextlib.suppress(BlockingIOError):
+            os.read(pool.done_fd, 512)
+        self.core.state.allocated = pool.allocated
+        if self.core.state.pool_ready:
             self._poller.unregister(pool.done_fd)
-            self.core.state.pool_ready = True
             log.info("pool ready")
 
     # ---------------------------------------------------------------- lanes
@@ -366,6 +371,7 @@ class Service:
         now = time.monotonic()
         if self._stop_at is None:
             log.info("draining")
+            self._notifier.stopping(self.settings.drain_seconds)
             self.core.state.stopping = True
             self._stop_at = now + self.settings.drain_seconds
             for process in self._lanes.values():
@@ -379,6 +385,7 @@ class Service:
         return False
 
     def _shutdown(self) -> None:
+        self._notifier.stopping(0.0)
         for process in self._lanes.values():
             process.kill()
             process.reap(time.monotonic())
@@ -392,6 +399,7 @@ class Service:
         self._runtime.release()
         os.close(self._wake_read)
         os.close(self._wake_write)
+        self._notifier.close()
         log.info("stopped")
 
     def __repr__(self) -> str:

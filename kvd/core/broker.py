@@ -26,6 +26,7 @@ from kvd.link import (
     LanePing,
     LanePong,
     LaneReady,
+    PoolUsable,
     Released,
     Revoked,
     ShareDone,
@@ -214,7 +215,8 @@ class Broker:
     ) -> list[Effect]:
         self._open_for_work()
         engine, namespace = self.state.attached_namespace(session.engine)
-        decision = namespace.table.prepare_store(message.keys, engine.number, now)
+        usable = self.state.usable_bytes(engine)
+        decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
         reply = StorePrepared(
             answers=IntArray.of(decision.answers, "u1"),
             slots=IntArray.of(decision.slots, "u4"),
@@ -241,7 +243,8 @@ class Broker:
     ) -> list[Effect]:
         engine, namespace = self.state.attached_namespace(session.engine)
         seconds = min(message.lease_ms / 1000, self.state.settings.lease_seconds)
-        decision = namespace.table.prepare_load(message.keys, engine.number, now, seconds)
+        usable = self.state.usable_bytes(engine)
+        decision = namespace.table.prepare_load(message.keys, engine.number, now, seconds, usable)
         reply = LoadPrepared(
             lease=decision.lease_id,
             lease_ms=int(seconds * 1000),
@@ -290,8 +293,8 @@ class Broker:
     def _open_for_work(self) -> None:
         if self.state.draining:
             raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
-        if not self.state.pool_ready:
-            raise Refused(ErrorCode.NOT_READY, "the pool's memory is still being made")
+        if not self.state.allocated:
+            raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")
 
     # ---------------------------------------------------------------- lanes
 
@@ -302,6 +305,8 @@ class Broker:
         match message:
             case LaneReady():
                 return self._registration.lane_ready(lane, message, now)
+            case PoolUsable():
+                return self._registration.pool_usable(lane, message, now)
             case Imported():
                 return self._registration.imported(message, now)
             case Released():

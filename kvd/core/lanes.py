@@ -16,11 +16,15 @@ class Lane:
 
     on_demand: it came with the first worker of its device, and goes when it ends and none is left.
     failure: why the present process cannot serve, in its own words.
+    usable_bytes: how much of the pool it can copy, in the order of `kvd.filling`.
+    pool_error: why that will never be all of it.
     """
 
     device: str
     on_demand: bool = False
     failure: str = ""
+    usable_bytes: int = 0
+    pool_error: str = ""
     incarnation: int = 0
     up: bool = False
     pid: int = 0

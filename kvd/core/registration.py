@@ -21,7 +21,7 @@ from kvd.core.lanes import Lane
 from kvd.core.sessions import PendingRegister, Session
 from kvd.core.state import BrokerState
 from kvd.errors import KvdError, Refused
-from kvd.link import Imported, LaneReady, Released, ReleaseWorker
+from kvd.link import Imported, LaneReady, PoolUsable, Released, ReleaseWorker
 from kvd_proto.errors import LayoutError
 from kvd_proto.messages import (
     Error,
@@ -78,7 +78,7 @@ class Registration:
             pending.deadline = min(pending.deadline, now + DESCRIPTOR_SECONDS)
             return []
         lane = self._state.lanes[pending.message.device]
-        if not lane.up:
+        if not lane.up or not (lane.usable_bytes or lane.pool_error):
             return []
         pending.importing = True
         return [
@@ -179,6 +179,8 @@ class Registration:
         lane.killed = False
         lane.pid = message.pid
         lane.endpoint = message.endpoint
+        lane.usable_bytes = message.usable_bytes
+        lane.pool_error = ""
         lane.incarnation = message.incarnation
         lane.last_seen = now
         effects: list[Effect] = [
@@ -191,6 +193,17 @@ class Registration:
                 effects.append(import_worker(session, registration))
             else:
                 effects += self.advance(session, now)
+        return effects
+
+    def pool_usable(self, lane: Lane, message: PoolUsable, now: float) -> list[Effect]:
+        """A lane can copy more of the pool, or knows that it never will."""
+        lane.usable_bytes = message.usable_bytes
+        effects: list[Effect] = []
+        if message.error:
+            lane.pool_error = message.error
+            effects.append(Event(f"lane {lane.device}: {message.error}", "error"))
+        for session in self._state.waiting_for(lane.device):
+            effects += self.advance(session, now)
         return effects
 
     # ------------------------------------------------------------- departure
@@ -223,6 +236,9 @@ class Registration:
             elif not self._state.lanes[pending.message.device].up:
                 text = f"lane {pending.message.device} is not up; try again"
                 code = ErrorCode.LANE_LOST
+            elif not self._state.lanes[pending.message.device].usable_bytes:
+                text = f"lane {pending.message.device} has nothing of the pool yet; try again"
+                code = ErrorCode.NOT_READY
             else:
                 text = (
                     f"{session.descriptors} descriptors arrived over the door, the handles name"

@@ -35,6 +35,7 @@ class OperatorDrain:
 class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
 
+    `allocated` is how many bytes of the pool are there, in the order of `kvd.filling`.
     `failed_lanes` says when a device's lane could last not start, and why.
     `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
 
@@ -55,7 +56,7 @@ class BrokerState:
     gone_restarts: int = 0
     revocations: Revocations = field(default_factory=Revocations)
     namespaces: Namespaces | None = None
-    pool_ready: bool = False
+    allocated: int = 0
     stopping: bool = False
     drain: OperatorDrain | None = None
 
@@ -68,6 +69,24 @@ class BrokerState:
     def ready(self) -> bool:
         """New work is served: memory is there and every lane is up."""
         return self.pool_ready and not self.lanes_missing and not self.draining
+
+    @property
+    def pool_ready(self) -> bool:
+        """All of the pool's memory is there."""
+        return self.namespaces is not None and self.allocated >= self.namespaces.pool.fill.nbytes
+
+    def usable_bytes(self, engine: Engine) -> int | None:
+        """How much of the pool is allocated and in reach of all of the engine's lanes.
+
+        In the order of `kvd.filling`; None where that is all of it.
+        """
+        if self.namespaces is None:
+            return 0
+        usable = self.allocated
+        for worker in engine.workers.values():
+            if worker.registration is not None:
+                usable = min(usable, self.lanes[worker.registration.device].usable_bytes)
+        return None if usable >= self.namespaces.pool.fill.nbytes else usable
 
     @property
     def lanes_missing(self) -> list[Lane]:

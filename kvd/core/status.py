@@ -31,7 +31,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
 def _reasons(state: BrokerState) -> list[str]:
     reasons = [f"lane {lane.device} is not up" for lane in state.lanes_missing]
     if not state.pool_ready:
-        reasons.append("the pool's memory is not there yet")
+        reasons.append(f"{state.allocated} bytes of the pool's memory are there yet")
     if state.stopping:
         reasons.append("stopping")
     if state.drain is not None:

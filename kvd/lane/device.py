@@ -83,6 +83,16 @@ class Device(ABC):
 
     piece_bytes = PIECE_BYTES
 
+    @property
+    @abstractmethod
+    def usable_bytes(self) -> int:
+        """How much of the pool transfers can use now, in the order of `kvd.filling`; only grows."""
+
+    @property
+    def pool_error(self) -> str:
+        """Why the rest of the pool will never be usable; empty while there is hope."""
+        return ""
+
     @abstractmethod
     def import_memory(
         self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvd.errors import ImportFailed, LaneError
+from kvd.filling import FillOrder
 from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd.lane.pretouch import Pretouch
 from kvd_proto.messages import Handle, HostHandle
@@ -35,10 +36,16 @@ class HostDevice(Device):
         if have < pool_bytes or pool_bytes <= 0:
             raise LaneError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
         self._pool = memoryview(mmap.mmap(pool_fd, pool_bytes))
-        self._pretouch = Pretouch(self._pool, pool_fd)
+        fill = FillOrder.of(pool_bytes, os.fstat(pool_fd).st_blksize)
+        self._pretouch = Pretouch(self._pool, pool_fd, fill)
         self._memories: dict[MemoryId, list[memoryview]] = {}
         self._last_id = 0
         self._queue: deque[Transfer] = deque()
+
+    @property
+    def usable_bytes(self) -> int:
+        """All of it: what is allocated is the broker's to know."""
+        return len(self._pool)
 
     def import_memory(
         self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]

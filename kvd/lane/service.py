@@ -27,6 +27,7 @@ from kvd.link import (
     LanePing,
     LanePong,
     LaneReady,
+    PoolUsable,
     Released,
     ReleaseWorker,
     Revoke,
@@ -63,6 +64,7 @@ TEXT_LIMIT = 1000
 SHORTEST_NAP = 20e-6
 LONGEST_NAP = 1e-3
 SHARES_WAIT_SECONDS = 1e-3
+FILLING_MS = 10
 
 
 class LaneService:
@@ -103,6 +105,7 @@ class LaneService:
         self._moved: Counter[str] = Counter()
         self._dropped_frames = 0
         self._lifeline = lifeline
+        self._usable = 0
         self._shares: list[ShareDone] = []
         self._shares_since = 0.0
         self._on_link: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
@@ -132,6 +135,8 @@ class LaneService:
             nap = 0.0
             while not (self._stopping and not len(self._runner)):
                 woken = self._sockets.wait(self._patience(nap))
+                if self._usable < self._pool_bytes:
+                    self._tell_usable()
                 if self._shares and self._shares_are_due(woken):
                     self._tell_shares()
                 if woken.link:
@@ -155,7 +160,7 @@ class LaneService:
         if self._shares:
             return 0
         if not len(self._runner):
-            return None
+            return FILLING_MS if self._usable < self._pool_bytes else None
         return 1 if nap >= LONGEST_NAP else 0
 
     def _rest(self, nap: float, *, busy: bool) -> float:
@@ -168,14 +173,26 @@ class LaneService:
         return nap
 
     def _announce(self) -> None:
+        self._usable = self._device.usable_bytes
         ready = LaneReady(
             device=self._name,
             incarnation=self._incarnation,
             pid=os.getpid(),
             endpoint=self._endpoint,
+            usable_bytes=self._usable,
         )
         self._link.send(LINK.encode(ready), (self._lifeline,))
         os.close(self._lifeline)
+
+    def _tell_usable(self) -> None:
+        """Say how much of the pool can be copied, whenever that is more than before."""
+        error, usable = self._device.pool_error, self._device.usable_bytes
+        if error:
+            self._tell(PoolUsable(usable_bytes=0, error=error[:TEXT_LIMIT]))
+            self._usable = self._pool_bytes  # nothing follows
+        elif usable > self._usable:
+            self._tell(PoolUsable(usable_bytes=usable, error=""))
+            self._usable = usable
 
     # ---------------------------------------------------------------- link
 

@@ -95,12 +95,15 @@ class ChunkTable:
 
     # ------------------------------------------------------------------- stores
 
-    def prepare_store(self, keys: Sequence[bytes], owner: int, now: float) -> StoreDecision:
+    def prepare_store(
+        self, keys: Sequence[bytes], owner: int, now: float, usable: int | None = None
+    ) -> StoreDecision:
         """Give slots to as many new keys as there is room for, in the order of `keys`.
 
         What is evicted for it goes all or nothing: first it is known how many can
         go, then exactly those are evicted that the accepted keys need. Of equal keys
-        the first counts; the others are PENDING, or what the first one got.
+        the first counts; the others are PENDING, or what the first one got. While only
+        `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
         """
         answers = bytearray(len(keys))
         wanted: dict[bytes, int] = {}
@@ -122,7 +125,7 @@ class ChunkTable:
                     wanted[key] = i
                 else:
                     answers[i] = _NOT_YET
-        slots, evicted = self._room(len(wanted), named)
+        slots, evicted = self._room(len(wanted), named, usable)
         taken = list(wanted)[: len(slots)]
         generations = self.directory.begin(taken, slots, owner)
         if not all(generations):
@@ -142,9 +145,14 @@ class ChunkTable:
             evicted,
         )
 
-    def _room(self, need: int, named: set[int]) -> tuple[list[int], list[bytes]]:
+    def _room(
+        self, need: int, named: set[int], usable: int | None
+    ) -> tuple[list[int], list[bytes]]:
         """Up to `need` slots, and the keys evicted for them; never slots in `named`."""
         space, pins, policy = self.space, self._leases.pins, self._policy
+        if usable is not None:
+            self._pool.acquire_within(space, need, usable)
+            return space.take_within(need, usable), []
         if space.free_slots < need:
             self._pool.acquire(space, need)
         slots = space.take(min(need, space.free_slots))
@@ -292,14 +300,23 @@ class ChunkTable:
     # -------------------------------------------------------------------- loads
 
     def prepare_load(
-        self, keys: Sequence[bytes], owner: int, now: float, duration: float
+        self,
+        keys: Sequence[bytes],
+        owner: int,
+        now: float,
+        duration: float,
+        usable: int | None = None,
     ) -> LoadDecision:
-        """Pin the keys that are READY, under a lease of `duration` seconds at most."""
+        """Pin the keys that are READY, under a lease of `duration` seconds at most.
+
+        While only `usable` bytes of the pool can be used, what lies elsewhere is missed.
+        """
+        within = self.space.is_within
         found, slots = bytearray(len(keys)), []
         find, state = self.directory.find, self.directory.state
         for i, key in enumerate(keys):
             slot = find(key)
-            if slot >= 0 and state(slot) == _READY:
+            if slot >= 0 and state(slot) == _READY and (usable is None or within(slot, usable)):
                 found[i] = 1
                 slots.append(slot)
         deadline = now + min(duration, self.config.lease_seconds)

@@ -91,13 +91,18 @@ class Geometry:
         first = column * self.column_slots
         return range(first, min(first + self.column_slots, self.num_slots))
 
+    def column_runs(self, column: int) -> list[tuple[int, int]]:
+        """First byte and end of a column's slots in every arena."""
+        slots = self.column_range(column)
+        return [
+            (base + slots.start * size, base + slots.stop * size)
+            for base, size in ((self.arena_base(r), b) for r, b in enumerate(self.slot_bytes))
+        ]
+
     def column_extents(self, column: int) -> tuple[int, ...]:
         """The extents that a column's slots touch, ascending."""
-        slots, size = self.column_range(column), self.extents.size
+        size = self.extents.size
         touched: set[int] = set()
-        for arena, slot_bytes in enumerate(self.slot_bytes):
-            base = self.arena_base(arena)
-            first = (base + slots.start * slot_bytes) // size
-            last = (base + slots.stop * slot_bytes - 1) // size
-            touched.update(range(first, last + 1))
+        for begin, end in self.column_runs(column):
+            touched.update(range(begin // size, (end - 1) // size + 1))
         return tuple(sorted(touched))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import ConfigError, Refused
+from kvd.filling import FillOrder
 from kvd.state.chunks import ChunkTable, TableConfig
 from kvd.state.directory import DirectoryWriter, directory_bytes
 from kvd.state.geometry import COLUMN_EXTENTS, Geometry
@@ -76,6 +77,7 @@ class Namespaces:
         cpu_bytes: the pool's budget.
         make_buffer: makes zero-filled memory for a directory, given the namespace's id
             in hex and a size in bytes; it should cost nothing until it is touched.
+        fill: the order in which the pool's memory comes; where it is left out, the daemon's.
         policy: the name of an eviction policy.
         reuse_threshold: a key gets a slot at its n-th offer.
         lease_seconds: the longest that a lease lasts.
@@ -91,6 +93,7 @@ class Namespaces:
         cpu_bytes: int,
         *,
         make_buffer: MakeBuffer,
+        fill: FillOrder | None = None,
         policy: str = "lru",
         reuse_threshold: int = 1,
         lease_seconds: float = 60.0,
@@ -101,7 +104,7 @@ class Namespaces:
             raise ConfigError(f"a pool of {cpu_bytes} bytes holds nothing")
         if policy not in POLICIES:
             raise ConfigError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-        self.pool = Pool(cpu_bytes)
+        self.pool = Pool(cpu_bytes, fill)
         self.config = TableConfig(policy, reuse_threshold, lease_seconds, ticket_seconds)
         self.limit = limit
         self._make_buffer = make_buffer

@@ -10,11 +10,15 @@ number of namespaces with engines attached), the column used least recently of
 those that hold more than theirs. A namespace that holds nothing may take its first
 column from anybody. Beyond that it must evict its own chunks. No column is taken
 in which a chunk is pinned, being written or draining.
+
+While the pool's memory is still coming into being (see `kvd.filling`) only columns
+whose bytes are all there are given away, and nothing is taken or evicted for them.
 """
 
 from dataclasses import dataclass
 
 from kvd.errors import IntegrityError
+from kvd.filling import FillOrder
 from kvd.state.geometry import Extents, Geometry
 from kvd.state.space import Space, Tenant
 
@@ -28,10 +32,11 @@ class _Take:
 
 
 class Pool:
-    """Who owns which extent."""
+    """Who owns which extent of a pool of `cpu_bytes`, whose memory is filled in order `fill`."""
 
-    def __init__(self, cpu_bytes: int) -> None:
+    def __init__(self, cpu_bytes: int, fill: FillOrder | None = None) -> None:
         self.extents = Extents(cpu_bytes)
+        self.fill = fill or FillOrder.of(cpu_bytes)
         self._owner: list[Space | None] = [None] * self.extents.count
         self._claims = [0] * self.extents.count  # columns of the owner that touch the extent
         self._spaces: list[Space] = []
@@ -62,7 +67,7 @@ class Pool:
 
     def join(self, geometry: Geometry, tenant: Tenant) -> Space:
         """A new space, which owns nothing yet."""
-        space = Space(geometry, tenant, self._joined)
+        space = Space(geometry, tenant, self._joined, self.fill)
         self._joined += 1
         self._spaces.append(space)
         return space
@@ -88,6 +93,16 @@ class Pool:
         if not space.active:
             return 0.0
         return self.extents.count / sum(other.active for other in self._spaces)
+
+    def acquire_within(self, space: Space, slots: int, usable: int) -> None:
+        """Claim nobody's columns with all bytes inside `usable` until `slots` are free there."""
+        short = slots - space.free_within(usable)
+        for column in self._order(space):
+            if short <= 0:
+                return
+            if space.needs[column] <= usable and self._is_free_for(space, column):
+                self._claim(space, column)
+                short -= len(space.geometry.column_range(column))
 
     def acquire(self, space: Space, slots: int) -> None:
         """Claim columns until `slots` are free in `space`, or no more may be had.
@@ -122,15 +137,18 @@ class Pool:
     def _claimable(self, space: Space) -> int | None:
         if self._barren.get(space.number) == self._releases:
             return None
-        owner = self._owner
         for column in self._order(space):
-            if column not in space and all(
-                owner[extent] is None or owner[extent] is space
-                for extent in space.column_extents[column]
-            ):
+            if self._is_free_for(space, column):
                 return column
         self._barren[space.number] = self._releases
         return None
+
+    def _is_free_for(self, space: Space, column: int) -> bool:
+        owner = self._owner
+        return column not in space and all(
+            owner[extent] is None or owner[extent] is space
+            for extent in space.column_extents[column]
+        )
 
     def _plan_take(self, space: Space) -> _Take | None:
         """The best column to take from others, or None. Changes nothing."""

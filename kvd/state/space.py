@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from kvd.errors import IntegrityError
+from kvd.filling import FillOrder
 from kvd.state.geometry import Geometry
 
 
@@ -21,9 +22,10 @@ class Space:
     """Free and used slots of one namespace. Columns come and go by `kvd.state.pool.Pool`.
 
     `active`: engines are attached, so that the namespace has a share of its own.
+    `needs`: by column, how much of the pool must be filled for all its bytes to be there.
     """
 
-    def __init__(self, geometry: Geometry, tenant: Tenant, number: int) -> None:
+    def __init__(self, geometry: Geometry, tenant: Tenant, number: int, fill: FillOrder) -> None:
         self.geometry = geometry
         self.tenant = tenant
         self.number = number
@@ -35,6 +37,10 @@ class Space:
         for column, extents in enumerate(self.column_extents):
             for extent in extents:
                 self.columns_at.setdefault(extent, []).append(column)
+        self.needs = [
+            max(fill.needed(*run) for run in geometry.column_runs(c))
+            for c in range(geometry.columns)
+        ]
         self.empty: set[int] = set()  # claimed columns without a used slot
         self._width = geometry.column_slots
         self._free: dict[int, list[int]] = {}  # claimed column -> its free slots
@@ -75,6 +81,30 @@ class Space:
                 del self._open[column]
         self.free_slots -= n
         return taken
+
+    def take_within(self, n: int, usable: int) -> list[int]:
+        """Up to `n` free slots whose bytes lie inside `usable` bytes of the pool, as filled."""
+        taken: list[int] = []
+        for column in [c for c in self._open if self.needs[c] <= usable]:
+            free = self._free[column]
+            some = free[max(0, len(free) - (n - len(taken))) :]
+            if not some:
+                break
+            del free[len(free) - len(some) :]
+            taken += reversed(some)
+            self.empty.discard(column)
+            if not free:
+                del self._open[column]
+        self.free_slots -= len(taken)
+        return taken
+
+    def free_within(self, usable: int) -> int:
+        """How many free slots `take_within` has."""
+        return sum(len(self._free[c]) for c in self._open if self.needs[c] <= usable)
+
+    def is_within(self, slot: int, usable: int) -> bool:
+        """Whether the slot's column lies inside `usable` bytes of the pool, as filled."""
+        return self.needs[slot // self._width] <= usable
 
     def give(self, slots: Iterable[int]) -> None:
         """Slots are free again."""

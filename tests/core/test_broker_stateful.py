@@ -101,7 +101,7 @@ class BrokerMachine(RuleBasedStateMachine):
             ),
             available_bytes=lambda: 2**30,
         )
-        self.broker.state.pool_ready = True
+        self.broker.state.allocated = 2**62
         self.asked: Counter[tuple[int, int]] = Counter()
         self.answered: Counter[tuple[int, int]] = Counter()
         self.replies: dict[tuple[int, int], Message] = {}
@@ -159,7 +159,11 @@ class BrokerMachine(RuleBasedStateMachine):
             self.up.add(device)
             self.incarnation += 1
             ready = LaneReady(
-                device=device, incarnation=self.incarnation, pid=7, endpoint="ipc://lane"
+                device=device,
+                incarnation=self.incarnation,
+                pid=7,
+                endpoint="ipc://lane",
+                usable_bytes=2**62,
             )
             self.carry_out(self.broker.lane_message(device, ready, self.now))
 

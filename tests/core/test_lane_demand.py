@@ -40,14 +40,16 @@ def make_broker() -> Broker:
         open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
         available_bytes=lambda: 2**30,
     )
-    broker.state.pool_ready = True
+    broker.state.allocated = 2**62
     ready(broker, "host", 1)
     return broker
 
 
 def ready(broker: Broker, device: str, incarnation: int) -> list[Effect]:
     """A lane's process serves."""
-    message = LaneReady(device=device, incarnation=incarnation, pid=2, endpoint="ipc://lane")
+    message = LaneReady(
+        device=device, incarnation=incarnation, pid=2, endpoint="ipc://lane", usable_bytes=2**62
+    )
     return broker.lane_message(device, message, 0.0)
 
 

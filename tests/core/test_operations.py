@@ -39,7 +39,7 @@ class Bench:
             open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
             available_bytes=lambda: 2**30,
         )
-        self.broker.state.pool_ready = True
+        self.broker.state.allocated = 2**62
         self.events: list[str] = []
         self._came = 0
         self.tool = self.session("tool")

@@ -1,13 +1,26 @@
 """Registration decisions that a random walk meets too seldom."""
 
+import msgspec
+
 from kvd.core.broker import Broker
-from kvd.core.effects import Effect, OpenPool, Reply
+from kvd.core.effects import Effect, OpenPool, Reply, ToLane
 from kvd.core.sessions import Peer, Session
-from kvd.link import LaneReady
+from kvd.filling import MIN_PIECE_BYTES
+from kvd.link import Imported, ImportWorker, LaneReady, PoolUsable
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Error, ErrorCode, Fingerprint, Hello, HostHandle, Register
+from kvd_proto.messages import (
+    Error,
+    ErrorCode,
+    Fingerprint,
+    Hello,
+    HostHandle,
+    Message,
+    PrepareStore,
+    Register,
+    StorePrepared,
+)
 
 PAGE = 4096
 BLOCKS = 64
@@ -25,7 +38,9 @@ def make_broker(available: int) -> Broker:
         available_bytes=lambda: available,
     )
     broker.lane_message(
-        "host", LaneReady(device="host", incarnation=1, pid=2, endpoint="ipc://lane"), 0.0
+        "host",
+        LaneReady(device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62),
+        0.0,
     )
     return broker
 
@@ -96,3 +111,66 @@ def test_a_registration_that_waits_too_long_is_refused_once() -> None:
     assert isinstance(reply.message, Error)
     assert not replies(broker.descriptors(session, 0, 2, 101.0))
     assert not replies(broker.tick(200.0))
+
+
+def attached(cpu_bytes: int) -> tuple[Broker, Session]:
+    """A broker whose one engine of one rank is attached, and the rank's session."""
+    broker = Broker(
+        Settings(runtime_dir="/nowhere", cpu_bytes=cpu_bytes),
+        boot_id=bytes(16),
+        version="test",
+        pid=1,
+        devices=["host"],
+        open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
+        available_bytes=lambda: cpu_bytes,
+    )
+    session = worker(broker)
+    broker.descriptors(session, 0, 2, 0.0)
+    broker.request(session, 2, msgspec.structs.replace(register(), world_size=1), 0.0)
+    return broker, session
+
+
+def lane_ready(usable_bytes: int) -> LaneReady:
+    """The host's lane serves."""
+    return LaneReady(
+        device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=usable_bytes
+    )
+
+
+def test_a_rank_waits_for_a_lane_that_can_copy_something() -> None:
+    """Its memory is imported with the first piece of the pool, or refused with the reason."""
+    broker, _ = attached(2**20)
+    assert not [e for e in broker.lane_message("host", lane_ready(0), 0.0) if isinstance(e, ToLane)]
+    for message in (PoolUsable(usable_bytes=4096, error=""), PoolUsable(usable_bytes=0, error="x")):
+        broker, _ = attached(2**20)
+        broker.lane_message("host", lane_ready(0), 0.0)
+        effects = broker.lane_message("host", message, 0.0)
+        (order,) = [effect.message for effect in effects if isinstance(effect, ToLane)]
+        assert isinstance(order, ImportWorker)
+
+
+def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
+    """Until then they are refused as not ready; afterwards they get what is there and no more."""
+    size = 4 * MIN_PIECE_BYTES
+    broker, session = attached(size)
+    broker.lane_message("host", lane_ready(size), 0.0)
+    broker.lane_message("host", Imported(session=session.number, error=""), 0.0)
+    assert session.engine is not None
+    assert session.engine.attached
+    ask = PrepareStore(keys=(b"k" * 8,))
+
+    def answer() -> Message:
+        (reply,) = [e for e in broker.request(session, 9, ask, 0.0) if isinstance(e, Reply)]
+        return reply.message
+
+    early = answer()
+    assert isinstance(early, Error)
+    assert early.code is ErrorCode.NOT_READY
+    broker.state.allocated = MIN_PIECE_BYTES
+    assert broker.state.usable_bytes(session.engine) == MIN_PIECE_BYTES
+    assert isinstance(answer(), StorePrepared)
+    broker.state.allocated = size
+    assert broker.state.ready
+    assert broker.state.usable_bytes(session.engine) is None
+    broker.lane_message("host", lane_ready(5), 0.0)  # another lane, which pins anew
+    assert broker.state.usable_bytes(session.engine) == 5

@@ -62,7 +62,15 @@ class TestDriver:
 
     def reset(self) -> None:
         """No delays, nothing held, no failures."""
-        for text in ("fail=", "unhang=", "hold=", "any=", "copy_delay_us=0", "seed="):
+        for text in (
+            "fail=",
+            "unhang=",
+            "hold=",
+            "any=",
+            "copy_delay_us=0",
+            "seed=",
+            "driver_version=13000",
+        ):
             self.set(text)
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed, LaneError
-from kvd.lane.cuda.copier import LoopEngine, Thresholds
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.copier import BatchEngine, LoopEngine, Thresholds
 from kvd.lane.cuda.device import CudaDevice, Options
 from kvd.lane.device import Direction
-from kvd_proto.messages import HostHandle, IpcHandle
+from kvd_proto.messages import HostHandle, IpcHandle, VmmHandle
 from tests.lane.cuda_checks import by_kernel, engine_only, submit
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import PATIENCE, POOL_BYTES, CudaRig, TestDriver
@@ -49,6 +50,21 @@ class TestSingleCopiesOfVirtualMemory(DeviceContract):
         made.close()
 
 
+class TestBatchesOfAnOlderDriver(DeviceContract):
+    """A driver for CUDA 12.8, whose batches take one argument more."""
+
+    @pytest.fixture
+    def rig(self, fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[Rig]:
+        """A backend of its own, under adversarial timing."""
+        fake_driver.set("seed=4")
+        fake_driver.set("driver_version=12080")
+        made = CudaRig(fake_driver, ipc_workers, engine_only())
+        assert isinstance(made.cuda.copier.engine, BatchEngine)
+        assert made.cuda.copier.engine.batch.tells_index
+        yield made
+        made.close()
+
+
 class TestTheKernel(DeviceContract):
     """Short runs by the kernel, long ones by the copy engine."""
 
@@ -81,6 +97,20 @@ def test_directions_have_room_of_their_own(rig: CudaRig) -> None:
     rig.driver.set("hold=")
     drain(rig.device)
     assert rig.device.has_room(Direction.STORE)
+
+
+def test_a_driver_without_batches_copies_one_by_one(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers
+) -> None:
+    """Before CUDA 12.8 there is no such function; nothing is asked of it."""
+    fake_driver.set("driver_version=12040")
+    before = fake_driver.mark
+    rig = CudaRig(fake_driver, ipc_workers, engine_only())
+    try:
+        assert isinstance(rig.cuda.copier.engine, LoopEngine)
+        assert "cuMemcpyBatchAsync" not in fake_driver.calls(before)
+    finally:
+        rig.close()
 
 
 def test_a_pool_that_cannot_be_pinned_is_said_and_undone(
@@ -125,6 +155,48 @@ def test_an_allocation_smaller_than_claimed_is_refused(rig: CudaRig) -> None:
     with pytest.raises(ImportFailed, match=r"1099511627776 bytes"):
         rig.device.import_memory((claim,), (4096,), source.descriptors)
     assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 1
+
+
+def test_a_descriptor_is_not_mapped_beyond_the_device(
+    rig: CudaRig, vmm_workers: CudaWorkers
+) -> None:
+    """More than the device has is refused before addresses for it are reserved."""
+    source = vmm_workers.make((4096,))
+    (handle,) = source.handles
+    assert isinstance(handle, VmmHandle)
+    before = rig.driver.mark
+    claim = VmmHandle(handle.fd_index, 2**50, handle.offset)
+    with pytest.raises(ImportFailed, match=r"1125899906842624 bytes is claimed, the device has"):
+        rig.device.import_memory((claim,), (4096,), source.descriptors)
+    assert "cuMemAddressReserve" not in rig.driver.calls(before)
+
+
+def test_a_mapping_is_held_against_what_is_claimed(
+    rig: CudaRig, vmm_workers: CudaWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that maps less than was asked for does not make the rest usable."""
+    source = vmm_workers.make((4096,))
+    before = rig.driver.mark
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "address_range", lambda address: (address, 4096))
+        with pytest.raises(ImportFailed, match=r"2097152 bytes .* claimed, it has 4096"):
+            rig.device.import_memory(source.handles, (4096,), source.descriptors)
+    assert rig.driver.calls(before).count("cuMemUnmap") == 1
+
+
+def test_more_than_an_exported_allocation_is_refused(
+    rig: CudaRig, vmm_workers: CudaWorkers
+) -> None:
+    """A claim that the device could hold and the allocation cannot; nothing stays mapped."""
+    source = vmm_workers.make((4096,))
+    (handle,) = source.handles
+    assert isinstance(handle, VmmHandle)
+    before = rig.driver.mark
+    claim = VmmHandle(handle.fd_index, 2 * handle.allocation, handle.offset)
+    with pytest.raises(ImportFailed, match="mapping 4194304 bytes"):
+        rig.device.import_memory((claim,), (4096,), source.descriptors)
+    calls = rig.driver.calls(before)
+    assert calls.count("cuMemAddressFree") == calls.count("cuMemRelease") == 1
 
 
 def test_host_memory_is_refused(rig: CudaRig) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from kvd.errors import CudaError, ImportFailed, LaneError
 from kvd.lane.cuda import driver
+from kvd.lane.cuda.binding import is_lost
 from kvd.lane.cuda.copier import Thresholds
 from kvd.lane.cuda.device import Options
 from kvd.lane.device import Direction
@@ -148,7 +149,7 @@ def lose_the_device(library: str, log: str, setting: str) -> None:
     submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
     with pytest.raises(CudaError) as lost:
         drain(rig.device)
-    assert driver.is_lost(lost.value)
+    assert is_lost(lost.value)
     with pytest.raises(CudaError):
         rig.device.import_memory(source.handles, SIZES, source.descriptors)
     os._exit(0)

@@ -14,6 +14,7 @@ import pytest
 from kvd.errors import LaneError
 from kvd.lane import runner
 from kvd.lane.cuda import copier, driver, flow, runs
+from kvd.lane.cuda.binding import Event, Stream
 from kvd.lane.cuda.device import CudaDevice, Options
 from tests.fakecuda.harness import FakeCuda
 from tests.lane import cuda_checks as checks
@@ -50,7 +51,7 @@ def record_the_end_first(patch: Patch) -> None:
     record = driver.record
     waiting: list[Callable[[], None]] = []
 
-    def early(event: driver.Event, stream: driver.Stream) -> None:
+    def early(event: Event, stream: Stream) -> None:
         record(event, stream)
         while waiting:
             waiting.pop()()

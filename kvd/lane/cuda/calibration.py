@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from kvd.lane.cuda import driver
+from kvd.lane.cuda.binding import Stream
 from kvd.lane.cuda.copier import AwaitedKernel, CopyEngine, MoveKernel, Thresholds
-from kvd.lane.cuda.driver import Stream
 from kvd.lane.cuda.runs import Runs
 from kvd.lane.cuda.scratch import Scratch
 from kvd.lane.device import Direction

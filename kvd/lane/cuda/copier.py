@@ -20,8 +20,9 @@ import numpy as np
 
 from kvd.errors import CudaError, LaneError
 from kvd.lane.cuda import driver, ptx
+from kvd.lane.cuda.binding import Stream, is_lost
 from kvd.lane.cuda.cleanup import Cleanup
-from kvd.lane.cuda.driver import BatchCopy, Stream
+from kvd.lane.cuda.driver import BatchCopy
 from kvd.lane.cuda.runs import Runs
 from kvd.lane.cuda.scratch import Scratch
 from kvd.lane.device import Direction
@@ -85,7 +86,7 @@ def choose_engine(scratch: Scratch, stream: Stream) -> CopyEngine:
         engine = BatchEngine(BatchCopy.find())
         right = moves_there_and_back(engine, scratch, stream)
     except CudaError as error:
-        if driver.is_lost(error):
+        if is_lost(error):
             raise
         driver.wait_for_stream(stream)  # some of the copies may be on their way
         _log.info("copies are enqueued one by one: %s", error)

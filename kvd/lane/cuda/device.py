@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvd.errors import CudaError, ImportFailed, LaneError
 from kvd.lane.cuda import calibration, driver, naming
+from kvd.lane.cuda.binding import Stream, is_lost
 from kvd.lane.cuda.cleanup import Cleanup
 from kvd.lane.cuda.copier import (
     AwaitedKernel,
@@ -29,11 +30,10 @@ from kvd.lane.cuda.copier import (
     choose_engine,
     moves_there_and_back,
 )
-from kvd.lane.cuda.driver import Stream
 from kvd.lane.cuda.flow import Events, Flow
 from kvd.lane.cuda.importing import ImportedMemory
 from kvd.lane.cuda.numa import stay_near
-from kvd.lane.cuda.pinning import PIECE_BYTES, PinnedPool
+from kvd.lane.cuda.pinning import PinnedPool
 from kvd.lane.cuda.runs import resolve
 from kvd.lane.cuda.scratch import Scratch
 from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
@@ -59,7 +59,7 @@ class Options:
     thresholds: which runs the kernel moves; measured where None.
     """
 
-    registration_bytes: int = PIECE_BYTES
+    registration_bytes: int | None = None
     bytes_in_flight: int = 32 * 2**20
     stuck_seconds: float = 120.0
     state_dir: Path | None = None
@@ -121,6 +121,16 @@ class CudaDevice(Device):
             self._pool = PinnedPool(pool_fd, pool_bytes, context, options.registration_bytes)
             self._cleanup.add(self._pool.close)
             _log.info("%s: %r", driver.device_name(self._device), self.copier)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is pinned."""
+        return self._pool.pinned
+
+    @property
+    def pool_error(self) -> str:
+        """See Device."""
+        return self._pool.error
 
     def import_memory(
         self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
@@ -230,9 +240,17 @@ class CudaDevice(Device):
     def _is_pinned(self, transfer: Transfer) -> bool:
         if self._pool.pinned == self._pool.nbytes:
             return True
-        copies = transfer.copies
-        end = int((copies.arena_offset + copies.nbytes).max(initial=0)) + transfer.pool_base
-        return not self._pool.error and min(end, self._pool.nbytes) <= self._pool.pinned
+        if self._pool.error:
+            return False
+        begins = (transfer.copies.arena_offset + transfer.pool_base).tolist()
+        lengths = transfer.copies.nbytes.tolist()
+        # What lies outside is for `resolve` to refuse.
+        end = self._pool.nbytes
+        return all(
+            self._pool.holds(begin, min(begin + length, end))
+            for begin, length in zip(begins, lengths, strict=True)
+            if 0 <= begin < end and length > 0
+        )
 
     def _make_copier(self, priority: int) -> Copier:
         """Try and time the ways to copy on scratch memory."""
@@ -266,7 +284,7 @@ class CudaDevice(Device):
                     file = self._calibration_file()
                     thresholds = calibration.thresholds(engine, kernel, scratch, stream, file)
         except LaneError as error:
-            if isinstance(error, CudaError) and driver.is_lost(error):
+            if isinstance(error, CudaError) and is_lost(error):
                 raise
             _log.warning("short runs go to the copy engine too: %s", error)
             return None, Thresholds()

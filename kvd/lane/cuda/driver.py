@@ -1,88 +1,37 @@
 """The CUDA driver as the daemon uses it: the only module that names its functions.
 
 Thin wrappers over `cuda.bindings.driver`: numbers in, numbers out, and every
-failure a CudaError that says what was being attempted. The bindings are imported
-at the first call, so that a daemon without them serves host memory as before.
-No function waits for the device unless its name says so.
+failure a CudaError that says what was being attempted (see binding.py). No
+function waits for the device unless its name says so.
 """
 
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
-from typing import Any, NewType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import CudaError, CudaMissing
+from kvd.lane.cuda.binding import (
+    Allocation,
+    Context,
+    Event,
+    Function,
+    Module,
+    Stream,
+    bindings,
+    call,
+)
 
-Context = NewType("Context", object)
-Stream = NewType("Stream", object)
-Event = NewType("Event", object)
-Module = NewType("Module", object)
-Function = NewType("Function", object)
-Allocation = NewType("Allocation", object)
 Addresses = npt.NDArray[np.uint64]
 
 NOT_READY = 600
 IPC_HANDLE_BYTES = 64
-# The context is lost for good: nothing that was or will be asked of it succeeds.
-_LOST = frozenset(
-    {
-        "CUDA_ERROR_DEINITIALIZED",
-        "CUDA_ERROR_DEVICE_UNAVAILABLE",
-        "CUDA_ERROR_ECC_UNCORRECTABLE",
-        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
-        "CUDA_ERROR_CONTAINED",
-        "CUDA_ERROR_ILLEGAL_ADDRESS",
-        "CUDA_ERROR_LAUNCH_TIMEOUT",
-        "CUDA_ERROR_CONTEXT_IS_DESTROYED",
-        "CUDA_ERROR_ASSERT",
-        "CUDA_ERROR_HARDWARE_STACK_ERROR",
-        "CUDA_ERROR_ILLEGAL_INSTRUCTION",
-        "CUDA_ERROR_MISALIGNED_ADDRESS",
-        "CUDA_ERROR_INVALID_ADDRESS_SPACE",
-        "CUDA_ERROR_INVALID_PC",
-        "CUDA_ERROR_LAUNCH_FAILED",
-        "CUDA_ERROR_TENSOR_MEMORY_LEAK",
-        "CUDA_ERROR_EXTERNAL_DEVICE",
-        "CUDA_ERROR_MPS_CLIENT_TERMINATED",
-        "CUDA_ERROR_UNKNOWN",
-    }
-)
-
-
-def is_lost(error: CudaError) -> bool:
-    """Whether the error is sticky: only another process can use the device again."""
-    return error.name in _LOST
-
-
-@cache
-def _bindings() -> ModuleType:
-    try:
-        from cuda.bindings import driver  # noqa: PLC0415  # an extra; host lanes do without
-    except ImportError as error:
-        raise CudaMissing(
-            f"a CUDA device needs the package cuda-bindings ({error});"
-            " install it with: pip install 'kvd-offload[cuda]'"
-        ) from error
-    module: ModuleType = driver
-    return module
-
-
-def _call(attempted: str, name: str, *arguments: object) -> Any:
-    """Call a driver function; its result: None, one value, or a tuple."""
-    try:
-        code, *values = getattr(_bindings(), name)(*arguments)
-    except (RuntimeError, AttributeError) as error:
-        raise CudaError(-1, f"{name} is not in this driver ({error})", attempted) from error
-    if code:
-        raise CudaError(int(code), code.name, attempted)
-    if len(values) > 1:
-        return tuple(values)
-    return values[0] if values else None
+# Forms of cuMemcpyBatchAsync: the version that brought one, and whether that also tells which copy
+# was wrong. A driver has those that are not newer than itself.
+_BATCH_FORMS = ((13000, False), (12080, True))
 
 
 # ------------------------------------------------------------------ devices
@@ -95,7 +44,7 @@ def start() -> None:
         CudaMissing: it is not installed, or there is no device.
         CudaError: it cannot be initialised.
     """
-    cuda = _bindings()
+    cuda = bindings()
     try:
         (code,) = cuda.cuInit(0)
     except RuntimeError as error:  # what the bindings raise where no library is found
@@ -114,45 +63,53 @@ def start() -> None:
 
 def version() -> int:
     """The CUDA version of the driver, 1000 * major + 10 * minor."""
-    return int(_call("asking for the driver's version", "cuDriverGetVersion"))
+    return int(call("asking for the driver's version", "cuDriverGetVersion"))
 
 
 def devices() -> list[tuple[int, bytes]]:
     """Every device that this process sees: its handle and its UUID, which is a slice's for MIG."""
-    count = _call("counting devices", "cuDeviceGetCount")
+    count = call("counting devices", "cuDeviceGetCount")
+    # Bindings older than CUDA 13 have both; there the plain name gives that of the whole GPU.
+    newer = hasattr(bindings(), "cuDeviceGetUuid_v2")
+    name = "cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid"
     found = []
     for index in range(count):
-        device = _call(f"opening device {index}", "cuDeviceGet", index)
-        uuid = _call(f"asking device {index} for its UUID", "cuDeviceGetUuid", device)
+        device = call(f"opening device {index}", "cuDeviceGet", index)
+        uuid = call(f"asking device {index} for its UUID", name, device)
         found.append((int(device), bytes(uuid.bytes)))
     return found
 
 
 def device_name(device: int) -> str:
     """What its maker calls it."""
-    name: bytes = _call("asking for a device's name", "cuDeviceGetName", 256, device)
+    name: bytes = call("asking for a device's name", "cuDeviceGetName", 256, device)
     return name.split(b"\0")[0].decode(errors="replace")
+
+
+def memory_of(device: int) -> int:
+    """Bytes of memory that it has, free or not."""
+    return int(call("asking for a device's memory", "cuDeviceTotalMem", device))
 
 
 def pci_bus_id(device: int) -> str:
     """Where it sits, as `0000:17:00.0`."""
-    text: bytes = _call("asking for a device's bus id", "cuDeviceGetPCIBusId", 64, device)
+    text: bytes = call("asking for a device's bus id", "cuDeviceGetPCIBusId", 64, device)
     return text.split(b"\0")[0].decode(errors="replace")
 
 
 def retain_context(device: int) -> Context:
     """The device's primary context, made if need be; `release_context` gives it back."""
-    return Context(_call("making a context", "cuDevicePrimaryCtxRetain", device))
+    return Context(call("making a context", "cuDevicePrimaryCtxRetain", device))
 
 
 def release_context(device: int) -> None:
     """Give the primary context back."""
-    _call("releasing the context", "cuDevicePrimaryCtxRelease", device)
+    call("releasing the context", "cuDevicePrimaryCtxRelease", device)
 
 
 def use_context(context: Context) -> None:
     """Make it the calling thread's context; every thread needs that once."""
-    _call("making the context current", "cuCtxSetCurrent", context)
+    call("making the context current", "cuCtxSetCurrent", context)
 
 
 # --------------------------------------------------------- streams and events
@@ -160,25 +117,25 @@ def use_context(context: Context) -> None:
 
 def priorities() -> tuple[int, int]:
     """The numbers of the least and of the greatest priority; equal where there is only one."""
-    least, greatest = _call("asking for priorities", "cuCtxGetStreamPriorityRange")
+    least, greatest = call("asking for priorities", "cuCtxGetStreamPriorityRange")
     return int(least), int(greatest)
 
 
 def create_stream(priority: int) -> Stream:
     """A stream that waits for no other."""
-    cuda = _bindings()
+    cuda = bindings()
     flags = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
-    return Stream(_call("creating a stream", "cuStreamCreateWithPriority", flags, priority))
+    return Stream(call("creating a stream", "cuStreamCreateWithPriority", flags, priority))
 
 
 def destroy_stream(stream: Stream) -> None:
     """Destroy it; nothing may be in flight there."""
-    _call("destroying a stream", "cuStreamDestroy", stream)
+    call("destroying a stream", "cuStreamDestroy", stream)
 
 
 def wait_for_stream(stream: Stream) -> None:
     """Wait for everything that was enqueued there."""
-    _call("waiting for a stream", "cuStreamSynchronize", stream)
+    call("waiting for a stream", "cuStreamSynchronize", stream)
 
 
 def is_idle(stream: Stream) -> bool:
@@ -188,18 +145,18 @@ def is_idle(stream: Stream) -> bool:
 
 def create_event() -> Event:
     """An event that keeps its time."""
-    flags = _bindings().CUevent_flags.CU_EVENT_DEFAULT
-    return Event(_call("creating an event", "cuEventCreate", flags))
+    flags = bindings().CUevent_flags.CU_EVENT_DEFAULT
+    return Event(call("creating an event", "cuEventCreate", flags))
 
 
 def destroy_event(event: Event) -> None:
     """Destroy it."""
-    _call("destroying an event", "cuEventDestroy", event)
+    call("destroying an event", "cuEventDestroy", event)
 
 
 def record(event: Event, stream: Stream) -> None:
     """Let the event mark all that was enqueued on the stream until now."""
-    _call("recording an event", "cuEventRecord", event, stream)
+    call("recording an event", "cuEventRecord", event, stream)
 
 
 def is_reached(event: Event) -> bool:
@@ -209,13 +166,13 @@ def is_reached(event: Event) -> bool:
 
 def nanoseconds_between(start_event: Event, end_event: Event) -> int:
     """Time on the device between two events that were reached."""
-    milliseconds = _call("timing copies", "cuEventElapsedTime", start_event, end_event)
+    milliseconds = call("timing copies", "cuEventElapsedTime", start_event, end_event)
     return int(milliseconds * 1e6)
 
 
 def _reached(attempted: str, name: str, what: object) -> bool:
     try:
-        _call(attempted, name, what)
+        call(attempted, name, what)
     except CudaError as error:
         if error.code == NOT_READY:
             return False
@@ -228,19 +185,19 @@ def _reached(attempted: str, name: str, what: object) -> bool:
 
 def register_host(address: int, nbytes: int) -> None:
     """Pin host memory for all contexts and map it for kernels."""
-    cuda = _bindings()
+    cuda = bindings()
     flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
-    _call(f"pinning {nbytes} bytes of host memory", "cuMemHostRegister", address, nbytes, flags)
+    call(f"pinning {nbytes} bytes of host memory", "cuMemHostRegister", address, nbytes, flags)
 
 
 def unregister_host(address: int) -> None:
     """Unpin what was pinned from this address on."""
-    _call("unpinning host memory", "cuMemHostUnregister", address)
+    call("unpinning host memory", "cuMemHostUnregister", address)
 
 
 def device_address(address: int) -> int:
     """Where kernels find pinned host memory."""
-    return int(_call("mapping pinned memory for kernels", "cuMemHostGetDevicePointer", address, 0))
+    return int(call("mapping pinned memory for kernels", "cuMemHostGetDevicePointer", address, 0))
 
 
 # -------------------------------------------------------------- device memory
@@ -248,17 +205,17 @@ def device_address(address: int) -> int:
 
 def allocate(nbytes: int) -> int:
     """Device memory; its address."""
-    return int(_call(f"allocating {nbytes} bytes on the device", "cuMemAlloc", nbytes))
+    return int(call(f"allocating {nbytes} bytes on the device", "cuMemAlloc", nbytes))
 
 
 def free(address: int) -> None:
     """Free device memory."""
-    _call("freeing device memory", "cuMemFree", address)
+    call("freeing device memory", "cuMemFree", address)
 
 
 def address_range(address: int) -> tuple[int, int]:
     """Start and size of the allocation in which an address lies."""
-    start_address, nbytes = _call("looking at an allocation", "cuMemGetAddressRange", address)
+    start_address, nbytes = call("looking at an allocation", "cuMemGetAddressRange", address)
     return int(start_address), int(nbytes)
 
 
@@ -266,46 +223,46 @@ def open_ipc(handle: bytes) -> int:
     """Map another process's allocation, named by a handle of 64 bytes; where it starts."""
     if len(handle) != IPC_HANDLE_BYTES:
         raise CudaError(1, "CUDA_ERROR_INVALID_VALUE", f"opening a handle of {len(handle)} bytes")
-    cuda = _bindings()
+    cuda = bindings()
     named = cuda.CUipcMemHandle()
     ctypes.memmove(named.getPtr(), handle, IPC_HANDLE_BYTES)
     flags = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-    return int(_call("opening a worker's memory", "cuIpcOpenMemHandle", named, flags))
+    return int(call("opening a worker's memory", "cuIpcOpenMemHandle", named, flags))
 
 
 def close_ipc(address: int) -> None:
     """Unmap what `open_ipc` mapped."""
-    _call("closing a worker's memory", "cuIpcCloseMemHandle", address)
+    call("closing a worker's memory", "cuIpcCloseMemHandle", address)
 
 
 def import_descriptor(descriptor: int) -> Allocation:
     """Device memory that a file descriptor names; the descriptor stays the caller's."""
-    kind = _bindings().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    kind = bindings().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     return Allocation(
-        _call("importing a worker's memory", "cuMemImportFromShareableHandle", descriptor, kind)
+        call("importing a worker's memory", "cuMemImportFromShareableHandle", descriptor, kind)
     )
 
 
 def release_allocation(allocation: Allocation) -> None:
     """Let go of it; what is mapped stays until it is unmapped."""
-    _call("releasing a worker's memory", "cuMemRelease", allocation)
+    call("releasing a worker's memory", "cuMemRelease", allocation)
 
 
 def reserve(nbytes: int) -> int:
     """A range of addresses without memory."""
     return int(
-        _call(f"reserving {nbytes} bytes of addresses", "cuMemAddressReserve", nbytes, 0, 0, 0)
+        call(f"reserving {nbytes} bytes of addresses", "cuMemAddressReserve", nbytes, 0, 0, 0)
     )
 
 
 def free_reserved(address: int, nbytes: int) -> None:
     """Give a range of addresses back."""
-    _call("giving addresses back", "cuMemAddressFree", address, nbytes)
+    call("giving addresses back", "cuMemAddressFree", address, nbytes)
 
 
 def map_allocation(address: int, nbytes: int, allocation: Allocation) -> None:
     """Put device memory at reserved addresses."""
-    _call(
+    call(
         f"mapping {nbytes} bytes of a worker's memory",
         "cuMemMap",
         address,
@@ -318,17 +275,17 @@ def map_allocation(address: int, nbytes: int, allocation: Allocation) -> None:
 
 def unmap(address: int, nbytes: int) -> None:
     """Undo `map_allocation`."""
-    _call("unmapping a worker's memory", "cuMemUnmap", address, nbytes)
+    call("unmapping a worker's memory", "cuMemUnmap", address, nbytes)
 
 
 def allow_access(address: int, nbytes: int, device: int) -> None:
     """Let the device read and write mapped memory."""
-    cuda = _bindings()
+    cuda = bindings()
     access = cuda.CUmemAccessDesc()
     access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access.location.id = device
     access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    _call("allowing access to a worker's memory", "cuMemSetAccess", address, nbytes, [access], 1)
+    call("allowing access to a worker's memory", "cuMemSetAccess", address, nbytes, [access], 1)
 
 
 # --------------------------------------------------------------------- copies
@@ -336,7 +293,7 @@ def allow_access(address: int, nbytes: int, device: int) -> None:
 
 def copy(target: int, source: int, nbytes: int, stream: Stream) -> None:
     """Enqueue one copy; its source is read when the stream gets there."""
-    _call("enqueueing a copy", "cuMemcpyAsync", target, source, nbytes, stream)
+    call("enqueueing a copy", "cuMemcpyAsync", target, source, nbytes, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,27 +305,25 @@ class BatchCopy:
     """
 
     function: Callable[..., int]
+    tells_index: bool
     stream_order: Any
     any_order: Any
 
     @classmethod
     def find(cls) -> "BatchCopy":
-        """The driver's function.
+        """The driver's function, in the newest form that it has.
 
         Raises:
             CudaError: this driver has none.
         """
-        cuda = _bindings()
-        attempted = "looking for cuMemcpyBatchAsync"
-        flags = cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
-        address, status = _call(attempted, "cuGetProcAddress", b"cuMemcpyBatchAsync", 13000, flags)
-        if not int(address):
-            raise CudaError(-1, f"not in this driver ({status.name})", attempted)
-        pointer = ctypes.c_void_p
+        cuda = bindings()
+        address, tells_index = _find_batch()
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
         kind = ctypes.CFUNCTYPE(
             ctypes.c_int,
-            *(pointer, pointer, pointer, ctypes.c_size_t),  # targets, sources, sizes, count
-            *(pointer, pointer, ctypes.c_size_t),  # attributes, first indices, their number
+            *(pointer, pointer, pointer, size),  # targets, sources, sizes, count
+            *(pointer, pointer, size),  # attributes, first indices, their number
+            *((pointer,) if tells_index else ()),
             pointer,  # stream
         )
         order = cuda.CUmemcpySrcAccessOrder
@@ -380,7 +335,7 @@ class BatchCopy:
             attribute = cuda.CUmemcpyAttributes()
             attribute.srcAccessOrder = value
             attributes.append(attribute)
-        return cls(kind(int(address)), *attributes)
+        return cls(kind(address), tells_index, *attributes)
 
     def enqueue(
         self,
@@ -402,20 +357,43 @@ class BatchCopy:
                 otherwise not before the stream gets there.
         """
         attributes = self.any_order if source_in_any_order else self.stream_order
-        first = ctypes.c_size_t(0)
+        first, wrong = ctypes.c_size_t(0), ctypes.c_size_t(0)
         code = self.function(
             targets.ctypes.data,
             sources.ctypes.data,
             sizes.ctypes.data,
             len(targets),
             attributes.getPtr(),
-            ctypes.addressof(first),
+            ctypes.addressof(first),  # the attributes count from copy 0 on
             1,
+            *((ctypes.addressof(wrong),) if self.tells_index else ()),
             int(stream),  # type: ignore[call-overload]  # the bindings' handles are numbers
         )
         if code:
-            name = _bindings().CUresult(code).name
+            name = bindings().CUresult(code).name
             raise CudaError(code, name, f"enqueueing {len(targets)} copies")
+
+
+def _find_batch() -> tuple[int, bool]:
+    """Where it is, and whether it takes one argument more: the index of a copy that is wrong."""
+    attempted = "looking for cuMemcpyBatchAsync"
+    flags = bindings().CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
+    have = version()
+    failures = [CudaError(-1, f"not in a driver for CUDA {have / 1000:.2f}", attempted)]
+    for version_wanted, tells_index in _BATCH_FORMS:
+        # An older driver asked for a newer version could answer with the form that it has.
+        if have < version_wanted:
+            continue
+        named = (b"cuMemcpyBatchAsync", version_wanted, flags)
+        try:
+            address, status = call(attempted, "cuGetProcAddress", *named)
+        except CudaError as error:
+            failures.append(error)
+            continue
+        if int(address):
+            return int(address), tells_index
+        failures.append(CudaError(-1, f"not in this driver ({status.name})", attempted))
+    raise failures[-1]
 
 
 # -------------------------------------------------------------------- kernels
@@ -423,17 +401,17 @@ class BatchCopy:
 
 def load_module(ptx: str) -> Module:
     """Translate and load a module."""
-    return Module(_call("loading the copy kernel", "cuModuleLoadData", ptx.encode() + b"\0"))
+    return Module(call("loading the copy kernel", "cuModuleLoadData", ptx.encode() + b"\0"))
 
 
 def unload_module(module: Module) -> None:
     """Unload it; nothing of it may run."""
-    _call("unloading the copy kernel", "cuModuleUnload", module)
+    call("unloading the copy kernel", "cuModuleUnload", module)
 
 
 def find_function(module: Module, name: str) -> Function:
     """A kernel of a module."""
-    return Function(_call("finding the copy kernel", "cuModuleGetFunction", module, name.encode()))
+    return Function(call("finding the copy kernel", "cuModuleGetFunction", module, name.encode()))
 
 
 def launch(
@@ -447,6 +425,6 @@ def launch(
 ) -> None:
     """Enqueue a kernel with these parameters."""
     shape = (blocks, 1, 1, threads, 1, 1, 0)
-    _call(
+    call(
         "launching the copy kernel", "cuLaunchKernel", function, *shape, stream, (values, types), 0
     )

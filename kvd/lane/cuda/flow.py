@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kvd.errors import CudaError
 from kvd.lane.cuda import driver
+from kvd.lane.cuda.binding import Event, Stream, is_lost
 from kvd.lane.cuda.copier import Copier
-from kvd.lane.cuda.driver import Event, Stream
 from kvd.lane.cuda.runs import Runs
 from kvd.lane.device import Direction, Finished, Transfer
 
@@ -143,7 +143,7 @@ class Flow:
         return driver.is_idle(self.stream)
 
     def _fail(self, entry: _Enqueued, error: CudaError) -> None:
-        if driver.is_lost(error):
+        if is_lost(error):
             raise error
         entry.error = entry.error or f"copy failed: {error}"
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvd.errors import CudaError, ImportFailed
 from kvd.lane.cuda import driver
+from kvd.lane.cuda.binding import is_lost
 from kvd.lane.cuda.cleanup import Cleanup
 from kvd.lane.cuda.driver import Addresses
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
@@ -52,7 +53,7 @@ class ImportedMemory:
                     self._storage(handle, size) for handle, size in zip(handles, sizes, strict=True)
                 ]
         except CudaError as error:
-            if driver.is_lost(error):
+            if is_lost(error):
                 raise
             raise ImportFailed(str(error)) from error
         self.addresses: Addresses = np.array(starts, np.uint64)
@@ -97,7 +98,7 @@ class ImportedMemory:
         try:
             address = driver.open_ipc(handle.handle)
         except CudaError as error:
-            if driver.is_lost(error):
+            if is_lost(error):
                 raise
             raise ImportFailed(
                 f"{error}; the worker must run on this machine and use this device, and its pid"
@@ -109,14 +110,21 @@ class ImportedMemory:
         return address, nbytes - (address - start)
 
     def _open_descriptor(self, handle: VmmHandle) -> tuple[int, int]:
-        nbytes = handle.allocation
+        nbytes, limit = handle.allocation, driver.memory_of(self._device)
+        if nbytes > limit:
+            raise ImportFailed(
+                f"an allocation of {nbytes} bytes is claimed, the device has {limit}"
+            )
         allocation = driver.import_descriptor(self._descriptors[handle.fd_index])
         self._cleanup.add(lambda: driver.release_allocation(allocation))
         address = driver.reserve(nbytes)
         self._cleanup.add(lambda: driver.free_reserved(address, nbytes))
-        # The driver refuses to map more than there is.
         driver.map_allocation(address, nbytes, allocation)
         self._cleanup.add(lambda: driver.unmap(address, nbytes))
+        # The driver refuses to map more than there is; what it says of the mapping is asked too.
+        start, have = driver.address_range(address)
+        if start > address or start + have < address + nbytes:
+            raise ImportFailed(f"{nbytes} bytes of an allocation are claimed, it has {have}")
         driver.allow_access(address, nbytes, self._device)
         return address, nbytes
 

@@ -5,10 +5,10 @@ the pool is registered in pieces. Slots have another size in every namespace, so
 no size of piece suits them all: a boundary may cut a slot, and copies are split
 where they cross one (`runs.py`); no copy spans two registrations.
 
-Pieces are registered by a thread, each as soon as its pages were touched, so that
-one piece is pinned while later ones are still being allocated and touched. What
-lies beyond is not usable yet. A failure undoes what was registered and stays:
-pageable memory is never used instead.
+Pieces are registered by a thread in the order of `kvd.filling`, each as soon as its
+pages were touched, so that one piece is pinned while later ones are still being
+allocated and touched. What comes later is not usable yet. A failure undoes what was
+registered and stays: pageable memory is never used instead.
 """
 
 import logging
@@ -20,14 +20,15 @@ import time
 import numpy as np
 
 from kvd.errors import CudaError, LaneError
+from kvd.filling import FillOrder, piece_bytes_for
 from kvd.lane.cuda import driver
-from kvd.lane.cuda.driver import Addresses, Context
+from kvd.lane.cuda.binding import Context
+from kvd.lane.cuda.driver import Addresses
 from kvd.lane.pretouch import Pretouch
 
 _log = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 64 * 2**30
-PIECE_BYTES = 4 * 2**30
 _WAIT_SECONDS = 0.01
 _STEPS_OF_PROGRESS = 10
 
@@ -40,7 +41,7 @@ class PinnedPool:
         pool_bytes: its size.
         context: the device's.
         piece_bytes: of one registration; whole pages of the file, which may be huge ones, and at
-            most 64 GiB.
+            most 64 GiB. None: the pieces in which the broker fills the pool.
 
     Raises:
         LaneError: a size of piece that cannot be, or a file that cannot be mapped.
@@ -51,9 +52,11 @@ class PinnedPool:
         pool_fd: int,
         pool_bytes: int,
         context: Context,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int | None = None,
     ) -> None:
         page_bytes = max(mmap.PAGESIZE, os.fstat(pool_fd).st_blksize)
+        if piece_bytes is None:
+            piece_bytes = piece_bytes_for(pool_bytes, page_bytes)
         if not 0 < piece_bytes <= MAX_PIECE_BYTES or piece_bytes % page_bytes:
             raise LaneError(
                 f"pieces of {piece_bytes} bytes; choose a multiple of {page_bytes},"
@@ -66,7 +69,8 @@ class PinnedPool:
         self.nbytes = pool_bytes
         self.piece_bytes = piece_bytes
         self.address = np.frombuffer(self._mapping, np.uint8).ctypes.data
-        pieces = -(-pool_bytes // piece_bytes)
+        self.fill = FillOrder(pool_bytes, piece_bytes)
+        pieces = len(self.fill.order)
         # By piece: what is added to a host address for a kernel to find it.
         self.kernel_shift: Addresses = np.zeros(pieces, np.uint64)
         self._context = context
@@ -75,14 +79,20 @@ class PinnedPool:
         self._since: float | None = None
         self._stop = threading.Event()
         self._ended = threading.Event()
-        self._pretouch = Pretouch(self._mapping, pool_fd)
+        self._pretouch = Pretouch(self._mapping, pool_fd, self.fill)
         self._thread = threading.Thread(target=self._run, name="kvd-pinning", daemon=True)
         self._thread.start()
 
     @property
     def pinned(self) -> int:
-        """Bytes from the pool's start that copies may use."""
+        """Bytes, in the order of filling, that copies may use."""
         return self._pinned
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Whether copies may use pool bytes begin..end - 1."""
+        return self._pinned == self.nbytes or (
+            end <= self.nbytes and self.fill.needed(begin, end) <= self._pinned
+        )
 
     @property
     def error(self) -> str:
@@ -136,9 +146,10 @@ class PinnedPool:
 
     def _pin(self) -> None:
         said = 0
-        for piece, begin in enumerate(range(0, self.nbytes, self.piece_bytes)):
-            end = min(begin + self.piece_bytes, self.nbytes)
-            while self._pretouch.done < end and not self._stop.is_set():
+        for piece in self.fill.order:
+            begin, end = self.fill.span(piece)
+            filled = self._pinned + end - begin
+            while self._pretouch.done < filled and not self._stop.is_set():
                 self._stop.wait(_WAIT_SECONDS)
             if self._stop.is_set():
                 return
@@ -153,18 +164,20 @@ class PinnedPool:
                 driver.unregister_host(address)
                 raise
             self.kernel_shift[piece] = shift % 2**64
-            self._pinned = end
+            self._pinned = filled
             self._since = None
-            if end * _STEPS_OF_PROGRESS // self.nbytes > said:
-                said = end * _STEPS_OF_PROGRESS // self.nbytes
-                _log.info("pinned %d of %d bytes of the pool", end, self.nbytes)
+            if filled * _STEPS_OF_PROGRESS // self.nbytes > said:
+                said = filled * _STEPS_OF_PROGRESS // self.nbytes
+                _log.info("pinned %d of %d bytes of the pool", filled, self.nbytes)
 
-    def _unregister(self, end: int) -> None:
-        """Unpin all pieces below `end`, as many as can be; raises the first failure."""
+    def _unregister(self, filled: int) -> None:
+        """Unpin the first `filled` bytes, as many as can be; raises the first failure."""
         failures = []
-        for begin in range(0, end, self.piece_bytes):
+        for piece in self.fill.order:
+            if self.fill.filled_with[piece] > filled:
+                break
             try:
-                driver.unregister_host(self.address + begin)
+                driver.unregister_host(self.address + self.fill.span(piece)[0])
             except CudaError as error:
                 failures.append(error)
         if failures:

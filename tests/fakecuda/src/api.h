@@ -39,7 +39,7 @@
     FUNCTION(cuMemcpyAsync, 4000) FUNCTION(cuMemcpyHtoDAsync, 2000) \
     FUNCTION(cuMemcpyDtoHAsync, 2000) FUNCTION(cuMemcpyDtoDAsync, 3000) \
     FUNCTION(cuMemcpyHtoD, 2000) FUNCTION(cuMemcpyDtoH, 2000) \
-    FUNCTION(cuMemcpyBatchAsync, 13000) FUNCTION(cuMemsetD8, 2000) \
+    FUNCTION(cuMemcpyBatchAsync, 12080) FUNCTION(cuMemsetD8, 2000) \
     FUNCTION(cuMemsetD8Async, 3020) \
     FUNCTION(cuModuleLoadData, 2000) FUNCTION(cuModuleUnload, 2000) \
     FUNCTION(cuModuleGetFunction, 2000) FUNCTION(cuLaunchKernel, 4000)
@@ -116,7 +116,10 @@ CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes);
 CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes);
 CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t count,
                             CUmemcpyAttributes *attributes, size_t *starts, size_t kinds,
-                            CUstream handle);
+                            size_t *wrong, CUstream handle);
+CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t count,
+                               CUmemcpyAttributes *attributes, size_t *starts, size_t kinds,
+                               CUstream handle);
 CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t bytes);
 CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes, CUstream handle);
 CUresult cuModuleLoadData(CUmodule *module, const void *image);

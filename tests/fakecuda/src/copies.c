@@ -88,10 +88,9 @@ EXPORT CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes) {
     return submit_one((uintptr_t)to, from, bytes, NULL, true);
 }
 
-EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t count,
-                                   CUmemcpyAttributes *attributes, size_t *starts, size_t kinds,
-                                   CUstream handle) {
-    ENTER("cuMemcpyBatchAsync", NEEDS_CONTEXT);
+static CUresult batch(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t count,
+                      CUmemcpyAttributes *attributes, size_t *starts, size_t kinds,
+                      CUstream handle) {
     if (!count || !kinds || kinds > count || !attributes || !starts || starts[0] != 0)
         return INVALID_VALUE;
     if (handle == NULL || handle == LEGACY_STREAM) return INVALID_VALUE; /* as the driver */
@@ -110,6 +109,23 @@ EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *b
     if (!result) result = submit(entries, count, handle, false);
     free(entries);
     return result;
+}
+
+/* The form of CUDA 12.8, which also tells which copy was wrong. */
+EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t count,
+                                   CUmemcpyAttributes *attributes, size_t *starts, size_t kinds,
+                                   size_t *wrong, CUstream handle) {
+    ENTER("cuMemcpyBatchAsync", NEEDS_CONTEXT);
+    if (wrong) *wrong = SIZE_MAX;
+    return batch(to, from, bytes, count, attributes, starts, kinds, handle);
+}
+
+/* The form since CUDA 13.0; failures and the log know both by the one name. */
+EXPORT CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes,
+                                      size_t count, CUmemcpyAttributes *attributes, size_t *starts,
+                                      size_t kinds, CUstream handle) {
+    ENTER("cuMemcpyBatchAsync", NEEDS_CONTEXT);
+    return batch(to, from, bytes, count, attributes, starts, kinds, handle);
 }
 
 EXPORT CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes,

@@ -294,6 +294,8 @@ static void *function_named(const char *name, int version) {
     if (version > settings.driver_version) return NULL;
     /* Since 12.0 the name stands for the form that also tells a status. */
     if (!strcmp(name, "cuGetProcAddress") && version >= 12000) return (void *)cuGetProcAddress_v2;
+    if (!strcmp(name, "cuMemcpyBatchAsync") && version >= 13000)
+        return (void *)cuMemcpyBatchAsync_v2;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++)
         if (!strcmp(table[i].name, name))
             return version >= table[i].since && settings.driver_version >= table[i].since

@@ -1,0 +1,166 @@
+"""A daemon and its service manager, over a real NOTIFY_SOCKET."""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvd.broker.notify import Notifier
+from kvd.core.notices import Notices
+from kvd.errors import ConfigError
+from tests.conftest import StartDaemon
+from tests.deploy.manager import Manager, listening
+
+WATCHDOG_SECONDS = 0.8
+_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+
+
+def supervised(
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, manager: Manager, *extra: str
+) -> int:
+    """A daemon under `manager` with a watchdog; its pid."""
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
+    monkeypatch.setenv("WATCHDOG_USEC", str(int(WATCHDOG_SECONDS * 1e6)))
+    monkeypatch.delenv("WATCHDOG_PID", raising=False)
+    return start_daemon(*extra, ready=False).process.pid
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_daemon_says_ready_then_feeds_the_watchdog(
+    start_daemon: StartDaemon,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    *,
+    abstract: bool,
+) -> None:
+    """READY, the state in words, pings, and STOPPING at the end, all from the broker's process."""
+    address = f"@kvd-test-{os.getpid()}" if abstract else str(tmp_path / "notify.sock")
+    with listening(address) as manager:
+        pid = supervised(start_daemon, monkeypatch, manager)
+        first = manager.until("READY=1")
+        assert any(line.startswith("STATUS=") for line in first)
+        manager.until("STATUS=ready")
+        for _ in range(3):
+            manager.until("WATCHDOG=1")
+        os.kill(pid, signal.SIGTERM)
+        last = manager.until("STOPPING=1")
+        (extend,) = [line for line in last if line.startswith("EXTEND_TIMEOUT_USEC=")][-1:]
+        assert int(extend.partition("=")[2]) > 10e6
+        assert manager.pids == {pid}
+
+
+def test_a_pool_on_its_way_is_serving_and_asks_for_time(
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """READY does not wait for the pool, and the status says what is missing."""
+    with listening(str(tmp_path / "notify.sock")) as manager:
+        supervised(start_daemon, monkeypatch, manager, "--cpu-bytes", "auto")
+        seen = manager.until("WATCHDOG=1")
+        assert "READY=1" in seen
+        (status,) = [line for line in seen if line.startswith("STATUS=")]
+        assert "not ready" in status
+
+
+def test_a_frozen_daemon_stops_its_pings(
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SIGSTOP of the daemon: no ping within two and a half intervals; SIGCONT: they come again."""
+    with listening(str(tmp_path / "notify.sock")) as manager:
+        pid = supervised(start_daemon, monkeypatch, manager)
+        manager.until("WATCHDOG=1")
+        os.kill(pid, signal.SIGSTOP)
+        manager.drain()
+        assert manager.receive(2.5 * WATCHDOG_SECONDS) == []
+        os.kill(pid, signal.SIGCONT)
+        manager.until("WATCHDOG=1")
+
+
+def test_a_wedged_loop_stops_the_pings_while_other_threads_run(
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only the loop's thread is held; no other thread of the daemon feeds the watchdog."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with listening(str(tmp_path / "notify.sock")) as manager:
+        pid = supervised(start_daemon, monkeypatch, manager)
+        manager.until("STATUS=ready")
+        if libc.ptrace(_SEIZE, pid, None, None):
+            pytest.skip(f"a thread cannot be held here: {os.strerror(ctypes.get_errno())}")
+        try:
+            assert libc.ptrace(_INTERRUPT, pid, None, None) == 0
+            os.waitpid(pid, os.WUNTRACED)
+            manager.drain()
+            assert manager.receive(2.5 * WATCHDOG_SECONDS) == []
+        finally:
+            libc.ptrace(_DETACH, pid, None, None)
+        manager.until("WATCHDOG=1")
+
+
+def test_an_aborted_daemon_says_where_its_loop_stood(
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGABRT, which a missed watchdog sends, leaves the loop's stack in the log."""
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    daemon = start_daemon()
+    assert daemon.stop(signal.SIGABRT) == -signal.SIGABRT
+    assert "in _turn" in daemon.log.read_text()
+
+
+def test_lanes_inherit_nothing_of_it(tmp_path: Path) -> None:
+    """The variables are gone from the environment that children get."""
+    environ = {
+        "NOTIFY_SOCKET": str(tmp_path / "notify.sock"),
+        "WATCHDOG_USEC": "30000000",
+        "WATCHDOG_PID": str(os.getpid()),
+        "PATH": "/bin",
+    }
+    notifier = Notifier.from_environment(environ)
+    assert environ == {"PATH": "/bin"}
+    assert "watchdog every 15 s" in repr(notifier)
+    notifier.close()
+
+
+def test_a_watchdog_meant_for_another_process_is_left_alone() -> None:
+    """WATCHDOG_PID of somebody else: no pings."""
+    environ = {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}
+    assert not Notifier.from_environment(environ).notices.watchdog
+
+
+@pytest.mark.parametrize("usec", ["soon", "0", "-5"])
+def test_a_watchdog_that_is_no_number_is_refused(usec: str) -> None:
+    """A daemon that could not feed its watchdog does not start."""
+    with pytest.raises(ConfigError, match=r"WATCHDOG_USEC.*WatchdogSec"):
+        Notifier.from_environment({"WATCHDOG_USEC": usec})
+
+
+def test_a_manager_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
+    """A full socket keeps the message for later and returns at once; then it arrives."""
+    address = str(tmp_path / "notify.sock")
+    with listening(address) as manager:
+        notifier = Notifier(address, Notices(None))
+        sent = 0
+        while not notifier._waiting:
+            notifier.reloading(float(sent))
+            sent += 1
+        for _ in range(sent - 1):
+            assert manager.receive(5.0)
+        notifier.stopping(1.0)
+        manager.until("STOPPING=1")
+        notifier.close()
+
+
+def test_a_manager_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+    """Nobody at the address: one warning, and the daemon goes on."""
+    notifier = Notifier(str(tmp_path / "nobody.sock"), Notices(None))
+    notifier.stopping(1.0)
+    assert "nobody" in repr(notifier)
+    notifier.stopping(1.0)
+
+
+def test_an_address_of_another_kind_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """An address such as vsock: a warning that names the value."""
+    notifier = Notifier("vsock:2:1234", Notices(None))
+    notifier.stopping(1.0)
+    assert "vsock:2:1234" in caplog.text
+    assert "Notifier to nobody" in repr(notifier)

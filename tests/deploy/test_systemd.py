@@ -1,0 +1,137 @@
+"""The unit and what lies beside it."""
+
+import re
+import shutil
+import subprocess
+from configparser import ConfigParser
+from pathlib import Path
+
+import click
+import pytest
+
+from kvd.cli import cli
+from kvd.config.sources import Sources
+from tests.deploy.places import DEPLOY, tool
+
+SYSTEMD = DEPLOY / "systemd"
+HIGHEST_EXPOSURE = 2.0
+
+
+def parsed(name: str) -> ConfigParser:
+    """A unit file; of keys given twice the last."""
+    parser = ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string((SYSTEMD / name).read_text())
+    return parser
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A file system with systemd's own units and everything of ours installed."""
+    own = Path("/lib/systemd/system")
+    if not own.is_dir():
+        pytest.skip("systemd's own units are not installed")
+    root = tmp_path / "root"
+    shutil.copytree(own, root / "usr/lib/systemd/system", symlinks=True)
+    (root / "lib").symlink_to("usr/lib")
+    units = root / "etc/systemd/system"
+    (units / "kvd.service.d").mkdir(parents=True)
+    for name in ("kvd.service", "run-hugepages-kvd.mount"):
+        shutil.copy(SYSTEMD / name, units)
+    for name in ("hugepages.conf", "wait-ready.conf"):
+        shutil.copy(SYSTEMD / name, units / "kvd.service.d")
+    kvd = root / "opt/kvd/bin/kvd"
+    kvd.parent.mkdir(parents=True)
+    kvd.write_text("#!/bin/sh\n")
+    kvd.chmod(0o755)
+    return root
+
+
+def verify(root: Path) -> str:
+    """What systemd-analyze has to say of our units."""
+    units = ["kvd.service", "run-hugepages-kvd.mount"]
+    done = subprocess.run(
+        [tool("systemd-analyze"), "verify", "--man=no", f"--root={root}", *units],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done.stdout + done.stderr
+
+
+def test_systemd_has_nothing_to_say_of_the_units(machine: Path) -> None:
+    """Unit, mount and drop-ins verify without a word."""
+    assert verify(machine) == ""
+
+
+def test_systemd_would_see_a_mistake(machine: Path) -> None:
+    """The check above is one: a wrong key is reported."""
+    unit = machine / "etc/systemd/system/kvd.service"
+    unit.write_text(unit.read_text().replace("WatchdogSec=", "WatchDogSec="))
+    assert "WatchDogSec" in verify(machine)
+
+
+def test_the_exposure_is_what_the_readme_quotes() -> None:
+    """The figure of systemd-analyze security is low, and the one in the README."""
+    done = subprocess.run(
+        [
+            *(tool("systemd-analyze"), "security", "--no-pager", "--offline=yes"),
+            *(f"--threshold={int(HIGHEST_EXPOSURE * 10)}", str(SYSTEMD / "kvd.service")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    measured = re.search(r"Overall exposure level for kvd.service: ([0-9.]+)", done.stdout)
+    assert measured is not None
+    quoted = re.search(r"says \*\*([0-9.]+)\*\*", (SYSTEMD / "README.md").read_text())
+    assert quoted is not None
+    assert quoted[1] == measured[1]
+
+
+def test_the_user_is_a_system_user_and_keeps_its_shared_memory() -> None:
+    """Nothing of systemd's removes the pool's file between two starts."""
+    service = parsed("kvd.service")["Service"]
+    assert service["RemoveIPC"] == "no"
+    assert service["RuntimeDirectoryPreserve"] == "yes"
+    assert "DynamicUser" not in service
+    entry = (SYSTEMD / "kvd.sysusers.conf").read_text().splitlines()[-1].split()
+    assert entry[:3] == ["u", service["User"], "-"]
+
+
+def test_directory_rights_agree() -> None:
+    """systemd-tmpfiles and the unit make the same runtime directory."""
+    service = parsed("kvd.service")["Service"]
+    line = (SYSTEMD / "kvd.tmpfiles.conf").read_text().splitlines()[-1].split()
+    expected = [f"/run/{service['RuntimeDirectory']}", service["RuntimeDirectoryMode"]]
+    assert line[1:5] == [*expected, service["User"], service["Group"]]
+
+
+def test_stopping_leaves_time_for_the_default_drain() -> None:
+    """TimeoutStopSec is longer than drain_seconds of the shipped settings."""
+    settings = Sources(config=DEPLOY / "kvd.toml", environment={}).load().settings
+    timeout = float(parsed("kvd.service")["Service"]["TimeoutStopSec"])
+    assert timeout >= settings.drain_seconds + 60
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("kvd.service", "ExecStart"), ("wait-ready.conf", "ExecStartPost")]
+)
+def test_the_commands_of_the_units_are_ones_that_kvd_takes(name: str, key: str) -> None:
+    """Command and options exist."""
+    _, command, *options = parsed(name)["Service"][key].split()
+    found = cli.get_command(click.Context(cli), command)
+    assert found is not None
+    known = {option for parameter in found.params for option in parameter.opts}
+    assert {option for option in options if option.startswith("--")} <= known
+
+
+def test_the_installer_installs_what_is_there() -> None:
+    """Every file that install.sh names lies beside it, and the shell can read the script."""
+    script = SYSTEMD / "install.sh"
+    subprocess.run(["sh", "-n", str(script)], check=True, timeout=60)
+    for name in re.findall(r"\$here/([a-z./]+)", script.read_text()):
+        assert (SYSTEMD / name).is_file()
