@@ -245,8 +245,7 @@ class Bench:
         """Why the daemon takes no store now, in its own words."""
         report = self.status()
         if report["draining"]:
-            words = "; ".join(report["not_ready"])
-            return f"the daemon is draining and refuses stores ({words}); kvd resume ends a drain"
+            return f"the daemon is draining and refuses stores: {'; '.join(report['not_ready'])}"
         reasons = "; ".join(report["not_ready"]) or "it does not say why"
         return f"the daemon refuses stores: {reasons}"
 
