@@ -57,6 +57,7 @@ class Daemon:
         started = time.perf_counter()
         command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
         command += ["--cpu-bytes", str(self._cpu_bytes), "--pool-dir", str(self._place)]
+        command += ["--http-listen", "off"]
         self._log = (self._place / "log").open("w")
         self._process = subprocess.Popen(command, stderr=self._log, start_new_session=True)
         try:

@@ -32,6 +32,7 @@ class Control:
         self._context = zmq.Context()
         door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
+            door.settimeout(timeout)  # a daemon that hangs stops accepting, and connect waits
             door.connect(str(self._runtime_dir / "door.sock"))
             self._door = Channel(door)
             greeting = self._greeting()
@@ -61,35 +62,45 @@ class Control:
             self.close()
             raise
 
-    def request(self, message: Message) -> Message:
+    def request(self, message: Message, timeout: float | None = None) -> Message:
         """Send a request; its reply, or the daemon's ERROR as it is.
 
+        Args:
+            message: what to ask.
+            timeout: seconds to wait, where that differs from the connection's own.
+
         Raises:
-            NotRunning: no reply in time.
+            NotRunning: no reply in time, or the daemon has hung up.
         """
+        seconds = self._timeout if timeout is None else timeout
         self._request_id += 1
         frame = WIRE.encode(message, self._request_id, self._boot_id, self._session)
         self._socket.send(frame)
-        deadline = time.monotonic() + self._timeout
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._door.fileno(), zmq.POLLIN)
+        deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            if not self._socket.poll(int(left * 1000) + 1):
-                break
-            header, reply = WIRE.decode(self._socket.recv())
-            if header.request_id == self._request_id:
-                return reply
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            if self._socket in ready:
+                header, reply = WIRE.decode(self._socket.recv())
+                if header.request_id == self._request_id:
+                    return reply
+            elif self._door.fileno() in ready:
+                self._hear()
         raise NotRunning(
             f"the daemon in {self._runtime_dir} did not answer {type(message).__name__} within"
-            f" {self._timeout:g} s"
+            f" {seconds:g} s"
         )
 
-    def ask(self, message: Message, kind: type[M]) -> M:
+    def ask(self, message: Message, kind: type[M], timeout: float | None = None) -> M:
         """Send a request; its reply, which is of this type.
 
         Raises:
             NotRunning: no reply in time, or one of another type.
             Refused: the daemon answered with an ERROR.
         """
-        reply = self.request(message)
+        reply = self.request(message, timeout)
         if isinstance(reply, Error):
             raise Refused(reply.code, reply.text)
         if not isinstance(reply, kind):
@@ -98,6 +109,15 @@ class Control:
                 f" {kind.__name__}; is it of another version than this command, kvd {VERSION}?"
             )
         return reply
+
+    def _hear(self) -> None:
+        """Take what came over the door: a notice, which tools ignore, or the daemon's end."""
+        try:
+            received = self._door.recv()
+        except EOFError as error:
+            raise NotRunning(f"the daemon in {self._runtime_dir} has hung up") from error
+        if received is not None:
+            close_all(received[1])
 
     def _greeting(self) -> bytes:
         poller = zmq.Poller()

@@ -9,12 +9,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvd.config.about import About, Known, SizeText, known_in
+from kvd.config.about import About, Known, ListenText, SizeText, known_in
 
 _PLACE = "Where the daemon lives"
 _POOL = "The pool"
 _TIME = "Deadlines"
 _LIMIT = "Limits"
+_LOG = "The log"
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _DIR = "the path of a directory"
@@ -33,6 +34,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(min_length=1),
         About("Where the pool's file lies: the node's tmpfs.", _PLACE, "DIR", needs=_DIR),
     ] = "/dev/shm"
+    http_listen: Annotated[
+        str,
+        ListenText(),
+        About("Where health, metrics and the status page are served.", _PLACE, "HOST:PORT"),
+    ] = "127.0.0.1:9330"
     cpu_bytes: Annotated[
         str | int,
         SizeText(auto=True, positive=True),
@@ -77,6 +83,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(ge=1, le=65536),
         About("Most connections at one time.", _LIMIT, "N", live=True),
     ] = 1024
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        About("Lines below this are not written.", _LOG, "LEVEL", live=True),
+    ] = "info"
+    log_format: Annotated[
+        Literal["human", "json"],
+        About("How a line of the log looks; json is one object a line.", _LOG, "FORMAT"),
+    ] = "human"
 
     @property
     def pool_bytes(self) -> int | None:

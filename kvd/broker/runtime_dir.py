@@ -34,6 +34,7 @@ class RuntimeDir:
         self.pool = pool_dir / f"kvd-{digest}.pool"
         self.broker_socket = self.path / "broker.sock"
         self.door_socket = self.path / "door.sock"
+        self.http_socket = self.path / "http.sock"
         self.lock_file = self.path / "kvd.lock"
         self._lock_fd = -1
 
@@ -76,7 +77,8 @@ class RuntimeDir:
             self._lock_fd = -1
 
     def _clear(self) -> None:
-        stale = [self.broker_socket, self.door_socket, self.pool, *self.path.glob("lane-*.sock")]
+        stale = [self.broker_socket, self.door_socket, self.http_socket, self.pool]
+        stale += self.path.glob("lane-*.sock")
         for path in stale:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()

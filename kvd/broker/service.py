@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import time
-from collections import deque
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +18,8 @@ import zmq
 
 from kvd.broker.available import available_bytes
 from kvd.broker.door import Door, Visitor
+from kvd.broker.figures import OwnFigures
+from kvd.broker.http import HttpProcess
 from kvd.broker.memory import DirectoryMemory, PoolMemory
 from kvd.broker.notify import Notifier
 from kvd.broker.requests import Requests
@@ -75,6 +76,9 @@ class Service:
             )
         self._runtime = RuntimeDir(Path(settings.runtime_dir), self._pool_dir)
         self._runtime.lock()
+        self._http = HttpProcess(
+            self._runtime.path, self._runtime.http_socket, settings.http_listen
+        )
         self._directories = DirectoryMemory()
         self._pool: PoolMemory | None = None
         self._incarnations = itertools.count(1)
@@ -86,7 +90,8 @@ class Service:
         self._stop_at: float | None = None
         self._signals = 0
         self._next_tick = 0.0
-        self.events: deque[tuple[float, str]] = deque(maxlen=200)
+        self._figures = OwnFigures()
+        self._polled = 0.0
         self._poller = zmq.Poller()
         self._notifier = Notifier.from_environment(os.environ)
         self.core = Broker(
@@ -97,7 +102,9 @@ class Service:
             devices=DEVICES,
             open_namespaces=self._open_namespaces,
             available_bytes=lambda: available_bytes(self._pool_dir),
+            surroundings=lambda: self._figures.read(self._requests.dropped),
         )
+        self.core.state.measures.started = time.time()
         if settings.pool_bytes is not None:
             self._open_pool(settings.pool_bytes)
         self._requests = Requests(self._runtime.broker_socket, self.core, self._visitors)
@@ -127,8 +134,10 @@ class Service:
     def _turn(self) -> None:
         now = time.monotonic()
         self._start_lanes(now)
+        if self._polled:
+            self.core.state.measures.turn(time.monotonic() - self._polled, now)
         ready = dict(self._poller.poll(0 if self.core.busy else int(TICK_SECONDS * 1000)))
-        now = time.monotonic()
+        now = self._polled = time.monotonic()
         for process in list(self._lanes.values()):  # first: what lanes report decides what is READY
             self._lane_turn(process, ready, now)
         if self._requests.socket in ready:
@@ -150,6 +159,7 @@ class Service:
         for visitor in list(self._visitors.values()):
             if visitor.channel.wants_write:
                 visitor.channel.flush()
+        self._http.turn(self._poller, ready, now)
         self._notifier.turn(now, self.core.state, self._pool.allocated if self._pool else 0)
 
     # ----------------------------------------------------------------- pool
@@ -178,7 +188,7 @@ class Service:
         self.core.state.allocated = pool.allocated
         if self.core.state.pool_ready:
             self._poller.unregister(pool.done_fd)
-            log.info("pool ready")
+            self._note(Event(f"all {format_size(pool.nbytes)} of the pool are allocated"))
 
     # ---------------------------------------------------------------- lanes
 
@@ -305,10 +315,10 @@ class Service:
                 case DropLane():
                     del self._lanes[effect.device]
                 case KillLane():
-                    log.error("lane %s is killed: %s", effect.device, effect.reason)
+                    self._note(Event(f"lane {effect.device} is killed: {effect.reason}", "error"))
                     self._lanes[effect.device].kill()
                 case OpenPool():
-                    log.info("cpu_bytes auto: %s", effect.explanation)
+                    self._note(Event(f"cpu_bytes auto: {effect.explanation}"))
                     self._open_pool(effect.cpu_bytes)
                 case DropFds():
                     visitor = self._visitors.get(effect.session)
@@ -317,8 +327,11 @@ class Service:
                 case DropDirectory():
                     self._directories.drop(effect.namespace.hex())
                 case Event():
-                    self.events.append((time.time(), effect.text))
-                    log.log(logging.getLevelNamesMapping()[effect.level.upper()], effect.text)
+                    self._note(effect)
+
+    def _note(self, event: Event) -> None:
+        self.core.state.events.add(event, time.time())
+        log.log(logging.getLevelNamesMapping()[event.level.upper()], event.text)
 
     def _notify(self, effect: Notify) -> None:
         visitor = self._visitors.get(effect.session)
@@ -370,7 +383,7 @@ class Service:
             return False
         now = time.monotonic()
         if self._stop_at is None:
-            log.info("draining")
+            self._note(Event("stopping: a signal came"))
             self._notifier.stopping(self.settings.drain_seconds)
             self.core.state.stopping = True
             self._stop_at = now + self.settings.drain_seconds
@@ -385,6 +398,7 @@ class Service:
         return False
 
     def _shutdown(self) -> None:
+        self._http.close()
         self._notifier.stopping(0.0)
         for process in self._lanes.values():
             process.kill()

@@ -9,7 +9,8 @@ import click
 
 from kvd.broker.service import Service
 from kvd.cli.options import settings_options, sources
-from kvd.errors import KvdError
+from kvd.errors import ConfigError, KvdError
+from kvd.logs.setup import configure
 from kvd.version import VERSION
 
 log = logging.getLogger("kvd.cli")
@@ -17,7 +18,7 @@ log = logging.getLogger("kvd.cli")
 
 @click.command()
 @settings_options
-@click.option("-v", "--verbose", is_flag=True, help="Log every detail.")
+@click.option("-v", "--verbose", is_flag=True, help="Log every detail: --log-level debug.")
 def serve(*, config: Path | None, verbose: bool, **options: str | None) -> None:
     """Own a pool of host memory and serve it to inference engines until SIGTERM.
 
@@ -31,18 +32,21 @@ def serve(*, config: Path | None, verbose: bool, **options: str | None) -> None:
       kvd serve --config /etc/kvd/kvd.toml
       KVD_CPU_BYTES=64GiB kvd serve
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-    )
+    if verbose:
+        options["log_level"] = "debug"
+    try:
+        loaded = sources(config, options).load()
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    settings = loaded.settings
+    configure(settings.log_level, settings.log_format, "broker")
+    for warning in loaded.warnings:
+        log.warning("%s", warning)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # sessions bring descriptors
     try:
-        loaded = sources(config, options).load()
-        for warning in loaded.warnings:
-            log.warning("%s", warning)
-        status = Service(loaded.settings, f"kvd {VERSION}").run()
+        status = Service(settings, f"kvd {VERSION}").run()
     except KvdError as error:
-        raise click.ClickException(str(error)) from error
+        log.error("%s", error)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
+        status = 1
     sys.exit(status)

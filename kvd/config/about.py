@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvd.errors import ConfigError
+from kvd.listen import parse_listen
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_size
 
@@ -70,6 +72,21 @@ class SizeText:
 
 
 @dataclass(frozen=True, slots=True)
+class ListenText:
+    """Marks a field that holds an address to listen on."""
+
+    needs = "HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0: any free one), or off"
+
+    def check(self, value: str) -> None:
+        """Look whether it is one.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        parse_listen(value)
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """One setting that exists.
 
@@ -106,9 +123,9 @@ class Known:
         """What a value must be, for people."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        size = self._mark(SizeText)
-        if size is not None:
-            return str(size.needs)
+        marked = self._mark(SizeText) or self._mark(ListenText)
+        if marked is not None:
+            return str(marked.needs)
         if self.about.needs:
             return self.about.needs
         base, bounds = get_args(self.hint)[0], self._mark(Meta)
@@ -132,7 +149,10 @@ class Known:
             size = self._mark(SizeText)
             if size is not None:
                 size.bytes_of(result)
-        except (msgspec.ValidationError, SizeError) as error:
+            listen = self._mark(ListenText)
+            if listen is not None:
+                listen.check(result)
+        except (msgspec.ValidationError, SizeError, ConfigError) as error:
             raise ValueError(str(error)) from error
         return result
 

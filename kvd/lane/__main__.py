@@ -2,10 +2,8 @@
 
 import argparse
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -17,10 +15,10 @@ from kvd.lane.lifeline import move_up, open_lifeline
 from kvd.lane.service import TEXT_LIMIT, LaneService
 from kvd.lane.sockets import Sockets
 from kvd.link import LINK, LaneFailed, lane_socket
+from kvd.logs.setup import configure_child
 from kvd.seqpacket import Channel
+from kvd.tether import tie_to_parent
 from kvd_proto.devices import HOST
-
-_PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger("kvd.lane")
 
@@ -35,11 +33,9 @@ def main() -> int:
     parser.add_argument("--pool-fd", required=True, type=int)
     parser.add_argument("--pool-bytes", required=True, type=int)
     options = parser.parse_args()
-    _die_with_the_broker()
-    name = f"{options.device}#{options.incarnation}"
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s lane {name}: %(message)s"
-    )
+    tie_to_parent()
+    name = f"lane {options.device}#{options.incarnation}"
+    configure_child(name, lane=options.device, incarnation=options.incarnation)
     endpoint = f"ipc://{options.runtime_dir / lane_socket(options.device, options.incarnation)}"
     options.pool_fd = move_up(options.pool_fd)
     lifeline = open_lifeline()
@@ -79,17 +75,6 @@ def _device(options: argparse.Namespace) -> Device:
     # Lanes that follow this one need not measure the device again.
     chosen = Options(state_dir=options.runtime_dir)
     return CudaDevice(options.device, options.pool_fd, options.pool_bytes, chosen)
-
-
-def _die_with_the_broker() -> None:
-    """No lane outlives its broker, however that ends; and only the broker ends a lane.
-
-    Signals that reach the whole process group or cgroup are for the broker,
-    which lets its lanes finish what is queued.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ its chunks. It ends when it is closed: by the operator, or to make room for
 another one when `limit` is reached.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ def _in_words(geometry: Geometry) -> str:
 class Namespace:
     """Chunks that may be shared, and where they lie.
 
-    `id` has 16 bytes, `label` is a name for people, `buffer` what `make_buffer` made.
+    `id` has 16 bytes, `label` is a name for people, `buffer` what `make_buffer` made,
+    `tokens_per_chunk` None where it is not known or the groups differ.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Namespace:
         self.buffer = buffer
         self.engines = 0
         self.temporary = temporary
+        self.tokens_per_chunk: int | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -109,6 +112,7 @@ class Namespaces:
         self.limit = limit
         self._make_buffer = make_buffer
         self._open: dict[bytes, Namespace] = {}
+        self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
 
     def open(
         self,
@@ -226,6 +230,7 @@ class Namespaces:
         if namespace.engines or not namespace.table.is_idle:
             raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
         namespace.table.reset()
+        self.closed_counters.update(namespace.table.counters())
         self.pool.leave(namespace.table.space)
         namespace.directory.release()
         del self._open[namespace.id]

@@ -53,14 +53,15 @@ class Pool:
     @property
     def free_bytes(self) -> int:
         """Bytes of the extents that nobody owns."""
-        return self._bytes_of(None)
+        held = sum(space.held for space in self._spaces)
+        return self._bytes_of(None, self.extents.count - held)
 
     def held_bytes(self, space: Space) -> int:
         """Bytes of the extents that a space owns."""
-        return self._bytes_of(space)
+        return self._bytes_of(space, space.held)
 
-    def _bytes_of(self, space: Space | None) -> int:
-        owned = sum(owner is space for owner in self._owner) * self.extents.size
+    def _bytes_of(self, space: Space | None, extents: int) -> int:
+        owned = extents * self.extents.size
         if self._owner and self._owner[-1] is space:  # the last extent may be cut short
             owned -= self.extents.count * self.extents.size - self.extents.cpu_bytes
         return owned

@@ -65,7 +65,7 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.parent / f"{path.name}-{len(daemons)}.log"
         command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(path)]
-        command += ["--cpu-bytes", cpu_bytes, *extra]
+        command += ["--cpu-bytes", cpu_bytes, "--http-listen", "off", *extra]
         with log.open("w") as sink:
             process = subprocess.Popen(command, stderr=sink, text=True, env=os.environ | {})
         daemon = Daemon(path, process, log)

@@ -27,6 +27,7 @@ from kvd_proto.errors import DurationError
     "--runtime-dir",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("/run/kvd"),
+    envvar="KVD_RUNTIME_DIR",
     show_default=True,
     help="The daemon's runtime directory.",
 )

@@ -1,0 +1,80 @@
+"""A process that the broker starts, watches and starts again."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+_FIRST_DELAY = 0.05
+_LONGEST_DELAY = 5.0
+
+
+class ChildProcess:
+    """One child at a time.
+
+    One that had served is followed soon by the next; one that dies before is
+    given growing pauses.
+
+    Args:
+        module: what ``python -m`` runs.
+        pause: seconds between the end of a child that had served and the next.
+    """
+
+    def __init__(self, module: str, pause: float = 0.0) -> None:
+        self._module = module
+        self._pause = pause
+        self._delay = _FIRST_DELAY
+        self._process: subprocess.Popen[bytes] | None = None
+        self.pidfd = -1
+        self.served = False
+        self.start_at = 0.0
+
+    @property
+    def running(self) -> bool:
+        """A process exists that has not been reaped."""
+        return self._process is not None
+
+    def spawn(
+        self, arguments: Sequence[str], fds: Sequence[int], environment: Mapping[str, str]
+    ) -> None:
+        """Start the module with `arguments`, with the descriptors `fds` under the same numbers.
+
+        Raises:
+            OSError: no process or descriptor is to be had now.
+        """
+        self.served = False
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", self._module, *arguments],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | environment,
+        )
+        try:
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            raise
+
+    def kill(self) -> None:
+        """End it without asking."""
+        if self._process is not None:
+            self._process.kill()
+
+    def reap(self, now: float) -> str:
+        """Collect the ended process; why it ended. Sets when the next may start."""
+        if self._process is None:
+            return ""
+        code = self._process.wait()
+        self._process = None
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+        self._delay = _FIRST_DELAY if self.served else min(2 * self._delay, _LONGEST_DELAY)
+        self.start_at = now + (self._pause if self.served else self._delay)
+        return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+
+    def __repr__(self) -> str:
+        state = f"pid {self._process.pid}" if self._process else "not running"
+        return f"<{type(self).__name__} {self._module} {state}>"

@@ -1,0 +1,86 @@
+"""`python -m kvd.http`: the HTTP process, started by the broker and by nobody else."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvd.logs.setup import configure_child
+from kvd.tether import tie_to_parent
+
+log = logging.getLogger("kvd.http")
+_NICE = 5  # the data path comes first
+_BEAT_SECONDS = 1.0
+
+
+def main() -> int:
+    """Serve until the broker is done; the exit status."""
+    parser = argparse.ArgumentParser(prog="kvd.http", description=__doc__)
+    parser.add_argument("--runtime-dir", required=True, type=Path)
+    parser.add_argument("--beat-fd", required=True, type=int)
+    parser.add_argument("--unix-fd", required=True, type=int)
+    parser.add_argument("--tcp-fd", type=int)
+    parser.add_argument("--host", default="localhost")
+    options = parser.parse_args()
+    tie_to_parent()
+    os.nice(_NICE)
+    configure_child("http")
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a client's nonsense is no news
+    with contextlib.suppress(BrokenPipeError):  # the broker has just ended
+        asyncio.run(_serve(options))
+    return 0
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    from uvicorn import Config, Server  # noqa: PLC0415  # all that is large comes after os.nice
+
+    from kvd.http.app import App  # noqa: PLC0415
+    from kvd.http.asking import Asking  # noqa: PLC0415
+    from kvd.http.connection import Connection  # noqa: PLC0415
+    from kvd.http.hosts import Hosts  # noqa: PLC0415
+
+    class Quiet(Server):
+        """uvicorn without its signal handlers: only the broker ends this process."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    app = App(Asking(options.runtime_dir))
+    config = Config(
+        app.guarded(Hosts(options.host)),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=5,
+        h11_max_incomplete_event_size=16 * 1024,
+    )
+    fds = [options.unix_fd] + ([options.tcp_fd] if options.tcp_fd is not None else [])
+    listeners = [socket.socket(fileno=fd) for fd in fds]
+    beating = asyncio.create_task(_beat(options.beat_fd))
+    serving = asyncio.create_task(Quiet(config).serve(listeners))
+    done, _ = await asyncio.wait([beating, serving], return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+async def _beat(fd: int) -> None:
+    """Tell the broker every second that this loop turns."""
+    os.set_blocking(fd, False)
+    while True:
+        with contextlib.suppress(BlockingIOError):  # the broker hangs; it has enough to read
+            os.write(fd, b".")
+        await asyncio.sleep(_BEAT_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

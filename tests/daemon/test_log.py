@@ -1,0 +1,104 @@
+"""The log of a real daemon: JSON that parses, and no harm from a stderr that nobody reads."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvd.control import Control
+from kvd_proto.messages import Status, StatusReport
+from tests.conftest import Daemon, StartDaemon
+
+
+@contextmanager
+def started(runtime_dir: Path, stderr: int | None) -> Iterator[Daemon]:
+    """A daemon with this stderr (None: closed), ended with the block."""
+    command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(runtime_dir)]
+    command += ["--cpu-bytes", "8MiB"]
+    if stderr is None:
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+    process = subprocess.Popen(command, stderr=stderr, text=True)
+    try:
+        yield Daemon(runtime_dir, process, Path(os.devnull))
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(timeout=30)
+
+
+@pytest.mark.parametrize("what", ["full", "gone", "closed"])
+def test_a_stderr_that_takes_nothing_stops_nothing(runtime_dir: Path, what: str) -> None:
+    """The daemon serves and ends as ever with its stderr full, without a reader, or closed."""
+    read, write = os.pipe()
+    try:
+        if what == "full":
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+            os.write(write, b"x" * 4096)
+        elif what == "gone":
+            os.close(read)
+        with started(runtime_dir, None if what == "closed" else write) as daemon:
+            report = daemon.wait_ready()
+            assert report["lanes"][0]["up"]
+            assert (runtime_dir / "kvd.lock").read_text() == f"{report['pid']}\n"
+            with Control(runtime_dir) as control:
+                assert isinstance(control.request(Status()), StatusReport)
+            assert daemon.stop() == 0
+    finally:
+        for fd in (read, write):
+            if not (what == "gone" and fd == read):
+                os.close(fd)
+
+
+def test_json_lines_of_broker_and_lane_parse(start_daemon: StartDaemon) -> None:
+    """Every line is an object with time, level, logger and event; processes are told apart."""
+    daemon = start_daemon("--log-format", "json", "--log-level", "debug")
+    assert daemon.stop() == 0
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    assert all({"time", "level", "logger", "event", "process"} <= set(line) for line in lines)
+    events = [line["event"] for line in lines if line["process"] == "broker"]
+    assert any(event.startswith("serving ") for event in events)
+    assert events[-1] == "stopped"
+
+
+def test_errors_come_in_the_chosen_form(runtime_dir: Path) -> None:
+    """What keeps the daemon from starting is a line of JSON too, with exit status 1."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvd", "serve", "--log-format", "json"),
+            *("--runtime-dir", str(runtime_dir), "--cpu-bytes", "900TiB"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    last = json.loads(done.stderr.splitlines()[-1])
+    assert last["level"] == "error"
+    assert "--cpu-bytes" in last["event"]
+
+
+def test_under_journald_lines_have_priorities(runtime_dir: Path) -> None:
+    """Where stderr is the journal's stream, lines begin with <N> and have no time."""
+    with (runtime_dir.parent / "journal").open("w+") as sink:
+        found = os.fstat(sink.fileno())
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "kvd", "serve"),
+                *("--runtime-dir", str(runtime_dir), "--cpu-bytes", "900TiB"),
+            ],
+            stderr=sink,
+            env=os.environ | {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"},
+            check=False,
+            timeout=60,
+        )
+        sink.seek(0)
+        lines = sink.read().splitlines()
+    assert done.returncode == 1
+    assert lines[-1].startswith("<3>broker: ")

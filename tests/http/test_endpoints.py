@@ -1,0 +1,225 @@
+"""Each path as its clients meet it: probes, report, events, and what is refused."""
+
+import contextlib
+import json
+import os
+import socket
+import stat
+
+import httpx
+import pytest
+
+from tests.daemon.serving import Daemon, StartDaemon
+from tests.daemon.test_serve import run_kvd
+from tests.http.serving import over_tcp, over_unix, port_of
+
+
+def test_a_ready_daemon_passes_its_probes(web: Daemon) -> None:
+    """/livez, its alias and /readyz say 200 over TCP and over the Unix socket."""
+    with over_tcp(web) as tcp, over_unix(web) as unix:
+        for client in (tcp, unix):
+            for path in ("/livez", "/healthz", "/readyz"):
+                answer = client.get(path)
+                assert (answer.status_code, answer.text) == (200, "ok\n")
+
+
+def test_verbose_probes_list_their_checks_and_every_lane(web: Daemon) -> None:
+    """?verbose is for people: a line a check, each lane's state, heartbeat and queue."""
+    with over_tcp(web) as client:
+        text = client.get("/livez?verbose").text
+        assert "[+] broker: answered a PING in" in text
+        assert "lane host now: up, heard of" in text
+        assert "jobs queued" in text
+        assert text.endswith("livez ok\n")
+        assert client.get("/readyz?verbose").text.endswith("readyz ok\n")
+
+
+@pytest.mark.parametrize(
+    ("query", "headers"), [("?format=json", {}), ("", {"accept": "application/json"})]
+)
+def test_probes_speak_json_on_request(web: Daemon, query: str, headers: dict[str, str]) -> None:
+    """The same checks for programs, by query or by Accept."""
+    with over_unix(web) as client:
+        answer = client.get(f"/livez{query}", headers=headers)
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert (body["probe"], body["ok"]) == ("livez", True)
+    assert [check["name"] for check in body["checks"]] == ["broker", "lane host now"]
+
+
+def test_a_deadline_that_makes_no_sense_is_refused(web: Daemon) -> None:
+    """?timeout= takes seconds within bounds."""
+    with over_unix(web) as client:
+        for text in ("never", "0", "-1", "nan", "31"):
+            answer = client.get("/livez", params={"timeout": text})
+            assert answer.status_code == 400
+            assert "at most 30" in answer.text
+
+
+def test_the_report_is_the_one_of_kvd_status(web: Daemon) -> None:
+    """/status has the model of `kvd status --json`, and is never cached."""
+    with over_unix(web) as client:
+        answer = client.get("/status")
+    assert answer.headers["cache-control"] == "no-store"
+    report, other = answer.json(), web.status()
+    assert report.keys() == other.keys()
+    for key in ("boot_id", "pid", "version", "ready"):
+        assert report[key] == other[key]
+
+
+def test_events_bring_the_report_every_second(web: Daemon) -> None:
+    """The stream pushes whole reports, one after the other."""
+    reports = []
+    with over_tcp(web) as client, client.stream("GET", "/events") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = stream.iter_lines()
+        for line in lines:
+            if line == "event: report":
+                data = next(lines)
+                reports.append(json.loads(data.removeprefix("data: ")))
+            if len(reports) == 3:
+                break
+    assert {report["boot_id"] for report in reports} == {web.status()["boot_id"]}
+
+
+def test_watchers_are_limited_and_places_become_free(web: Daemon) -> None:
+    """Beyond 32 event streams a client is told to wait; those that leave make room."""
+    with over_unix(web) as client:
+        with contextlib.ExitStack() as watching:
+            for _ in range(32):
+                request = client.build_request("GET", "/events")
+                stream = client.send(request, stream=True)
+                watching.callback(stream.close)
+                assert stream.status_code == 200
+            refused = client.send(client.build_request("GET", "/events"), stream=True)
+            watching.callback(refused.close)
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
+        for _ in range(500):
+            with client.stream("GET", "/events") as again:
+                if again.status_code == 200:
+                    return
+    pytest.fail("no place became free")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_nothing_can_be_changed(web: Daemon, method: str) -> None:
+    """Methods other than GET and HEAD get 405, on every path."""
+    with over_unix(web) as client:
+        for path in ("/livez", "/status", "/nothing"):
+            answer = client.request(method, path)
+            assert answer.status_code == 405
+            assert answer.headers["allow"] == "GET, HEAD"
+
+
+def test_unknown_paths_are_told_what_there_is(web: Daemon) -> None:
+    """404 in one sentence, with the paths."""
+    with over_unix(web) as client:
+        for path in ("/nothing", "/livez/", "/static/../app.py", "/static/%2e%2e/app.py"):
+            answer = client.get(path)
+            assert answer.status_code == 404
+            assert "/livez, /healthz, /readyz, /status, /events" in answer.text
+
+
+def test_every_answer_keeps_other_sites_out(web: Daemon) -> None:
+    """Security headers on good answers and bad, and nothing that shares with other origins."""
+    with over_tcp(web) as client:
+        for path in ("/livez", "/status", "/nothing"):
+            headers = client.get(path, headers={"origin": "http://evil.example"}).headers
+            assert "default-src 'self'" in headers["content-security-policy"]
+            assert headers["x-content-type-options"] == "nosniff"
+            assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example", 421),
+        ("evil.example:9330", 421),
+        ("10.0.0.1", 421),
+        ("localhost", 200),
+        ("LOCALHOST:1", 200),
+        ("[::1]:9330", 200),
+    ],
+)
+def test_names_of_others_are_not_answered(web: Daemon, host: str, status: int) -> None:
+    """A Host header that is not ours (DNS rebinding) is refused over TCP."""
+    with over_tcp(web) as client:
+        assert client.get("/livez", headers={"host": host}).status_code == status
+
+
+def test_the_unix_socket_is_for_owner_and_group_and_knows_no_hosts(daemon: Daemon) -> None:
+    """With http_listen off only the Unix socket is there, 0660, under any Host."""
+    assert stat.S_IMODE((daemon.runtime_dir / "http.sock").stat().st_mode) == 0o660
+    assert "http://" not in daemon.log.read_text()
+    with over_unix(daemon) as client:
+        assert client.get("/livez", headers={"host": "anything"}).status_code == 200
+
+
+def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon) -> None:
+    """The error names the setting, the address and the remedy; no pool has been made."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        daemon = start_daemon("--http-listen", f"127.0.0.1:{port}", ready=False)
+        assert daemon.process.wait(timeout=30) == 1
+    log = daemon.log.read_text()
+    assert f"http_listen = 127.0.0.1:{port}: the port is in use" in log
+    assert "--http-listen off" in log
+    assert "pool of" not in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    "listen", ["9330", "127.0.0.1", "::1:9330", "127.0.0.1:x", "127.0.0.1:65536", ":9330", ""]
+)
+def test_addresses_that_are_none_are_refused(runtime_dir: os.PathLike[str], listen: str) -> None:
+    """A bad address is one line with key, value and what is needed."""
+    done = run_kvd("serve", "--runtime-dir", str(runtime_dir), f"--http-listen={listen}")
+    assert done.returncode == 1
+    assert "http_listen" in done.stderr or "--http-listen" in done.stderr
+    assert "127.0.0.1:9330" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_foreign_address_is_refused_with_a_remedy(start_daemon: StartDaemon) -> None:
+    """An address that this machine does not have says so."""
+    daemon = start_daemon("--http-listen", "192.0.2.1:9330", ready=False)
+    assert daemon.process.wait(timeout=30) == 1
+    assert "http_listen = 192.0.2.1:9330" in daemon.log.read_text()
+
+
+def test_every_interface_only_when_asked_and_with_a_warning(start_daemon: StartDaemon) -> None:
+    """0.0.0.0 works, answers to addresses in figures, and is warned about."""
+    daemon = start_daemon("--http-listen", "0.0.0.0:0")
+    log = daemon.log.read_text()
+    assert "everybody who reaches this machine" in log
+    port = int(log.split("http://0.0.0.0:")[1].split()[0])
+    for host, status in (("10.1.2.3", 200), ("evil.example", 421)):
+        answer = httpx.get(f"http://127.0.0.1:{port}/livez", headers={"host": host}, timeout=30)
+        assert answer.status_code == status
+
+
+def test_ipv6_is_served(start_daemon: StartDaemon) -> None:
+    """[::1] is an address as good as others, where the machine has it."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    daemon = start_daemon("--http-listen", "[::1]:0")
+    port = daemon.log.read_text().split("http://[::1]:")[1].split()[0]
+    assert httpx.get(f"http://[::1]:{port}/livez", timeout=30).status_code == 200
+
+
+def test_head_is_answered_without_a_body(web: Daemon) -> None:
+    """HEAD is reading too, on every path."""
+    with over_unix(web) as client:
+        for path in ("/livez", "/status", "/events"):
+            answer = client.head(path)
+            assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_the_address_is_kept_by_the_broker(web: Daemon) -> None:
+    """The broker itself holds the port from its start on, also before anybody has asked."""
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port_of(web)))
