@@ -1,4 +1,4 @@
-"""What commands share that ask a running daemon: where it is, and its reply or a sentence."""
+"""What commands share that ask a running daemon: its reply or a sentence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -46,6 +46,7 @@ class ErrorCode(StrEnum):
     NOT_READY = "not_ready"  # not every rank of the engine has registered yet
     LIMIT = "limit"  # a limit of the daemon would be exceeded
     DRAINING = "draining"  # the daemon takes no new work
+    BAD_CONFIG = "bad_config"  # the configuration cannot be used; what held holds on
     LANE_LOST = "lane_lost"  # the device's lane is being replaced: retry later
     INTERNAL = "internal"  # a bug in kvd; the log has the details
 
@@ -426,6 +427,41 @@ class OlderEvicted(Message, frozen=True):
     bytes: Count
 
 
+# ------------------------------------------------------------ configuration
+
+
+class ReloadConfig(Message, frozen=True):
+    """Read the configuration again. Of sessions of kind `tool` only, as ShowConfig."""
+
+
+class ConfigChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A setting that differs from what held; `live` is false where it waits for a restart."""
+
+    key: Name
+    old: Text
+    new: Text
+    origin: Text
+    live: bool
+
+
+class ConfigReloaded(Message, frozen=True):
+    """The configuration was read; `changes` is empty where it says what held already."""
+
+    file: Text
+    changes: tuple[ConfigChange, ...]
+    warnings: tuple[Text, ...]
+
+
+class ShowConfig(Message, frozen=True):
+    """Ask for the settings that the daemon runs with."""
+
+
+class ConfigShown(Message, frozen=True):
+    """The settings as `kvd config show --json` prints them."""
+
+    config: dict[str, Any]
+
+
 # ---------------------------------------------------- notices over the door
 
 
@@ -512,6 +548,10 @@ TAGS: dict[int, type[Message]] = {
     0x55: Cleared,
     0x56: EvictOlderThan,
     0x57: OlderEvicted,
+    0x60: ReloadConfig,
+    0x61: ConfigReloaded,
+    0x62: ShowConfig,
+    0x63: ConfigShown,
 }
 """Tag → type; tags are never reused."""
 
@@ -535,5 +575,7 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Resume: Resumed,
     Clear: Cleared,
     EvictOlderThan: OlderEvicted,
+    ReloadConfig: ConfigReloaded,
+    ShowConfig: ConfigShown,
 }
 """Request type → the type of its one reply (or `Error`)."""

@@ -16,6 +16,9 @@ from kvd_proto.messages import (
     Cleared,
     CompleteLoad,
     CompleteStore,
+    ConfigChange,
+    ConfigReloaded,
+    ConfigShown,
     Detached,
     Done,
     Drain,
@@ -41,10 +44,12 @@ from kvd_proto.messages import (
     PrepareStore,
     Register,
     Registered,
+    ReloadConfig,
     Reset,
     ResetDone,
     Resume,
     Resumed,
+    ShowConfig,
     Status,
     StatusReport,
     Store,
@@ -144,6 +149,22 @@ EXAMPLES: tuple[Message, ...] = (
     Cleared(chunks=412, bytes=6750208, deferred=3),
     EvictOlderThan(seconds=3600.0),
     OlderEvicted(chunks=7, bytes=114688),
+    ReloadConfig(),
+    ConfigReloaded(
+        file="/etc/kvd/kvd.toml",
+        changes=(
+            ConfigChange(
+                key="lease_seconds",
+                old="60.0",
+                new="30.0",
+                origin="/etc/kvd/kvd.toml:3",
+                live=True,
+            ),
+        ),
+        warnings=(),
+    ),
+    ShowConfig(),
+    ConfigShown(config={"file": None}),
 )
 
 
