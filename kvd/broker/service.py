@@ -167,7 +167,7 @@ class Service:
             if visitor.channel.wants_write:
                 visitor.channel.flush()
         self._http.turn(self._poller, ready, now)
-        self._notifier.turn(now, self.core.state, self._pool.allocated if self._pool else 0)
+        self._notifier.turn(now, self.core.state)
 
     # ----------------------------------------------------------------- pool
 
