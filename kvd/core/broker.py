@@ -15,6 +15,7 @@ from kvd.core.lanes import NOTHING_SAID, Lane, add_counters, arrays
 from kvd.core.measures import Surroundings
 from kvd.core.operations import Operations
 from kvd.core.registration import Registration, in_words
+from kvd.core.reloading import Reloading
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
 from kvd.core.status import status_report
@@ -102,6 +103,7 @@ class Broker:
         self.version = version
         self.pid = pid
         self._registration = Registration(self.state)
+        self.reloading = Reloading(self.state)
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
             Hello: self._hello,
             Register: self._registration.register,
@@ -115,6 +117,7 @@ class Broker:
             Ping: self._ping,
             Status: self._status,
             **Operations(self.state).handlers(),
+            **self.reloading.handlers(),
         }
 
     # ------------------------------------------------------------- sessions

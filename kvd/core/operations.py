@@ -27,8 +27,8 @@ class Operations:
     def handlers(self) -> dict[type[Message], Handler]:
         """Who serves which request; each refuses sessions that are no tools."""
         return {
-            Drain: _for_tools(self._drain),
-            Resume: _for_tools(self._resume),
+            Drain: for_tools(self._drain),
+            Resume: for_tools(self._resume),
         }
 
     def _drain(self, session: Session, request_id: int, message: Drain, now: float) -> list[Effect]:
@@ -99,7 +99,9 @@ def drain_report(state: BrokerState, now: float) -> dict[str, Any] | None:
     }
 
 
-def _for_tools(handler: Handler) -> Handler:
+def for_tools(handler: Handler) -> Handler:
+    """The same, but refused to sessions that are no tools."""
+
     def guarded(session: Session, request_id: int, message: Any, now: float) -> list[Effect]:
         if session.kind != "tool":
             _refuse(session, message)

@@ -7,6 +7,7 @@ another one when `limit` is reached.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import ConfigError, Refused
@@ -106,6 +107,14 @@ class Namespaces:
         self._make_buffer = make_buffer
         self._open: dict[bytes, Namespace] = {}
         self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
+
+    def set_times(self, *, lease_seconds: float, ticket_seconds: float) -> None:
+        """Leases and stores that begin from now on last so long at most."""
+        self.config = replace(
+            self.config, lease_seconds=lease_seconds, ticket_seconds=ticket_seconds
+        )
+        for namespace in self:
+            namespace.table.config = self.config
 
     def open(
         self,

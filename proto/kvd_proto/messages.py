@@ -45,6 +45,7 @@ class ErrorCode(StrEnum):
     NOT_READY = "not_ready"  # not every rank of the engine has registered yet
     LIMIT = "limit"  # a limit of the daemon would be exceeded
     DRAINING = "draining"  # the daemon takes no new work
+    BAD_CONFIG = "bad_config"  # the configuration cannot be used; what held holds on
     LANE_LOST = "lane_lost"  # the device's lane is being replaced: retry later
     INTERNAL = "internal"  # a bug in kvd; the log has the details
 
@@ -394,6 +395,41 @@ class Resumed(Message, frozen=True):
     was_draining: bool
 
 
+# ------------------------------------------------------------ configuration
+
+
+class ReloadConfig(Message, frozen=True):
+    """Read the configuration again. Of sessions of kind `tool` only, as ShowConfig."""
+
+
+class ConfigChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A setting that differs from what held; `live` is false where it waits for a restart."""
+
+    key: Name
+    old: Text
+    new: Text
+    origin: Text
+    live: bool
+
+
+class ConfigReloaded(Message, frozen=True):
+    """The configuration was read; `changes` is empty where it says what held already."""
+
+    file: Text
+    changes: tuple[ConfigChange, ...]
+    warnings: tuple[Text, ...]
+
+
+class ShowConfig(Message, frozen=True):
+    """Ask for the settings that the daemon runs with."""
+
+
+class ConfigShown(Message, frozen=True):
+    """The settings as `kvd config show --json` prints them."""
+
+    config: dict[str, Any]
+
+
 # ---------------------------------------------------- notices over the door
 
 
@@ -476,6 +512,10 @@ TAGS: dict[int, type[Message]] = {
     0x51: Drained,
     0x52: Resume,
     0x53: Resumed,
+    0x60: ReloadConfig,
+    0x61: ConfigReloaded,
+    0x62: ShowConfig,
+    0x63: ConfigShown,
 }
 """Tag → type; tags are never reused."""
 
@@ -497,5 +537,7 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Status: StatusReport,
     Drain: Drained,
     Resume: Resumed,
+    ReloadConfig: ConfigReloaded,
+    ShowConfig: ConfigShown,
 }
 """Request type → the type of its one reply (or `Error`)."""

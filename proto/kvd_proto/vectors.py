@@ -14,6 +14,9 @@ from kvd_proto.messages import (
     CancelDone,
     CompleteLoad,
     CompleteStore,
+    ConfigChange,
+    ConfigReloaded,
+    ConfigShown,
     Detached,
     Done,
     Drain,
@@ -37,10 +40,12 @@ from kvd_proto.messages import (
     PrepareStore,
     Register,
     Registered,
+    ReloadConfig,
     Reset,
     ResetDone,
     Resume,
     Resumed,
+    ShowConfig,
     Status,
     StatusReport,
     Store,
@@ -136,6 +141,22 @@ EXAMPLES: tuple[Message, ...] = (
     Drained(stores=2, leases=1),
     Resume(),
     Resumed(was_draining=True),
+    ReloadConfig(),
+    ConfigReloaded(
+        file="/etc/kvd/kvd.toml",
+        changes=(
+            ConfigChange(
+                key="lease_seconds",
+                old="60.0",
+                new="30.0",
+                origin="/etc/kvd/kvd.toml:3",
+                live=True,
+            ),
+        ),
+        warnings=(),
+    ),
+    ShowConfig(),
+    ConfigShown(config={"file": None}),
 )
 
 
