@@ -160,3 +160,12 @@ def test_one_check_that_fails_ends_readiness(spoil: Callable[[Broker], object]) 
     assert len(failed) == 1
     assert report(broker)["not_ready"] == [failed[0].in_words]
     assert not report(broker)["ready"]
+
+
+def test_totals_are_there_from_the_start() -> None:
+    """Before the first namespace every total is 0, not absent."""
+    broker = make_broker("auto")
+    totals = report(broker)["counters"]
+    assert totals.pop("jobs") == {}
+    assert {"offered", "accepted", "hits", "evicted", "lookup_tokens"} < totals.keys()
+    assert set(totals.values()) == {0}
