@@ -141,7 +141,7 @@ class Service:
         self._start_lanes(now)
         if self._polled:
             self.core.state.measures.turn(time.monotonic() - self._polled, now)
-        ready = dict(self._poller.poll(int(TICK_SECONDS * 1000)))
+        ready = dict(self._poller.poll(0 if self.core.busy else int(TICK_SECONDS * 1000)))
         now = self._polled = time.monotonic()
         for process in list(self._lanes.values()):  # first: what lanes report decides what is READY
             self._lane_turn(process, ready, now)
@@ -162,6 +162,7 @@ class Service:
             self._carry_out(self.core.tick(now))
             self._carry_out(self._config.turn(self.core.reloading))
             self.settings = self.core.state.settings
+        self._carry_out(self.core.work())
         for visitor in list(self._visitors.values()):
             if visitor.channel.wants_write:
                 visitor.channel.flush()

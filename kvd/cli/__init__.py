@@ -11,7 +11,11 @@ import click
 from kvd.version import VERSION
 
 _OWN = {
+    "clear": "kvd.cli.clear:clear",
     "drain": "kvd.cli.drain:drain",
+    "engines": "kvd.cli.listing:engines",
+    "evict": "kvd.cli.clear:evict",
+    "namespaces": "kvd.cli.listing:namespaces",
     "resume": "kvd.cli.drain:resume",
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",
