@@ -49,7 +49,7 @@ class HttpProcess:
         self._runtime_dir = runtime_dir
         address = parse_listen(listen)
         self._host = address.host if address is not None else ""
-        self._tcp = _bind_tcp(address) if address is not None else None
+        self._tcp = bind_tcp(address) if address is not None else None
         self._unix = _bind_unix(unix_path)
         self._child = ChildProcess("kvd.http", _PAUSE_SECONDS)
         self._beat = -1
@@ -66,6 +66,11 @@ class HttpProcess:
                     " state, without a password; 127.0.0.1 is for this machine alone",
                     listen,
                 )
+
+    @property
+    def pid(self) -> int:
+        """The process that serves now; -1 where none does."""
+        return self._child.pid
 
     def turn(self, poller: zmq.Poller, ready: dict[object, int], now: float) -> None:
         """One turn of the broker's loop: start, watch, start again."""
@@ -139,7 +144,12 @@ class HttpProcess:
         return f"<HttpProcess {self._tcp}, {self._child!r}>"
 
 
-def _bind_tcp(listen: Listen) -> socket.socket:
+def bind_tcp(listen: Listen) -> socket.socket:
+    """A listening socket, not blocking.
+
+    Raises:
+        ConfigError: the address cannot be had, with the remedy.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

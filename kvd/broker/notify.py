@@ -2,7 +2,7 @@
 
 The watchdog is fed at the end of a turn of the loop and nowhere else, so a
 loop that stands still is seen. A manager that does not read never holds the
-loop up: what cannot be sent waits for the next turn.
+loop up: what cannot be sent waits for the next turn. What nobody takes is dropped.
 """
 
 import logging
@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from collections.abc import MutableMapping
 
+from kvd.core.checks import checks
 from kvd.core.notices import Notices
 from kvd.core.state import BrokerState
 from kvd.errors import ConfigError
@@ -31,6 +32,7 @@ class Notifier:
         self.address = address
         self.notices = notices
         self._waiting: deque[bytes] = deque(maxlen=_MAX_WAITING)
+        self._reached = True
         self._socket: socket.socket | None = None
         if address[:1] in {"/", "@"}:
             kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
@@ -58,13 +60,13 @@ class Notifier:
             watchdog = int(usec) / 1_000_000
         return cls(address, Notices(watchdog))
 
-    def turn(self, now: float, state: BrokerState, allocated: int) -> None:
-        """A turn of the loop has ended; `allocated` bytes of the pool are there."""
+    def turn(self, now: float, state: BrokerState) -> None:
+        """A turn of the loop has ended."""
         if self._socket is None:
             return
         if self.notices.due(now) and not self._waiting:
-            progress = None if state.pool_ready else float(allocated)
-            self._say(self.notices.turn(now, _standing(state, allocated), progress))
+            progress = None if state.pool_usable else float(state.allocated + state.pinned_bytes)
+            self._say(self.notices.turn(now, _standing(state, now), progress))
         self._flush()
 
     def stopping(self, seconds: float) -> None:
@@ -98,9 +100,11 @@ class Notifier:
             except BlockingIOError:
                 return
             except OSError as error:
-                log.warning("NOTIFY_SOCKET=%s: %s; not used any more", self.address, error.strerror)
-                self.close()
-                return
+                if self._reached:
+                    log.warning("NOTIFY_SOCKET=%s: %s", self.address, error.strerror)
+                self._reached = False
+            else:
+                self._reached = True
             self._waiting.popleft()
 
     def __repr__(self) -> str:
@@ -108,13 +112,6 @@ class Notifier:
         return f"<Notifier to {where}, {len(self._waiting)} waiting: {self.notices!r}>"
 
 
-def _standing(state: BrokerState, allocated: int) -> str:
-    if state.ready:
-        return "ready"
-    if state.draining:
-        return "draining"
-    reasons = [f"lane {lane.device} is not up" for lane in state.lanes_missing]
-    if not state.pool_ready:
-        total = state.namespaces.stats()["cpu_bytes"] if state.namespaces is not None else 0
-        reasons.append(f"pool {allocated / total:.0%} allocated" if total else "no engine yet")
-    return "serving, not ready: " + "; ".join(reasons)
+def _standing(state: BrokerState, now: float) -> str:
+    missing = [check.in_words for check in checks(state, now) if not check.ok]
+    return "serving, not ready: " + "; ".join(missing) if missing else "ready"

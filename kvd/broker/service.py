@@ -22,9 +22,12 @@ from kvd.broker.figures import OwnFigures
 from kvd.broker.http import HttpProcess
 from kvd.broker.memory import DirectoryMemory, PoolMemory
 from kvd.broker.notify import Notifier
+from kvd.broker.reloading import ConfigReader
 from kvd.broker.requests import Requests
 from kvd.broker.runtime_dir import RuntimeDir
 from kvd.broker.supervisor import LaneProcess
+from kvd.config.loaded import Loaded
+from kvd.config.sources import Sources
 from kvd.core.broker import Broker
 from kvd.core.effects import (
     DirectoryFd,
@@ -46,7 +49,6 @@ from kvd.core.effects import (
 from kvd.errors import BadDatagram, ChannelFull, ConfigError, PoolError, Refused
 from kvd.link import LINK, Imported, ImportWorker, LaneReady, StopLane
 from kvd.seqpacket import close_all
-from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
 from kvd_proto.codec import WIRE
 from kvd_proto.devices import HOST
@@ -67,8 +69,9 @@ class Service:
         KvdError: it cannot start, with the remedy.
     """
 
-    def __init__(self, settings: Settings, version: str) -> None:
-        self.settings = settings
+    def __init__(self, loaded: Loaded, sources: Sources, version: str) -> None:
+        self.settings = settings = loaded.settings
+        self._config = ConfigReader(sources)
         self._pool_dir = Path(settings.pool_dir)
         if not self._pool_dir.is_dir():
             raise ConfigError(
@@ -104,6 +107,7 @@ class Service:
             available_bytes=lambda: available_bytes(self._pool_dir),
             surroundings=lambda: self._figures.read(self._requests.dropped),
         )
+        self.core.reloading.loaded = loaded
         self.core.state.measures.started = time.time()
         if settings.pool_bytes is not None:
             self._open_pool(settings.pool_bytes)
@@ -119,6 +123,7 @@ class Service:
     def run(self) -> int:
         """Serve until a signal ends it; the exit status."""
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._config.on_signal)
         wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         try:
             log.info("serving %s, pid %d", self._runtime.path, os.getpid())
@@ -136,7 +141,7 @@ class Service:
         self._start_lanes(now)
         if self._polled:
             self.core.state.measures.turn(time.monotonic() - self._polled, now)
-        ready = dict(self._poller.poll(int(TICK_SECONDS * 1000)))
+        ready = dict(self._poller.poll(0 if self.core.busy else int(TICK_SECONDS * 1000)))
         now = self._polled = time.monotonic()
         for process in list(self._lanes.values()):  # first: what lanes report decides what is READY
             self._lane_turn(process, ready, now)
@@ -155,11 +160,14 @@ class Service:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS / 2
             self._carry_out(self.core.tick(now))
+            self._carry_out(self._config.turn(self.core.reloading))
+            self.settings = self.core.state.settings
+        self._carry_out(self.core.work())
         for visitor in list(self._visitors.values()):
             if visitor.channel.wants_write:
                 visitor.channel.flush()
         self._http.turn(self._poller, ready, now)
-        self._notifier.turn(now, self.core.state, self._pool.allocated if self._pool else 0)
+        self._notifier.turn(now, self.core.state)
 
     # ----------------------------------------------------------------- pool
 
@@ -251,7 +259,8 @@ class Service:
     def _accept(self, now: float) -> None:
         del now
         while (visitor := self._door.accept()) is not None:
-            session, effects = self.core.connected(os.urandom(16), visitor.peer)
+            own = visitor.peer.pid == self._http.pid  # a full house must not look like a dead one
+            session, effects = self.core.connected(os.urandom(16), visitor.peer, own=own)
             if session is None:
                 visitor.close()
             else:

@@ -35,7 +35,8 @@ def serve(*, config: Path | None, verbose: bool, **options: str | None) -> None:
     if verbose:
         options["log_level"] = "debug"
     try:
-        loaded = sources(config, options).load()
+        places = sources(config, options)
+        loaded = places.load()
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     settings = loaded.settings
@@ -45,7 +46,7 @@ def serve(*, config: Path | None, verbose: bool, **options: str | None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # sessions bring descriptors
     try:
-        status = Service(settings, f"kvd {VERSION}").run()
+        status = Service(loaded, places, f"kvd {VERSION}").run()
     except KvdError as error:
         log.error("%s", error)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
         status = 1

@@ -7,13 +7,14 @@ another one when `limit` is reached.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import ConfigError, Refused
 from kvd.filling import FillOrder
 from kvd.state.chunks import ChunkTable, TableConfig
 from kvd.state.directory import DirectoryWriter, directory_bytes
-from kvd.state.geometry import Geometry
+from kvd.state.geometry import COLUMN_EXTENTS, Geometry
 from kvd.state.policies import POLICIES
 from kvd.state.pool import Pool
 from kvd_proto.directory import MAX_SLOTS
@@ -40,13 +41,20 @@ class Namespace:
     """
 
     def __init__(
-        self, ns_id: bytes, label: str, table: ChunkTable, buffer: "WriteableBuffer"
+        self,
+        ns_id: bytes,
+        label: str,
+        table: ChunkTable,
+        buffer: "WriteableBuffer",
+        *,
+        temporary: bool = False,
     ) -> None:
         self.id = ns_id
         self.label = label
         self.table = table
         self.buffer = buffer
         self.engines = 0
+        self.temporary = temporary
         self.tokens_per_chunk: int | None = None
 
     @property
@@ -107,6 +115,14 @@ class Namespaces:
         self._open: dict[bytes, Namespace] = {}
         self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
 
+    def set_times(self, *, lease_seconds: float, ticket_seconds: float) -> None:
+        """Leases and stores that begin from now on last so long at most."""
+        self.config = replace(
+            self.config, lease_seconds=lease_seconds, ticket_seconds=ticket_seconds
+        )
+        for namespace in self:
+            namespace.table.config = self.config
+
     def open(
         self,
         ns_id: bytes,
@@ -116,6 +132,7 @@ class Namespaces:
         replicated: bool,
         boot_id: bytes,
         label: str = "",
+        temporary: bool = False,
     ) -> Namespace:
         """The namespace of this id, made where it is not open yet.
 
@@ -126,12 +143,20 @@ class Namespaces:
             replicated: every rank holds the same bytes.
             boot_id: of this daemon, 16 bytes.
             label: a name for people, e.g. the model's.
+            temporary: it has no share of the pool that others must leave to it, takes
+                room in narrow columns, and is `over` when its last engine is gone.
 
         Raises:
             Refused: BAD_LAYOUT where the figures contradict each other, an open
                 namespace or the budget; LIMIT where too many are open.
         """
-        geometry = Geometry(tuple(slot_bytes), self.pool.extents, world_size, replicated)
+        geometry = Geometry(
+            tuple(slot_bytes),
+            self.pool.extents,
+            world_size,
+            replicated,
+            column_width=1 if temporary else COLUMN_EXTENTS,
+        )
         known = self._open.get(ns_id)
         if known is not None:
             if known.geometry != geometry:
@@ -145,7 +170,7 @@ class Namespaces:
         buffer = self._make_buffer(ns_id.hex(), directory_bytes(geometry.num_slots))
         directory = DirectoryWriter.create(buffer, geometry.num_slots, ns_id, boot_id)
         table = ChunkTable(directory, geometry, self.pool, self.config)
-        namespace = Namespace(ns_id, label, table, buffer)
+        namespace = Namespace(ns_id, label, table, buffer, temporary=temporary)
         self._open[ns_id] = namespace
         return namespace
 
@@ -174,7 +199,7 @@ class Namespaces:
     def attach_engine(self, namespace: Namespace) -> None:
         """An engine uses the namespace now, so it has a fair share of the pool."""
         namespace.engines += 1
-        namespace.table.space.active = True
+        namespace.table.space.active = not namespace.temporary
 
     def detach_engine(self, namespace: Namespace) -> None:
         """An engine is gone. With the last one the chunks stay until others need the room.
@@ -185,7 +210,7 @@ class Namespaces:
         if not namespace.engines:
             raise ValueError(f"no engine is attached to {namespace!r}")
         namespace.engines -= 1
-        namespace.table.space.active = namespace.engines > 0
+        namespace.table.space.active = namespace.engines > 0 and not namespace.temporary
 
     def get(self, ns_id: bytes) -> Namespace | None:
         """The open namespace of this id."""
@@ -200,6 +225,10 @@ class Namespaces:
     def closable(self) -> list[Namespace]:
         """Namespaces without engines, with nothing under way, the oldest first."""
         return [ns for ns in self if not ns.engines and ns.table.is_idle]
+
+    def over(self) -> list[Namespace]:
+        """Temporary namespaces whose engines have gone: to be closed."""
+        return [namespace for namespace in self.closable() if namespace.temporary]
 
     def close(self, namespace: Namespace) -> None:
         """Drop a namespace and its chunks, and let go of its buffer.

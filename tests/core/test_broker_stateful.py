@@ -1,5 +1,6 @@
 """The broker's decisions under any order of events: no leaks, one answer to each request."""
 
+import json
 from collections import Counter
 
 from hypothesis import settings
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 from kvd.core.broker import Broker
 from kvd.core.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
 from kvd.core.sessions import Peer, Session
+from kvd.core.status import status_report
 from kvd.link import (
     BindWorker,
     Imported,
@@ -39,14 +41,17 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     Attached,
+    Clear,
     CompleteLoad,
     CompleteStore,
     Drain,
     Error,
+    EvictOlderThan,
     Fingerprint,
     Hello,
     HostHandle,
     LoadPrepared,
+    Lookups,
     Message,
     Ping,
     PrepareLoad,
@@ -65,6 +70,8 @@ POOL = 40 * 4096
 CUDA = "cuda:" + "0f" * 16
 DEVICE = st.sampled_from(["host", CUDA])
 PICK = st.integers(0, 50)
+PING = Ping(lookups=Lookups(chunks=7, hit_chunks=3))
+ENGINES = st.sampled_from(["a", "b", "t"])  # t is temporary, otherwise as a
 KEYS = [f"key-{i}".encode() for i in range(24)]
 
 
@@ -102,6 +109,7 @@ class BrokerMachine(RuleBasedStateMachine):
             available_bytes=lambda: 2**30,
         )
         self.broker.state.allocated = 2**62
+        self.totals: dict[str, float] = {}
         self.asked: Counter[tuple[int, int]] = Counter()
         self.answered: Counter[tuple[int, int]] = Counter()
         self.replies: dict[tuple[int, int], Message] = {}
@@ -213,7 +221,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(
         target=sessions,
-        engine=st.sampled_from(["a", "b"]),
+        engine=ENGINES,
         kind=st.sampled_from(["scheduler", "worker", "worker", "tool"]),
     )
     def arrive(self, engine: str, kind: str) -> Session:
@@ -242,7 +250,7 @@ class BrokerMachine(RuleBasedStateMachine):
         """Every run begins with both engines complete."""
         return multiple(*self.bring_up("a"), *self.bring_up("b"))
 
-    @rule(target=sessions, engine=st.sampled_from(["a", "b"]))
+    @rule(target=sessions, engine=ENGINES)
     def another_engine(self, engine: str) -> MultipleResults[Session]:
         """An engine comes, or what it lacks comes back."""
         return multiple(*self.bring_up(engine))
@@ -275,7 +283,8 @@ class BrokerMachine(RuleBasedStateMachine):
         """A worker registers, its descriptors before or after."""
         if not self.alive(session):
             return
-        pages = 1 if session.engine is not None and session.engine.name == "a" else 2
+        name = session.engine.name if session.engine is not None else ""
+        pages = 2 if name == "b" else 1
         if descriptors and session.descriptors == 0:
             self.carry_out(self.broker.descriptors(session, 0, 2, self.now))
         self.ask(
@@ -287,6 +296,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 fingerprint=Fingerprint(model=f"model-{pages}"),
                 layout=layout(pages),
                 handles=(HostHandle(fd_index=1),),
+                temporary=name == "t",
             ),
         )
 
@@ -332,7 +342,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 self.writing.append((session, session.engine.namespace.id, slot, generation))
 
     @rule(
-        engine=st.sampled_from(["a", "b"]),
+        engine=ENGINES,
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=16, unique=True),
         ranks=st.sampled_from([WORLD, WORLD, WORLD, 1]),
     )
@@ -401,7 +411,16 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(
         session=sessions,
         message=st.sampled_from(
-            [Ping(), Status(), Reset(), Touch(keys=tuple(KEYS[:3])), Drain(), Resume(), Resume()]
+            [
+                Ping(),
+                PING,
+                Status(),
+                Reset(),
+                Touch(keys=tuple(KEYS[:3])),
+                Drain(),
+                Resume(),
+                Resume(),
+            ]
         ),
     )
     def other_requests(self, session: Session, message: Message) -> None:
@@ -413,6 +432,36 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert self.broker.state.draining == drained
             else:
                 assert self.broker.state.draining == isinstance(message, Drain)
+
+    @rule(
+        session=sessions,
+        message=st.sampled_from(
+            [Clear(), Clear(namespace=bytes(16)), EvictOlderThan(seconds=4), "clear", "evict"]
+        ),
+        pick=PICK,
+    )
+    def drop_chunks(self, session: Session, message: Message | str, pick: int) -> None:
+        """An operator clears or evicts, everything or one namespace; the answer comes later."""
+        if not self.alive(session):
+            return
+        namespaces = list(self.broker.state.namespaces or ())
+        if isinstance(message, str):
+            if not namespaces:
+                return
+            ns_id = namespaces[pick % len(namespaces)].id
+            message = (
+                Clear(namespace=ns_id)
+                if message == "clear"
+                else EvictOlderThan(seconds=0, namespace=ns_id)
+            )
+        reply = self.ask(session, message)
+        assert (reply is None) == (session.kind == "tool" and message != Clear(namespace=bytes(16)))
+
+    @rule(turns=st.integers(1, 6))
+    def turn(self, turns: int) -> None:
+        """The broker's loop turns."""
+        for _ in range(turns):
+            self.carry_out(self.broker.work())
 
     @rule(seconds=st.floats(0.1, 8), silent=st.sampled_from([False, False, False, True]))
     def time_passes(self, seconds: float, silent: bool = False) -> None:
@@ -435,11 +484,25 @@ class BrokerMachine(RuleBasedStateMachine):
         for key, count in self.answered.items():
             assert count == 1, f"request {key} was answered {count} times"
 
+    @invariant()
+    def the_report_is_honest(self) -> None:
+        """Ready where all checks are ok, totals never fall, and it can be sent."""
+        report = status_report(self.broker.state, 1, "test", self.now)
+        assert report["ready"] == all(check["ok"] for check in report["checks"])
+        assert report["ready"] == (not report["not_ready"])
+        json.dumps(report)
+        totals = {name: n for name, n in report["counters"].items() if name != "jobs"}
+        for name, value in self.totals.items():
+            assert totals[name] >= value, name
+        self.totals = totals
+
     def teardown(self) -> None:
         """When all is quiet, every request is answered and nothing is held."""
         self.lanes_work()
         self.time_passes(30.0)
         self.lanes_work()
+        while self.broker.busy:
+            self.turn(turns=1)
         for key in self.asked:
             assert self.answered[key] == 1, f"request {key} was never answered"
         for session in list(self.broker.state.registry.sessions.values()):
@@ -447,6 +510,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.lanes_work()
         assert not self.broker.state.registry.engines
         assert len(self.broker.state.revocations) == 0
+        self.carry_out(self.broker.tick(self.now))
+        assert not any(namespace.temporary for namespace in self.broker.state.namespaces or ())
         for namespace in self.broker.state.namespaces or ():
             stats = namespace.table.stats()
             assert namespace.engines == 0

@@ -210,6 +210,7 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case 93: case 122: *value = settings.mem_ops; break;    /* 64-bit stream memory operations */
     case 102: *value = 1; break;                            /* virtual memory management */
     case 103: *value = settings.vmm_export; break;          /* exported as a descriptor */
+    case 125: *value = 1; break;                            /* IPC */
     case 134: *value = -1; break;                           /* no NUMA node */
     default: *value = 0;
     }
