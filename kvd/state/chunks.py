@@ -34,6 +34,7 @@ from kvd.state.decisions import (
 from kvd.state.directory import DirectoryWriter
 from kvd.state.geometry import Geometry
 from kvd.state.leases import Leases, Tickets
+from kvd.state.ledger import KeptChunks
 from kvd.state.policies import POLICIES
 from kvd.state.policy import ReuseFilter
 from kvd.state.pool import Pool
@@ -92,6 +93,23 @@ class ChunkTable:
         self._counters = Counters()
         self._pool = pool
         self.space = pool.join(geometry, self)
+
+    def restore(self, chunks: KeptChunks) -> None:
+        """Take over the chunks of the daemon before, into a table that is new.
+
+        Raises:
+            LedgerDamaged: they contradict each other.
+            IntegrityError: they lie where another namespace's do.
+        """
+        masks = (
+            np.uint64(1) << (chunks.slots % self._world_size).astype(np.uint64)
+            if self._replicated
+            else np.full(len(chunks), self.expected_mask(0), np.uint64)
+        )
+        self.directory.restore(chunks, masks)
+        self._pool.restore(self.space, chunks.slots, chunks.stamps)
+        self._policy.restore(chunks.slots)
+        self._counters.restored = len(chunks)
 
     # ------------------------------------------------------------------- stores
 
@@ -239,13 +257,13 @@ class ChunkTable:
                     failed.append(slot)
                     given_up.add(slot)
                 elif done == self.expected_mask(slot):
-                    directory.write_state(slot, SlotState.READY)
+                    directory.make_ready(slot)
                     self._tickets.close(owner, slot)
                     ready.append(slot)
         # A prompt's head comes first in a job and must be the last to be evicted.
         for slot in reversed(ready):
             self._policy.insert(slot)
-        self.space.mark(ready, self._pool.tick())
+        self._mark(ready)
         self._counters.stored += len(ready)
         self._counters.stale_reports += stale
         return ShareOutcome(self._refs(ready), self._give_up(failed))
@@ -355,7 +373,17 @@ class ChunkTable:
         # The tail of a prompt is useless without its head, so it has to look colder.
         for slot in reversed(slots):
             self._policy.touch(slot)
-        self.space.mark(slots, self._pool.tick())
+        self._mark(slots)
+
+    def _mark(self, slots: list[int]) -> None:
+        """Note that these were of use now, the hottest first."""
+        if not slots:
+            return
+        last = self._pool.tick(len(slots))
+        self.space.mark(slots, last)
+        ledger = self.directory.ledger
+        if ledger is not None:
+            ledger.stamps[slots[::-1]] = np.arange(last - len(slots) + 1, last + 1)
 
     # ------------------------------------------------------------- ends of things
 
