@@ -23,6 +23,7 @@ def lane_socket(device: str, incarnation: int) -> str:
 class LaneReady(Message, frozen=True):
     """Lane → broker, first: it serves. Carries the read end of its lifeline.
 
+    pins: it can use the pool only where it has pinned it.
     usable_bytes: see PoolUsable, which follows where this is not the whole pool.
     """
 
@@ -31,6 +32,7 @@ class LaneReady(Message, frozen=True):
     pid: Count
     endpoint: Text
     usable_bytes: Count
+    pins: bool = False
 
 
 class PoolUsable(Message, frozen=True):
@@ -144,8 +146,19 @@ class LanePing(Message, frozen=True):
     sequence: Count
 
 
+class Spread(Message, frozen=True):
+    """A `kvd.histogram.Histogram`: counts[i] values at most bounds[i], the last ones above all."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[Count, ...]
+    sum: float
+
+
 class LaneCounters(Message, frozen=True):
-    """What one lane has done since it started."""
+    """What one lane has done since it started.
+
+    jobs: by direction and outcome, such as "store_ok"; stages: by direction and stage, seconds.
+    """
 
     store_bytes: Count = 0
     load_bytes: Count = 0
@@ -154,16 +167,21 @@ class LaneCounters(Message, frozen=True):
     jobs: dict[str, Count] = {}  # noqa: RUF012  # msgspec copies defaults
     dropped_frames: Count = 0
     dropped_replies: Count = 0
+    stages: dict[str, dict[str, Spread]] = {}  # noqa: RUF012  # msgspec copies defaults
 
 
 class LanePong(Message, frozen=True):
-    """Lane → broker: alive, with what it holds and has done."""
+    """Lane → broker: alive, with what it holds and has done.
+
+    oldest_job_ns: how long ago the oldest job that has not started was accepted.
+    """
 
     sequence: Count
     queued_jobs: Count
     bytes_in_flight: Count
     workers: Count
     counters: LaneCounters
+    oldest_job_ns: Count = 0
 
 
 class StopLane(Message, frozen=True):

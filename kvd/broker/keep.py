@@ -14,6 +14,7 @@ chunks, where the size is right, and is removed where it is not.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import mmap
@@ -28,14 +29,15 @@ from pathlib import Path
 import msgspec
 
 from kvd.broker.filesystem import Filesystem
-from kvd.errors import ConfigError, LedgerDamaged
+from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged
+from kvd.settings import Settings
 from kvd.state.ledger import MAGIC
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.broker")
 
 _VERSION = 1
-_NOTES_DIR = Path("/dev/shm")  # noqa: S108  # where hugetlbfs takes no files that are written
+_NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
 _LEDGER = ".ledger"
 _ASIDE = ".damaged-"
 _EPOCH_SHIFT = 32
@@ -80,17 +82,22 @@ class Keep:
         runtime_dir: the daemon's, as an absolute path.
         keeps: leave it all to the next daemon; else it goes with this one, and nothing that is
             there is used.
+        cold: begin without what is there.
 
     Raises:
         ConfigError: pool_dir is none, or cannot be written.
+        AlreadyRunning: another daemon uses the pool, whatever became of the runtime directory.
     """
 
-    def __init__(self, pool_dir: Path, runtime_dir: Path, *, keeps: bool) -> None:
+    def __init__(
+        self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
+    ) -> None:
         if not pool_dir.is_dir():
             raise ConfigError(
                 f"pool_dir = {pool_dir}: no such directory; use a tmpfs such as /dev/shm"
             )
         self.keeps = keeps
+        self._cold = cold
         name = area_name(runtime_dir)
         self._filesystem = Filesystem.of(pool_dir)
         notes_dir = pool_dir if self._filesystem.writable else _NOTES_DIR
@@ -98,17 +105,28 @@ class Keep:
             _remove_tree(litter)
         try:
             self._notes = self._own_directory(notes_dir / name)
-            self._place = self._notes if notes_dir == pool_dir else self._own_directory(
-                pool_dir / name
+            self._place = (
+                self._notes if notes_dir == pool_dir else self._own_directory(pool_dir / name)
             )
         except OSError as error:
             raise ConfigError(
                 f"pool_dir = {pool_dir}: {error.strerror}; choose a directory that this user may"
                 " write, with --pool-dir"
             ) from error
+        self._lock_fd = os.open(self._notes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock_fd)
+            raise AlreadyRunning(f"another daemon uses the pool in {self._notes}") from None
         self.pool_file = self._place / "pool"
         self._manifest_file = self._notes / "manifest.json"
-        self._new: _Manifest | None = None
+
+    @classmethod
+    def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "Keep":
+        """As the settings say; see above."""
+        keeps = settings.keep_pool == "yes"
+        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold)
 
     # ---------------------------------------------------------------- start
 
@@ -187,6 +205,10 @@ class Keep:
         """Leave everything to the next daemon, or remove it."""
         if not self.keeps:
             self.remove()
+        for place in {self._place, self._notes}:
+            with contextlib.suppress(OSError):  # only where nothing was ever put there
+                place.rmdir()
+        os.close(self._lock_fd)
 
     def remove(self) -> int:
         """Give everything back; how many bytes that were."""
@@ -218,7 +240,7 @@ class Keep:
 
     def _believable(self) -> _Manifest | None:
         """The manifest, where the pool it speaks of is there and may be used."""
-        if not self.keeps:
+        if self._cold or not self.keeps:
             return None
         try:
             manifest = msgspec.json.decode(self._manifest_file.read_bytes(), type=_Manifest)

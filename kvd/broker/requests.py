@@ -99,6 +99,8 @@ class Requests:
             self._send(visitor.identity, effect.message, effect.request_id, token)
 
     def _send(self, identity: bytes, message: Message, request_id: int, token: bytes) -> None:
+        if isinstance(message, Error):
+            self._core.state.measures.refusals[message.code.value] += 1
         try:
             frame = WIRE.encode(message, request_id, self._core.state.boot_id, token)
         except Oversize as error:

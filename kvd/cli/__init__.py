@@ -17,6 +17,7 @@ _OWN = {
     "status": "kvd.cli.status:status",
     "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
+    "purge": "kvd.cli.purge:purge",
     "config": "kvd.cli.config:config",
 }
 

@@ -17,7 +17,7 @@ from kvd.core.state import BrokerState
 from kvd.errors import KvdError
 from kvd.link import BindWorker, ImportWorker
 from kvd_proto.messages import Attached, LaneUp, Register
-from kvd_proto.sizes import size_pool
+from kvd_proto.sizes import size_pool, tokens_per_chunk
 
 
 def attach(state: BrokerState, engine: Engine) -> list[Effect]:
@@ -45,6 +45,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
         boot_id=state.boot_id,
         label=registrations[0].fingerprint.model,
     )
+    namespace.tokens_per_chunk = tokens_per_chunk(layouts[0])
     state.namespaces.attach_engine(namespace)
     engine.namespace = namespace
     effects += [bind(worker) for worker in workers]

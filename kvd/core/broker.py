@@ -11,16 +11,16 @@ from typing import Any
 from kvd.core.attachment import attached_notice
 from kvd.core.demand import lane_ended, lane_failed
 from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
-from kvd.core.lanes import Lane, add_counters, arrays
+from kvd.core.lanes import NOTHING_SAID, Lane, add_counters, arrays
+from kvd.core.measures import Surroundings
 from kvd.core.operations import Operations
-from kvd.core.registration import Registration
+from kvd.core.registration import Registration, in_words
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
 from kvd.core.status import status_report
 from kvd.errors import Refused
 from kvd.link import (
     Imported,
-    LaneCounters,
     LaneFailed,
     LanePing,
     LanePong,
@@ -77,7 +77,7 @@ class Broker:
         version: the daemon's name and version, for WELCOME.
         pid: the daemon's process id.
         devices: names of the devices that have a lane from the start.
-        open_namespaces, available_bytes: see `BrokerState`.
+        open_namespaces, available_bytes, surroundings, kept_bytes: see `BrokerState`.
     """
 
     def __init__(
@@ -90,10 +90,18 @@ class Broker:
         devices: Iterable[str],
         open_namespaces: OpenNamespaces,
         available_bytes: Callable[[], int],
+        kept_bytes: Callable[[], int | None] = lambda: None,
+        surroundings: Callable[[], Surroundings] = Surroundings,
     ) -> None:
         self.state = BrokerState(
-            settings, boot_id, open_namespaces, available_bytes, Registry(settings.max_sessions)
+            settings,
+            boot_id,
+            open_namespaces,
+            available_bytes,
+            Registry(settings.max_sessions),
+            kept_bytes=kept_bytes,
         )
+        self.state.surroundings = surroundings
         self.state.lanes = {device: Lane(device) for device in devices}
         if settings.pool_bytes is not None:
             self.state.namespaces = open_namespaces(settings.pool_bytes)
@@ -147,16 +155,15 @@ class Broker:
         """The session's door is closed: its process is gone."""
         if session.number not in self.state.registry.sessions:
             return []
-        effects = self._registration.session_lost(session)
+        label = session.label
+        effects, freed = self._registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
             dropped = engine.namespace.table.drop_owner(engine.number)
             effects += self.state.revoke(engine.namespace, dropped)
-            effects.append(
-                Event(f"{session.label} is gone; {len(dropped)} chunks in writing given up")
-            )
-        elif session.state is not SessionState.CONNECTED and session.kind != "tool":
-            effects.append(Event(f"{session.label} is gone"))
+            freed += len(dropped)
+        if engine is not None:
+            effects.append(Event(f"{label} is gone{in_words(freed)}"))
         session.machine.fire(SessionEvent.LOST)
         self.state.registry.remove(session)
         return effects
@@ -167,6 +174,7 @@ class Broker:
         self, session: Session, request_id: int, message: Message, now: float
     ) -> list[Effect]:
         """Serve one request; a refusal becomes its ERROR reply."""
+        self.state.measures.requests[type(message).__name__] += 1
         handler = self._handlers.get(type(message))
         try:
             if handler is None:
@@ -183,7 +191,6 @@ class Broker:
             return [Reply(session.number, request_id, reply)]
 
     def _hello(self, session: Session, request_id: int, message: Hello, now: float) -> list[Effect]:
-        del now
         if not message.protocol_min <= PROTOCOL_VERSION <= message.protocol_max:
             raise Refused(
                 ErrorCode.BAD_VERSION,
@@ -193,6 +200,7 @@ class Broker:
         session.machine.fire(SessionEvent.HELLO)
         session.kind = message.kind
         session.client = message.client
+        session.since = now
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
             daemon=self.version,
@@ -211,7 +219,7 @@ class Broker:
     def _prepare_store(
         self, session: Session, request_id: int, message: PrepareStore, now: float
     ) -> list[Effect]:
-        self._open_for_work()
+        self._open_for_work(session, len(message.keys))
         engine, namespace = self.state.attached_namespace(session.engine)
         usable = self.state.usable_bytes(engine)
         decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
@@ -278,7 +286,14 @@ class Broker:
         ]
 
     def _ping(self, session: Session, request_id: int, message: Ping, now: float) -> list[Effect]:
-        del message, now
+        del now
+        engine = session.engine
+        if message.lookups is not None and engine is not None and session.kind == "scheduler":
+            namespace = engine.namespace
+            size = namespace.tokens_per_chunk if namespace is not None else None
+            new = session.lookups.news(message.lookups, size)
+            engine.lookups.add(new)
+            self.state.measures.lookups.add(new)
         return [Reply(session.number, request_id, Pong(pid=self.pid))]
 
     def _status(
@@ -288,8 +303,10 @@ class Broker:
         report = status_report(self.state, self.pid, self.version, now)
         return [Reply(session.number, request_id, StatusReport(status=report))]
 
-    def _open_for_work(self) -> None:
+    def _open_for_work(self, session: Session, keys: int) -> None:
         if self.state.draining:
+            if session.engine is not None and session.engine.namespace is not None:
+                session.engine.namespace.table.turn_away(keys)
             raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
         if not self.state.allocated:
             raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")
@@ -332,10 +349,9 @@ class Broker:
         lane.restarts += 1
         lane.last_error = lane.failure or reason
         lane.past = add_counters(lane.past, lane.pong.counters)
-        lane.pong = LanePong(
-            sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
-        )
-        effects: list[Effect] = [Event(f"lane {device} is lost: {lane.last_error}", "error")]
+        lane.pong = NOTHING_SAID
+        effects: list[Effect] = []
+        freed = 0
         for namespace_id, free in self.state.revocations.lane_lost(device).items():
             self._free(namespace_id, free)
         for engine in self.state.registry.engines.values():
@@ -345,6 +361,8 @@ class Broker:
             if uses and engine.namespace is not None:
                 slots = engine.namespace.table.drop_owner(engine.number)
                 effects += self.state.revoke(engine.namespace, slots)
+                freed += len(slots)
+        effects.append(Event(f"lane {device} is lost: {lane.last_error}{in_words(freed)}", "error"))
         for session in list(self.state.registry.sessions.values()):
             if session.registration is not None and session.registration.device == device:
                 session.imported = False
@@ -381,6 +399,8 @@ class Broker:
     def tick(self, now: float) -> list[Effect]:
         """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""
         effects = self._registration.expire(now)
+        if not self.state.pool_usable:
+            self.state.progress.tell(now, self.state.pinned_bytes)
         if self.state.namespaces is not None:
             for namespace in self.state.namespaces:
                 expired = namespace.table.expire(now)

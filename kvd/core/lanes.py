@@ -6,8 +6,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvd.link import LaneCounters, LanePong, Revoke
+from kvd.histogram import Histogram
+from kvd.link import LaneCounters, LanePong, Revoke, Spread
 from kvd_proto.arrays import IntArray
+
+NOTHING_SAID = LanePong(
+    sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
+)
+"""What a lane holds that has not answered yet."""
 
 
 @dataclass(slots=True)
@@ -15,6 +21,7 @@ class Lane:
     """One device's lane: its process, and what it last said.
 
     on_demand: it came with the first worker of its device, and goes when it ends and none is left.
+    pins: it can use the pool only where it has pinned it.
     failure: why the present process cannot serve, in its own words.
     usable_bytes: how much of the pool it can copy, in the order of `kvd.filling`.
     pool_error: why that will never be all of it.
@@ -27,6 +34,7 @@ class Lane:
     pool_error: str = ""
     incarnation: int = 0
     up: bool = False
+    pins: bool = False
     pid: int = 0
     endpoint: str = ""
     last_seen: float = 0.0
@@ -35,12 +43,15 @@ class Lane:
     pings: int = 0
     last_ping: float = 0.0
     killed: bool = False
-    pong: LanePong = field(
-        default_factory=lambda: LanePong(
-            sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
-        )
-    )
+    pong: LanePong = NOTHING_SAID
     past: LaneCounters = field(default_factory=LaneCounters)
+
+    @property
+    def state(self) -> str:
+        """One of "up", "starting" (it never was up), "down" (it was lost or cannot start)."""
+        if self.up:
+            return "up"
+        return "down" if self.last_error else "starting"
 
     @property
     def counters(self) -> LaneCounters:
@@ -65,7 +76,30 @@ def add_counters(left: LaneCounters, right: LaneCounters) -> LaneCounters:
         jobs=jobs,
         dropped_frames=left.dropped_frames + right.dropped_frames,
         dropped_replies=left.dropped_replies + right.dropped_replies,
+        stages=_add_stages(left.stages, right.stages),
     )
+
+
+def histogram(spread: Spread) -> Histogram:
+    """What came over the link, to calculate with."""
+    return Histogram(spread.bounds, spread.counts, spread.sum)
+
+
+_Stages = dict[str, dict[str, Spread]]
+
+
+def _add_stages(left: _Stages, right: _Stages) -> _Stages:
+    stages = {way: dict(names) for way, names in left.items()}
+    for way, names in right.items():
+        known = stages.setdefault(way, {})
+        for name, spread in names.items():
+            known[name] = _add_spreads(known[name], spread) if name in known else spread
+    return stages
+
+
+def _add_spreads(left: Spread, right: Spread) -> Spread:
+    both = histogram(left) + histogram(right)
+    return Spread(bounds=both.bounds, counts=tuple(both.counts), sum=both.sum)
 
 
 class Revocations:

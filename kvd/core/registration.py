@@ -20,7 +20,7 @@ from kvd.core.effects import (
 from kvd.core.lanes import Lane
 from kvd.core.sessions import PendingRegister, Session
 from kvd.core.state import BrokerState
-from kvd.errors import KvdError, Refused
+from kvd.errors import KvdError, PoolError, Refused
 from kvd.link import Imported, LaneReady, PoolUsable, Released, ReleaseWorker
 from kvd_proto.errors import LayoutError
 from kvd_proto.messages import (
@@ -31,7 +31,12 @@ from kvd_proto.messages import (
     Unregistered,
     fd_index,
 )
-from kvd_proto.sizes import auto_cpu_bytes, kv_bytes_per_block, size_pool, total_gpu_kv_bytes
+from kvd_proto.sizes import (
+    auto_cpu_bytes,
+    kv_bytes_per_block,
+    size_pool,
+    total_gpu_kv_bytes,
+)
 from kvd_proto.states import SessionEvent, SessionState
 
 REGISTER_SECONDS = 20.0
@@ -95,7 +100,9 @@ class Registration:
         registration = session.registration
         if registration is None or session.state is not SessionState.REGISTERED:
             raise Refused(ErrorCode.BAD_STATE, "nothing is registered by this session")
-        effects = self._leave(session, "unregistered")
+        label = session.label
+        effects, freed = self._leave(session, "unregistered")
+        effects.append(Event(f"{label} has unregistered{in_words(freed)}"))
         session.machine.fire(SessionEvent.UNREGISTER)
         session.releasing = request_id
         lane = self._state.lanes[registration.device]
@@ -176,6 +183,7 @@ class Registration:
     def lane_ready(self, lane: Lane, message: LaneReady, now: float) -> list[Effect]:
         """A lane serves: give it every worker of its device, and tell them where it is."""
         lane.up = True
+        lane.pins = message.pins
         lane.killed = False
         lane.pid = message.pid
         lane.endpoint = message.endpoint
@@ -208,20 +216,25 @@ class Registration:
 
     # ------------------------------------------------------------- departure
 
-    def session_lost(self, session: Session) -> list[Effect]:
-        """The session's process is gone: nothing of it may stay pinned or written to."""
+    def session_lost(self, session: Session) -> tuple[list[Effect], int]:
+        """The session's process is gone: nothing of it may stay pinned or written to.
+
+        Returns:
+            What is to be done, and how many chunks in writing were given up.
+        """
         effects: list[Effect] = []
+        freed = 0
         device = None
         if session.registration is not None:
             device = session.registration.device
-            effects += self._leave(session, f"rank {session.registration.rank} is gone")
+            effects, freed = self._leave(session, f"rank {session.registration.rank} is gone")
         elif session.pending is not None and session.pending.importing:
             device = session.pending.message.device
         session.pending = None
         if device is not None and self._state.lanes[device].up:
             effects.append(ToLane(device, ReleaseWorker(session=session.number)))
         effects.append(DropFds(session.number))
-        return effects
+        return effects, freed
 
     def expire(self, now: float) -> list[Effect]:
         """Refuse registrations that have waited too long, saying for what."""
@@ -277,7 +290,10 @@ class Registration:
             raise Refused(
                 ErrorCode.BAD_LAYOUT, f"cpu_bytes auto: {size.explanation}: {error}"
             ) from error
-        state.namespaces = state.open_namespaces(size.cpu_bytes)
+        try:
+            state.namespaces = state.open_namespaces(size.cpu_bytes)
+        except PoolError as error:
+            raise Refused(ErrorCode.NOT_READY, str(error)) from error
         return [OpenPool(size.cpu_bytes, size.explanation)]
 
     def _reimported(self, session: Session, message: Imported) -> list[Effect]:
@@ -291,18 +307,24 @@ class Registration:
         session.imported = True
         return [bind(session)] if session.engine and session.engine.attached else []
 
-    def _leave(self, session: Session, reason: str) -> list[Effect]:
+    def _leave(self, session: Session, reason: str) -> tuple[list[Effect], int]:
         engine, registration = session.engine, session.registration
         effects: list[Effect] = []
+        freed = 0
         if engine is not None and registration is not None:
-            effects = self._state.detach(engine, reason)
+            effects, freed = self._state.detach(engine, reason)
             engine.workers.pop(registration.rank, None)
         session.registration = None
-        return effects
+        return effects, freed
 
     def _forget_descriptors(self, session: Session) -> list[Effect]:
         session.descriptors = 0
         return [DropFds(session.number)]
+
+
+def in_words(freed: int) -> str:
+    """What an event adds about chunks in writing that were given up; nothing where none was."""
+    return f"; {freed} {'chunk' if freed == 1 else 'chunks'} in writing freed" if freed else ""
 
 
 def _refusal(text: str) -> Error:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvd.core.lookups import LookupTotals
 from kvd.errors import IntegrityError
 from kvd.state.namespaces import Namespace
 from kvd_proto.messages import Fingerprint, Register
@@ -45,6 +46,8 @@ class Session:
     registration: Register | None = None
     imported: bool = False
     releasing: int | None = None  # request id of an Unregister in progress
+    since: float = 0.0  # when it said HELLO
+    lookups: LookupTotals = field(default_factory=LookupTotals)  # as it said last
 
     @property
     def state(self) -> SessionState:
@@ -53,10 +56,11 @@ class Session:
 
     @property
     def label(self) -> str:
-        """How logs name this session."""
-        who = self.engine.name if self.engine else "?"
-        rank = f" rank {self.registration.rank}" if self.registration else ""
-        return f"engine {who}{rank} ({self.kind or 'new'}, pid {self.peer.pid})"
+        """How logs and events name this session."""
+        if self.engine is None:
+            return f"session {self.number} (pid {self.peer.pid})"
+        role = f"rank {self.registration.rank}" if self.registration else self.kind
+        return f"engine {self.engine.name} {role} (pid {self.peer.pid})"
 
     def __repr__(self) -> str:
         return f"<Session {self.number} {self.state}: {self.label}>"
@@ -71,6 +75,7 @@ class Engine:
     sessions: dict[int, Session] = field(default_factory=dict)
     workers: dict[int, Session] = field(default_factory=dict)
     namespace: Namespace | None = None
+    lookups: LookupTotals = field(default_factory=LookupTotals)
 
     @property
     def attached(self) -> bool:

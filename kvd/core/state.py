@@ -4,8 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvd.core.effects import Effect, Event, Notify, ToLane
+from kvd.core.effects import Effect, Notify, ToLane
+from kvd.core.events import EventLog
 from kvd.core.lanes import Lane, Revocations, arrays
+from kvd.core.measures import Measures, Surroundings
+from kvd.core.progress import Progress
 from kvd.core.sessions import Engine, Peer, Registry, Session
 from kvd.errors import IntegrityError, Refused
 from kvd.link import LaneCounters, UnbindWorker
@@ -41,8 +44,10 @@ class BrokerState:
 
     `stopping`: SIGTERM has come; nothing undoes that. `drain` is undone by Resume.
 
-    `open_namespaces` supplies directory memory and `available_bytes` what the
-    machine has to give; both touch the outside, so both are handed in.
+    `kept_bytes` is the size of the pool that the daemon before left, if it can be used.
+    `open_namespaces` supplies directory memory, `available_bytes` what the machine has to
+    give, `surroundings` the time and this process's figures; they touch the outside, so they
+    are handed in.
     """
 
     settings: Settings
@@ -50,6 +55,7 @@ class BrokerState:
     open_namespaces: OpenNamespaces
     available_bytes: Callable[[], int]
     registry: Registry
+    kept_bytes: Callable[[], int | None] = lambda: None
     lanes: dict[str, Lane] = field(default_factory=dict)
     failed_lanes: dict[str, tuple[float, str]] = field(default_factory=dict)
     gone_counters: LaneCounters = field(default_factory=LaneCounters)
@@ -59,6 +65,10 @@ class BrokerState:
     allocated: int = 0
     stopping: bool = False
     drain: OperatorDrain | None = None
+    surroundings: Callable[[], Surroundings] = Surroundings
+    measures: Measures = field(default_factory=Measures)
+    events: EventLog = field(default_factory=EventLog)
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def draining(self) -> bool:
@@ -67,13 +77,29 @@ class BrokerState:
 
     @property
     def ready(self) -> bool:
-        """New work is served: memory is there and every lane is up."""
-        return self.pool_ready and not self.lanes_missing and not self.draining
+        """New work is served: memory is there and every lane is up. See `kvd.core.checks`."""
+        return self.pool_usable and not self.lanes_missing and not self.draining
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """The pool's size; None while no engine has decided it (``auto``)."""
+        return None if self.namespaces is None else self.namespaces.cpu_bytes
 
     @property
     def pool_ready(self) -> bool:
         """All of the pool's memory is there."""
         return self.namespaces is not None and self.allocated >= self.namespaces.pool.fill.nbytes
+
+    @property
+    def pool_usable(self) -> bool:
+        """All of the pool is allocated and pinned by the lanes that pin, or it has no size yet."""
+        total = self.pool_bytes
+        return total is None or (self.pool_ready and self.pinned_bytes >= total)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of the pool is allocated, and pinned by every lane that pins."""
+        return min([self.allocated, *(lane.usable_bytes for lane in self.pinning)])
 
     def usable_bytes(self, engine: Engine) -> int | None:
         """How much of the pool is allocated and in reach of all of the engine's lanes.
@@ -89,13 +115,26 @@ class BrokerState:
         return None if usable >= self.namespaces.pool.fill.nbytes else usable
 
     @property
-    def lanes_missing(self) -> list[Lane]:
-        """Lanes that ought to serve and are not up; one that starts for its first worker is not."""
+    def pinning(self) -> list[Lane]:
+        """Lanes with workers that can use the pool only where they have pinned it."""
         return [
             lane
             for lane in self.lanes.values()
-            if not lane.up and (not lane.on_demand or self.workers_of(lane.device))
+            if lane.up and lane.pins and self.workers_of(lane.device)
         ]
+
+    @property
+    def lanes_missing(self) -> list[Lane]:
+        """Lanes that ought to serve and are not up.
+
+        One that starts for its first worker is not missing, and none is before the pool has a size.
+        """
+        return [lane for lane in self.lanes.values() if self.is_missing(lane)]
+
+    def is_missing(self, lane: Lane) -> bool:
+        """See `lanes_missing`."""
+        wanted = not lane.on_demand or bool(self.workers_of(lane.device))
+        return not lane.up and wanted and self.pool_bytes is not None
 
     def workers_of(self, device: str) -> list[Session]:
         """Sessions whose registered memory is on `device`."""
@@ -147,11 +186,15 @@ class BrokerState:
             effects += [ToLane(device, message) for device in devices]
         return effects
 
-    def detach(self, engine: Engine, reason: str) -> list[Effect]:
-        """The engine is no longer complete: give up its writes, tell its sessions."""
+    def detach(self, engine: Engine, reason: str) -> tuple[list[Effect], int]:
+        """The engine is no longer complete: give up its writes, tell its sessions.
+
+        Returns:
+            What is to be done, and how many chunks in writing were given up.
+        """
         namespace = engine.namespace
         if namespace is None or self.namespaces is None:
-            return []
+            return [], 0
         dropped = namespace.table.drop_owner(engine.number)
         effects = self.revoke(namespace, dropped)
         engine.namespace = None
@@ -164,10 +207,7 @@ class BrokerState:
             and self.lanes[worker.registration.device].up
         ]
         effects += [Notify(number, Detached(reason=reason)) for number in engine.sessions]
-        effects.append(
-            Event(f"engine {engine.name}: {reason}; {len(dropped)} chunks in writing given up")
-        )
-        return effects
+        return effects, len(dropped)
 
     def check_integrity(self) -> None:
         """All that can be checked, checked.

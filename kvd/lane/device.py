@@ -79,9 +79,11 @@ class Device(ABC):
 
     Attributes:
         piece_bytes: how much to submit at a time.
+        pins: only what is pinned of the pool can be used.
     """
 
     piece_bytes = PIECE_BYTES
+    pins = False
 
     @property
     @abstractmethod

@@ -88,7 +88,11 @@ class ReplyTo:
 
 @dataclass(eq=False, slots=True)
 class LaneJob:
-    """A job that has not ended, or just has. `serial` is unique in this lane."""
+    """A job that has not ended, or just has. `serial` is unique in this lane.
+
+    Of a job that ended ok: accepted_ns <= turn_ns (its turn came, it may have waited for its
+    timeline) <= started_ns <= ended_ns (its last byte moved).
+    """
 
     serial: int
     worker: Worker
@@ -107,7 +111,9 @@ class LaneJob:
     in_flight_bytes: int = 0
     moved_bytes: int = 0
     copy_ns: int = 0
+    turn_ns: int = 0
     started_ns: int = 0
+    ended_ns: int = 0
     outcome: Refusal = (JobStatus.OK, "")
     on_end: list[Callable[[], None]] = field(default_factory=list)
 

@@ -129,7 +129,7 @@ class Runner:
                 self.stop(late, JobStatus.TIMEOUT, f"not done in {late.request.deadline_ms} ms")
         moved = False
         while room := {way for way in Direction if self._device.has_room(way)}:
-            job = self._queue.next(_reached(), lambda job: job.direction in room)
+            job = self._queue.next(_reached(now), lambda job: job.direction in room)
             if job is None:
                 break
             self._feed(job)
@@ -170,6 +170,12 @@ class Runner:
     def queued_jobs(self) -> int:
         """Jobs that have not started."""
         return sum(job.machine.state is JobState.QUEUED for job in self)
+
+    @property
+    def oldest_job_ns(self) -> int:
+        """How long ago the oldest job that has not started was accepted; 0 without one."""
+        waiting = [job.accepted_ns for job in self if job.machine.state is JobState.QUEUED]
+        return self._clock() - min(waiting) if waiting else 0
 
     @property
     def bytes_in_flight(self) -> int:
@@ -271,6 +277,7 @@ class Runner:
     def _settle(self, job: LaneJob) -> None:
         if job.unfinished:
             return
+        job.ended_ns = self._clock()
         del self._by_serial[job.serial]
         mine = self._jobs[job.worker]
         del mine[job.request.job]
@@ -283,14 +290,15 @@ class Runner:
         return f"<Runner {len(self)} jobs, {len(self._transfers)} transfers in flight>"
 
 
-def _reached() -> Callable[[LaneJob], bool]:
-    """Whether a job may start, by one reading of each worker's timeline.
+def _reached(now: int) -> Callable[[LaneJob], bool]:
+    """Whether a job may start, by one reading of each worker's timeline; notes its first turn.
 
     A number that is reached between two looks would let the later one of two jobs go first.
     """
     seen: dict[Worker, int] = {}
 
     def reached(job: LaneJob) -> bool:
+        job.turn_ns = job.turn_ns or now
         worker = job.worker
         if worker not in seen:
             seen[worker] = worker.control.timeline

@@ -17,6 +17,7 @@ from kvd.lane.device import Device, Direction
 from kvd.lane.jobs import LaneJob, ReplyTo, refused_shares
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import Sockets, Woken
+from kvd.lane.stages import Stages
 from kvd.lane.workers import Binding, Worker, Workers
 from kvd.link import (
     LINK,
@@ -103,6 +104,7 @@ class LaneService:
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._moved: Counter[str] = Counter()
+        self._stages = Stages()
         self._dropped_frames = 0
         self._lifeline = lifeline
         self._usable = 0
@@ -179,6 +181,7 @@ class LaneService:
             incarnation=self._incarnation,
             pid=os.getpid(),
             endpoint=self._endpoint,
+            pins=self._device.pins,
             usable_bytes=self._usable,
         )
         self._link.send(LINK.encode(ready), (self._lifeline,))
@@ -311,7 +314,9 @@ class LaneService:
                     jobs=dict(self._counts),
                     dropped_frames=self._dropped_frames,
                     dropped_replies=self._sockets.dropped_replies,
+                    stages=self._stages.spreads(),
                 ),
+                oldest_job_ns=self._runner.oldest_job_ns,
             )
         )
 
@@ -415,6 +420,8 @@ class LaneService:
                     copy_ns=job.copy_ns,
                 ),
             )
+            if status is JobStatus.OK:
+                self._stages.observe(job, self._runner.now)
             # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
             if job.direction is Direction.STORE:
                 if not self._shares:
@@ -424,12 +431,13 @@ class LaneService:
                 action()
 
     def _count(self, job: LaneJob, status: JobStatus) -> None:
-        self._counts[status] += 1
+        self._counts[f"{job.direction}_{status}"] += 1
         self._moved[f"{job.direction}_bytes"] += job.moved_bytes
         self._moved[f"{job.direction}_ns"] += job.copy_ns
 
     def _refuse_job(self, request: Job, reply: ReplyTo, text: str) -> None:
-        self._counts[JobStatus.REFUSED] += 1
+        way = Direction.LOAD if isinstance(request, Load) else Direction.STORE
+        self._counts[f"{way}_{JobStatus.REFUSED}"] += 1
         self._send(
             reply,
             Done(

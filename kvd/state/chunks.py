@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import IntegrityError
+from kvd.state.ages import Ages
 from kvd.state.decisions import (
     Counters,
     LoadDecision,
@@ -90,6 +91,8 @@ class ChunkTable:
         self._tickets = Tickets()
         self._draining: set[int] = set()
         self._doomed: set[int] = set()
+        ledger = directory.ledger
+        self.ages = Ages(geometry.num_slots, ledger.stamps if ledger is not None else None)
         self._counters = Counters()
         self._pool = pool
         self.space = pool.join(geometry, self)
@@ -123,6 +126,7 @@ class ChunkTable:
         the first counts; the others are PENDING, or what the first one got. While only
         `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
         """
+        self.ages.tell(now)
         answers = bytearray(len(keys))
         wanted: dict[bytes, int] = {}
         again: list[tuple[int, int]] = []
@@ -185,6 +189,7 @@ class ChunkTable:
         )
         if victims is None:
             raise IntegrityError(f"fewer chunks may go than were counted: {self!r}")
+        self.ages.evicted(victims)
         evicted = self.directory.free(victims)
         slots += sorted(victims)
         return slots, evicted
@@ -203,6 +208,7 @@ class ChunkTable:
 
     def _count(self, answers: bytearray, evicted: int) -> None:
         counters = self._counters
+        counters.offered += len(answers)
         counters.accepted += answers.count(_ACCEPTED)
         counters.present += answers.count(_PRESENT)
         counters.pending += answers.count(_PENDING)
@@ -210,6 +216,11 @@ class ChunkTable:
         counters.not_yet += answers.count(_NOT_YET)
         counters.bad_key += answers.count(_BAD_KEY)
         counters.evicted += evicted
+
+    def turn_away(self, keys: int) -> None:
+        """Count keys that were offered while the daemon drains."""
+        self._counters.offered += keys
+        self._counters.draining += keys
 
     def expected_mask(self, slot: int) -> int:
         """The ranks whose shares make the slot's chunk complete, as a bit mask."""
@@ -329,6 +340,7 @@ class ChunkTable:
 
         While only `usable` bytes of the pool can be used, what lies elsewhere is missed.
         """
+        self.ages.tell(now)
         within = self.space.is_within
         found, slots = bytearray(len(keys)), []
         find, state = self.directory.find, self.directory.state
@@ -340,6 +352,7 @@ class ChunkTable:
         deadline = now + min(duration, self.config.lease_seconds)
         lease_id = self._leases.grant(owner, slots, now, deadline) if slots else 0
         self._touch(slots)
+        self._counters.asked += len(keys)
         self._counters.hits += len(slots)
         self._counters.misses += len(keys) - len(slots)
         self._counters.leases += bool(slots)
@@ -377,18 +390,16 @@ class ChunkTable:
 
     def _mark(self, slots: list[int]) -> None:
         """Note that these were of use now, the hottest first."""
-        if not slots:
-            return
-        last = self._pool.tick(len(slots))
-        self.space.mark(slots, last)
-        ledger = self.directory.ledger
-        if ledger is not None:
-            ledger.stamps[slots[::-1]] = np.arange(last - len(slots) + 1, last + 1)
+        if slots:
+            last = self._pool.tick(len(slots), self.ages.now)
+            self.space.mark(slots, last)
+            self.ages.used(slots, last)
 
     # ------------------------------------------------------------- ends of things
 
     def expire(self, now: float) -> Refs:
         """End the leases and give up the stores whose deadline has come; slots to be revoked."""
+        self.ages.tell(now)
         late = self._tickets.expired(now)
         self._counters.tickets_expired += len(late)
         leases, unpinned = self._leases.expire(now)
@@ -439,6 +450,7 @@ class ChunkTable:
 
     def yield_slots(self, slots: list[int]) -> None:
         """Evict these READY, unpinned chunks: another namespace needs the room."""
+        self.ages.evicted(slots)
         for slot in slots:
             self._policy.remove(slot)
         self.directory.free(slots)
@@ -455,6 +467,11 @@ class ChunkTable:
     def is_idle(self) -> bool:
         """Nothing is being written, draining or pinned."""
         return not (self._tickets or self._draining or self._leases.pins)
+
+    @property
+    def leases(self) -> int:
+        """Leases that have not ended."""
+        return len(self._leases)
 
     def stats(self) -> dict[str, int]:
         """Chunks by state. Pinned and doomed ones are READY; doomed ones go at the last pin."""
@@ -483,6 +500,7 @@ class ChunkTable:
             part.check_integrity()
         if self._filter is not None:
             self._filter.check_integrity()
+        self._check_counters()
         by_state = self.directory.slots_by_state()
         order = self._policy.order()
         claims = {
@@ -509,6 +527,15 @@ class ChunkTable:
                 slot
             ):
                 raise IntegrityError(f"slot {slot} has all shares and is not READY")
+
+    def _check_counters(self) -> None:
+        self.ages.at_eviction.check_integrity()
+        c = self._counters
+        answered = c.accepted + c.present + c.pending + c.full + c.not_yet + c.bad_key + c.draining
+        if c.offered != answered or c.asked != c.hits + c.misses:
+            raise IntegrityError(f"keys that were offered or asked for and not answered: {c}")
+        if self.ages.at_eviction.count != c.evicted + c.yielded:
+            raise IntegrityError(f"chunks evicted without an age: {self.ages!r}, {c}")
 
     def __repr__(self) -> str:
         return (

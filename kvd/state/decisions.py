@@ -65,14 +65,20 @@ class ResetOutcome:
 
 @dataclass(slots=True)
 class Counters:
-    """Events of one namespace since it was opened."""
+    """Events of one namespace since it was opened.
 
-    accepted: int = 0  # PREPARE_STORE, by answer
+    offered = accepted + present + pending + full + not_yet + bad_key + draining, all of them keys
+    of PREPARE_STORE; asked = hits + misses.
+    """
+
+    offered: int = 0  # keys of PREPARE_STORE
+    accepted: int = 0  # of `offered`, by answer
     present: int = 0
     pending: int = 0
     full: int = 0
     not_yet: int = 0
     bad_key: int = 0
+    draining: int = 0  # of `offered`: the daemon took no new chunks
     index_full: int = 0  # of `full`: the index had no room near the key's home
     restored: int = 0  # chunks of the daemon before
     stored: int = 0  # chunks that became READY
@@ -82,7 +88,8 @@ class Counters:
     evicted: int = 0  # chunks evicted to make room for this namespace
     yielded: int = 0  # chunks evicted to make room for another one
     reset: int = 0  # chunks dropped by a reset
-    hits: int = 0  # keys of PREPARE_LOAD
+    asked: int = 0  # keys of PREPARE_LOAD
+    hits: int = 0  # of `asked`
     misses: int = 0
     leases: int = 0
     leases_expired: int = 0

@@ -5,6 +5,7 @@ its chunks. It ends when it is closed: by the operator, or to make room for
 another one when `limit` is reached.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,8 @@ def _in_words(geometry: Geometry) -> str:
 class Namespace:
     """Chunks that may be shared, and where they lie.
 
-    `id` has 16 bytes, `label` is a name for people, `buffer` what `make_buffer` made.
+    `id` has 16 bytes, `label` is a name for people, `buffer` what `make_buffer` made,
+    `tokens_per_chunk` None where it is not known or the groups differ.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Namespace:
         self.table = table
         self.buffer = buffer
         self.engines = 0
+        self.tokens_per_chunk: int | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -122,6 +125,7 @@ class Namespaces:
         self._make_buffer = make_buffer
         self._keeping = keeping
         self._open: dict[bytes, Namespace] = {}
+        self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
 
     def open(
         self,
@@ -270,6 +274,7 @@ class Namespaces:
         if namespace.engines or not namespace.table.is_idle:
             raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
         namespace.table.reset()
+        self.closed_counters.update(namespace.table.counters())
         self.pool.leave(namespace.table.space)
         namespace.directory.release()
         del self._open[namespace.id]

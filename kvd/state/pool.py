@@ -44,7 +44,7 @@ class Pool:
         self._claims = [0] * self.extents.count  # columns of the owner that touch the extent
         self._spaces: list[Space] = []
         self._joined = 0
-        self._tick = self._now = 0
+        self._tick = 0
         self._releases = 0
         self._barren: dict[int, int] = {}  # space -> releases when it found nothing to claim
 
@@ -56,14 +56,15 @@ class Pool:
     @property
     def free_bytes(self) -> int:
         """Bytes of the extents that nobody owns."""
-        return self._bytes_of(None)
+        held = sum(space.held for space in self._spaces)
+        return self._bytes_of(None, self.extents.count - held)
 
     def held_bytes(self, space: Space) -> int:
         """Bytes of the extents that a space owns."""
-        return self._bytes_of(space)
+        return self._bytes_of(space, space.held)
 
-    def _bytes_of(self, space: Space | None) -> int:
-        owned = sum(owner is space for owner in self._owner) * self.extents.size
+    def _bytes_of(self, space: Space | None, extents: int) -> int:
+        owned = extents * self.extents.size
         if self._owner and self._owner[-1] is space:  # the last extent may be cut short
             owned -= self.extents.count * self.extents.size - self.extents.cpu_bytes
         return owned
@@ -86,16 +87,12 @@ class Pool:
         self._spaces.remove(space)
         self._barren.pop(space.number, None)
 
-    def tell(self, now: float) -> None:
-        """It is `now`, in seconds of a clock that goes on when the daemon does not."""
-        self._now = int(now * 1e6)
-
-    def tick(self, uses: int = 1) -> int:
+    def tick(self, uses: int, now: int) -> int:
         """The last of `uses` numbers greater than all before, to mark uses with.
 
-        They are microseconds, as far as they can be and still grow.
+        They are the time, `now` in microseconds, as far as that grows fast enough.
         """
-        self._tick = max(self._tick + uses, self._now)
+        self._tick = max(self._tick + uses, now)
         return self._tick
 
     def fair_extents(self, space: Space) -> float:

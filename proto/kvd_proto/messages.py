@@ -327,8 +327,24 @@ class WaitDone(Message, frozen=True):
 # ------------------------------------------------------------------- common
 
 
+class Lookups(Message, frozen=True):
+    """What a scheduler's session has looked up since it began; figures never fall.
+
+    chunks, hit_chunks: keys looked up in the directory, and those that were READY.
+    tokens, hit_tokens: prompt tokens asked for and found; None: not counted, the daemon takes
+    the chunks' size.
+    """
+
+    chunks: Count
+    hit_chunks: Count
+    tokens: Count | None = None
+    hit_tokens: Count | None = None
+
+
 class Ping(Message, frozen=True):
-    """Answered by the loop that serves every other request."""
+    """Answered by the loop that serves every other request; carries lookups from a scheduler."""
+
+    lookups: Lookups | None = None
 
 
 class Pong(Message, frozen=True):

@@ -68,6 +68,12 @@ def num_chunks(cpu_bytes: int, chunk_bytes: int) -> int:
     return count
 
 
+def tokens_per_chunk(layout: RankLayout) -> int | None:
+    """Tokens of one chunk; None where groups' blocks hold different numbers of them."""
+    sizes = {group.block_size for group in layout.groups}
+    return layout.blocks_per_chunk * sizes.pop() if len(sizes) == 1 else None
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
     """A pool laid out for one engine: one arena per rank, or one for all if replicated."""

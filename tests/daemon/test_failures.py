@@ -1,6 +1,7 @@
 """Things that die: the worst that follows is a miss, and nothing stays behind."""
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -82,7 +83,8 @@ def test_a_killed_worker_frees_what_was_in_writing(
         rank_process.kill()
         wait_state(daemon, ready=3, writing=0, draining=0)
         assert not engine.scheduler.prepare_store(half).served
-        assert "rank 1 is gone" in daemon.log.read_text()
+        gone = rf"rank 1 \(pid {rank_process.pid}\) is gone; 5 chunks in writing freed"
+        assert re.search(gone, daemon.log.read_text())
 
 
 def test_a_lost_rank_that_comes_back_completes_the_engine(

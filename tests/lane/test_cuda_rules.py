@@ -28,7 +28,7 @@ Patch = pytest.MonkeyPatch
 
 def never_wait_for_the_timeline(patch: Patch) -> None:
     """Jobs start wherever the worker's stream is."""
-    patch.setattr(runner, "_reached", lambda: lambda _job: True)
+    patch.setattr(runner, "_reached", lambda _now: lambda _job: True)
 
 
 def read_sources_in_any_order(patch: Patch) -> None:

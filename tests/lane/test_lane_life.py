@@ -265,7 +265,7 @@ def test_a_job_number_in_use_is_refused(worker: FakeWorker) -> None:
 
 
 def test_the_pong_tells_what_was_done(lane: Lane, worker: FakeWorker, directory: Directory) -> None:
-    """Counters of bytes and of jobs by status grow with the work."""
+    """Bytes, jobs by direction and outcome, and stages of what ended ok grow with the work."""
     directory.set([9], SlotState.READY, count=2)
     worker.run(Store, 1, [1, 2], [3])
     worker.run(Load, 2, [1, 2], [9])
@@ -276,7 +276,10 @@ def test_the_pong_tells_what_was_done(lane: Lane, worker: FakeWorker, directory:
     pong = lane.ping()
     assert (pong.workers, pong.queued_jobs, pong.bytes_in_flight) == (1, 1, 0)
     assert pong.counters.store_bytes == pong.counters.load_bytes == 4 * 4096
-    assert pong.counters.jobs == {"ok": 2, "stale": 1}
+    assert pong.counters.jobs == {"store_ok": 1, "load_ok": 1, "load_stale": 1}
+    stages = [spread for way in ("store", "load") for spread in pong.counters.stages[way].values()]
+    assert [sum(spread.counts) for spread in stages] == [1] * 8
+    assert pong.oldest_job_ns > 0
 
 
 def test_a_stopping_lane_finishes_and_leaves_cleanly(lane: Lane, worker: FakeWorker) -> None:

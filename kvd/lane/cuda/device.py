@@ -84,6 +84,7 @@ class CudaDevice(Device):
     """
 
     piece_bytes = _PIECE_BYTES
+    pins = True
 
     def __init__(
         self, name: str, pool_fd: int, pool_bytes: int, options: Options | None = None

@@ -1,0 +1,81 @@
+"""How often values of a quantity were seen, by fixed ranges: cheap to feed, cheap to add up."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import IntegrityError
+
+
+class Histogram:
+    """Counts of values of 0 and more.
+
+    Args:
+        bounds: ascending upper bounds; a value equal to one belongs to its range.
+        counts: by range, one more than bounds: the last is of values above all; default zeros.
+        total: the sum of the values counted.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(
+        self, bounds: Sequence[float], counts: Sequence[int] | None = None, total: float = 0.0
+    ) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1) if counts is None else list(counts)
+        self.sum = total
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: npt.NDArray[np.floating]) -> None:
+        """Count many values at once."""
+        places = np.searchsorted(self.bounds, values)
+        found = np.bincount(places, minlength=len(self.counts)).tolist()
+        self.counts = [have + more for have, more in zip(self.counts, found, strict=True)]
+        self.sum += float(values.sum())
+
+    def __add__(self, other: "Histogram") -> "Histogram":
+        """The values of both.
+
+        Raises:
+            IntegrityError: the bounds differ.
+        """
+        if self.bounds != other.bounds:
+            raise IntegrityError(f"bounds {self.bounds} and {other.bounds} cannot be added up")
+        counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        return Histogram(self.bounds, counts, self.sum + other.sum)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As docs/status.md has it."""
+        return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.sum}
+
+    def check_integrity(self) -> None:
+        """Bounds ascend, counts are possible, and the sum is one that they allow.
+
+        Raises:
+            IntegrityError: otherwise.
+        """
+        ascending = list(self.bounds) == sorted(set(self.bounds))
+        if not ascending or len(self.counts) != len(self.bounds) + 1:
+            raise IntegrityError(f"bounds that do not ascend, or counts of others: {self!r}")
+        if min(self.counts) < 0:
+            raise IntegrityError(f"a count below zero: {self!r}")
+        least = sum(n * low for n, low in zip(self.counts[1:], self.bounds, strict=True))
+        most = sum(n * high for n, high in zip(self.counts, self.bounds, strict=False))
+        slack = 1e-6 * (1.0 + least)
+        if self.sum < least - slack or (not self.counts[-1] and self.sum > most + slack):
+            raise IntegrityError(f"a sum that these counts cannot have: {self!r}")
+
+    def __repr__(self) -> str:
+        return f"<Histogram of {self.count} values, sum {self.sum:.6g}: {self.counts}>"
