@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm demo-vllm lint format bench gpu docs constraints constraints-vllm clean
+.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs constraints constraints-vllm clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,5 +71,10 @@ gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packag
 	  || { echo "make gpu needs Python >= 3.11 with torch, '$(PYTHON)' is older; try: make gpu PYTHON=python3.12"; exit 1; }
 	@WHEELS="$(WHEELS)" $(PYTHON) tests/gpu/run.py
 
+check-deploy: $(STAMP) ## build the image and run it, boot the unit; as root on Debian
+	tests/install-debian.sh --images
+	docker/check.sh
+	deploy/systemd/check.sh
+
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm bench/out build/check .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -45,6 +45,12 @@ class PoolUsable(Message, frozen=True):
     error: Text
 
 
+class LaneLog(Message, frozen=True):
+    """Broker → lane: log from this level on."""
+
+    level: Name
+
+
 class LaneFailed(Message, frozen=True):
     """Lane → broker, instead of LaneReady: this device cannot be served, and why."""
 
@@ -205,6 +211,7 @@ LINK = Codec(
         0x10D: StopLane,
         0x10E: LaneFailed,
         0x10F: PoolUsable,
+        0x110: LaneLog,
     }
 )
 """The codec of the link."""

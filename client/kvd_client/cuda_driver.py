@@ -69,6 +69,11 @@ def uuid_of(device: int) -> bytes:
     return bytes(uuid.bytes)
 
 
+def count_devices() -> int:
+    """How many devices this process sees."""
+    return int(_call("count the devices", "cuDeviceGetCount"))
+
+
 def is_mig(device: int) -> bool:
     """Whether a device is a MIG instance, which its name says and no attribute."""
     attempted = f"ask for the name of device {device}"
@@ -166,6 +171,28 @@ def export(base: int) -> int:
         return int(_call(attempted, "cuMemExportToShareableHandle", handle, kind, 0))
     finally:
         _call(attempted, "cuMemRelease", handle)
+
+
+def allocate(nbytes: int) -> int:
+    """Memory of the current device; its address. What it holds is undefined."""
+    return int(_call(f"allocate {nbytes} bytes", "cuMemAlloc", nbytes))
+
+
+def free(address: int) -> None:
+    """Give memory of `allocate` back."""
+    _call(f"free the memory at {address:#x}", "cuMemFree", address)
+
+
+def copy_in(address: int, source: int, nbytes: int) -> None:
+    """Host to device; returns when the bytes are there."""
+    _call(f"copy {nbytes} bytes to the device", "cuMemcpyHtoD", address, source, nbytes)
+    # From pageable memory it may return before the last bytes have arrived.
+    _call(f"copy {nbytes} bytes to the device", "cuStreamSynchronize", 0)
+
+
+def copy_out(target: int, address: int, nbytes: int) -> None:
+    """Device to host; returns when the bytes are there."""
+    _call(f"copy {nbytes} bytes from the device", "cuMemcpyDtoH", target, address, nbytes)
 
 
 def register_host(address: int, nbytes: int) -> int:

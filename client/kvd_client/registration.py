@@ -49,6 +49,7 @@ def wanted_registration(
     world_size: int,
     device: str | None,
     stage: int,
+    temporary: bool,
 ) -> Wanted:
     """The registration of one rank. Without `device` it is that of the memory.
 
@@ -95,6 +96,7 @@ def wanted_registration(
         fingerprint=fingerprint,
         layout=layout,
         handles=tuple(handles),
+        temporary=temporary,
     )
     return Wanted(message, control, tuple(kept))
 

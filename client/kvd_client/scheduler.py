@@ -249,6 +249,12 @@ class Scheduler:
         return self._session.connected
 
     @property
+    def namespace(self) -> bytes:
+        """The id of the namespace, 16 bytes; empty while not attached."""
+        attachment = self._attachment
+        return b"" if attachment is None else attachment.namespace
+
+    @property
     def num_chunks(self) -> int:
         """Chunks that the namespace holds at most; 0 while not attached."""
         attachment = self._attachment

@@ -103,6 +103,7 @@ class Worker:
         *,
         device: str | None = None,
         stage: int = 0,
+        temporary: bool = False,
         required: bool = False,
         timeout: float = REGISTER_SECONDS,
     ) -> bool:
@@ -115,6 +116,8 @@ class Worker:
             fingerprint: what must be equal for engines to share chunks.
             device: the lane that serves the memory; None: that of the memory's device.
             stage: the pipeline stage of this rank.
+            temporary: chunks are shared with temporary engines only, and dropped when the last
+                of them leaves.
             required: raise where the daemon is not there.
             timeout: seconds to wait for the daemon.
 
@@ -138,6 +141,7 @@ class Worker:
             world_size=self.world_size,
             device=device,
             stage=stage,
+            temporary=temporary,
         )
         end = time.monotonic() + timeout
         with self._changed:

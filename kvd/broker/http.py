@@ -49,7 +49,7 @@ class HttpProcess:
         self._runtime_dir = runtime_dir
         address = parse_listen(listen)
         self._host = address.host if address is not None else ""
-        self._tcp = _bind_tcp(address) if address is not None else None
+        self._tcp = bind_tcp(address) if address is not None else None
         self._unix = _bind_unix(unix_path)
         self._child = ChildProcess("kvd.http", _PAUSE_SECONDS)
         self._beat = -1
@@ -139,7 +139,12 @@ class HttpProcess:
         return f"<HttpProcess {self._tcp}, {self._child!r}>"
 
 
-def _bind_tcp(listen: Listen) -> socket.socket:
+def bind_tcp(listen: Listen) -> socket.socket:
+    """A listening socket, not blocking.
+
+    Raises:
+        ConfigError: the address cannot be had, with the remedy.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

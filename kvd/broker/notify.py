@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from collections.abc import MutableMapping
 
+from kvd.core.checks import checks
 from kvd.core.notices import Notices
 from kvd.core.state import BrokerState
 from kvd.errors import ConfigError
@@ -58,13 +59,13 @@ class Notifier:
             watchdog = int(usec) / 1_000_000
         return cls(address, Notices(watchdog))
 
-    def turn(self, now: float, state: BrokerState, allocated: int) -> None:
-        """A turn of the loop has ended; `allocated` bytes of the pool are there."""
+    def turn(self, now: float, state: BrokerState) -> None:
+        """A turn of the loop has ended."""
         if self._socket is None:
             return
         if self.notices.due(now) and not self._waiting:
-            progress = None if state.pool_ready else float(allocated)
-            self._say(self.notices.turn(now, _standing(state, allocated), progress))
+            progress = None if state.pool_usable else float(state.allocated + state.pinned_bytes)
+            self._say(self.notices.turn(now, _standing(state, now), progress))
         self._flush()
 
     def stopping(self, seconds: float) -> None:
@@ -108,13 +109,6 @@ class Notifier:
         return f"<Notifier to {where}, {len(self._waiting)} waiting: {self.notices!r}>"
 
 
-def _standing(state: BrokerState, allocated: int) -> str:
-    if state.ready:
-        return "ready"
-    if state.draining:
-        return "draining"
-    reasons = [f"lane {lane.device} is not up" for lane in state.lanes_missing]
-    if not state.pool_ready:
-        total = state.namespaces.stats()["cpu_bytes"] if state.namespaces is not None else 0
-        reasons.append(f"pool {allocated / total:.0%} allocated" if total else "no engine yet")
-    return "serving, not ready: " + "; ".join(reasons)
+def _standing(state: BrokerState, now: float) -> str:
+    missing = [check.in_words for check in checks(state, now) if not check.ok]
+    return "serving, not ready: " + "; ".join(missing) if missing else "ready"

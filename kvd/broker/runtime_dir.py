@@ -12,7 +12,7 @@ from pathlib import Path
 from kvd.errors import AlreadyRunning, ConfigError
 
 # sockaddr_un holds 108 bytes with its final zero; the longest name is a lane's socket.
-_MAX_PATH = 107 - len("/lane-host-9999999999.sock")
+MAX_DIRECTORY_BYTES = 107 - len("/lane-host-9999999999.sock")
 
 
 class RuntimeDir:
@@ -24,10 +24,10 @@ class RuntimeDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        if len(os.fsencode(self.path)) > _MAX_PATH:
+        if len(os.fsencode(self.path)) > MAX_DIRECTORY_BYTES:
             raise ConfigError(
                 f"runtime_dir = {self.path}: {len(os.fsencode(self.path))} bytes, a socket's path"
-                f" leaves room for {_MAX_PATH}; use a shorter one, such as /run/kvd"
+                f" leaves room for {MAX_DIRECTORY_BYTES}; use a shorter one, such as /run/kvd"
             )
         self.broker_socket = self.path / "broker.sock"
         self.door_socket = self.path / "door.sock"

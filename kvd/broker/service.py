@@ -23,10 +23,13 @@ from kvd.broker.http import HttpProcess
 from kvd.broker.keep import Keep
 from kvd.broker.memory import DirectoryMemory, PoolMemory
 from kvd.broker.notify import Notifier
+from kvd.broker.reloading import ConfigReader
 from kvd.broker.reopen import open_pool
 from kvd.broker.requests import Requests
 from kvd.broker.runtime_dir import RuntimeDir
 from kvd.broker.supervisor import LaneProcess
+from kvd.config.loaded import Loaded
+from kvd.config.sources import Sources
 from kvd.core.broker import Broker
 from kvd.core.effects import (
     DirectoryFd,
@@ -49,7 +52,6 @@ from kvd.errors import BadDatagram, ChannelFull, PoolError, Refused
 from kvd.filling import FillOrder
 from kvd.link import LINK, Imported, ImportWorker, LaneReady, StopLane
 from kvd.seqpacket import close_all
-from kvd.settings import Settings
 from kvd.state.namespaces import Keeping, Namespaces
 from kvd_proto.codec import WIRE
 from kvd_proto.devices import HOST
@@ -71,8 +73,11 @@ class Service:
         KvdError: it cannot start, with the remedy.
     """
 
-    def __init__(self, settings: Settings, version: str, *, cold: bool = False) -> None:
-        self.settings = settings
+    def __init__(
+        self, loaded: Loaded, sources: Sources, version: str, *, cold: bool = False
+    ) -> None:
+        self.settings = settings = loaded.settings
+        self._config = ConfigReader(sources)
         self._runtime = RuntimeDir(Path(settings.runtime_dir))
         self._runtime.lock()
         self._keep = Keep.of(settings, self._runtime.path, cold=cold)
@@ -108,6 +113,7 @@ class Service:
             kept_bytes=self._keep.kept_bytes,
             surroundings=lambda: self._figures.read(self._requests.dropped),
         )
+        self.core.reloading.loaded = loaded
         self.core.state.measures.started = time.time()
         self._requests = Requests(self._runtime.broker_socket, self.core, self._visitors)
         self._door = Door(self._runtime.door_socket)
@@ -121,6 +127,7 @@ class Service:
     def run(self) -> int:
         """Serve until a signal ends it; the exit status."""
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._config.on_signal)
         wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         try:
             log.info("serving %s, pid %d", self._runtime.path, os.getpid())
@@ -138,7 +145,7 @@ class Service:
         self._start_lanes(now)
         if self._polled:
             self.core.state.measures.turn(time.monotonic() - self._polled, now)
-        ready = dict(self._poller.poll(int(self._patience * 1000)))
+        ready = dict(self._poller.poll(0 if self.core.busy else int(self._patience * 1000)))
         now = self._polled = time.monotonic()
         for process in list(self._lanes.values()):  # first: what lanes report decides what is READY
             self._lane_turn(process, ready, now)
@@ -157,11 +164,14 @@ class Service:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS / 2
             self._carry_out(self.core.tick(now))
+            self._carry_out(self._config.turn(self.core.reloading))
+            self.settings = self.core.state.settings
+        self._carry_out(self.core.work())
         for visitor in list(self._visitors.values()):
             if visitor.channel.wants_write:
                 visitor.channel.flush()
         self._http.turn(self._poller, ready, now)
-        self._notifier.turn(now, self.core.state, self._pool.allocated if self._pool else 0)
+        self._notifier.turn(now, self.core.state)
 
     @property
     def _patience(self) -> float:

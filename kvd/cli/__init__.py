@@ -11,13 +11,18 @@ import click
 from kvd.version import VERSION
 
 _OWN = {
+    "clear": "kvd.cli.clear:clear",
     "drain": "kvd.cli.drain:drain",
+    "engines": "kvd.cli.listing:engines",
+    "evict": "kvd.cli.clear:evict",
+    "namespaces": "kvd.cli.listing:namespaces",
     "resume": "kvd.cli.drain:resume",
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",
     "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
     "purge": "kvd.cli.purge:purge",
+    "doctor": "kvd.cli.doctor:doctor",
     "config": "kvd.cli.config:config",
 }
 

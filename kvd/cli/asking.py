@@ -1,9 +1,8 @@
-"""What commands share that ask a running daemon: where it is, and its reply or a sentence."""
+"""What commands share that ask a running daemon: its reply or a sentence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
@@ -11,19 +10,6 @@ from kvd.control import Control
 from kvd.errors import NotRunning, Refused
 from kvd_proto.durations import parse_duration
 from kvd_proto.errors import DurationError
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def runtime_dir_option(command: Function) -> Function:
-    """The option that says which daemon is meant."""
-    return click.option(
-        "--runtime-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        default=Path("/run/kvd"),
-        show_default=True,
-        help="The daemon's runtime directory.",
-    )(command)
 
 
 @contextmanager

@@ -2,13 +2,24 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
-from kvd.cli.options import settings_options, sources
+from kvd.cli.asking import control
+from kvd.cli.options import runtime_dir_option, settings_options, sources
+from kvd.config.loaded import DEFAULT
 from kvd.config.render import as_json, as_toml, changed
-from kvd.config.sources import DEFAULT, Loaded, Sources
+from kvd.config.sources import Sources
 from kvd.errors import ConfigError
+from kvd_proto.messages import (
+    ConfigChange,
+    ConfigReloaded,
+    ConfigShown,
+    ReloadConfig,
+    ShowConfig,
+)
 
 
 @click.group()
@@ -19,17 +30,20 @@ def config() -> None:
     Examples:
       kvd config show
       kvd config check /etc/kvd/kvd.toml
+      kvd config reload
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
 
 
 @config.command()
 @settings_options
+@click.option("--running", is_flag=True, help="Ask the running daemon what it runs with.")
 @click.option("--json", "form", flag_value="json", help="Print them as JSON.")
 @click.option("--toml", "form", flag_value="toml", help="Print a file that can be used.")
-def show(*, config: Path | None, form: str | None, **options: str | None) -> None:
+def show(*, config: Path | None, running: bool, form: str | None, **options: str | None) -> None:
     """Show the settings that `kvd serve` would run with, and where each value came from.
 
-    Takes the options of `kvd serve`: put yours here to see what they do.
+    Takes the options of `kvd serve`: put yours here to see what they do. With --running the
+    daemon itself is asked, also for what waits for a restart.
 
     \b
     Examples:
@@ -37,19 +51,57 @@ def show(*, config: Path | None, form: str | None, **options: str | None) -> Non
       kvd config show --config /etc/kvd/kvd.toml --cpu-bytes 64GiB
       kvd config show --json | jq .settings.cpu_bytes
       kvd config show --toml > kvd.toml
+      kvd config show --running --runtime-dir /run/kvd
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     try:
-        loaded = sources(config, options).load()
+        places = sources(config, options)
+        if running:
+            with control(Path(places.runtime_dir())) as daemon:
+                shown = daemon.ask(ShowConfig(), ConfigShown).config
+        else:
+            loaded = places.load()
+            shown = as_json(loaded)
+            for warning in loaded.warnings:
+                click.echo(f"Warning: {warning}", err=True)
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
-    for warning in loaded.warnings:
-        click.echo(f"Warning: {warning}", err=True)
     if form == "json":
-        print(json.dumps(as_json(loaded), indent=2))
+        print(json.dumps(shown, indent=2))
     elif form == "toml":
-        print(as_toml(loaded), end="")
+        print(as_toml(shown["settings"]), end="")
     else:
-        _print_table(loaded)
+        _print_table(shown["settings"])
+
+
+@config.command()
+@runtime_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+def reload(*, runtime_dir: Path, as_json: bool) -> None:
+    """Have the running daemon read its configuration again, as SIGHUP does.
+
+    What can change live holds at once; the rest is named and waits for a restart. A file that
+    cannot be used is refused with all that is wrong in it, and the old settings hold. Flags and
+    environment of the daemon come before the file as they did at its start.
+
+    \b
+    Examples:
+      kvd config reload
+      kvd config check /etc/kvd/kvd.toml && kvd config reload
+      kvd config reload --json | jq '.changes[] | select(.live | not)'
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    with control(runtime_dir) as daemon:
+        answer = daemon.ask(ReloadConfig(), ConfigReloaded)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(answer), indent=2))
+        return
+    for warning in answer.warnings:
+        click.echo(f"Warning: {warning}", err=True)
+    read = answer.file or "environment and flags; there is no file"
+    print(f"reloaded: {read}" + ("" if answer.changes else "; nothing changed"))
+    for title, live in (("changed:", True), ("waits for a restart of the daemon:", False)):
+        lines = [_change_line(change) for change in answer.changes if change.live is live]
+        if lines:
+            print("\n".join([title, *lines]))
 
 
 @config.command()
@@ -73,9 +125,17 @@ def check(*, file: Path) -> None:
     print(f"{file}: ok, {count} {'setting' if count == 1 else 'settings'}")
 
 
-def _print_table(loaded: Loaded) -> None:
-    rows = [(key, str(getattr(loaded.settings, key)), at) for key, at in loaded.origins.items()]
-    rows.insert(0, ("SETTING", "VALUE", "FROM"))
+def _change_line(change: ConfigChange) -> str:
+    return f"  {change.key}: {change.old} -> {change.new}  ({change.origin})"
+
+
+def _print_table(settings: dict[str, dict[str, Any]]) -> None:
+    rows = [("SETTING", "VALUE", "FROM")]
+    for key, entry in settings.items():
+        origin, later = entry["from"], entry.get("after_restart")
+        if later:
+            origin += f"; after a restart {later['value']} from {later['from']}"
+        rows.append((key, str(entry["value"]), origin))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for key, value, origin in rows:
         line = f"{key:{widths[0]}}  {value:{widths[1]}}  {origin}"

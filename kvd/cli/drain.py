@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from kvd.cli.asking import control, duration, runtime_dir_option
+from kvd.cli.asking import control, duration
+from kvd.cli.options import runtime_dir_option
 from kvd.control import Control
 from kvd_proto.messages import Drain, Drained, Resume, Resumed, Status, StatusReport
 

@@ -36,7 +36,8 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
     if verbose:
         options["log_level"] = "debug"
     try:
-        loaded = sources(config, options).load()
+        places = sources(config, options)
+        loaded = places.load()
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     settings = loaded.settings
@@ -46,7 +47,7 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # sessions bring descriptors
     try:
-        status = Service(settings, f"kvd {VERSION}", cold=cold).run()
+        status = Service(loaded, places, f"kvd {VERSION}", cold=cold).run()
     except KvdError as error:
         log.error("%s", error)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
         status = 1

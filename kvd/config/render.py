@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from kvd.config.about import Known
-from kvd.config.sources import DEFAULT, Loaded
+from kvd.config.loaded import DEFAULT, Loaded
 from kvd.settings import KNOWN
 
 _HEAD = """\
@@ -23,28 +23,28 @@ def toml_value(value: Any) -> str:
     return json.dumps(value)
 
 
-def as_toml(loaded: Loaded) -> str:
-    """The effective settings as a file; where each came from stands beside it."""
-    lines = []
-    for key, origin in loaded.origins.items():
-        value = toml_value(getattr(loaded.settings, key))
-        lines.append(f"{key} = {value}  # {origin.encode('unicode_escape').decode()}")
-    return "\n".join(lines) + "\n"
-
-
 def as_json(loaded: Loaded) -> dict[str, Any]:
-    """The effective settings for scripts, by key."""
-    return {
-        "file": str(loaded.file) if loaded.file else None,
-        "settings": {
-            key: {
-                "value": getattr(loaded.settings, key),
-                "from": origin,
-                "changes_live": KNOWN[key].about.live,
-            }
-            for key, origin in loaded.origins.items()
-        },
+    """The effective settings for scripts, by key; what waits for a restart is with them."""
+    settings: dict[str, dict[str, Any]] = {
+        key: {
+            "value": getattr(loaded.settings, key),
+            "from": origin,
+            "changes_live": KNOWN[key].about.live,
+        }
+        for key, origin in loaded.origins.items()
     }
+    for key, (value, origin) in loaded.waiting.items():
+        settings[key]["after_restart"] = {"value": value, "from": origin}
+    return {"file": str(loaded.file) if loaded.file else None, "settings": settings}
+
+
+def as_toml(settings: dict[str, dict[str, Any]]) -> str:
+    """The settings of `as_json` as a file; where each came from stands beside it."""
+    lines = []
+    for key, entry in settings.items():
+        origin = entry["from"].encode("unicode_escape").decode()  # a comment is one line
+        lines.append(f"{key} = {toml_value(entry['value'])}  # {origin}")
+    return "\n".join(lines) + "\n"
 
 
 def changed(loaded: Loaded) -> int:

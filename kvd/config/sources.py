@@ -5,8 +5,10 @@ that is wrong in it at once, each line naming place, key, value and remedy.
 """
 
 import difflib
+import errno
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,29 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config.about import ENVIRONMENT_PREFIX
+from kvd.config.loaded import DEFAULT, Loaded
 from kvd.errors import ConfigError
 from kvd.settings import KNOWN, Settings
 
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 FILE_VARIABLE = "KVD_CONFIG"
-DEFAULT = "default"
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Settings, and for each key where its value was found.
-
-    Attributes:
-        settings: valid ones.
-        origins: by key: `default`, a file with its line, a variable or a flag.
-        file: the file that was read, if any.
-        warnings: what is not wrong but looks like a mistake.
-    """
-
-    settings: Settings
-    origins: dict[str, str]
-    file: Path | None
-    warnings: tuple[str, ...] = ()
+_MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +131,7 @@ def read_toml(file: Path) -> tuple[dict[str, Any], str]:
         ConfigError: it cannot be read, or is not TOML.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = _read(file)
         return tomllib.loads(text), text
     except OSError as error:
         raise ConfigError(
@@ -156,6 +142,20 @@ def read_toml(file: Path) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"{file}: not TOML: {error}; a setting is a line such as cpu_bytes = '64GiB'"
         ) from error
+
+
+def _read(file: Path) -> str:
+    # Non-blocking, so that a pipe in place of a file makes nobody wait.
+    with open(  # Path.open takes no opener
+        file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+    ) as opened:
+        mode = os.fstat(opened.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):  # /dev/null says "no file"
+            raise OSError(errno.EINVAL, "it is no regular file")
+        data = opened.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, "it is too large to hold settings")
+    return data.decode()
 
 
 def _line(text: str, key: str) -> str:

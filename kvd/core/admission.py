@@ -32,6 +32,15 @@ def check_rank(engine: Engine, message: Register) -> None:
             f"rank {message.rank} says world size {message.world_size}, the engine's other"
             f" ranks say {engine.world_size}",
         )
+    others = {
+        worker.registration.temporary for worker in engine.workers.values() if worker.registration
+    }
+    if others - {message.temporary}:
+        raise Refused(
+            ErrorCode.BAD_LAYOUT,
+            f"rank {message.rank} says temporary = {message.temporary}, the engine's other ranks"
+            f" say {not message.temporary}",
+        )
     if engine.fingerprint is not None and engine.fingerprint != message.fingerprint:
         raise Refused(
             ErrorCode.BAD_LAYOUT,

@@ -44,6 +44,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
         replicated=layouts[0].replicated,
         boot_id=state.boot_id,
         label=registrations[0].fingerprint.model,
+        temporary=registrations[0].temporary,
     )
     namespace.tokens_per_chunk = tokens_per_chunk(layouts[0])
     state.namespaces.attach_engine(namespace)

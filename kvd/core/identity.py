@@ -33,9 +33,11 @@ def _shape(layout: RankLayout) -> list[Any]:
 def namespace_id(registrations: Sequence[Register]) -> bytes:
     """The 16-byte id for one engine's registrations, ordered by rank."""
     first = registrations[0]
-    parts = [
+    parts: list[Any] = [
         msgspec.to_builtins(first.fingerprint),
         first.world_size,
         [[r.stage, _shape(r.layout)] for r in registrations],
     ]
+    if first.temporary:  # never what another kind of engine would look for
+        parts.append("temporary")
     return hashlib.blake2b(msgpack.packb(parts), digest_size=16).digest()

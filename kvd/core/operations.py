@@ -1,4 +1,4 @@
-"""What operators tell a running daemon: drain and resume.
+"""What operators tell a running daemon: drain and resume, clear and evict.
 
 The file rights of the runtime directory decide who may come here at all; of those
 that do, only sessions of kind `tool` may say these things, so that an engine
@@ -11,9 +11,22 @@ from typing import Any, NoReturn
 from kvd.core.effects import Effect, Event, Reply
 from kvd.core.sessions import Peer, Session
 from kvd.core.state import BrokerState, OperatorDrain
+from kvd.core.sweeps import Sweep, Sweeps
 from kvd.errors import Refused
+from kvd.state.namespaces import Namespace
 from kvd_proto.durations import format_duration
-from kvd_proto.messages import Drain, Drained, ErrorCode, Message, Resume, Resumed
+from kvd_proto.messages import (
+    Clear,
+    Cleared,
+    Drain,
+    Drained,
+    ErrorCode,
+    EvictOlderThan,
+    Message,
+    OlderEvicted,
+    Resume,
+    Resumed,
+)
 
 Handler = Callable[[Session, int, Any, float], list[Effect]]
 
@@ -23,12 +36,15 @@ class Operations:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
+        self.sweeps = Sweeps(state)
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Who serves which request; each refuses sessions that are no tools."""
         return {
-            Drain: _for_tools(self._drain),
-            Resume: _for_tools(self._resume),
+            Drain: for_tools(self._drain),
+            Resume: for_tools(self._resume),
+            Clear: for_tools(self._clear),
+            EvictOlderThan: for_tools(self._evict),
         }
 
     def _drain(self, session: Session, request_id: int, message: Drain, now: float) -> list[Effect]:
@@ -62,6 +78,50 @@ class Operations:
             lasted = format_duration(now - drain.since)
             effects.append(Event(f"resumed by {by(session.peer)} after {lasted} of drain"))
         return effects
+
+    def _clear(self, session: Session, request_id: int, message: Clear, now: float) -> list[Effect]:
+        del now
+        namespaces, which = self._named(message.namespace)
+        return self.sweeps.start(
+            Sweep(
+                session.number,
+                request_id,
+                f"{which} cleared by {by(session.peer)}",
+                lambda done: Cleared(chunks=done.chunks, bytes=done.bytes, deferred=done.deferred),
+                namespaces,
+            )
+        )
+
+    def _evict(
+        self, session: Session, request_id: int, message: EvictOlderThan, now: float
+    ) -> list[Effect]:
+        namespaces, which = self._named(message.namespace)
+        for namespace in namespaces:
+            namespace.table.ages.tell(now)
+        age = format_duration(message.seconds)
+        return self.sweeps.start(
+            Sweep(
+                session.number,
+                request_id,
+                f"{which} rid of what was not used for {age} by {by(session.peer)}",
+                lambda done: OlderEvicted(chunks=done.chunks, bytes=done.bytes),
+                namespaces,
+                unused_for=message.seconds,
+            )
+        )
+
+    def _named(self, ns_id: bytes | None) -> tuple[tuple[Namespace, ...], str]:
+        """The namespaces that are meant, and what logs call them."""
+        namespaces = self._state.namespaces
+        if ns_id is None:
+            return tuple(namespaces or ()), "all namespaces"
+        namespace = namespaces.get(ns_id) if namespaces is not None else None
+        if namespace is None:
+            raise Refused(
+                ErrorCode.BAD_STATE,
+                f"no namespace {ns_id.hex()} is open; `kvd namespaces` lists those that are",
+            )
+        return (namespace,), f"namespace {ns_id.hex()[:8]} ({namespace.label})"
 
 
 def by(peer: Peer) -> str:
@@ -99,7 +159,9 @@ def drain_report(state: BrokerState, now: float) -> dict[str, Any] | None:
     }
 
 
-def _for_tools(handler: Handler) -> Handler:
+def for_tools(handler: Handler) -> Handler:
+    """The same, but refused to sessions that are no tools."""
+
     def guarded(session: Session, request_id: int, message: Any, now: float) -> list[Effect]:
         if session.kind != "tool":
             _refuse(session, message)

@@ -274,6 +274,12 @@ class Registration:
         state = self._state
         if state.namespaces is not None:
             return []
+        if message.temporary:
+            raise Refused(
+                ErrorCode.BAD_STATE,
+                "cpu_bytes is auto and the pool has no size yet, which a temporary engine must not"
+                " decide; register another engine first",
+            )
         reported = total_gpu_kv_bytes(message.layout)
         # Figures of kv_bytes_per_block are refused in validate_layout already.
         kv_bytes_per_block(reported, message.layout.num_blocks)

@@ -1,6 +1,7 @@
 """The routes."""
 
 import json
+import time
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -13,6 +14,7 @@ from kvd.errors import NotRunning
 from kvd.http import health
 from kvd.http.asking import Asking
 from kvd.http.events import Events
+from kvd.http.exposition import Exposition
 from kvd.http.guard import Guard
 from kvd.http.health import Check
 from kvd.http.hosts import Hosts
@@ -20,6 +22,7 @@ from kvd.http.page import page_routes
 from kvd.http.traffic import Traffic
 
 ANSWER_SECONDS = 2.0
+SCRAPE_SECONDS = 1.0
 LONGEST_ANSWER_SECONDS = 30.0
 
 
@@ -39,6 +42,7 @@ class App:
             Route("/healthz", self.livez),
             Route("/readyz", self.readyz),
             Route("/status", self.status),
+            Route("/metrics", self.metrics),
             Route("/events", self.events),
             *page_routes(),
         ]
@@ -83,6 +87,17 @@ class App:
             return _json(await self._asking.report(ANSWER_SECONDS), 200)
         except NotRunning as error:
             return _json({"error": str(error), "since": self._asking.silent_since}, 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """The report for Prometheus; without the broker, what is known without it."""
+        report, silent = None, 0.0
+        try:
+            report = await self._asking.report(SCRAPE_SECONDS)
+        except NotRunning:
+            silent = time.time() - (self._asking.silent_since or time.time())
+        accept = Headers(scope=request.scope).get("accept", "")
+        body, kind = Exposition(report, silent, self.traffic).encode(accept)
+        return Response(body, media_type=None, headers={"content-type": kind})
 
     async def events(self, request: Request) -> Response:
         """The report, once a second."""

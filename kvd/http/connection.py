@@ -77,7 +77,9 @@ class Connection(H11Protocol):
         self._request_timer = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
 
     def _beside(self, other: "Connection") -> bool:
-        return (self.client is None) == (other.client is None)  # only TCP clients have addresses
+        """On the same listener (only TCP tells clients apart by address), and not closing."""
+        same = (self.client is None) == (other.client is None)
+        return same and not other.transport.is_closing()
 
     def _cancel(self, name: str) -> None:
         timer = getattr(self, name)

@@ -32,17 +32,22 @@ def broker_check(seconds: float | None, problem: str = "") -> Check:
 
 def readiness(report: dict[str, Any]) -> list[Check]:
     """The daemon's own checks. Engines are none of them: one that is away fails nothing."""
-    return [Check("daemon", ok=report["ready"], text="; ".join(report["not_ready"]) or "ready")]
+    return [
+        Check(c["name"], c["ok"], c["text"], c["percent"], c["seconds_left"])
+        for c in report["checks"]
+    ]
 
 
 def lane_lines(report: dict[str, Any]) -> list[Check]:
     """Each lane's state, last heartbeat, queue and error, for information."""
     lines = []
     for lane in report["lanes"]:
-        words = ["up" if lane["up"] else "down"]
+        words = [lane["state"]]
         if lane["seconds_since_heard"] is not None:
             words.append(f"heard of {lane['seconds_since_heard']:.1f} s ago")
         words.append(f"{lane['queued_jobs']} jobs queued")
+        if lane["queued_jobs"]:
+            words.append(f"the oldest for {lane['oldest_job_seconds']:.1f} s")
         words.append(f"{format_size(lane['bytes_in_flight'])} in flight")
         words.append(f"{lane['restarts']} restarts")
         words += [f"last error: {lane['last_error']}"] if lane["last_error"] else []

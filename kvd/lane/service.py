@@ -25,6 +25,7 @@ from kvd.link import (
     Imported,
     ImportWorker,
     LaneCounters,
+    LaneLog,
     LanePing,
     LanePong,
     LaneReady,
@@ -37,6 +38,7 @@ from kvd.link import (
     StopLane,
     UnbindWorker,
 )
+from kvd.logs.setup import set_level
 from kvd.seqpacket import close_all
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
@@ -118,6 +120,7 @@ class LaneService:
             Revoke: self._revoke,
             LanePing: self._answer_broker,
             StopLane: self._stop,
+            LaneLog: lambda message, _fds: set_level(message.level),
         }
         self._on_wire: dict[type[Message], Callable[[Worker, Any, ReplyTo], None]] = {
             Store: self._job,

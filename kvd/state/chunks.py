@@ -432,6 +432,42 @@ class ChunkTable:
         self._counters.reset += len(gone) + len(kept)
         return ResetOutcome(len(gone) + len(revoke), len(kept), revoke)
 
+    def give_up_stores(self) -> Refs:
+        """Give up whatever is being written, and forget offers; slots to be revoked."""
+        if self._filter is not None:
+            self._filter.clear()
+        return self._give_up(list(self._tickets))
+
+    def remove(self, first: int, count: int, *, unused_for: float | None = None) -> tuple[int, int]:
+        """Drop the READY chunks in `count` slots from `first` on, for an operator.
+
+        With `unused_for` only those that were of no use for so many seconds, and none
+        that is pinned.
+
+        Returns:
+            How many went, and how many go when their leases end.
+        """
+        pins, policy = self._leases.pins, self._policy
+        slots = [s for s in self.directory.ready_slots(first, count) if s in policy]
+        if unused_for is not None:
+            old = self.ages.of(slots) >= unused_for
+            slots = [s for s, is_old in zip(slots, old, strict=True) if is_old and s not in pins]
+        gone = [slot for slot in slots if slot not in pins]
+        kept = [slot for slot in slots if slot in pins]
+        for slot in slots:
+            policy.remove(slot)
+        self.directory.free(gone)
+        self.space.give(gone)
+        for slot in kept:
+            self.directory.unindex(slot)
+        self._doomed.update(kept)
+        self._counters.removed += len(slots)
+        return len(gone), len(kept)
+
+    def give_back(self) -> None:
+        """Let others have the room that holds no chunk."""
+        self._pool.give_back(self.space)
+
     def _free_doomed(self, unpinned: Iterable[int]) -> None:
         freed = self._doomed.intersection(unpinned)
         if freed:

@@ -88,6 +88,7 @@ class Counters:
     evicted: int = 0  # chunks evicted to make room for this namespace
     yielded: int = 0  # chunks evicted to make room for another one
     reset: int = 0  # chunks dropped by a reset
+    removed: int = 0  # chunks that an operator dropped
     asked: int = 0  # keys of PREPARE_LOAD
     hits: int = 0  # of `asked`
     misses: int = 0

@@ -123,6 +123,11 @@ class DirectoryWriter(DirectoryView):
             for state in (SlotState.WRITING, SlotState.READY, SlotState.DRAINING)
         }
 
+    def ready_slots(self, first: int, count: int) -> list[int]:
+        """The READY slots among `count` from `first` on, ascending."""
+        states = self._columns["state"][first : first + count]
+        return (np.flatnonzero(states == SlotState.READY) + first).tolist()
+
     def key(self, slot: int) -> bytes:
         """The key of the chunk that is or was last in the slot."""
         length, padded = _READ_KEY(self._records, slot * RECORD_BYTES + _KEY_LEN)

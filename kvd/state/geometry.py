@@ -19,7 +19,7 @@ from functools import cached_property
 
 PAGE = 4096
 MAX_EXTENTS = 1024
-_COLUMN_EXTENTS = 2
+COLUMN_EXTENTS = 2
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,14 @@ class Geometry:
     slot_bytes: bytes of one slot in each arena, one arena for each rank.
     world_size: how many ranks hold shares of one chunk.
     replicated: all of them hold the same bytes, stored once: there is one arena.
+    column_width: extents that a column is wide in every arena, or a slot, if that is wider.
     """
 
     slot_bytes: tuple[int, ...]
     extents: Extents
     world_size: int
     replicated: bool = False
+    column_width: int = COLUMN_EXTENTS
 
     @property
     def bytes_per_chunk(self) -> int:
@@ -76,7 +78,7 @@ class Geometry:
     @cached_property
     def column_slots(self) -> int:
         """Slots of one column; the last column may have fewer."""
-        width = _COLUMN_EXTENTS * self.extents.size * len(self.slot_bytes)
+        width = self.column_width * self.extents.size * len(self.slot_bytes)
         return max(1, width // self.bytes_per_chunk)
 
     @property

@@ -7,14 +7,14 @@ another one when `limit` is reached.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import ConfigError, LedgerDamaged, Refused
 from kvd.filling import FillOrder
 from kvd.state.chunks import ChunkTable, TableConfig
 from kvd.state.directory import DirectoryWriter, directory_bytes
-from kvd.state.geometry import Geometry
+from kvd.state.geometry import COLUMN_EXTENTS, Geometry
 from kvd.state.ledger import Kept, Ledger, ledger_bytes
 from kvd.state.policies import POLICIES
 from kvd.state.pool import Pool
@@ -57,13 +57,18 @@ class Namespace:
     """
 
     def __init__(
-        self, ns_id: bytes, label: str, table: ChunkTable, buffer: "WriteableBuffer"
+        self,
+        ns_id: bytes,
+        label: str,
+        table: ChunkTable,
+        buffer: "WriteableBuffer",
     ) -> None:
         self.id = ns_id
         self.label = label
         self.table = table
         self.buffer = buffer
         self.engines = 0
+        self.temporary = False
         self.tokens_per_chunk: int | None = None
 
     @property
@@ -127,6 +132,14 @@ class Namespaces:
         self._open: dict[bytes, Namespace] = {}
         self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
 
+    def set_times(self, *, lease_seconds: float, ticket_seconds: float) -> None:
+        """Leases and stores that begin from now on last so long at most."""
+        self.config = replace(
+            self.config, lease_seconds=lease_seconds, ticket_seconds=ticket_seconds
+        )
+        for namespace in self:
+            namespace.table.config = self.config
+
     def open(
         self,
         ns_id: bytes,
@@ -136,6 +149,7 @@ class Namespaces:
         replicated: bool,
         boot_id: bytes,
         label: str = "",
+        temporary: bool = False,
     ) -> Namespace:
         """The namespace of this id, made where it is not open yet.
 
@@ -146,12 +160,20 @@ class Namespaces:
             replicated: every rank holds the same bytes.
             boot_id: of this daemon, 16 bytes.
             label: a name for people, e.g. the model's.
+            temporary: it has no share of the pool that others must leave to it, takes
+                room in narrow columns, and is `over` when its last engine is gone.
 
         Raises:
             Refused: BAD_LAYOUT where the figures contradict each other, an open
                 namespace or the budget; LIMIT where too many are open.
         """
-        geometry = Geometry(tuple(slot_bytes), self.pool.extents, world_size, replicated)
+        geometry = Geometry(
+            tuple(slot_bytes),
+            self.pool.extents,
+            world_size,
+            replicated,
+            column_width=1 if temporary else COLUMN_EXTENTS,
+        )
         known = self._open.get(ns_id)
         if known is not None:
             if known.geometry != geometry:
@@ -162,7 +184,10 @@ class Namespaces:
                 )
             return known
         self._check(geometry)
-        return self._make(ns_id, label, geometry, boot_id, self._new_ledger(ns_id, label, geometry))
+        ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
+        namespace = self._make(ns_id, label, geometry, boot_id, ledger)
+        namespace.temporary = temporary
+        return namespace
 
     def reopen(self, ledger: Ledger, boot_id: bytes) -> Namespace:
         """A namespace of the daemon before with all chunks of its ledger, which is taken over.
@@ -238,7 +263,7 @@ class Namespaces:
     def attach_engine(self, namespace: Namespace) -> None:
         """An engine uses the namespace now, so it has a fair share of the pool."""
         namespace.engines += 1
-        namespace.table.space.active = True
+        namespace.table.space.active = not namespace.temporary
 
     def detach_engine(self, namespace: Namespace) -> None:
         """An engine is gone. With the last one the chunks stay until others need the room.
@@ -249,7 +274,7 @@ class Namespaces:
         if not namespace.engines:
             raise ValueError(f"no engine is attached to {namespace!r}")
         namespace.engines -= 1
-        namespace.table.space.active = namespace.engines > 0
+        namespace.table.space.active = namespace.engines > 0 and not namespace.temporary
 
     def get(self, ns_id: bytes) -> Namespace | None:
         """The open namespace of this id."""
@@ -264,6 +289,10 @@ class Namespaces:
     def closable(self) -> list[Namespace]:
         """Namespaces without engines, with nothing under way, the oldest first."""
         return [ns for ns in self if not ns.engines and ns.table.is_idle]
+
+    def over(self) -> list[Namespace]:
+        """Temporary namespaces whose engines have gone: to be closed."""
+        return [namespace for namespace in self.closable() if namespace.temporary]
 
     def close(self, namespace: Namespace) -> None:
         """Drop a namespace and its chunks, and let go of its buffer.

@@ -26,6 +26,7 @@ Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 JobIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_KEYS)]
+NamespaceId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Kind: TypeAlias = Literal["scheduler", "worker", "tool"]
 
 
@@ -45,6 +46,7 @@ class ErrorCode(StrEnum):
     NOT_READY = "not_ready"  # not every rank of the engine has registered yet
     LIMIT = "limit"  # a limit of the daemon would be exceeded
     DRAINING = "draining"  # the daemon takes no new work
+    BAD_CONFIG = "bad_config"  # the configuration cannot be used; what held holds on
     LANE_LOST = "lane_lost"  # the device's lane is being replaced: retry later
     INTERNAL = "internal"  # a bug in kvd; the log has the details
 
@@ -139,13 +141,15 @@ def fd_index(handle: Handle) -> int:
     return 0 if isinstance(handle, IpcHandle) else handle.fd_index
 
 
-class Register(Message, frozen=True, kw_only=True):
+class Register(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's KV memory. Handles' descriptors were sent over the door before.
 
     `device` is "host", or "cuda:" and the device's UUID in hex; it decides the kind of handles.
 
     `handles[i]` is the memory of `layout.storages[i]`; descriptor 0 is the
-    worker's control page (timeline word, epoch word).
+    worker's control page (timeline word, epoch word). A `temporary` engine's chunks
+    are shared with no other kind of engine and dropped when the last such engine
+    leaves; it takes no room that is in use but one column of the pool's grid.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -155,6 +159,7 @@ class Register(Message, frozen=True, kw_only=True):
     fingerprint: Fingerprint
     layout: RankLayout
     handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
+    temporary: bool = False
 
 
 class Registered(Message, frozen=True):
@@ -394,6 +399,69 @@ class Resumed(Message, frozen=True):
     was_draining: bool
 
 
+class Clear(Message, frozen=True):
+    """Drop every chunk of a namespace, or of all. Pinned ones go when their leases end."""
+
+    namespace: NamespaceId | None = None
+
+
+class Cleared(Message, frozen=True):
+    """Chunks dropped now, their bytes, and those that go when their leases end."""
+
+    chunks: Count
+    bytes: Count
+    deferred: Count
+
+
+class EvictOlderThan(Message, frozen=True):
+    """Drop the chunks of a namespace, or of all, that were of no use for so many seconds."""
+
+    seconds: Annotated[float, Meta(ge=0)]
+    namespace: NamespaceId | None = None
+
+
+class OlderEvicted(Message, frozen=True):
+    """Chunks dropped, and their bytes. Pinned chunks are in use and stay."""
+
+    chunks: Count
+    bytes: Count
+
+
+# ------------------------------------------------------------ configuration
+
+
+class ReloadConfig(Message, frozen=True):
+    """Read the configuration again. Of sessions of kind `tool` only, as ShowConfig."""
+
+
+class ConfigChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A setting that differs from what held; `live` is false where it waits for a restart."""
+
+    key: Name
+    old: Text
+    new: Text
+    origin: Text
+    live: bool
+
+
+class ConfigReloaded(Message, frozen=True):
+    """The configuration was read; `changes` is empty where it says what held already."""
+
+    file: Text
+    changes: tuple[ConfigChange, ...]
+    warnings: tuple[Text, ...]
+
+
+class ShowConfig(Message, frozen=True):
+    """Ask for the settings that the daemon runs with."""
+
+
+class ConfigShown(Message, frozen=True):
+    """The settings as `kvd config show --json` prints them."""
+
+    config: dict[str, Any]
+
+
 # ---------------------------------------------------- notices over the door
 
 
@@ -476,6 +544,14 @@ TAGS: dict[int, type[Message]] = {
     0x51: Drained,
     0x52: Resume,
     0x53: Resumed,
+    0x54: Clear,
+    0x55: Cleared,
+    0x56: EvictOlderThan,
+    0x57: OlderEvicted,
+    0x60: ReloadConfig,
+    0x61: ConfigReloaded,
+    0x62: ShowConfig,
+    0x63: ConfigShown,
 }
 """Tag → type; tags are never reused."""
 
@@ -497,5 +573,9 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Status: StatusReport,
     Drain: Drained,
     Resume: Resumed,
+    Clear: Cleared,
+    EvictOlderThan: OlderEvicted,
+    ReloadConfig: ConfigReloaded,
+    ShowConfig: ConfigShown,
 }
 """Request type → the type of its one reply (or `Error`)."""

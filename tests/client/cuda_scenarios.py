@@ -110,6 +110,7 @@ def wanted(*memory: HostMemory | DeviceMemory, device: str | None = None) -> Wan
         world_size=1,
         device=device,
         stage=0,
+        temporary=False,
     )
 
 

@@ -39,10 +39,12 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     Attached,
+    Clear,
     CompleteLoad,
     CompleteStore,
     Drain,
     Error,
+    EvictOlderThan,
     Fingerprint,
     Hello,
     HostHandle,
@@ -65,6 +67,7 @@ POOL = 40 * 4096
 CUDA = "cuda:" + "0f" * 16
 DEVICE = st.sampled_from(["host", CUDA])
 PICK = st.integers(0, 50)
+ENGINES = st.sampled_from(["a", "b", "t"])  # t is temporary, otherwise as a
 KEYS = [f"key-{i}".encode() for i in range(24)]
 
 
@@ -213,7 +216,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(
         target=sessions,
-        engine=st.sampled_from(["a", "b"]),
+        engine=ENGINES,
         kind=st.sampled_from(["scheduler", "worker", "worker", "tool"]),
     )
     def arrive(self, engine: str, kind: str) -> Session:
@@ -242,7 +245,7 @@ class BrokerMachine(RuleBasedStateMachine):
         """Every run begins with both engines complete."""
         return multiple(*self.bring_up("a"), *self.bring_up("b"))
 
-    @rule(target=sessions, engine=st.sampled_from(["a", "b"]))
+    @rule(target=sessions, engine=ENGINES)
     def another_engine(self, engine: str) -> MultipleResults[Session]:
         """An engine comes, or what it lacks comes back."""
         return multiple(*self.bring_up(engine))
@@ -275,7 +278,8 @@ class BrokerMachine(RuleBasedStateMachine):
         """A worker registers, its descriptors before or after."""
         if not self.alive(session):
             return
-        pages = 1 if session.engine is not None and session.engine.name == "a" else 2
+        name = session.engine.name if session.engine is not None else ""
+        pages = 2 if name == "b" else 1
         if descriptors and session.descriptors == 0:
             self.carry_out(self.broker.descriptors(session, 0, 2, self.now))
         self.ask(
@@ -287,6 +291,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 fingerprint=Fingerprint(model=f"model-{pages}"),
                 layout=layout(pages),
                 handles=(HostHandle(fd_index=1),),
+                temporary=name == "t",
             ),
         )
 
@@ -332,7 +337,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 self.writing.append((session, session.engine.namespace.id, slot, generation))
 
     @rule(
-        engine=st.sampled_from(["a", "b"]),
+        engine=ENGINES,
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=16, unique=True),
         ranks=st.sampled_from([WORLD, WORLD, WORLD, 1]),
     )
@@ -414,6 +419,36 @@ class BrokerMachine(RuleBasedStateMachine):
             else:
                 assert self.broker.state.draining == isinstance(message, Drain)
 
+    @rule(
+        session=sessions,
+        message=st.sampled_from(
+            [Clear(), Clear(namespace=bytes(16)), EvictOlderThan(seconds=4), "clear", "evict"]
+        ),
+        pick=PICK,
+    )
+    def drop_chunks(self, session: Session, message: Message | str, pick: int) -> None:
+        """An operator clears or evicts, everything or one namespace; the answer comes later."""
+        if not self.alive(session):
+            return
+        namespaces = list(self.broker.state.namespaces or ())
+        if isinstance(message, str):
+            if not namespaces:
+                return
+            ns_id = namespaces[pick % len(namespaces)].id
+            message = (
+                Clear(namespace=ns_id)
+                if message == "clear"
+                else EvictOlderThan(seconds=0, namespace=ns_id)
+            )
+        reply = self.ask(session, message)
+        assert (reply is None) == (session.kind == "tool" and message != Clear(namespace=bytes(16)))
+
+    @rule(turns=st.integers(1, 6))
+    def turn(self, turns: int) -> None:
+        """The broker's loop turns."""
+        for _ in range(turns):
+            self.carry_out(self.broker.work())
+
     @rule(seconds=st.floats(0.1, 8), silent=st.sampled_from([False, False, False, True]))
     def time_passes(self, seconds: float, silent: bool = False) -> None:
         """Deadlines come; silent lanes are killed."""
@@ -440,6 +475,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.lanes_work()
         self.time_passes(30.0)
         self.lanes_work()
+        while self.broker.busy:
+            self.turn(turns=1)
         for key in self.asked:
             assert self.answered[key] == 1, f"request {key} was never answered"
         for session in list(self.broker.state.registry.sessions.values()):
@@ -447,6 +484,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.lanes_work()
         assert not self.broker.state.registry.engines
         assert len(self.broker.state.revocations) == 0
+        self.carry_out(self.broker.tick(self.now))
+        assert not any(namespace.temporary for namespace in self.broker.state.namespaces or ())
         for namespace in self.broker.state.namespaces or ():
             stats = namespace.table.stats()
             assert namespace.engines == 0

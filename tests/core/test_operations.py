@@ -1,19 +1,24 @@
-"""What operators' requests decide: drain and resume."""
+"""What operators' requests decide: drain and resume, clear and evict."""
 
 import pytest
 
 from kvd.core.broker import Broker
 from kvd.core.effects import Event, Reply
 from kvd.core.sessions import Peer, Session
+from kvd.core.sweeps import PIECE_SLOTS
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.messages import (
+    Clear,
+    Cleared,
     Drain,
     Drained,
     Error,
     ErrorCode,
+    EvictOlderThan,
     Hello,
     Message,
+    OlderEvicted,
     PrepareStore,
     Resume,
     Resumed,
@@ -22,25 +27,28 @@ from kvd_proto.messages import (
 )
 
 OWNER = 1
-OPERATIONS = [Drain(), Resume()]
+OPERATIONS = [Drain(), Resume(), Clear(), EvictOlderThan(seconds=0)]
 
 
 class Bench:
     """A broker with one namespace and sessions of every kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: int = 64, policy: str = "lru") -> None:
         self.now = 100.0
         self.broker = Broker(
-            Settings(runtime_dir="/nowhere", cpu_bytes=64 * 4096),
+            Settings(runtime_dir="/nowhere", cpu_bytes=chunks * 4096),
             boot_id=bytes(16),
             version="test",
             pid=1,
             devices=[],
-            open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
+            open_namespaces=lambda n: Namespaces(
+                n, make_buffer=lambda _, size: bytearray(size), policy=policy
+            ),
             available_bytes=lambda: 2**30,
         )
         self.broker.state.allocated = 2**62
         self.events: list[str] = []
+        self.turns = 0
         self._came = 0
         self.tool = self.session("tool")
 
@@ -77,11 +85,21 @@ class Bench:
             slots, generations = decision.slots, decision.generations
             table.share_done(OWNER, 0, slots, generations, [0] * count, [1] * count, ok=True)
 
+    def engine(self, namespace: Namespace) -> None:
+        """An engine uses the namespace, so that it stays open."""
+        assert self.broker.state.namespaces is not None
+        self.broker.state.namespaces.attach_engine(namespace)
+
     def ask(self, message: Message, session: Session | None = None) -> Message:
         """The one reply; events are noted."""
         effects = self.broker.request(session or self.tool, 7, message, self.now)
+        while self.broker.busy:
+            self.turns += 1
+            effects += self.broker.work()
+            self.broker.state.check_integrity()
         self.events += [effect.text for effect in effects if isinstance(effect, Event)]
-        (reply,) = [effect.message for effect in effects if isinstance(effect, Reply)]
+        replies = [effect for effect in effects if isinstance(effect, Reply)]
+        (reply,) = [effect.message for effect in replies if effect.request_id == 7]
         return reply
 
     def report(self) -> dict[str, object]:
@@ -151,7 +169,7 @@ def test_resume_undoes_a_drain(bench: Bench) -> None:
 def test_resume_does_not_undo_sigterm(bench: Bench) -> None:
     """A daemon that stops refuses both, and goes on stopping."""
     bench.broker.state.stopping = True
-    for message in OPERATIONS:
+    for message in (Drain(), Resume()):
         reply = bench.ask(message)
         assert isinstance(reply, Error)
         assert reply.code is ErrorCode.DRAINING
@@ -187,3 +205,105 @@ def test_a_drain_survives_engines_coming_and_going(bench: Bench) -> None:
     bench.broker.lost(engine)
     bench.tool = bench.session("tool")
     assert bench.report()["draining"]
+
+
+def test_clear_drops_everything(bench: Bench) -> None:
+    """READY chunks go at once, stores under way are given up, pinned ones go with their lease."""
+    one, two = bench.namespace(1), bench.namespace(2)
+    bench.engine(one)
+    bench.store(one, [b"a", b"b", b"c"])
+    bench.store(one, [b"d"], finish=False)
+    bench.store(two, [b"e"])
+    lease = one.table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease_id
+    assert bench.ask(Clear()) == Cleared(chunks=3, bytes=3 * 4096, deferred=2)
+    assert all(one.directory.find(key) < 0 for key in (b"a", b"b", b"c", b"d"))
+    assert one.table.stats()["doomed"] == 2
+    one.table.complete_load(lease, OWNER)
+    assert set(one.table.stats().values()) == {0}
+    namespaces = bench.broker.state.namespaces
+    assert namespaces is not None
+    assert [space.id for space in namespaces] == [one.id]  # nobody uses the other one
+    assert one.table.counters()["removed"] == 3
+    assert bench.events[-1] == (
+        "all namespaces cleared by uid 5 pid 4211: 3 chunks dropped, 12 KiB;"
+        " 2 more go when their leases end"
+    )
+
+
+def test_clear_of_one_namespace_leaves_the_others(bench: Bench) -> None:
+    """Only the named one is emptied, and its room is there for others again."""
+    one, two = bench.namespace(1), bench.namespace(2)
+    bench.engine(one)
+    bench.store(one, [b"a"])
+    bench.store(two, [b"b"])
+    assert bench.ask(Clear(namespace=one.id)) == Cleared(chunks=1, bytes=4096, deferred=0)
+    assert two.table.stats()["ready"] == 1
+    namespaces = bench.broker.state.namespaces
+    assert namespaces is not None
+    assert namespaces.pool.held_bytes(one.table.space) == 0
+
+
+def test_an_unknown_namespace_is_named(bench: Bench) -> None:
+    """The id that was given, and where to look."""
+    for message in (Clear(namespace=b"x" * 16), EvictOlderThan(seconds=1, namespace=b"x" * 16)):
+        reply = bench.ask(message)
+        assert isinstance(reply, Error)
+        assert reply.code is ErrorCode.BAD_STATE
+        assert (b"x" * 16).hex() in reply.text
+        assert "kvd namespaces" in reply.text
+
+
+def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
+    """What was loaded or touched since stays, what is pinned stays, what is old goes."""
+    namespace = bench.namespace()
+    table = namespace.table
+    bench.store(namespace, [b"old", b"pinned", b"loaded", b"touched"])
+    table.prepare_load([b"pinned"], OWNER, bench.now, 60.0)
+    bench.now += 40
+    bench.broker.tick(bench.now)
+    lease = table.prepare_load([b"loaded"], OWNER, bench.now, 60.0).lease_id
+    table.complete_load(lease, OWNER)
+    table.touch([b"touched"])
+    bench.now += 10
+    evict = EvictOlderThan(seconds=30.0, namespace=namespace.id)
+    assert bench.ask(evict) == OlderEvicted(chunks=1, bytes=4096)
+    here = [
+        k for k in (b"old", b"pinned", b"loaded", b"touched") if namespace.directory.find(k) >= 0
+    ]
+    assert here == [b"pinned", b"loaded", b"touched"]
+    assert bench.ask(EvictOlderThan(seconds=30.0)) == OlderEvicted(chunks=0, bytes=0)
+    assert "not used for 30 s by uid 5 pid 4211: 1 chunks dropped" in bench.events[0]
+    bench.now += 30
+    assert bench.ask(EvictOlderThan(seconds=30.0)) == OlderEvicted(chunks=2, bytes=8192)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_sweep_goes_on_in_pieces(policy: str) -> None:
+    """Thousands of chunks take several turns, in which others are served."""
+    bench = Bench(chunks=3 * PIECE_SLOTS, policy=policy)
+    namespace = bench.namespace()
+    bench.engine(namespace)
+    keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
+    bench.store(namespace, keys)
+    assert bench.broker.request(bench.tool, 8, Clear(), bench.now) == []
+    assert bench.broker.busy
+    assert bench.broker.work() == []
+    assert namespace.table.stats()["ready"] == 2 * PIECE_SLOTS
+    assert isinstance(bench.ask(Status()), StatusReport)
+    assert bench.turns >= 2
+    assert namespace.table.stats()["ready"] == 0
+    namespace.table.check_integrity()
+
+
+def test_a_namespace_that_is_closed_under_a_sweep_ends_it(bench: Bench) -> None:
+    """What is gone need not be dropped; the reply comes all the same."""
+    namespace = bench.namespace()
+    bench.store(namespace, [b"a"])
+    namespaces = bench.broker.state.namespaces
+    assert namespaces is not None
+    bench.broker.request(bench.tool, 8, Clear(), bench.now)
+    namespaces.close(namespace)
+    effects = bench.broker.work() + bench.broker.work()
+    assert [e.message for e in effects if isinstance(e, Reply)] == [
+        Cleared(chunks=0, bytes=0, deferred=0)
+    ]

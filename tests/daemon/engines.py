@@ -68,6 +68,7 @@ class Engine:
     model: str = "model"
     layout: RankLayout = field(default_factory=make_layout)
     ranks: Sequence[int] | None = None
+    temporary: bool = False
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.runtime_dir, self.name)
@@ -83,7 +84,12 @@ class Engine:
             self.runtime_dir, self.name, rank, self.world_size, deadline=5.0
         )
         self.memory[rank] = [HostMemory.allocate(size) for size in self.layout.storages]
-        worker.register(self.memory[rank], self.layout, Fingerprint(model=self.model))
+        worker.register(
+            self.memory[rank],
+            self.layout,
+            Fingerprint(model=self.model),
+            temporary=self.temporary,
+        )
 
     def wait_attached(self) -> Self:
         """Until every rank is there."""

@@ -5,16 +5,20 @@ from pathlib import Path
 import pytest
 
 from kvd.broker import available
+from kvd.broker import cgroup as cgroup_module
 from kvd.broker.available import available_bytes
 
 
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cgroup tree of our own, with this process in its group `outer/inner`."""
-    inner = tmp_path / "outer" / "inner"
-    inner.mkdir(parents=True)
-    monkeypatch.setattr(available, "_CGROUP", tmp_path)
-    monkeypatch.setattr(available, "_own_cgroup", lambda: inner)
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("1:name=systemd:/\n0::/outer/inner\n")
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    monkeypatch.setattr(
+        available, "memory_limit", lambda: cgroup_module.memory_limit(None, tmp_path, proc)
+    )
     return tmp_path
 
 
@@ -42,3 +46,22 @@ def test_a_group_over_its_limit_leaves_nothing(cgroup: Path) -> None:
     """More in use than allowed counts as zero, not as a negative size."""
     limit(cgroup / "outer" / "inner", str(2**20), 2**21)
     assert available_bytes(Path("/dev/shm")) == 0
+
+
+def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None:
+    """The memory controller's own tree counts; its "no limit" is none."""
+    inner = tmp_path / "memory" / "docker" / "kvd"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc" / "41").mkdir(parents=True)
+    (tmp_path / "proc" / "41" / "cgroup").write_text(
+        "9:cpu,cpuacct:/\n8:memory:/docker/kvd\n0::/\n"
+    )
+    (inner / "memory.limit_in_bytes").write_text(f"{2**30}\n")
+    (inner / "memory.usage_in_bytes").write_text(f"{2**20}\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text(f"{2**20}\n")
+    found = cgroup_module.memory_limit(41, tmp_path, tmp_path / "proc")
+    assert found is not None
+    assert (found.group, found.room) == (inner, 2**30 - 2**20)
+    (inner / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert cgroup_module.memory_limit(41, tmp_path, tmp_path / "proc") is None

@@ -1,10 +1,17 @@
 """Operators' commands and a real daemon, with an engine that checks every byte."""
 
+import json
+import random
 import subprocess
+import threading
+import time
 from pathlib import Path
+from typing import Self
+
+import pytest
 
 from kvd_client import LookupResult
-from tests.conftest import Daemon
+from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_serve import run_kvd
@@ -69,8 +76,8 @@ def test_sigterm_ends_a_drained_daemon(daemon: Daemon) -> None:
 
 def test_without_a_daemon_the_commands_say_how_to_start_one(tmp_path: Path) -> None:
     """One sentence and exit status 1."""
-    for command in ("drain", "resume"):
-        done = run_kvd(command, "--runtime-dir", str(tmp_path))
+    for command in (["drain"], ["resume"], ["clear", "--yes"], ["evict", "--older-than", "1s"]):
+        done = run_kvd(*command, "--runtime-dir", str(tmp_path))
         assert done.returncode == 1
         assert f"kvd serve --runtime-dir {tmp_path}" in done.stderr
         assert "Traceback" not in done.stderr
@@ -81,3 +88,152 @@ def test_a_wait_that_is_no_duration_is_refused(tmp_path: Path) -> None:
     done = run_kvd("drain", "--runtime-dir", str(tmp_path), "--wait", "soon")
     assert done.returncode == 2
     assert "'soon' is no duration" in done.stderr
+
+
+class Traffic:
+    """An engine that stores and loads without a pause, in a thread, and counts what came back."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.chunks = 0
+        self.wrong = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def wait_more(self, chunks: int) -> None:
+        """Until so many more chunks have come back."""
+        wanted, end = self.chunks + chunks, time.monotonic() + 60
+        while self.chunks < wanted:
+            assert time.monotonic() < end, f"{self.chunks} of {wanted} chunks were loaded"
+            time.sleep(0.01)
+
+    def _run(self) -> None:
+        chance = random.Random(1)
+        names = [f"traffic-{number}" for number in range(12)]
+        while not self._stop.is_set():
+            keys = keys_of(chance.choice(names), chance.randint(1, 8))
+            self._store(keys)
+            chunks, wrong = self.engine.load(keys)
+            self.chunks += chunks
+            self.wrong += wrong
+
+    def _store(self, keys: list[bytes]) -> None:
+        engine = self.engine
+        ticket = engine.scheduler.prepare_store(keys)
+        if ticket.keys:
+            blocks = engine.fill(ticket.keys, 1)
+            jobs = engine.submit("store", [0, 1], blocks, ticket.slots, ticket.generations)
+            stored = all(result.success for result in engine.results(jobs).values())
+            engine.scheduler.complete_store(ticket.keys, success=stored)
+
+
+def test_engines_keep_right_bytes_whatever_an_operator_does(start_daemon: StartDaemon) -> None:
+    """Clear, evict, drain and resume under load: loads bring the right bytes or are a miss."""
+    daemon = start_daemon(cpu_bytes="2MiB")
+    with Engine(daemon.runtime_dir).wait_attached() as engine, Traffic(engine) as traffic:
+        traffic.wait_more(50)
+        for command in (
+            ["clear", "--yes"],
+            ["evict", "--older-than", "0"],
+            ["clear", "--namespace", "model", "--yes"],
+            ["evict", "--older-than", "10ms", "--namespace", "model"],
+            ["drain", "--wait", "20s"],
+        ):
+            done = kvd(daemon, *command)
+            assert (done.returncode, done.stderr) == (0, ""), done
+            traffic.wait_more(10)
+        assert kvd(daemon, "clear", "--yes").returncode == 0
+        assert daemon.status()["namespaces"][0]["chunks"]["ready"] == 0  # nothing is stored
+        assert kvd(daemon, "resume").returncode == 0
+        traffic.wait_more(50)
+    assert traffic.wrong == 0
+
+
+def test_clear_says_how_many_and_asks_first(daemon: Daemon) -> None:
+    """Without --yes and nobody to answer nothing goes; with it everything does."""
+    with (
+        Engine(daemon.runtime_dir, name="one").wait_attached() as one,
+        Engine(daemon.runtime_dir, name="two", model="other").wait_attached() as two,
+    ):
+        keys = keys_of("kept", 4)
+        for engine in (one, two):
+            engine.store(keys)
+            wait_hit(engine, keys)
+        refused = kvd(daemon, "clear")
+        assert refused.returncode == 1
+        assert "--yes" in refused.stderr
+        done = kvd(daemon, "clear", "--namespace", "other", "--yes")
+        assert done.stdout.endswith("(other): 4 chunks dropped, 128 KiB\n"), done
+        assert set(two.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+        assert one.load(keys) == (4, 0)
+        lease = one.scheduler.prepare_load(keys[:1])
+        done = kvd(daemon, "clear", "--yes")
+        assert done.stdout == (
+            "all namespaces: 3 chunks dropped, 96 KiB; 1 more go when their leases end\n"
+        )
+        one.scheduler.complete_load(lease)
+        assert set(one.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+        assert one.store(keys) == keys
+    assert "all namespaces cleared by uid " in daemon.log.read_text()
+
+
+def test_evict_goes_by_last_use(daemon: Daemon) -> None:
+    """What is older goes, and only that."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("kept", 4)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        done = kvd(daemon, "evict", "--older-than", "1h")
+        assert done.stdout == "all namespaces: 0 chunks evicted, 0 B\n"
+        assert engine.load(keys) == (4, 0)
+        done = kvd(daemon, "evict", "--older-than", "0", "--namespace", "model")
+        assert done.stdout.endswith("(model): 4 chunks evicted, 128 KiB\n"), done
+        assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+
+
+def test_a_namespace_that_is_not_there_is_named_with_those_that_are(daemon: Daemon) -> None:
+    """An id, its beginning or a model's name; what is meant by none or by two is listed."""
+    with (
+        Engine(daemon.runtime_dir, name="one", world_size=1).wait_attached(),
+        Engine(daemon.runtime_dir, name="two").wait_attached(),
+    ):
+        done = kvd(daemon, "evict", "--older-than", "1h", "--namespace", "nonsense")
+        assert done.returncode == 1
+        assert "--namespace nonsense: no such namespace; there are: namespace " in done.stderr
+        done = kvd(daemon, "evict", "--older-than", "1h", "--namespace", "model")
+        assert done.returncode == 1
+        assert "several are meant" in done.stderr
+        space = daemon.status()["namespaces"][0]["id"]
+        assert kvd(daemon, "evict", "--older-than", "1h", "--namespace", space[:12]).returncode == 0
+
+
+def test_engines_and_namespaces_are_listed(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables for people, and with --json the same as in the status."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert kvd(daemon, "engines").stdout == "no engine is connected\n"
+    assert kvd(daemon, "namespaces").stdout == "no namespace is open\n"
+    with Engine(daemon.runtime_dir, name="llama").wait_attached() as engine:
+        engine.store(keys_of("kept", 3))
+        wait_hit(engine, keys_of("kept", 3))
+        text = kvd(daemon, "engines").stdout
+        assert "llama" in text
+        assert "attached" in text
+        assert "worker" in text
+        (listed,) = json.loads(kvd(daemon, "engines", "--json").stdout)
+        assert listed["name"] == "llama"
+        assert len(listed["sessions"]) == 3
+        report = daemon.status()
+        assert json.loads(kvd(daemon, "namespaces", "--json").stdout) == report["namespaces"]
+        assert report["namespaces"][0]["id"][:8] in kvd(daemon, "namespaces").stdout
+    with Engine(daemon.runtime_dir, name="half", ranks=[0]) as half:
+        assert half.workers[0].registered
+        assert "waits for ranks [1]" in kvd(daemon, "engines").stdout

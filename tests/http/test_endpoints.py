@@ -118,7 +118,7 @@ def test_unknown_paths_are_told_what_there_is(web: Daemon) -> None:
         for path in ("/nothing", "/livez/", "/static/../app.py", "/static/%2e%2e/app.py"):
             answer = client.get(path)
             assert answer.status_code == 404
-            assert "/livez, /healthz, /readyz, /status, /events" in answer.text
+            assert "/livez, /healthz, /readyz, /status, /metrics, /events" in answer.text
 
 
 def test_every_answer_keeps_other_sites_out(web: Daemon) -> None:

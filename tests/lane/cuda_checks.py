@@ -4,13 +4,15 @@ They are asked of the backend as it is, and of backends from which the rule that
 makes it hold was taken away: test_cuda_rules.py.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from kvd.errors import LaneError
+from kvd.errors import ImportFailed, LaneError
+from kvd.lane.cuda import driver
 from kvd.lane.cuda.copier import Thresholds
 from kvd.lane.cuda.device import Options
 from kvd.lane.device import Direction, MemoryId
@@ -20,14 +22,15 @@ from kvd.lane.workers import Binding, Workers
 from kvd.link import BindWorker, ImportWorker
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import slot_bytes
-from kvd_proto.messages import Job, JobStatus, Load, Store
-from tests.lane.cuda_rig import POOL_BYTES, CudaRig
+from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
+from tests.lane.cuda_rig import PATIENCE, POOL_BYTES, CudaRig
 from tests.lane.device_contract import Run, drain, pattern, transfer
 from tests.lane.support import NAMESPACE, Directory, Memory, make_job, simple_layout
 
 SIZES = (65536, 32768)
 PAGE = 4096
 TURNS = 40
+COPY = "cuMemcpyBatchAsync"
 
 
 def engine_only(*, bytes_in_flight: int = 32 * 2**20, stuck_seconds: float = 60.0) -> Options:
@@ -72,10 +75,11 @@ def ends_are_reported_after_the_last_byte(rig: CudaRig) -> None:
     rig.put(source, 0, 0, pattern(4096, 1))
     rig.put_pool(8192, pattern(4096, 2))
     rig.driver.set("hold=copies")
+    before = rig.driver.mark
     submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
     submit(rig, 2, memory, Direction.LOAD, [(1, 0, 8192, 4096)])
-    for _ in range(20):
-        assert rig.device.progress() == []
+    rig.driver.wait_for("@held-copy", 2, before)
+    assert rig.device.progress() == []
     rig.driver.set("hold=")
     assert set(drain(rig.device)) == {1, 2}
     np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 1))
@@ -134,9 +138,10 @@ def nothing_is_copied_before_it_is_pinned(rig: CudaRig) -> None:
     """A transfer waits while the registration of its part of the pool hangs, and then works."""
     memory, source = rig.attach(SIZES)
     rig.put(source, 0, 0, pattern(4096, 1))
+    before = rig.driver.mark
     submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
-    for _ in range(20):
-        assert rig.device.progress() == []
+    assert rig.device.progress() == []
+    assert COPY not in rig.driver.calls(before)
     assert rig.device.in_flight == 1
     with pytest.raises(LaneError, match="in flight"):
         rig.device.release_memory(memory)
@@ -145,11 +150,95 @@ def nothing_is_copied_before_it_is_pinned(rig: CudaRig) -> None:
     np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 1))
 
 
+def a_run_stays_inside_its_storage(rig: CudaRig) -> None:
+    """A run that goes on into the allocation's next storage moves nothing and says so."""
+    memory, _ = rig.attach(SIZES)
+    submit(rig, 1, memory, Direction.STORE, [(0, SIZES[0] - 4096, 0, 4200)])
+    done = drain(rig.device)[1]
+    assert "lie outside" in done.error
+    assert (rig.get_pool(0, 4200) == 0xAB).all()
+
+
+def what_a_worker_claims_is_held_against_the_driver(rig: CudaRig) -> None:
+    """A storage that is larger than its allocation is not mapped."""
+    source = rig.make_worker((4096,))
+    (handle,) = source.handles
+    assert isinstance(handle, IpcHandle)
+    claim = IpcHandle(handle.handle, 2**30, handle.offset)
+    with pytest.raises(ImportFailed, match="do not lie inside"):
+        rig.device.import_memory((claim,), (2**29,), source.descriptors)
+
+
+def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
+    """The third piece fails: the two before it are let go, and nothing is copied unpinned."""
+    memory, _ = rig.attach(SIZES)
+    submit(rig, 1, memory, Direction.STORE, [(0, 0, POOL_BYTES - 4096, 4096)])
+    rig.driver.wait_for("cuMemHostRegister", 3, rig.mark)  # the second piece of the pool
+    before = rig.driver.mark
+    rig.driver.set("fail=cuMemHostRegister:1:2")
+    rig.driver.set("unhang=")
+    assert rig.cuda.wait_until_pinned(PATIENCE)
+    assert "cannot be pinned" in drain(rig.device)[1].error
+    assert rig.driver.calls(before).count("cuMemHostUnregister") == 2
+
+
+def bytes_in_flight_are_bounded(rig: CudaRig) -> None:
+    """However long a job is, the device has no more of it than is allowed, and one piece."""
+    served = Served(rig, SlotState.WRITING, blocks=64)
+    most = rig.cuda.piece_bytes = 2 * PAGE
+    rig.driver.set("hold=copies")
+    served.submit(make_job(Store, 1, range(1, 64), range(1, 64)))
+    flying = rig.driver.calls(served.mark).count(COPY) * most
+    assert 0 < flying <= 10_000 + most
+    rig.driver.set("hold=")
+    served.finish()
+
+
+def loads_go_before_stores_on_the_device(rig: CudaRig) -> None:
+    """The streams of loads have the greatest priority that there is, those of stores the least."""
+    greatest, least = (rig.priority(direction) for direction in (Direction.LOAD, Direction.STORE))
+    assert (least, greatest) == driver.priorities()
+
+
+def a_device_that_hangs_is_given_up(rig: CudaRig) -> None:
+    """A copy that never ends ends the lane, which is replaced, instead of waiting for ever."""
+    memory, _ = rig.attach(SIZES)
+    rig.driver.set("hold=copies")
+    submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 100)])
+    with pytest.raises(LaneError, match="hangs"):
+        drain(rig.device, seconds=2.0)
+    rig.driver.set("hold=")
+    while rig.device.in_flight:
+        with contextlib.suppress(LaneError):
+            rig.device.progress()
+
+
+def a_store_is_void_when_its_blocks_were_taken_back(rig: CudaRig) -> None:
+    """The worker's epoch moved on while the copy ran: it may have read what came after."""
+    served = Served(rig, SlotState.WRITING)
+    rig.driver.set("hold=copies")
+    served.submit(make_job(Store, 1, [1], [1]))
+    served.next_epoch()
+    rig.driver.set("hold=")
+    served.finish(JobStatus.VOID)
+
+
+def a_load_is_stale_when_its_chunk_was_replaced(rig: CudaRig) -> None:
+    """The slot was given to another chunk while the copy ran: it may have brought other bytes."""
+    served = Served(rig, SlotState.READY)
+    rig.driver.set("hold=copies")
+    served.submit(make_job(Load, 1, [1], [1]))
+    served.replace(1)
+    rig.driver.set("hold=")
+    served.finish(JobStatus.STALE)
+
+
 def stores_wait_for_the_timeline(rig: CudaRig) -> None:
     """A store reads what the engine's kernels wrote before the number that it names."""
     served = Served(rig, SlotState.WRITING)
     rig.put(served.source, 0, PAGE, pattern(PAGE, 1))
     served.submit(make_job(Store, 1, [1], [1], after=1))
+    assert COPY not in rig.driver.calls(served.mark)
     rig.put(served.source, 0, PAGE, pattern(PAGE, 2))
     served.finish()
     np.testing.assert_array_equal(rig.get_pool(PAGE, PAGE), pattern(PAGE, 2))
@@ -160,6 +249,7 @@ def loads_wait_for_the_timeline(rig: CudaRig) -> None:
     served = Served(rig, SlotState.READY)
     rig.put_pool(PAGE, pattern(PAGE, 1))
     served.submit(make_job(Load, 1, [1], [1], after=1))
+    assert COPY not in rig.driver.calls(served.mark)
     rig.put(served.source, 0, PAGE, pattern(PAGE, 2))
     served.finish()
     np.testing.assert_array_equal(rig.get(served.source, 0, PAGE, PAGE), pattern(PAGE, 1))
@@ -168,8 +258,9 @@ def loads_wait_for_the_timeline(rig: CudaRig) -> None:
 class Served:
     """A runner over the rig's device, with one worker whose chunks are in this state."""
 
-    def __init__(self, rig: CudaRig, state: SlotState) -> None:
-        layout = simple_layout(tensors=1, num_blocks=16, page=PAGE, blocks_per_chunk=1)
+    def __init__(self, rig: CudaRig, state: SlotState, blocks: int = 16) -> None:
+        layout = simple_layout(tensors=1, num_blocks=blocks, page=PAGE, blocks_per_chunk=1)
+        self.mark = rig.driver.mark
         self.source = rig.make_worker(layout.storages)
         self._page = Memory(4096)
         workers = Workers(rig.device)
@@ -185,11 +276,16 @@ class Served:
             ),
             descriptors,
         )
-        self._directory = Directory(16)
-        self._directory.set(range(16), state, count=1)
+        self._directory = Directory(blocks)
+        self._directory.set(range(blocks), state, count=1)
         size = slot_bytes(layout)
         bind = BindWorker(
-            session=1, namespace=NAMESPACE, owner=7, arena_base=0, slot_bytes=size, num_slots=16
+            session=1,
+            namespace=NAMESPACE,
+            owner=7,
+            arena_base=0,
+            slot_bytes=size,
+            num_slots=blocks,
         )
         fds = [self._directory.memory.fd]
         self._worker.binding = Binding.of(bind, fds, layout, POOL_BYTES)
@@ -201,13 +297,21 @@ class Served:
         for _ in range(TURNS):
             self._turn()
 
-    def finish(self) -> None:
-        """The engine's stream reaches the number; the job ends well."""
+    def next_epoch(self) -> None:
+        """The worker voids what it has submitted."""
+        self._page.bytes[8] = 1
+
+    def replace(self, slot: int) -> None:
+        """The broker gives the slot to another chunk."""
+        self._directory.set([slot], SlotState.READY, generation=2, count=1)
+
+    def finish(self, status: JobStatus = JobStatus.OK) -> None:
+        """The engine's stream reaches the number; the job ends so."""
         self._page.bytes[0] = 1
         while len(self._runner):
             self._turn()
         (job,) = self._runner.take_ended()
-        assert job.outcome == (JobStatus.OK, "")
+        assert job.outcome[0] is status, job.outcome
 
     def _turn(self) -> None:
         self._runner.turn()

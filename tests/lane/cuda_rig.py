@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvd.lane.cuda import driver
 from kvd.lane.cuda.device import CudaDevice, Options
-from kvd.lane.device import MemoryId
+from kvd.lane.device import Direction, MemoryId
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
 from tests.fakecuda.harness import FakeCuda, switch
 from tests.lane.cuda_memory import CudaWorkers
@@ -113,6 +113,7 @@ class CudaRig(Rig):
         self._workers = workers
         self.pool = Memory(pool_bytes)
         self.pool.bytes[:] = 0xAB
+        self.mark = fake_driver.mark
         self.device = self.cuda = CudaDevice(fake_driver.device, self.pool.fd, pool_bytes, options)
         if pinned:
             assert self.cuda.wait_until_pinned(PATIENCE)
@@ -148,6 +149,15 @@ class CudaRig(Rig):
     def put(self, source: Source, storage: int, offset: int, data: Bytes) -> None:
         """By the other process."""
         self._workers.put(source, storage, offset, data)
+
+    def priority(self, direction: Direction) -> int:
+        """Of the direction's stream, as the driver tells it."""
+        from cuda.bindings import driver as bindings  # noqa: PLC0415  # where they are installed
+
+        stream = self.cuda._flows[direction].stream
+        code, number = bindings.cuStreamGetPriority(stream)
+        assert not int(code)
+        return int(number)
 
     def get_pool(self, offset: int, nbytes: int) -> Bytes:
         """Through a mapping of the tests' own."""

@@ -75,10 +75,10 @@ def transfer(
     return Transfer(TransferId(number), memory, direction, pool_base, copies, int(columns[3].sum()))
 
 
-def drain(device: Device) -> dict[int, Finished]:
+def drain(device: Device, seconds: float = 10.0) -> dict[int, Finished]:
     """Look until nothing is in flight; what has finished, by number."""
     finished: dict[int, Finished] = {}
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + seconds
     while device.in_flight:
         for item in device.progress():
             assert item.id not in finished

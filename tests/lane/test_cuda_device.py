@@ -1,6 +1,5 @@
 """The CUDA backend keeps the contract of devices, on a test driver that is no GPU."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -222,23 +221,6 @@ def test_an_empty_transfer_ends(rig: CudaRig) -> None:
     memory, _ = rig.attach(SIZES)
     rig.device.submit(transfer(1, memory, Direction.LOAD, []))
     assert drain(rig.device)[1].error == ""
-
-
-def test_a_device_that_hangs_is_given_up(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> None:
-    """A copy that never ends ends the lane, which is replaced, instead of waiting for ever."""
-    rig = CudaRig(fake_driver, ipc_workers, engine_only(stuck_seconds=0.05))
-    try:
-        memory, _ = rig.attach(SIZES)
-        fake_driver.set("hold=copies")
-        submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 100)])
-        with pytest.raises(LaneError, match="hangs"):
-            drain(rig.device)
-        fake_driver.set("hold=")
-        while rig.device.in_flight:
-            with contextlib.suppress(LaneError):
-                rig.device.progress()
-    finally:
-        rig.close()
 
 
 def test_an_unknown_device_is_named(fake_driver: TestDriver) -> None:

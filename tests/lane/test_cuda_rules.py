@@ -13,9 +13,11 @@ import pytest
 
 from kvd.errors import LaneError
 from kvd.lane import runner
-from kvd.lane.cuda import copier, driver, flow, runs
+from kvd.lane.cuda import copier, driver, flow, pinning, runs
 from kvd.lane.cuda.binding import Event, Stream
 from kvd.lane.cuda.device import CudaDevice, Options
+from kvd.lane.jobs import LaneJob, Refusal
+from kvd_proto.states import JobState
 from tests.fakecuda.harness import FakeCuda
 from tests.lane import cuda_checks as checks
 from tests.lane.cuda_memory import CudaWorkers
@@ -91,14 +93,59 @@ def copy_before_pinning(patch: Patch) -> None:
     patch.setattr(CudaDevice, "_is_pinned", lambda _self, _transfer: True)
 
 
+def check_no_bounds(patch: Patch) -> None:
+    """Runs are copied wherever they lead."""
+    patch.setattr(runs, "_check_bounds", lambda *_: None)
+
+
+def believe_the_worker(patch: Patch) -> None:
+    """The driver is not asked how large an allocation is."""
+    patch.setattr(driver, "address_range", lambda address: (address, 2**40))
+
+
+def leave_what_is_pinned(patch: Patch) -> None:
+    """A pool that cannot be pinned whole stays pinned in part."""
+    patch.setattr(pinning.PinnedPool, "_unregister", lambda _self, _end: None)
+
+
+def give_the_device_everything(patch: Patch) -> None:
+    """There is always room."""
+    patch.setattr(CudaDevice, "has_room", lambda _self, _direction: True)
+
+
+def give_all_streams_one_priority(patch: Patch) -> None:
+    """Streams are made as they come."""
+    create = driver.create_stream
+    patch.setattr(driver, "create_stream", lambda _priority: create(0))
+
+
+def wait_for_ever(patch: Patch) -> None:
+    """Nobody looks how long a copy takes."""
+    patch.setattr(CudaDevice, "_check_pulse", lambda _self: None)
+
+
+def look_only_before_the_copy(patch: Patch) -> None:
+    """A job that was good when it started is good."""
+    objection = LaneJob.objection
+
+    def early(self: LaneJob) -> Refusal | None:
+        return objection(self) if self.machine.state is JobState.QUEUED else None
+
+    patch.setattr(LaneJob, "objection", early)
+
+
 @dataclass(frozen=True)
 class Rule:
-    """A check, what takes the rule behind it away, and the backend on which both are seen."""
+    """A check, what takes the rule behind it away, and the backend on which both are seen.
+
+    before_start: the rule is one for setting up; it is taken away first.
+    """
 
     check: Callable[[CudaRig], None]
     take_away: Callable[[Patch], None]
     options: Options = field(default_factory=checks.engine_only)
     setting: str = ""
+    before_start: bool = False
 
     def rig(self, fake_driver: TestDriver, workers: CudaWorkers) -> CudaRig:
         """That backend."""
@@ -129,6 +176,30 @@ RULES = [
         copy_before_pinning,
         setting="hang=cuMemHostRegister:2",  # the first is the lane's own scratch memory
     ),
+    Rule(checks.a_run_stays_inside_its_storage, check_no_bounds),
+    Rule(checks.what_a_worker_claims_is_held_against_the_driver, believe_the_worker),
+    Rule(
+        checks.what_was_pinned_is_unpinned_when_the_rest_cannot_be,
+        leave_what_is_pinned,
+        setting="hang=cuMemHostRegister:3",
+    ),
+    Rule(
+        checks.bytes_in_flight_are_bounded,
+        give_the_device_everything,
+        checks.engine_only(bytes_in_flight=10_000),
+    ),
+    Rule(
+        checks.loads_go_before_stores_on_the_device,
+        give_all_streams_one_priority,
+        before_start=True,
+    ),
+    Rule(
+        checks.a_device_that_hangs_is_given_up,
+        wait_for_ever,
+        checks.engine_only(stuck_seconds=0.05),
+    ),
+    Rule(checks.a_store_is_void_when_its_blocks_were_taken_back, look_only_before_the_copy),
+    Rule(checks.a_load_is_stale_when_its_chunk_was_replaced, look_only_before_the_copy),
 ]
 NAMES = [rule.check.__name__ for rule in RULES]
 
@@ -155,8 +226,12 @@ def miss_the_rule(library: str, log: str, name: str) -> None:
     """A process of its own, for a backend without its rules may lose the device."""
     (rule,) = (rule for rule in RULES if rule.check.__name__ == name)
     fake_driver = load(FakeCuda(Path(library)), Path(log))
-    rig = rule.rig(fake_driver, CudaWorkers(ipc=True))
-    rule.take_away(pytest.MonkeyPatch())
+    workers = CudaWorkers(ipc=True)
+    if rule.before_start:
+        rule.take_away(pytest.MonkeyPatch())
+    rig = rule.rig(fake_driver, workers)
+    if not rule.before_start:
+        rule.take_away(pytest.MonkeyPatch())
     try:
         rule.check(rig)
     except (AssertionError, LaneError, pytest.fail.Exception):

@@ -36,6 +36,7 @@ class Chunk:
     ranks: set[int] = field(default_factory=set)
     blocks: set[int] = field(default_factory=lambda: set(range(8)))
     ready: bool = False
+    used: float = 0.0
 
 
 @dataclass
@@ -188,7 +189,7 @@ class TableMachine(RuleBasedStateMachine):
                 continue
             chunk.ranks.add(rank)
             if chunk.ranks == model.expected(chunk.slot):
-                chunk.ready = True
+                chunk.ready, chunk.used = True, self.now
                 ready.append((chunk.slot, chunk.generation))
         assert outcome.ready == ready
         model.give_up(failed, outcome.dropped)
@@ -285,6 +286,8 @@ class TableMachine(RuleBasedStateMachine):
         decision = model.table.prepare_load(keys, owner, self.now, seconds)
         found = [key for key in keys if key in model.chunks and model.chunks[key].ready]
         chunks = [model.chunks[key] for key in found]
+        for chunk in chunks:
+            chunk.used = self.now
         assert decision.found.tolist() == [key in found for key in keys]
         assert decision.slots.tolist() == [chunk.slot for chunk in chunks]
         assert decision.generations.tolist() == [chunk.generation for chunk in chunks]
@@ -311,6 +314,9 @@ class TableMachine(RuleBasedStateMachine):
         """Chunks were useful."""
         model = self.models[space]
         assert model.table.touch(keys) == sum(key in model.chunks for key in keys)
+        for key in keys:
+            if key in model.chunks:
+                model.chunks[key].used = self.now
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 12.0]))
     def time_passes(self, seconds: float) -> None:
@@ -344,6 +350,34 @@ class TableMachine(RuleBasedStateMachine):
         model.give_up(model.writing(), outcome.revoke)
         model.doomed |= ready & pinned
         model.chunks.clear()
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        first=st.integers(0, 9),
+        count=st.sampled_from([1, 4, 99]),
+        unused_for=st.sampled_from([None, None, 0.0, 5.0, 12.0]),
+    )
+    def remove(self, space: int, first: int, count: int, unused_for: float | None) -> None:
+        """An operator drops the chunks of some slots: all, or those that are of no use."""
+        model = self.models[space]
+        pinned = model.pinned()
+        there = {
+            key: chunk.slot
+            for key, chunk in model.chunks.items()
+            if chunk.ready and first <= chunk.slot < first + count
+        }
+        if unused_for is not None:
+            there = {
+                key: slot
+                for key, slot in there.items()
+                if slot not in pinned and self.now - model.chunks[key].used >= unused_for
+            }
+        gone, kept = model.table.remove(first, count, unused_for=unused_for)
+        assert kept == len(set(there.values()) & pinned)
+        assert gone == len(there) - kept
+        for key in there:
+            del model.chunks[key]
+        model.doomed |= set(there.values()) & pinned
 
     @rule(space=st.sampled_from(SPACES), data=st.data())
     def stale_revocation(self, space: int, data: st.DataObject) -> None:

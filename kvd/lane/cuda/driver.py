@@ -97,6 +97,18 @@ def pci_bus_id(device: int) -> str:
     return text.split(b"\0")[0].decode(errors="replace")
 
 
+def can_share(device: int) -> tuple[bool, bool]:
+    """Whether its memory can be shared by IPC handle, and as a file descriptor."""
+    kinds = bindings().CUdevice_attribute
+    asked = (
+        kinds.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED,
+        kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+    )
+    attempted = "asking how a device's memory can be shared"
+    ipc, descriptors = (call(attempted, "cuDeviceGetAttribute", kind, device) for kind in asked)
+    return bool(ipc), bool(descriptors)
+
+
 def retain_context(device: int) -> Context:
     """The device's primary context, made if need be; `release_context` gives it back."""
     return Context(call("making a context", "cuDevicePrimaryCtxRetain", device))

@@ -140,7 +140,11 @@ class Flow:
                 # What an event of unknown state marks is over when the stream is idle.
                 entry.marked = False
                 self._fail(entry, error)
-        return driver.is_idle(self.stream)
+        try:
+            return driver.is_idle(self.stream)
+        except CudaError as error:
+            self._fail(entry, error)
+            return False  # asked again; what never ends is noticed by its age
 
     def _fail(self, entry: _Enqueued, error: CudaError) -> None:
         if is_lost(error):

@@ -61,6 +61,17 @@ def resolve(transfer: Transfer, memory: ImportedMemory, pool: PinnedPool) -> Run
         ),
         pool.piece_bytes,
     )
+    _check_bounds(copies, memory, pool)
+    return Runs(
+        host=copies.arena_offset.astype(np.uint64) + np.uint64(pool.address),
+        device=memory.addresses[copies.storage] + copies.tensor_offset.astype(np.uint64),
+        nbytes=copies.nbytes.astype(np.uint64),
+        kernel_shift=pool.kernel_shift[copies.arena_offset // pool.piece_bytes],
+    )
+
+
+def _check_bounds(copies: Copies, memory: ImportedMemory, pool: PinnedPool) -> None:
+    """Raise LaneError where a run leaves the pool or its storage."""
     inside = (
         (copies.storage >= 0)
         & (copies.storage < len(memory.sizes))
@@ -78,9 +89,3 @@ def resolve(transfer: Transfer, memory: ImportedMemory, pool: PinnedPool) -> Run
             f" {copies.tensor_offset[worst]} of storage {copies.storage[worst]} and offset"
             f" {copies.arena_offset[worst]} of the pool lie outside"
         )
-    return Runs(
-        host=copies.arena_offset.astype(np.uint64) + np.uint64(pool.address),
-        device=memory.addresses[copies.storage] + copies.tensor_offset.astype(np.uint64),
-        nbytes=copies.nbytes.astype(np.uint64),
-        kernel_shift=pool.kernel_shift[copies.arena_offset // pool.piece_bytes],
-    )

@@ -210,6 +210,7 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case 93: case 122: *value = settings.mem_ops; break;    /* 64-bit stream memory operations */
     case 102: *value = 1; break;                            /* virtual memory management */
     case 103: *value = settings.vmm_export; break;          /* exported as a descriptor */
+    case 125: *value = 1; break;                            /* IPC */
     case 134: *value = -1; break;                           /* no NUMA node */
     default: *value = 0;
     }
@@ -307,6 +308,8 @@ static void *function_named(const char *name, int version) {
 EXPORT CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags,
                                     int *status) {
     (void)flags;
+    /* Before the start it is the bindings that look up everything. */
+    if (initialised) ENTER("cuGetProcAddress", NEEDS_NOTHING);
     *function = function_named(name, version);
     if (status) *status = *function ? 0 : 1;
     return *function ? SUCCESS : NOT_FOUND;

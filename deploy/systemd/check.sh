@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Boots a small Debian with systemd as its first process, in namespaces of its own, installs kvd
+# there with install.sh, and sees: the service runs inside its hardening, a frozen broker is ended
+# by the watchdog and started again, "started" can wait for the pool, the end is in order, and the
+# runtime directory stays. Needs root and debootstrap (tests/install-debian.sh --images).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+cache=$PWD/build/check
+root=$cache/systemd
+group=/sys/fs/cgroup/unified
+[ -d "$group" ] || group=/sys/fs/cgroup
+said() { echo "deploy/systemd/check.sh: $*"; }
+[ "$(id -u)" = 0 ] || { said "run it as root"; exit 2; }
+command -v debootstrap >/dev/null || { said "debootstrap is missing; run tests/install-debian.sh --images"; exit 2; }
+
+if [ ! -x "$root/lib/systemd/systemd" ]; then
+  said "making a Debian with systemd"
+  rm -rf "$root"
+  mkdir -p "$cache"
+  debootstrap --variant=minbase --include=systemd,systemd-sysv,dbus,python3,python3-venv bookworm \
+    "$root" http://deb.debian.org/debian >"$cache/debootstrap.log" \
+    || { tail -n 5 "$cache/debootstrap.log"; exit 1; }
+fi
+rm -rf "$root"/opt/kvd "$root"/etc/kvd "$root"/etc/systemd/system/kvd* "$root/root/kvd"
+mkdir -p "$root/root/kvd/wheels"
+said "fetching what kvd needs"
+.venv/bin/python -m hatchling build --target wheel --directory "$root/root/kvd" >/dev/null 2>&1
+.venv/bin/python -m pip download --quiet --dest "$root/root/kvd/wheels" --constraint constraints.txt \
+  --python-version 3.11 --only-binary :all: "$(echo "$root"/root/kvd/*.whl)[daemon,cuda]" \
+  2>"$cache/download.log" || { tail -n 5 "$cache/download.log"; exit 1; }
+cp -r deploy "$root/root/kvd/"
+
+cat >"$root/root/kvd/boot" <<'BOOT'
+set -eu
+root=$1
+mount --make-rprivate /
+mount --bind "$root" "$root"
+mount -t proc proc "$root/proc"
+mount -t sysfs sysfs "$root/sys"
+mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
+mount -t tmpfs -o mode=755 tmpfs "$root/dev"
+for node in null zero full random urandom tty; do
+  touch "$root/dev/$node"
+  mount --bind "/dev/$node" "$root/dev/$node"
+done
+mkdir "$root/dev/shm" "$root/dev/pts"
+mount -t tmpfs -o size=300m,mode=1777 tmpfs "$root/dev/shm"
+mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"
+ln -s /proc/self/fd "$root/dev/fd"
+mount -t tmpfs -o mode=755 tmpfs "$root/run"
+mount -t tmpfs tmpfs "$root/tmp"
+cd "$root"
+pivot_root . mnt
+umount -l /mnt
+exec env -i container=check PATH=/usr/sbin:/usr/bin:/sbin:/bin /lib/systemd/systemd --log-target=null
+BOOT
+
+mkdir -p "$group/kvd-check"
+(
+  echo "$BASHPID" >"$group/kvd-check/cgroup.procs"
+  exec setsid unshare --fork --pid --mount --uts --ipc --cgroup --net --kill-child=SIGKILL \
+    bash "$root/root/kvd/boot" "$root" </dev/null >"$cache/boot.log" 2>&1
+) &
+unshare=$!
+trap 'kill -KILL $unshare 2>/dev/null || true; wait $unshare 2>/dev/null || true; rmdir "$group/kvd-check" 2>/dev/null || true' EXIT
+inside() {
+  nsenter --target "$first" --mount --uts --ipc --pid --cgroup --net --root \
+    env -i --chdir=/ PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PIP_NO_INDEX=1 PIP_FIND_LINKS=/root/kvd/wheels "$@"
+}
+until first=$(pgrep --parent "$unshare") && inside systemctl is-system-running --wait >/dev/null 2>&1; do
+  kill -0 "$unshare" 2>/dev/null || { cat "$cache/boot.log"; exit 1; }
+  sleep 0.2
+done
+said "booted $(inside systemctl --version | head -n 1)"
+
+inside sh -c 'ip link set lo up 2>/dev/null; /root/kvd/deploy/systemd/install.sh "$(echo /root/kvd/*.whl)[daemon,cuda]"' >/dev/null
+inside sh -c 'echo "cpu_bytes = \"64MiB\"" >/etc/kvd/kvd.toml
+  install -D /root/kvd/deploy/systemd/wait-ready.conf /etc/systemd/system/kvd.service.d/wait-ready.conf
+  printf "[Service]\nWatchdogSec=3\n" >/etc/systemd/system/kvd.service.d/check.conf
+  systemctl daemon-reload'
+fail() { inside journalctl --no-pager --unit kvd --lines 40 | tail -n 40; said "FAILED: $*"; exit 1; }
+inside systemctl start kvd || fail "the start"
+inside kvd status >/dev/null || fail "ready when started"
+before=$(inside systemctl show --property MainPID --value kvd)
+said "started and ready, as user $(inside stat --format %U "/proc/$before")"
+inside sh -c "kill -STOP $before"
+for _ in $(seq 100); do
+  after=$(inside systemctl show --property MainPID --value kvd)
+  [ "$after" != "$before" ] && [ "$after" != 0 ] && break
+  sleep 0.2
+done
+[ "$after" != "$before" ] || fail "the watchdog"
+inside kvd status --wait 30 >/dev/null || fail "ready after the watchdog"
+inside journalctl --no-pager --unit kvd | grep -q 'service.py.* in _turn' || fail "the loop's stack in the journal"
+said "a frozen broker was ended and started again"
+
+inside systemctl stop kvd || fail "the stop"
+[ "$(inside systemctl show --property Result --value kvd)" = success ] || fail "the end"
+[ "$(inside stat --format '%U %G %a' /run/kvd)" = "kvd kvd 750" ] || fail "the runtime directory"
+[ -z "$(inside systemctl --failed --plain --no-legend)" ] || fail "units: $(inside systemctl --failed)"
+said "ok"

@@ -1,0 +1,70 @@
+"""Settings with their origins, and what becomes of them when others are read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvd.settings import KNOWN, Settings
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings, and for each key where its value was found.
+
+    Attributes:
+        settings: valid ones.
+        origins: by key: `default`, a file with its line, a variable or a flag.
+        file: the file that was read, if any.
+        warnings: what is not wrong but looks like a mistake.
+        waiting: by key, value and origin of what a running daemon would take up only at a
+            restart.
+    """
+
+    settings: Settings
+    origins: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(KNOWN, DEFAULT))
+    file: Path | None = None
+    warnings: tuple[str, ...] = ()
+    waiting: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that differs between what holds and what was read."""
+
+    key: str
+    old: Any
+    new: Any
+    origin: str
+
+    @property
+    def live(self) -> bool:
+        """It is taken up at once."""
+        return KNOWN[self.key].about.live
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.new} (was {self.old})"
+
+
+def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[Change]]:
+    """What holds after `read` was read by a daemon that runs with `present`, and what differs.
+
+    Settings that cannot change live keep value and origin; they wait for a restart.
+    """
+    values, origins, waiting, changes = {}, dict(read.origins), {}, []
+    for key, known in KNOWN.items():
+        old, new = getattr(present.settings, key), getattr(read.settings, key)
+        if old == new:
+            continue
+        changes.append(Change(key, old, new, read.origins[key]))
+        if known.about.live:
+            values[key] = new
+        else:
+            waiting[key] = (new, origins[key])
+            origins[key] = present.origins[key]
+    settings = msgspec.structs.replace(present.settings, **values)
+    return replace(read, settings=settings, origins=origins, waiting=waiting), changes

@@ -1,0 +1,136 @@
+"""The configuration of a running daemon: read again, taken up as far as that goes live, shown.
+
+A tool asks, or SIGHUP does. The file is read at the edge, by a thread, because
+a disk may take its time; whoever asks meanwhile is answered from the next
+reading, which sees what was written before the question.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvd.config.loaded import Change, Loaded, take_up
+from kvd.config.render import as_json
+from kvd.core.effects import Effect, Event, Reply, ToLane
+from kvd.core.operations import Handler, by, for_tools
+from kvd.core.sessions import Session
+from kvd.core.state import BrokerState
+from kvd.errors import ConfigError
+from kvd.link import LaneLog
+from kvd_proto.messages import (
+    ConfigChange,
+    ConfigReloaded,
+    ConfigShown,
+    Error,
+    ErrorCode,
+    Message,
+    ReloadConfig,
+    ShowConfig,
+)
+
+_TEXT_LIMIT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Who wants the configuration read: a request, or a signal where that is None."""
+
+    by: str
+    request: tuple[int, int] | None = None
+
+
+class Reloading:
+    """Decisions about the configuration over the shared state.
+
+    Attributes:
+        loaded: what holds, with its origins.
+    """
+
+    def __init__(self, state: BrokerState, loaded: Loaded | None = None) -> None:
+        self._state = state
+        self.loaded = loaded or Loaded(state.settings)
+        self._asked: list[_Asked] = []
+        self._served: list[_Asked] = []  # by the reading that is under way
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Who serves which request."""
+        return {ReloadConfig: for_tools(self._reload), ShowConfig: for_tools(self._show)}
+
+    def hung_up(self) -> None:
+        """SIGHUP came."""
+        self._asked.append(_Asked("SIGHUP"))
+
+    def begin(self) -> bool:
+        """Whether the configuration is to be read now; `read` must follow."""
+        if self._served or not self._asked:
+            return False
+        self._served, self._asked = self._asked, []
+        return True
+
+    def read(self, outcome: Loaded | ConfigError) -> list[Effect]:
+        """The configuration as it is now, or why it cannot be used."""
+        served, self._served = self._served, []
+        who = ", ".join(asked.by for asked in served)
+        if isinstance(outcome, ConfigError):
+            problems = "; ".join(str(outcome).splitlines())
+            text = f"reload by {who} refused, the old settings hold: {problems}"
+            answer: Message = Error(code=ErrorCode.BAD_CONFIG, text=str(outcome)[:_TEXT_LIMIT])
+            effects: list[Effect] = [Event(text, "error")]
+        else:
+            effects, answer = self._take_up(outcome, who)
+        effects += [Reply(*asked.request, answer) for asked in served if asked.request is not None]
+        return effects
+
+    # --------------------------------------------------------------- helpers
+
+    def _reload(
+        self, session: Session, request_id: int, message: ReloadConfig, now: float
+    ) -> list[Effect]:
+        del message, now
+        self._asked.append(_Asked(by(session.peer), (session.number, request_id)))
+        return []
+
+    def _show(
+        self, session: Session, request_id: int, message: ShowConfig, now: float
+    ) -> list[Effect]:
+        del message, now
+        return [Reply(session.number, request_id, ConfigShown(config=as_json(self.loaded)))]
+
+    def _take_up(self, read: Loaded, who: str) -> tuple[list[Effect], ConfigReloaded]:
+        old, state = self.loaded.settings, self._state
+        self.loaded, changes = take_up(self.loaded, read)
+        settings = state.settings = self.loaded.settings
+        state.registry.max_sessions = settings.max_sessions
+        if state.namespaces is not None:
+            state.namespaces.set_times(
+                lease_seconds=settings.lease_seconds, ticket_seconds=settings.ticket_seconds
+            )
+        effects: list[Effect] = []
+        if settings.log_level != old.log_level:
+            level = LaneLog(level=settings.log_level)
+            effects += [ToLane(device, level) for device in state.lanes]
+        effects.append(Event(f"configuration reloaded by {who}: {_words(changes)}"))
+        effects += [Event(text, "warning") for text in read.warnings]
+        answer = ConfigReloaded(
+            file=str(read.file or ""),
+            changes=tuple(
+                ConfigChange(
+                    key=change.key,
+                    old=str(change.old),
+                    new=str(change.new),
+                    origin=change.origin[:_TEXT_LIMIT],
+                    live=change.live,
+                )
+                for change in changes
+            ),
+            warnings=read.warnings,
+        )
+        return effects, answer
+
+
+def _words(changes: Iterable[Change]) -> str:
+    live = [str(change) for change in changes if change.live]
+    later = [str(change) for change in changes if not change.live]
+    parts = [", ".join(live)] if live else []
+    if later:
+        parts.append(f"at the next restart: {', '.join(later)}")
+    return "; ".join(parts) or "nothing changed"

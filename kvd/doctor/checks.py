@@ -1,0 +1,340 @@
+"""Facts in, findings out: the table of checks, in the order in which they are shown."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from kvd.doctor.facts import Facts
+from kvd.doctor.findings import Finding, fail, ok, warn
+from kvd_proto.sizes import format_size
+
+OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is the long-term one
+OLDEST_CUDA = 12080  # cuMemcpyBatchAsync came with 12.8; before it, copies are single ones
+FILES_PER_SESSION = 4  # door, pidfd, and what a worker hands over
+SPARE_FILES = 256
+_OWNER_ONLY = 0o007
+
+
+def machine(facts: Facts) -> Iterator[Finding]:
+    """Kernel and Python."""
+    text = f"Linux {facts.kernel}, Python {facts.python}, {facts.cpus} processors"
+    number = tuple(int(part) for part in facts.kernel.split("-")[0].split(".")[:2])
+    if number < OLDEST_KERNEL:
+        yield fail("machine", text, "kvd needs Linux 5.4 or newer: watch processes by pidfd")
+    else:
+        yield ok("machine", text)
+
+
+def memory(facts: Facts) -> Iterator[Finding]:
+    """The pool fits the machine and the control group."""
+    running, pool, reserve = facts.runtime.report, facts.settings.pool_bytes, 0
+    reserve = facts.settings.reserve_bytes
+    has = f"{format_size(facts.available)} of {format_size(facts.memory)} available"
+    if running is not None or pool is None:
+        size = "its pool is made already" if running is not None else "cpu_bytes is auto"
+        yield ok("memory", f"{has}; {size}")
+    elif pool > facts.available:
+        yield fail(
+            "memory",
+            f"{has}, cpu_bytes is {format_size(pool)}",
+            f"set cpu_bytes to at most {format_size(max(0, facts.available - reserve))},"
+            " or to auto",
+        )
+    elif pool > facts.available - reserve:
+        yield warn(
+            "memory",
+            f"{has}, cpu_bytes is {format_size(pool)}: less than {format_size(reserve)} is left"
+            " to everybody else",
+            "make cpu_bytes smaller: when memory runs out, the kernel kills processes",
+        )
+    else:
+        yield ok("memory", f"{has}, cpu_bytes is {format_size(pool)}")
+    if facts.swap_used:
+        yield warn(
+            "swap",
+            f"{format_size(facts.swap_used)} are in swap",
+            "the pool is memory that may be swapped out until a GPU pins it: switch swap off",
+        )
+
+
+def control_group(facts: Facts) -> Iterator[Finding]:
+    """The limit of the control group leaves room for the pool."""
+    group, pool = facts.cgroup, facts.settings.pool_bytes
+    if group is None:
+        yield ok("cgroup", f"no memory limit for {facts.subject}")
+        return
+    text = (
+        f"{group.group} may take {format_size(group.limit)} and has {format_size(group.room)} left"
+    )
+    if facts.runtime.report is None and pool is not None and pool > group.room:
+        yield fail(
+            "cgroup",
+            f"{text}; cpu_bytes is {format_size(pool)}",
+            "the pool counts against the limit (memory.max, MemoryMax=, resources.limits.memory):"
+            " raise it to the pool and 1 GiB more, or make the pool smaller",
+        )
+    else:
+        yield ok("cgroup", text)
+
+
+def pool_dir(facts: Facts) -> Iterator[Finding]:
+    """The pool's filesystem is memory, large enough, and ours to write."""
+    place, pool = facts.pool, facts.settings.pool_bytes
+    name = f"pool_dir = {place.path}"
+    if not place.exists:
+        yield fail("pool directory", f"{name}: no such directory", "use a tmpfs such as /dev/shm")
+        return
+    text = (
+        f"{name}: {place.kind} at {place.mounted_at}, {format_size(place.free)} of"
+        f" {format_size(place.size)} free"
+    )
+    if place.kind not in ("tmpfs", "hugetlbfs", "ramfs"):
+        yield fail(
+            "pool directory",
+            f"{text}: this is no memory",
+            "use a tmpfs such as /dev/shm, or a mounted hugetlbfs: a pool on a disk is slow and"
+            " cannot be pinned",
+        )
+    elif not place.writable:
+        yield fail(
+            "pool directory", f"{text}: not writable for this user", "run kvd as its own user"
+        )
+    elif facts.runtime.report is None and pool is not None and pool > place.free:
+        yield fail(
+            "pool directory",
+            f"{text}, cpu_bytes is {format_size(pool)}",
+            f"enlarge it: mount -o remount,size={_mib(pool + place.size - place.free)}M"
+            f" {place.mounted_at}; in Docker --shm-size, in Kubernetes a larger emptyDir with"
+            " medium: Memory; or make cpu_bytes smaller",
+        )
+    else:
+        yield ok("pool directory", text)
+
+
+def _mib(nbytes: int) -> int:
+    return -(-nbytes // 2**20)
+
+
+def huge_pages(facts: Facts) -> Iterator[Finding]:
+    """Huge pages where the pool is to lie in them; otherwise only whether they are used."""
+    pages, size = facts.huge_pages.get("HugePages_Free", 0), facts.huge_pages.get("Hugepagesize", 0)
+    total = facts.huge_pages.get("HugePages_Total", 0)
+    text = f"{pages} of {total} huge pages of {format_size(size)} are free"
+    if facts.pool.kind != "hugetlbfs":
+        text += "; the pool does not lie in them" if total else "; none are set aside"
+        yield ok("huge pages", text)
+        return
+    need = facts.settings.pool_bytes or 0
+    if facts.runtime.report is None and pages * size < max(need, size):
+        yield fail(
+            "huge pages",
+            f"{text}, the pool needs {format_size(max(need, size))}",
+            f"sysctl vm.nr_hugepages={total + -(-(need - pages * size) // size if size else 1)}"
+            " early after boot, before memory is in small pieces",
+        )
+    else:
+        yield ok("huge pages", text)
+
+
+def locked_memory(facts: Facts) -> Iterator[Finding]:
+    """The limit of locked memory, without which a pool cannot be pinned."""
+    if facts.locked is None:
+        yield ok("memlock", f"no limit for {facts.subject}")
+        return
+    need = facts.settings.pool_bytes
+    text = f"{facts.subject} may lock {format_size(facts.locked)}"
+    if need is not None and facts.locked >= need:
+        yield ok("memlock", f"{text}, the pool has {format_size(need)}")
+        return
+    wants = "cpu_bytes is auto" if need is None else f"the pool has {format_size(need)}"
+    judge = fail if facts.gpus.devices else warn
+    yield judge(
+        "memlock",
+        f"{text}; {wants}" + ("" if facts.gpus.devices else "; no GPU pins it here"),
+        "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1 in Docker, ulimit -l unlimited in"
+        " a shell: a GPU's lane pins the pool",
+    )
+
+
+def open_files(facts: Facts) -> Iterator[Finding]:
+    """Descriptors for every session."""
+    need = facts.settings.max_sessions * FILES_PER_SESSION + SPARE_FILES
+    if facts.open_files is None or facts.open_files >= need:
+        most = "any number of" if facts.open_files is None else f"{facts.open_files}"
+        yield ok("open files", f"{facts.subject} may open {most} files")
+    else:
+        yield warn(
+            "open files",
+            f"{facts.subject} may open {facts.open_files} files;"
+            f" max_sessions = {facts.settings.max_sessions} may need {need}",
+            f"LimitNOFILE={need} in the unit, --ulimit nofile={need} in Docker, or a smaller"
+            " max_sessions",
+        )
+
+
+def numa(facts: Facts) -> Iterator[Finding]:
+    """NUMA nodes, of which one may be too small for the pool."""
+    nodes = facts.nodes
+    if len(nodes) < 2:
+        yield ok("NUMA", "one node")
+        return
+    sizes = ", ".join(f"{name} {format_size(size)}" for name, size in nodes.items())
+    pool, least = facts.settings.pool_bytes, min(nodes.values())
+    if pool is not None and pool > least:
+        yield warn(
+            "NUMA",
+            f"{sizes}; the pool of {format_size(pool)} spans nodes",
+            "copies across nodes are slower; a daemon for each node, each near its GPUs, is the"
+            " fastest",
+        )
+    else:
+        yield ok("NUMA", sizes)
+
+
+def gpus(facts: Facts) -> Iterator[Finding]:
+    """GPUs, their driver, and how memory can be shared with kvd."""
+    found = facts.gpus
+    if not found.devices:
+        if found.nodes or found.kernel or found.problem:
+            yield fail(
+                "GPU",
+                f"an NVIDIA driver (kernel module {found.kernel or 'not seen'}) is here, but"
+                f" {found.problem or found.missing or 'it shows no device'}",
+                "in a container: NVIDIA_VISIBLE_DEVICES=all and"
+                " NVIDIA_DRIVER_CAPABILITIES=compute,utility; under systemd:"
+                " PrivateDevices=no and DeviceAllow for /dev/nvidia*; pip install"
+                " 'kvd-offload[cuda]'",
+            )
+        else:
+            yield ok("GPU", "none; engines on the CPU are served")
+        return
+    version = f"CUDA {found.cuda // 1000}.{found.cuda % 1000 // 10}"
+    if found.cuda < OLDEST_CUDA:
+        yield warn(
+            "GPU driver",
+            f"{version}, kernel module {found.kernel or 'unknown'}",
+            "drivers from CUDA 12.8 on copy many fragments in one call; this one works, slower",
+        )
+    else:
+        yield ok("GPU driver", f"{version}, kernel module {found.kernel or 'unknown'}")
+    for gpu in found.devices:
+        ways = [("IPC handles", gpu.ipc), ("file descriptors", gpu.descriptors)]
+        can = " and ".join(name for name, possible in ways if possible)
+        text = f"{gpu.name} {gpu.uuid[:8]} at {gpu.bus}"
+        if gpu.ipc:
+            yield ok("GPU", f"{text} shares memory by {can}")
+        elif gpu.descriptors:
+            yield warn(
+                "GPU",
+                f"{text} shares memory by {can} only",
+                "engines need expandable segments:"
+                " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            )
+        else:
+            yield fail(
+                "GPU",
+                f"{text} cannot share memory with another process",
+                "kvd cannot serve this GPU: such sharing exists on Linux, not in WSL or on Tegra",
+            )
+
+
+def runtime_dir(facts: Facts) -> Iterator[Finding]:
+    """The runtime directory: ours, closed to others, short enough for a socket's path."""
+    here = facts.runtime
+    name = f"runtime_dir = {here.path}"
+    if here.path_bytes > here.most_bytes:
+        yield fail(
+            "runtime directory",
+            f"{name}: {here.path_bytes} bytes, a socket's path leaves room for {here.most_bytes}",
+            "use a shorter one, such as /run/kvd",
+        )
+    elif here.exists and not here.is_directory:
+        yield fail("runtime directory", f"{name}: this is no directory", "choose another path")
+    elif not here.writable and not here.holder:
+        yield fail(
+            "runtime directory",
+            f"{name}: this user may not write there",
+            "RuntimeDirectory=kvd in the unit, or --runtime-dir with a directory of your own",
+        )
+    elif not here.exists:
+        yield ok("runtime directory", f"{name}: will be made")
+    elif here.mode & _OWNER_ONLY:
+        yield warn(
+            "runtime directory",
+            f"{name}: mode {here.mode:04o}, every user of this machine may come in",
+            f"chmod 0750 {here.path}, and put the engines' users into group {here.group}",
+        )
+    else:
+        yield ok(
+            "runtime directory", f"{name}: mode {here.mode:04o}, uid {here.owner} gid {here.group}"
+        )
+
+
+def daemon(facts: Facts) -> Iterator[Finding]:
+    """The daemon that serves the directory, and others on this machine."""
+    here = facts.runtime
+    if here.report is not None:
+        reasons = "; ".join(here.report["not_ready"])
+        text = f"{here.report['version']}, pid {here.report['pid']}"
+        if here.report["ready"]:
+            yield ok("daemon", f"{text}, ready")
+        else:
+            yield warn("daemon", f"{text}, not ready: {reasons}", "see: kvd status")
+    elif here.holder is not None:
+        yield fail(
+            "daemon",
+            f"pid {here.holder} holds {here.path} and does not answer: {here.silence}",
+            "look at its log; a hung one ends by: systemctl restart kvd",
+        )
+    else:
+        yield ok("daemon", f"none serves {here.path}")
+    for pid, command in facts.others.items():
+        yield warn(
+            "other daemon",
+            f"pid {pid}: {command}",
+            "each has a pool of its own; one daemon for a node serves all engines",
+        )
+
+
+def http(facts: Facts) -> Iterator[Finding]:
+    """The address of the health endpoint can be had."""
+    listen = facts.settings.http_listen
+    if facts.port_problem:
+        yield fail("HTTP", facts.port_problem, "kvd serve does not start before that is settled")
+    else:
+        yield ok("HTTP", f"http_listen = {listen}")
+
+
+def clock(facts: Facts) -> Iterator[Finding]:
+    """The clock, by which logs and events of several machines are compared."""
+    if facts.clock_synchronized:
+        yield ok("clock", "synchronized")
+    elif facts.clock_synchronized is None:
+        yield ok("clock", "the kernel does not say whether it is synchronized")
+    else:
+        yield warn(
+            "clock",
+            "not synchronized, says the kernel",
+            "start chrony or systemd-timesyncd; kvd's deadlines do not depend on it, its log does",
+        )
+
+
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
+    machine,
+    memory,
+    control_group,
+    pool_dir,
+    huge_pages,
+    locked_memory,
+    open_files,
+    numa,
+    gpus,
+    runtime_dir,
+    daemon,
+    http,
+    clock,
+)
+"""Every check."""
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """All findings."""
+    return [finding for check in CHECKS for finding in check(facts)]

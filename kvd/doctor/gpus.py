@@ -1,0 +1,95 @@
+"""What the CUDA driver says of this machine, asked in a process of its own.
+
+A broken driver can hang for ever inside a call; then this process is given up, and that is
+the finding.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvd.errors import CudaError, CudaMissing
+from kvd.lane.cuda import driver
+
+_PATIENCE_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device. `ipc` and `descriptors`: memory can be shared by handle, and as a descriptor."""
+
+    uuid: str
+    name: str
+    bus: str
+    ipc: bool
+    descriptors: bool
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """All of them.
+
+    nodes: device files of the NVIDIA driver that are here. kernel: version of its kernel module.
+    cuda: version of the CUDA driver, 1000 * major + 10 * minor, 0 where unknown.
+    missing: what is not there, which is as it should be on a machine without GPUs.
+    problem: how the driver fails.
+    """
+
+    nodes: tuple[str, ...] = ()
+    kernel: str = ""
+    cuda: int = 0
+    devices: tuple[Gpu, ...] = ()
+    missing: str = ""
+    problem: str = ""
+
+
+def ask_gpus() -> Gpus:
+    """What is here. Never fails and never hangs."""
+    nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*")))
+    try:
+        kernel = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except OSError:
+        kernel = ""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvd.doctor.gpus"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_PATIENCE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        text = f"the CUDA driver did not answer within {_PATIENCE_SECONDS:.0f} s"
+        return Gpus(nodes, kernel, problem=text)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return Gpus(nodes, kernel, problem=f"asking the CUDA driver failed: {last}")
+    said = json.loads(done.stdout)
+    devices = tuple(Gpu(**device) for device in said["devices"])
+    return Gpus(nodes, kernel, said["cuda"], devices, said["missing"], said["problem"])
+
+
+def main() -> None:
+    """Print what the driver says as JSON."""
+    cuda, devices, missing, problem = 0, [], "", ""
+    try:
+        driver.start()
+        cuda = driver.version()
+        for device, uuid in driver.devices():
+            ipc, descriptors = driver.can_share(device)
+            found = Gpu(
+                uuid.hex(), driver.device_name(device), driver.pci_bus_id(device), ipc, descriptors
+            )
+            devices.append(asdict(found))
+    except CudaMissing as error:
+        missing = str(error)
+    except CudaError as error:
+        problem = str(error)
+    said = {"cuda": cuda, "devices": devices, "missing": missing, "problem": problem}
+    json.dump(said, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

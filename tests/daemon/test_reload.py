@@ -1,0 +1,96 @@
+"""`kvd config reload` and SIGHUP with a real daemon."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Daemon, StartDaemon
+
+
+def kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The `kvd` command, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvd", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The daemon's file."""
+    path = tmp_path / "kvd.toml"
+    path.write_text("lease_seconds = 30.0\n")
+    return path
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon, file: Path) -> Daemon:
+    """A daemon that reads the file."""
+    return start_daemon("--config", str(file), cpu_bytes="8MiB")
+
+
+def wait_for(daemon: Daemon, text: str) -> str:
+    """The log, once it has this text."""
+    deadline = time.monotonic() + 30
+    while text not in (log := daemon.log.read_text()):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.02)
+    return log
+
+
+def test_reload_takes_up_what_it_can_and_names_the_rest(daemon: Daemon, file: Path) -> None:
+    """The command says what changed, what waits and where it was found; the log says who asked."""
+    file.write_text('lease_seconds = 20.0\npolicy = "arc"\nlog_level = "debug"\n')
+    done = kvd("config", "reload", "--runtime-dir", str(daemon.runtime_dir))
+    assert done.returncode == 0, done.stderr
+    assert f"lease_seconds: 30.0 -> 20.0  ({file}:1)" in done.stdout
+    assert "restart" in done.stdout
+    assert f"policy: lru -> arc  ({file}:2)" in done.stdout
+    log = wait_for(daemon, "configuration reloaded by")
+    assert f"uid {os.getuid()} pid " in log
+    shown = kvd("config", "show", "--running", "--runtime-dir", str(daemon.runtime_dir)).stdout
+    rows = {line.split()[0]: line for line in shown.splitlines()}
+    assert "20.0" in rows["lease_seconds"]
+    assert "lru" in rows["policy"]
+    assert "after a restart arc" in rows["policy"]
+    assert "--cpu-bytes" in rows["cpu_bytes"]
+
+
+def test_a_bad_file_is_refused_and_the_old_settings_hold(daemon: Daemon, file: Path) -> None:
+    """Exit status 1 with every mistake; the daemon goes on as before."""
+    file.write_text('lease_seconds = "soon"\npolicies = 1\n')
+    done = kvd("config", "reload", "--runtime-dir", str(daemon.runtime_dir))
+    assert done.returncode == 1
+    assert f"{file}:1: lease_seconds = 'soon'" in done.stderr
+    assert "did you mean policy?" in done.stderr
+    shown = kvd("config", "show", "--running", "--runtime-dir", str(daemon.runtime_dir)).stdout
+    assert "30.0" in shown
+    assert "old settings hold" in wait_for(daemon, "refused")
+
+
+def test_sighup_reloads(daemon: Daemon, file: Path) -> None:
+    """SIGHUP does what the command does, and ends nothing: neither broker nor lane."""
+    lane = daemon.wait_ready()["lanes"][0]["pid"]
+    file.write_text("lease_seconds = 10.0\n")
+    os.kill(lane, signal.SIGHUP)
+    daemon.process.send_signal(signal.SIGHUP)
+    wait_for(daemon, "configuration reloaded by SIGHUP: lease_seconds = 10.0 (was 30.0)")
+    assert daemon.wait_ready()["lanes"][0]["pid"] == lane
+
+
+def test_a_pipe_in_place_of_the_file_makes_nobody_wait(daemon: Daemon, file: Path) -> None:
+    """The loop answers whatever stands where the file was; the reload is refused."""
+    file.unlink()
+    os.mkfifo(file)
+    done = kvd("config", "reload", "--runtime-dir", str(daemon.runtime_dir))
+    assert done.returncode == 1
+    assert "no regular file" in done.stderr
+    assert daemon.wait_ready()["ready"]

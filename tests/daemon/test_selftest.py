@@ -1,0 +1,323 @@
+"""The self-test: it passes on a sound daemon, and nothing can be left out of it unnoticed."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd_client import (
+    Fingerprint,
+    HostMemory,
+    JobResult,
+    JobStatus,
+    LookupResult,
+    RegistrationError,
+    Scheduler,
+    Worker,
+)
+from kvd_client.selftest import bench as bench_module
+from kvd_client.selftest.bench import Bench, chunk_bytes_for
+from kvd_client.selftest.steps import STEPS, Outcome, Step, run
+from tests.conftest import Daemon, StartDaemon, started_daemons
+from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_serve import run_kvd
+
+MIB = 2**20
+LAZY_LANE = """
+import os, sys
+if "kvd.lane" in sys.orig_argv:
+    from kvd.lane import host
+    copy = host.HostDevice._copy
+    def lazy(self, transfer):
+        if transfer.direction.name.lower() != os.environ["LAZY"]:
+            copy(self, transfer)
+    host.HostDevice._copy = lazy
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Daemon]:
+    """A daemon that every self-test finds as the one before has left it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        started_daemons(Path(path) / "run") as start,
+    ):
+        yield start()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not come does not cost five seconds."""
+    monkeypatch.setattr(bench_module, "ANSWER_SECONDS", 1.0)
+
+
+def run_steps(
+    daemon: Daemon, steps: tuple[Step, ...] = STEPS, device: str = "host"
+) -> list[Outcome]:
+    """The self-test of one lane in this process; its memory is given back."""
+    with Scheduler(daemon.runtime_dir, "observer", deadline=5.0) as observer:
+        bench = Bench(daemon.runtime_dir, device, observer, 64 * MIB, 20.0)
+        try:
+            return run(bench, steps)
+        finally:
+            bench.close()
+
+
+def selftest(runtime_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`kvd selftest` as a command, to its end."""
+    program = "from kvd_client.selftest.command import selftest; selftest()"
+    return subprocess.run(
+        [sys.executable, "-c", program, "--runtime-dir", str(runtime_dir), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+
+
+def without(name: str, part: str) -> tuple[Step, ...]:
+    """The steps, of which one neither acts nor, by `part`, proves anything."""
+    nothing: dict[str, Callable[[Bench], str]] = {part: lambda _: ""}
+    return tuple(
+        replace(step, **nothing) if step.name == name else step  # type: ignore[arg-type]
+        for step in STEPS
+    )
+
+
+NAMES = [step.name for step in STEPS]
+
+
+def test_a_sound_daemon_passes_and_is_left_as_it_was(shared: Daemon) -> None:
+    """Every step proves something; afterwards nothing of it is there and no room is held."""
+    outcomes = run_steps(shared)
+    assert [outcome.name for outcome in outcomes] == NAMES
+    assert all(outcome.ok and outcome.text for outcome in outcomes), outcomes
+    report = shared.status()
+    assert (report["namespaces"], report["pool"]["namespaces"]) == ([], {})
+    assert report["pool"]["free_bytes"] == report["pool"]["cpu_bytes"]
+    assert report["engines"] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_does_nothing_is_found_out(shared: Daemon, name: str) -> None:
+    """Whatever step is replaced by one that does nothing, that step fails."""
+    last = run_steps(shared, without(name, "act"))[-1]
+    assert (last.name, last.ok) == (name, False)
+    assert last.text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_proof_that_proves_nothing_is_found_out(shared: Daemon, name: str) -> None:
+    """A step without a proof fails."""
+    last = run_steps(shared, without(name, "prove"))[-1]
+    assert (last.name, last.ok, last.text) == (name, False, "it has proved nothing")
+
+
+Move = Callable[..., JobResult]
+_move: Move = Bench._move
+
+
+def _nothing(*_: object) -> None:
+    """Does nothing."""
+
+
+def _no_load(bench: Bench, kind: str, *rest: Any) -> JobResult:
+    """Loads are said to be done."""
+    return _move(bench, kind, *rest) if kind == "store" else JobResult(1, True, JobStatus.OK, 4096)
+
+
+def _no_store(bench: Bench, kind: str, *rest: Any) -> JobResult:
+    """Stores are said to be done."""
+    return _move(bench, kind, *rest) if kind == "load" else JobResult(1, True, JobStatus.OK, 4096)
+
+
+def _other_blocks(bench: Bench, kind: str, blocks: Any, *rest: Any) -> JobResult:
+    """Stores take other blocks."""
+    return _move(bench, kind, bench.destination if kind == "store" else blocks, *rest)
+
+
+def _same_blocks(bench: Bench, kind: str, blocks: Any, *rest: Any) -> JobResult:
+    """Loads go back to where the bytes came from."""
+    return _move(bench, kind, bench.source if kind == "load" else blocks, *rest)
+
+
+def _other_order(bench: Bench, kind: str, blocks: Any, slots: Any, generations: Any) -> JobResult:
+    """Loads mix the chunks up."""
+    way = -1 if kind == "load" else 1
+    return _move(bench, kind, blocks, slots[::way], generations[::way])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "lie", "found_by"),
+    [
+        (Bench, "write", _nothing, "memory"),
+        (Bench, "poison", _nothing, "poison"),
+        (Bench, "differences", lambda *_: 7, "fill"),
+        (Bench, "differences", lambda *_: 0, "compare"),
+        (Bench, "_move", _no_store, "store"),
+        (Bench, "_move", _no_load, "load"),
+        (Bench, "_move", _same_blocks, "load"),
+        (Bench, "_move", _other_blocks, "compare"),
+        (Bench, "_move", _other_order, "compare"),
+        (Scheduler, "reset", _nothing, "measure"),
+    ],
+)
+def test_a_part_that_says_it_was_done_is_found_out(
+    shared: Daemon,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    lie: Callable[..., object],
+    found_by: str,
+) -> None:
+    """What the steps call may lie: bytes that were not moved, or not there, are noticed."""
+    monkeypatch.setattr(owner, name, lie)
+    last = run_steps(shared)[-1]
+    assert (last.name, last.ok) == (found_by, False), last
+
+
+@pytest.mark.parametrize(("lazy", "found_by"), [("store", "compare"), ("load", "load")])
+def test_a_lane_that_copies_nothing_is_found_out(
+    start_daemon: StartDaemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lazy: str,
+    found_by: str,
+) -> None:
+    """A lane that reports every job as done and moves no byte: the command exits 1 and says so."""
+    (tmp_path / "sitecustomize.py").write_text(LAZY_LANE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("LAZY", lazy)
+    daemon = start_daemon()
+    done = selftest(daemon.runtime_dir, "--json")
+    assert done.returncode == 1, done
+    report = json.loads(done.stdout)
+    assert not report["ok"]
+    assert report["lanes"][0]["failed_step"] == found_by
+
+
+def test_the_command_reports_every_lane(shared: Daemon) -> None:
+    """Exit status 0, rates and latencies in JSON; a table for people."""
+    done = selftest(shared.runtime_dir, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    (lane,) = report["lanes"]
+    assert (report["ok"], lane["device"], lane["failed_step"]) == (True, "host", None)
+    assert [step["name"] for step in lane["steps"]] == NAMES
+    assert all(lane["gbps"][kind] > 0 for kind in ("store", "load"))
+    assert all(lane["latency_seconds"][kind] > 0 for kind in ("store", "load"))
+    done = selftest(shared.runtime_dir)
+    assert done.returncode == 0
+    assert "lane host" in done.stdout
+    assert "GB/s" in done.stdout
+
+
+def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemon) -> None:
+    """A pool full of an engine's chunks: the test passes, next to nothing of them is evicted."""
+    daemon = start_daemon(cpu_bytes="32MiB")
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        total = engine.scheduler.num_chunks
+        keys = keys_of("full", total)
+        for first in range(0, total, 12):
+            engine.store(keys[first : first + 12])
+        wait_hit(engine, keys[-12:])
+        before = daemon.status()["namespaces"][0]["chunks"]["ready"]
+        assert before > 0.95 * total
+        assert selftest(daemon.runtime_dir).returncode == 0
+        after = daemon.status()["namespaces"][0]["chunks"]["ready"]
+        assert 0 < before - after <= total / 100
+        here = [key for key in keys if engine.scheduler.lookup(key) is LookupResult.HIT]
+        for first in range(0, len(here), 12):
+            some = here[first : first + 12]
+            assert engine.load(some) == (len(some), 0)
+
+
+def test_a_pool_in_which_nothing_may_go_is_said_to_be_full(start_daemon: StartDaemon) -> None:
+    """Every chunk is leased: the store fails and says why, and the leases hold."""
+    daemon = start_daemon(cpu_bytes="2MiB")
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("leased", engine.scheduler.num_chunks)
+        for first in range(0, len(keys), 12):
+            engine.store(keys[first : first + 12])
+        wait_hit(engine, keys)
+        ticket = engine.scheduler.prepare_load(keys)
+        assert len(ticket.keys) == len(keys)
+        done = selftest(daemon.runtime_dir)
+        assert done.returncode == 1
+        assert "store failed: the pool is full" in done.stdout
+        engine.scheduler.complete_load(ticket)
+        assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.HIT}
+
+
+def test_a_draining_daemon_refuses_it_and_says_so(start_daemon: StartDaemon) -> None:
+    """The reason is the drain, and who gave it."""
+    daemon = start_daemon()
+    assert run_kvd("drain", "--runtime-dir", str(daemon.runtime_dir)).returncode == 0
+    done = selftest(daemon.runtime_dir)
+    assert done.returncode == 1
+    assert "store failed: the daemon is draining" in done.stdout
+    assert "uid" in done.stdout
+
+
+def test_a_pool_without_a_size_is_not_given_one(start_daemon: StartDaemon) -> None:
+    """With auto the first engine decides the size; neither the test nor its like does."""
+    daemon = start_daemon(cpu_bytes="auto", ready=False)
+    while not (daemon.runtime_dir / "door.sock").exists():
+        assert daemon.process.poll() is None
+    done = selftest(daemon.runtime_dir)
+    assert done.returncode == 1
+    assert "cpu_bytes is auto" in done.stderr
+    layout = make_layout()
+    with Worker(daemon.runtime_dir, "temporary", 0, 1) as worker:
+        memory = [HostMemory.allocate(size) for size in layout.storages]
+        with pytest.raises(RegistrationError, match="must not decide"):
+            worker.register(memory, layout, Fingerprint(model="m"), temporary=True)
+    assert daemon.status()["pool"]["cpu_bytes"] == 0
+
+
+def test_an_absent_daemon_and_an_unknown_device_are_named(shared: Daemon, tmp_path: Path) -> None:
+    """One sentence, and what there is instead."""
+    done = selftest(tmp_path)
+    assert done.returncode == 1
+    assert f"kvd serve --runtime-dir {tmp_path}" in done.stderr
+    done = selftest(shared.runtime_dir, "--device", "cuda:7")
+    assert done.returncode == 1
+    assert "--device cuda:7: there are host" in done.stderr
+
+
+def test_temporary_chunks_are_nobody_elses(shared: Daemon) -> None:
+    """Of the same model, neither kind of engine finds the other's chunks; one kind stays."""
+    keys = keys_of("kinds", 3)
+    with Engine(shared.runtime_dir, name="lasting", world_size=1).wait_attached() as lasting:
+        with Engine(
+            shared.runtime_dir, name="passing", world_size=1, temporary=True
+        ).wait_attached() as passing:
+            passing.store(keys)
+            wait_hit(passing, keys)
+            assert set(lasting.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+            lasting.store(keys)
+            assert len(shared.status()["namespaces"]) == 2
+        for _ in range(100):
+            if len(spaces := shared.status()["namespaces"]) == 1:
+                break
+        assert [space["chunks"]["ready"] for space in spaces] == [3]
+        assert lasting.load(keys) == (3, 0)
+    assert run_kvd("clear", "--runtime-dir", str(shared.runtime_dir), "--yes").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("pool", "chunk"),
+    [(1, 4096), (64 * MIB, 64 * 1024), (10**9, 1_000_000_000 // 1024 // 4096 * 4096), (2**40, MIB)],
+)
+def test_chunks_are_a_thousandth_of_the_pool(pool: int, chunk: int) -> None:
+    """Within bounds: of whole pages, and no more than it takes to measure."""
+    assert chunk_bytes_for(pool) == chunk

@@ -1,0 +1,149 @@
+"""The image and the compose file, as far as that goes without an engine; see docker/check.sh."""
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvd.settings import KNOWN, Settings
+from tests.deploy.places import ROOT
+
+DOCKER = ROOT / "docker"
+DOCKERFILE = (DOCKER / "Dockerfile").read_text()
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, dict[str, Any]]:
+    """The services of the compose file."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    return found["services"]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """A tool, to its end."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile"])
+def test_hadolint_has_nothing_to_say(name: str) -> None:
+    """No rule of hadolint is broken, and none is switched off."""
+    hadolint = str(Path(sys.executable).parent / "hadolint")
+    done = run(hadolint, "--no-color", str(DOCKER / name))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "hadolint ignore" not in (DOCKER / name).read_text()
+
+
+def test_the_compose_file_follows_the_schema(tmp_path: Path) -> None:
+    """The schema of the Compose specification accepts it, and would see a mistake."""
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    good = run(*check, str(DOCKER / "compose.yaml"))
+    assert good.returncode == 0, good.stdout
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text((DOCKER / "compose.yaml").read_text().replace("shm_size:", "shmsize:"))
+    assert run(*check, str(wrong)).returncode == 1
+
+
+def test_nobody_is_privileged(services: dict[str, dict[str, Any]]) -> None:
+    """No service gets more than it needs, and nothing of the host's is shared."""
+    for name, service in services.items():
+        assert "privileged" not in service, name
+        assert "ipc" not in service, name
+        assert "network_mode" not in service or service["network_mode"] == "none", name
+        assert "cap_add" not in service, name
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), name
+    for name in ("kvd", "pids"):
+        assert services[name]["cap_drop"] == ["ALL"]
+        assert services[name]["read_only"] is True
+        assert services[name]["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_the_engine_shares_only_the_runtime_directory(services: dict[str, dict[str, Any]]) -> None:
+    """One volume is common to both, the engine's read-only, and it is where kvd's sockets are."""
+    kvd = {volume.split(":")[0]: volume for volume in services["kvd"]["volumes"]}
+    vllm = {volume.split(":")[0]: volume for volume in services["vllm"]["volumes"]}
+    assert set(kvd) & set(vllm) == {"runtime"}
+    assert vllm["runtime"] == f"runtime:{Settings().runtime_dir}:ro"
+    assert "KVD_RUNTIME_DIR=" + Settings().runtime_dir in DOCKERFILE
+
+
+def test_processes_are_numbered_in_common(services: dict[str, dict[str, Any]]) -> None:
+    """Neither the daemon nor the engine owns the numbering: each may restart alone."""
+    assert services["kvd"]["pid"] == services["vllm"]["pid"] == "service:pids"
+    assert "pid" not in services["pids"]
+
+
+def test_a_large_pool_fits(services: dict[str, dict[str, Any]]) -> None:
+    """The default of shm_size is above that of the pool, memory may be locked, the end has time."""
+    kvd = services["kvd"]
+    (pool,) = re.findall(r":-(\d+)GiB", kvd["environment"]["KVD_CPU_BYTES"])
+    (room,) = re.findall(r":-(\d+)gb", kvd["shm_size"])
+    assert int(room) > int(pool)
+    assert kvd["ulimits"]["memlock"] == -1
+    assert int(kvd["stop_grace_period"].removesuffix("s")) >= Settings().drain_seconds + 60
+
+
+def test_an_engine_waits_for_no_pool(services: dict[str, dict[str, Any]]) -> None:
+    """It depends on kvd's start only, not on its health."""
+    assert services["vllm"]["depends_on"] == ["pids", "kvd"]
+
+
+def test_variables_are_settings(services: dict[str, dict[str, Any]]) -> None:
+    """Every KVD_ variable in image and compose file is one that kvd reads."""
+    names = set(re.findall(r"KVD_[A-Z_]+(?==)", DOCKERFILE)) | set(services["kvd"]["environment"])
+    assert names <= {known.variable for known in KNOWN.values()}
+
+
+def test_the_user_of_the_image_is_one_number_everywhere(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    """User and group by number, as Kubernetes wants it, and the engine's group is that one."""
+    (user, group) = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)[0]
+    assert f"--gid {group} kvd" in DOCKERFILE
+    assert f"--uid {user} " in DOCKERFILE
+    assert services["vllm"]["group_add"] == [group]
+    assert int(user) != 0
+
+
+def test_the_image_brings_neither_torch_nor_a_toolkit() -> None:
+    """What it installs is the daemon with its CUDA bindings; those name no torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    installed = [*project["dependencies"], *extras["daemon"], *extras["cuda"]]
+    assert not [each for each in installed if re.match(r"torch|nvidia|cuda-(?!bindings)", each)]
+    assert ")[daemon,cuda]" in DOCKERFILE
+
+
+def test_everything_that_the_build_copies_travels_to_the_builder() -> None:
+    """The list beside the Dockerfile lets through what COPY names, and that exists."""
+    allowed = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
+    for line in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE):
+        for name in line.split():
+            assert f"!{name}" in allowed
+            assert (ROOT / name).exists()
+
+
+def test_a_wheel_holds_what_is_not_python(tmp_path: Path) -> None:
+    """Kernel, page and marker files that lie in the packages are in the wheel too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    tracked = run("git", "-C", str(ROOT), "ls-files", "kvd", "client/kvd_client", "proto/kvd_proto")
+    assert tracked.returncode == 0, tracked.stderr
+    names = {re.sub("^(client|proto)/", "", name) for name in tracked.stdout.splitlines()}
+    assert {name for name in names if not name.endswith(".py")} >= {"kvd/lane/cuda/kernel.cu"}
+    assert names <= held

@@ -1,0 +1,44 @@
+"""The probe of containers, against a real daemon."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import Daemon
+
+
+def probe(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
+    """Run it as a container's engine would."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvd.http.probe", *path],
+        env=os.environ | {"KVD_RUNTIME_DIR": str(runtime_dir)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_ready_daemon_passes_both_probes(daemon: Daemon) -> None:
+    """Exit status 0 and the daemon's own words; /readyz is what is asked by default."""
+    for path in ([], ["/readyz"], ["/livez"]):
+        done = probe(daemon.runtime_dir, *path)
+        assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+def test_a_drained_daemon_is_alive_and_not_ready(daemon: Daemon) -> None:
+    """An operator's drain fails /readyz, with the reason, and leaves /livez alone."""
+    drain = [sys.executable, "-m", "kvd", "drain", "--runtime-dir", str(daemon.runtime_dir)]
+    subprocess.run(drain, check=True, capture_output=True, timeout=60)
+    done = probe(daemon.runtime_dir)
+    assert done.returncode == 1
+    assert "drain" in done.stdout
+    assert probe(daemon.runtime_dir, "/livez").returncode == 0
+
+
+def test_no_daemon_fails_with_a_hint(tmp_path: Path) -> None:
+    """Nobody at the socket: exit status 1, and the path."""
+    done = probe(tmp_path)
+    assert done.returncode == 1
+    assert f"{tmp_path}/http.sock" in done.stderr

@@ -1,0 +1,180 @@
+"""`kvd doctor` on this machine, as it is and deliberately broken."""
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.serving import StartDaemon, started_daemons
+from tests.fakecuda.harness import FakeCuda
+
+LEVELS = ["ok", "warn", "fail"]
+pytest_plugins = ("tests.fakecuda.plugin",)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartDaemon]:
+    """Starts daemons; they end with the test."""
+    with started_daemons(tmp_path / "run") as starter:
+        yield starter
+
+
+def doctor(
+    *options: str,
+    prefix: tuple[str, ...] = (),
+    before: Callable[[], None] | None = None,
+    env: dict[str, str] | None = None,
+) -> tuple[int, dict[str, Any]]:
+    """Exit status and findings, the latter by name; those of one name are joined."""
+    done = subprocess.run(
+        [*prefix, sys.executable, "-m", "kvd", "doctor", "--json", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        preexec_fn=before,  # only limits are set, no thread is running
+        env=env,
+    )
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = {}
+    for finding in json.loads(done.stdout)["findings"]:
+        known = found.setdefault(finding["name"], finding)
+        if known is not finding:
+            known["level"] = max(known["level"], finding["level"], key=LEVELS.index)
+            known["text"] += "\n" + finding["text"]
+    return done.returncode, found
+
+
+def quiet(tmp_path: Path) -> tuple[str, ...]:
+    """Options of a small daemon that would work here."""
+    return ("--runtime-dir", str(tmp_path / "run"), "--cpu-bytes", "64MiB")
+
+
+def test_a_small_pool_suits_this_machine(tmp_path: Path) -> None:
+    """Nothing fails for a daemon of 64 MiB, and nothing is made."""
+    status, found = doctor(*quiet(tmp_path))
+    assert (status, [f for f in found.values() if f["level"] == "fail"]) == (0, [])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_low_memlock_is_found(tmp_path: Path) -> None:
+    """A limit of locked memory below the pool's size is named, with figures and remedy."""
+
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+
+    _, found = doctor(*quiet(tmp_path), before=lower)
+    assert found["memlock"]["level"] == "warn"
+    assert "64 KiB" in found["memlock"]["text"]
+    assert "LimitMEMLOCK=infinity" in found["memlock"]["remedy"]
+
+
+@pytest.mark.fakecuda
+def test_a_low_memlock_fails_where_a_gpu_would_pin(tmp_path: Path, fakecuda: FakeCuda) -> None:
+    """With a GPU here, the same limit is a failure, and the exit status says so."""
+
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+
+    status, found = doctor(*quiet(tmp_path), before=lower, env=fakecuda.environment())
+    assert (status, found["memlock"]["level"]) == (1, "fail")
+    assert "shares memory by IPC handles" in found["GPU"]["text"]
+
+
+@pytest.mark.fakecuda
+def test_a_driver_that_does_not_start_is_a_finding(tmp_path: Path, fakecuda: FakeCuda) -> None:
+    """An error of the driver is quoted; the doctor itself goes on."""
+    status, found = doctor(*quiet(tmp_path), env=fakecuda.environment(FAIL="cuInit:1:999"))
+    assert (status, found["GPU"]["level"]) == (1, "fail")
+    assert "CUDA_ERROR_UNKNOWN" in found["GPU"]["text"]
+
+
+def test_a_tiny_tmpfs_is_found(tmp_path: Path) -> None:
+    """A pool directory with less room than the pool fails, with the command that enlarges it."""
+    unshare = shutil.which("unshare")
+    small = tmp_path / "small"
+    small.mkdir()
+    script = f'mount -t tmpfs -o size=1m none {small} && exec "$@"'
+    prefix = (unshare or "unshare", "-m", "sh", "-c", script, "sh")
+    if unshare is None or subprocess.run([*prefix, "true"], check=False).returncode:
+        pytest.skip("mounting needs root and unshare(1)")
+    status, found = doctor(*quiet(tmp_path), "--pool-dir", str(small), prefix=prefix)
+    assert (status, found["pool directory"]["level"]) == (1, "fail")
+    assert "1 MiB free" in found["pool directory"]["text"]
+    assert f"mount -o remount,size=64M {small}" in found["pool directory"]["remedy"]
+
+
+def test_a_tiny_shared_memory_is_found_by_default(tmp_path: Path) -> None:
+    """A container's /dev/shm of 1 MiB fails for the default pool directory."""
+    unshare = shutil.which("unshare")
+    script = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
+    prefix = (unshare or "unshare", "-m", "sh", "-c", script, "sh")
+    if unshare is None or subprocess.run([*prefix, "true"], check=False).returncode:
+        pytest.skip("mounting needs root and unshare(1)")
+    status, found = doctor(*quiet(tmp_path), prefix=prefix)
+    assert (status, found["pool directory"]["level"]) == (1, "fail")
+    assert "--shm-size" in found["pool directory"]["remedy"]
+
+
+def test_a_pool_directory_on_a_disk_is_found(tmp_path: Path) -> None:
+    """A directory that is no memory fails with its filesystem's name."""
+    disk = Path(__file__).parent
+    status, found = doctor(*quiet(tmp_path), "--pool-dir", str(disk))
+    assert (status, found["pool directory"]["level"]) == (1, "fail")
+    assert "tmpfs such as /dev/shm" in found["pool directory"]["remedy"]
+
+
+def test_a_port_in_use_is_found(tmp_path: Path) -> None:
+    """An address that somebody else listens on is named before the daemon fails on it."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        listen = f"127.0.0.1:{holder.getsockname()[1]}"
+        config = tmp_path / "kvd.toml"
+        config.write_text(f'http_listen = "{listen}"\n')
+        status, found = doctor(*quiet(tmp_path), "--config", str(config))
+    assert (status, found["HTTP"]["level"]) == (1, "fail")
+    assert listen in found["HTTP"]["text"]
+
+
+def test_a_running_daemon_is_seen_with_its_own_limits(tmp_path: Path, start: StartDaemon) -> None:
+    """The daemon that serves the directory is named; another one is a warning."""
+    daemon = start()
+    other = start(where=tmp_path / "other")
+    _, found = doctor(*quiet(tmp_path))
+    assert found["daemon"]["level"] == "ok"
+    assert f"pid {daemon.process.pid}, ready" in found["daemon"]["text"]
+    assert f"the daemon, pid {daemon.process.pid}" in found["memlock"]["text"]
+    assert f"pid {other.process.pid}" in found["other daemon"]["text"]
+
+
+def test_a_daemon_that_hangs_fails(tmp_path: Path, start: StartDaemon) -> None:
+    """A stopped daemon holds the directory and does not answer: that is said within seconds."""
+    daemon = start()
+    os.kill(daemon.process.pid, 19)
+    try:
+        status, found = doctor(*quiet(tmp_path))
+    finally:
+        os.kill(daemon.process.pid, 18)
+    assert (status, found["daemon"]["level"]) == (1, "fail")
+    assert f"pid {daemon.process.pid} holds" in found["daemon"]["text"]
+
+
+def test_findings_are_readable_lines(tmp_path: Path) -> None:
+    """Without --json every finding is a line that begins with its level."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvd", "doctor", *quiet(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("      →")]
+    assert len(lines) >= 10
+    assert {line.split()[0] for line in lines} <= {"ok", "warn", "fail"}

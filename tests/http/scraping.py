@@ -1,0 +1,87 @@
+"""Scrapes, parsed, and what must hold in each."""
+
+from collections import defaultdict
+from typing import TypeAlias
+
+import httpx
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+Samples: TypeAlias = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Scrape:
+    """The samples of one answer by name and labels, and the type of each family."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.families: list[Metric] = list(text_string_to_metric_families(text))
+        self.samples: Samples = {}
+        for family in self.families:
+            for sample in family.samples:
+                where = (sample.name, tuple(sorted(sample.labels.items())))
+                assert where not in self.samples, f"{where} twice"
+                self.samples[where] = sample.value
+
+    def get(self, name: str, **labels: str) -> float:
+        """One sample."""
+        return self.samples[name, tuple(sorted(labels.items()))]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over the samples that have these labels."""
+        wanted = set(labels.items())
+        return sum(v for (n, where), v in self.samples.items() if n == name and wanted <= {*where})
+
+    def growing(self) -> Samples:
+        """Everything that must never fall while the daemon lives."""
+        kinds = {"counter", "histogram"}
+        names = {s.name for family in self.families if family.type in kinds for s in family.samples}
+        return {where: value for where, value in self.samples.items() if where[0] in names}
+
+    def check(self) -> None:
+        """What holds at every moment."""
+        answered = "kvd_store_answered_chunks_total"
+        assert self.get("kvd_store_offered_chunks_total") == self.total(answered)
+        assert self.total(f"kvd_namespace_{answered.removeprefix('kvd_')}") == self.total(answered)
+        asked = self.get("kvd_load_asked_chunks_total")
+        assert asked == self.total("kvd_load_answered_chunks_total")
+        assert asked == self.total("kvd_namespace_load_answered_chunks_total")
+        accepted = self.get(answered, answer="accepted")
+        stored = self.get("kvd_stored_chunks_total")
+        dropped = self.get("kvd_store_dropped_chunks_total")
+        assert accepted == stored + dropped + self.total("kvd_namespace_chunks", state="writing")
+        evicted = self.get("kvd_evicted_chunks_total")
+        assert evicted == self.total("kvd_namespace_evicted_chunks_total")
+        assert evicted == self.total("kvd_namespace_eviction_age_seconds_count")
+        assert self.total("kvd_namespace_chunks", state="ready") == stored - evicted
+        looked = self.get("kvd_lookup_chunks_total")
+        assert self.get("kvd_lookup_hit_chunks_total") <= looked
+        held = self.total("kvd_namespace_held_bytes")
+        assert held + self.get("kvd_pool_free_bytes") <= self.get("kvd_pool_bytes")
+        assert self.total("kvd_namespace_bytes") <= held
+        self._check_histograms()
+
+    def _check_histograms(self) -> None:
+        for family in self.families:
+            if family.type != "histogram":
+                continue
+            series = defaultdict(list)
+            for sample in family.samples:
+                if sample.name.endswith("_bucket"):
+                    labels = {k: v for k, v in sample.labels.items() if k != "le"}
+                    series[tuple(sorted(labels.items()))].append(sample)
+            for where, buckets in series.items():
+                bounds = [float(sample.labels["le"]) for sample in buckets]
+                counts = [sample.value for sample in buckets]
+                assert bounds == sorted(bounds)
+                assert bounds[-1] == float("inf")
+                assert counts == sorted(counts)
+                assert counts[-1] == self.samples[f"{family.name}_count", where]
+
+
+def scrape(client: httpx.Client) -> Scrape:
+    """Ask once."""
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return Scrape(answer.text)

@@ -1,0 +1,164 @@
+"""Metrics of a real daemon under load, and what keeps them few."""
+
+import copy
+import itertools
+import shutil
+import subprocess
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.core import Metric
+
+from kvd.http.metrics import MAX_ENGINES, families
+from tests.daemon.engines import Engine, keys_of
+from tests.daemon.serving import Daemon, StartDaemon
+from tests.daemon.test_engines import wait_hit
+from tests.http.scraping import Scrape, scrape
+from tests.http.serving import over_unix
+
+
+def work(engine: Engine, rounds: int) -> None:
+    """Store more than the pool holds, load what is there and what is not, offer again."""
+    for number in range(rounds):
+        keys = keys_of(f"round-{number}", 10)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        assert engine.load(keys) == (10, 0)
+        engine.scheduler.prepare_store(keys)  # there already
+        engine.load(keys_of(f"never-{number}", 3))
+
+
+def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaemon) -> None:
+    """In every scrape what was asked is what was answered, and nothing that grows ever falls."""
+    daemon = start_daemon(cpu_bytes="2MiB")
+    scrapes: list[Scrape] = []
+    ended = threading.Event()
+
+    def keep_scraping() -> None:
+        with over_unix(daemon) as client:
+            while not ended.is_set():
+                scrapes.append(scrape(client))
+                ended.wait(0.1)
+
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        scraper = threading.Thread(target=keep_scraping)
+        scraper.start()
+        try:
+            for _ in range(3):
+                work(engine, 15)
+        finally:
+            ended.set()
+            scraper.join(60)
+        with over_unix(daemon) as client:
+            report = fresh_report(client)
+            scrapes.append(scrape(client))
+
+    for before, after in itertools.pairwise(scrapes):
+        now = after.growing()
+        fallen = {where for where, value in before.growing().items() if now[where] < value}
+        assert not fallen
+    for one in scrapes:
+        one.check()
+    last = scrapes[-1]
+    assert last.get("kvd_evicted_chunks_total") > 0
+    assert last.get("kvd_load_answered_chunks_total", answer="missed") > 0
+    assert last.get("kvd_store_answered_chunks_total", answer="present") > 0
+    assert last.get("kvd_jobs_total", device="host", direction="load", outcome="ok") > 0
+    copied = last.total("kvd_job_stage_seconds_count", direction="load", stage="copied")
+    assert copied == last.total("kvd_jobs_total", direction="load")
+    assert_gauges_are_the_reports(last, report)
+
+
+def fresh_report(client: httpx.Client) -> dict[str, Any]:
+    """A report of now; those who ask soon after share it."""
+    asked = time.time()
+    while True:
+        report: dict[str, Any] = client.get("/status").json()
+        if report["time"] >= asked:
+            return report
+
+
+def assert_gauges_are_the_reports(one: Scrape, report: dict[str, Any]) -> None:
+    """Metrics and /status are two forms of one report."""
+    (space,) = report["namespaces"]
+    labels = {"namespace": space["id"][:12], "model": space["model"]}
+    assert one.get("kvd_pool_bytes") == report["pool"]["cpu_bytes"]
+    assert one.get("kvd_pool_free_bytes") == report["pool"]["free_bytes"]
+    for state in ("ready", "writing", "draining"):
+        got = one.get("kvd_namespace_chunks", state=state, **labels)
+        assert got == space["chunks"][state]
+        got = one.get("kvd_namespace_bytes", state=state, **labels)
+        assert got == report["pool"]["namespaces"][space["id"]][f"{state}_bytes"]
+    assert one.get("kvd_namespace_pinned_chunks", **labels) == space["chunks"]["pinned"]
+    for lane in report["lanes"]:
+        assert one.get("kvd_lane_up", device=lane["device"]) == lane["up"]
+        for way in ("store", "load"):
+            got = one.get("kvd_copied_bytes_total", device=lane["device"], direction=way)
+            assert got == lane["counters"][f"{way}_bytes"]
+    for engine in report["engines"]:
+        assert one.get("kvd_engine_attached", engine=engine["name"]) == engine["attached"]
+    assert one.get("kvd_sessions") == report["sessions"]["open"]
+    assert one.get("process_start_time_seconds") == report["started"]
+
+
+def test_promtool_finds_nothing_to_say(daemon: Daemon) -> None:
+    """Prometheus's own linter passes what a daemon with an engine exposes."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed; Debian's package is prometheus")
+    with Engine(daemon.runtime_dir).wait_attached() as engine, over_unix(daemon) as client:
+        work(engine, 1)
+        text = client.get("/metrics").text
+    done = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_openmetrics_is_spoken_to_those_who_prefer_it(web: Daemon) -> None:
+    """The format follows the Accept header."""
+    with over_unix(web) as client:
+        answer = client.get("/metrics", headers={"accept": "application/openmetrics-text"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+
+
+def named(metrics: list[Metric], name: str) -> Metric:
+    """The family of this name."""
+    return next(metric for metric in metrics if metric.name == name)
+
+
+def test_engines_are_shown_up_to_a_bound_and_counted_all(web: Daemon) -> None:
+    """A crowd of engines makes no crowd of series; the totals still hold them."""
+    with over_unix(web) as client:
+        report = client.get("/status").json()
+    lookups = {"chunks": 1, "hit_chunks": 0, "tokens": 16, "hit_tokens": 0}
+    engine = {"attached": True, "missing_ranks": [], "lookups": lookups}
+    report["engines"] = [{**copy.deepcopy(engine), "name": f"e{i}"} for i in range(200)]
+    metrics = list(families(report))
+    assert named(metrics, "kvd_engines").samples[0].value == 200
+    assert len(named(metrics, "kvd_engine_attached").samples) == MAX_ENGINES
+
+
+def test_labels_are_few_and_never_keys_or_processes(daemon: Daemon) -> None:
+    """Every label name is one of a known few, and a workload adds no series."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine, over_unix(daemon) as client:
+        work(engine, 1)
+        fresh_report(client)
+        first = scrape(client)
+        work(engine, 3)
+        fresh_report(client)
+        second = scrape(client)
+    known = {"namespace", "model", "state", "answer", "device", "direction", "stage", "outcome"}
+    known |= {"engine", "check", "type", "code", "kind", "path", "version", "le"}
+    assert {name for _, labels in second.samples for name, _ in labels} <= known
+    new = {where for where in second.samples if where not in first.samples}
+    assert new <= {w for w in new if w[0].startswith(("kvd_http_", "kvd_broker_requests"))}

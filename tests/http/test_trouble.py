@@ -1,0 +1,238 @@
+"""When something hangs, dies or misbehaves: HTTP says so, and the broker notices nothing."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvd.http.connection import MAX_CONNECTIONS
+from tests.daemon.engines import Engine, keys_of
+from tests.daemon.serving import Daemon, StartDaemon
+from tests.daemon.test_engines import wait_hit
+from tests.http.scraping import scrape
+from tests.http.serving import SECONDS, idle_connection, over_tcp, over_unix, port_of
+
+
+@pytest.fixture
+def own(start_daemon: StartDaemon) -> Daemon:
+    """A ready daemon with HTTP on a free port, for one test."""
+    return start_daemon("--http-listen", "127.0.0.1:0")
+
+
+def http_process(daemon: Daemon) -> psutil.Process:
+    """The child that serves HTTP; it is waited for."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        for child in psutil.Process(daemon.process.pid).children():
+            if "kvd.http" in child.cmdline():
+                return child
+        with over_tcp(daemon) as client:
+            client.get("/livez")
+    raise AssertionError(daemon.log.read_text())
+
+
+def test_a_wedged_broker_fails_liveness_in_time_and_recovers(own: Daemon) -> None:
+    """SIGSTOP: /livez and /readyz 503 within their deadline, all else answers; SIGCONT: 200."""
+    with over_tcp(own) as client:
+        assert client.get("/livez").status_code == 200
+        own.process.send_signal(signal.SIGSTOP)
+        try:
+            answer = client.get("/livez?timeout=0.5")
+            assert answer.status_code == 503
+            assert "has not answered Ping within 0.5 s" in answer.text
+            assert answer.elapsed.total_seconds() < SECONDS
+            for path in ("/readyz?timeout=0.1", "/status", "/livez?verbose&timeout=0.1"):
+                assert client.get(path).status_code == 503
+            assert client.get("/status").json()["since"] <= time.time()
+            text = client.get("/metrics").text
+            assert "kvd_up 0.0" in text
+            assert "kvd_http_requests_total" in text
+            assert "kvd_pool_bytes" not in text
+        finally:
+            own.process.send_signal(signal.SIGCONT)
+        for path in ("/livez", "/readyz", "/status"):
+            assert client.get(f"{path}?timeout=30").status_code == 200
+        assert scrape(client).get("kvd_up") == 1
+        assert scrape(client).get("kvd_broker_silent_seconds") == 0
+
+
+def test_a_wedged_broker_is_not_buried_in_questions(own: Daemon) -> None:
+    """However many ask meanwhile, the broker finds few requests when it comes back."""
+    with over_tcp(own) as client:
+        client.get("/livez")
+        before = own.status()["broker"]["requests"].get("Ping", 0)
+        own.process.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(30):
+                assert client.get("/livez?timeout=0.02").status_code == 503
+        finally:
+            own.process.send_signal(signal.SIGCONT)
+        assert client.get("/livez?timeout=30").status_code == 200
+    assert own.status()["broker"]["requests"]["Ping"] <= before + 3
+
+
+def test_watchers_are_told_of_a_wedged_broker_and_of_its_return(own: Daemon) -> None:
+    """The event stream goes on across SIGSTOP: a trouble event, then reports again."""
+    with over_tcp(own) as client, client.stream("GET", "/events") as stream:
+        lines = stream.iter_lines()
+
+        def next_event(name: str) -> dict[str, object]:
+            for line in lines:
+                if line == f"event: {name}":
+                    data: dict[str, object] = json.loads(next(lines).removeprefix("data: "))
+                    return data
+            raise AssertionError("the stream has ended")
+
+        next_event("report")
+        own.process.send_signal(signal.SIGSTOP)
+        try:
+            trouble = next_event("trouble")
+        finally:
+            own.process.send_signal(signal.SIGCONT)
+        assert "has not answered" in str(trouble["text"])
+        assert float(str(trouble["since"])) <= float(str(trouble["time"]))
+        assert next_event("report")["pid"] == own.process.pid
+
+
+def test_a_killed_http_process_is_replaced_on_the_same_port(own: Daemon) -> None:
+    """SIGKILL of the child: the next request on the same port is answered by another one."""
+    first = http_process(own)
+    first.kill()
+    with over_tcp(own) as tcp, over_unix(own) as unix:
+        assert tcp.get("/livez").status_code == 200
+        assert unix.get("/livez").status_code == 200
+    assert http_process(own).pid != first.pid
+    assert "the HTTP process has ended: killed by signal 9" in own.log.read_text()
+
+
+def test_a_frozen_http_process_does_not_disturb_the_broker(own: Daemon) -> None:
+    """SIGSTOP of the child: engines store and load, and the daemon ends in order."""
+    child = http_process(own)
+    child.suspend()
+    try:
+        with Engine(own.runtime_dir).wait_attached() as engine:
+            keys = keys_of("frozen", 5)
+            engine.store(keys)
+            wait_hit(engine, keys)
+            assert engine.load(keys) == (5, 0)
+        assert own.stop() == 0
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    finally:
+        if child.is_running():
+            child.resume()
+
+
+def test_the_http_process_dies_with_its_broker(own: Daemon) -> None:
+    """After SIGKILL of the broker nothing of it listens any more."""
+    child = http_process(own)
+    own.stop(signal.SIGKILL)
+    psutil.wait_procs([child], timeout=SECONDS)
+    assert not child.is_running()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port_of(own)), timeout=SECONDS)
+
+
+def test_a_crowd_of_idle_connections_keeps_nobody_out(own: Daemon) -> None:
+    """More idle connections than there are places, on both listeners: probes are answered."""
+    http_process(own)
+    idle = [idle_connection(own) for _ in range(MAX_CONNECTIONS + 50)]
+    try:
+        with over_tcp(own) as tcp, over_unix(own) as unix:
+            assert tcp.get("/livez").status_code == 200
+            assert unix.get("/livez").status_code == 200
+        assert own.wait_ready()["ready"]
+        assert len(http_process(own).net_connections("tcp")) <= MAX_CONNECTIONS + 1 + 2
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+@pytest.mark.slow
+def test_clients_that_drip_or_do_not_read_are_cut_off(own: Daemon) -> None:
+    """A request that never ends and an answer that nobody reads cost their connections only."""
+    http_process(own)
+    with idle_connection(own) as slow, idle_connection(own) as deaf, over_tcp(own) as client:
+        deaf.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                deaf.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        slow.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: ")
+        assert dripped_until_cut_off(slow)
+        assert cut_off(deaf, SECONDS)
+        assert client.get("/livez").status_code == 200
+
+
+def dripped_until_cut_off(connection: socket.socket) -> bool:
+    """Send a byte now and then; whether the other side ends that."""
+    deadline = time.monotonic() + 2 * SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"x")
+        if cut_off(connection, 0.3):
+            return True
+    return False
+
+
+def cut_off(connection: socket.socket, seconds: float) -> bool:
+    """Wait for the other side to give the connection up."""
+    poll = select.poll()
+    poll.register(connection, 0)  # hang-ups and errors are always told
+    return bool(poll.poll(int(seconds * 1000)))
+
+
+def test_headers_without_end_are_refused(own: Daemon) -> None:
+    """Above 16 KiB of headers a request gets an error, not memory."""
+    with idle_connection(own) as client:
+        client.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 17_000)
+        assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_body_is_not_read(own: Daemon) -> None:
+    """What a client sends with a refused request is not waited for."""
+    with idle_connection(own) as client:
+        client.sendall(
+            b"POST /livez HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n"
+        )
+        assert client.recv(100).startswith(b"HTTP/1.1 405 ")
+
+
+def test_the_data_path_comes_first(own: Daemon) -> None:
+    """The HTTP process is nicer than the broker and keeps few threads."""
+    child = http_process(own)
+    with over_tcp(own) as client:
+        client.get("/readyz")
+    assert child.nice() > psutil.Process(own.process.pid).nice()
+    assert child.num_threads() <= 5
+
+
+def test_nothing_runs_until_somebody_asks_where_the_port_is_off(daemon: Daemon) -> None:
+    """With http_listen off the process starts with the first connection to the Unix socket."""
+    broker = psutil.Process(daemon.process.pid)
+    assert not [child for child in broker.children() if "kvd.http" in child.cmdline()]
+    with over_unix(daemon) as client:
+        assert client.get("/readyz").status_code == 200
+    assert [child for child in broker.children() if "kvd.http" in child.cmdline()]
+
+
+def test_a_broken_http_process_costs_the_broker_nothing(
+    start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where HTTP's libraries are missing the daemon serves engines and says what is wrong."""
+    (tmp_path / "uvicorn.py").write_text("raise ImportError('no uvicorn here')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    daemon = start_daemon("--http-listen", "127.0.0.1:0")
+    with socket.create_connection(("127.0.0.1", port_of(daemon)), timeout=SECONDS):
+        for _ in range(200):
+            if "the HTTP process has ended: exit status 1" in daemon.log.read_text():
+                break
+            daemon.status()
+        else:
+            pytest.fail(daemon.log.read_text())
+    assert daemon.wait_ready()["ready"]

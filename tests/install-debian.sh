@@ -1,0 +1,31 @@
+#!/bin/sh
+# Installs what some tests need beyond Python, on Debian and its like: only what is missing,
+# and only as root. Without it those tests are skipped and name this script.
+#   promtool                       alert rules                    tests/deploy
+#   systemd-analyze                the unit                       tests/deploy
+#   chromium                       the status page                tests/page
+#   buildah podman runc catatonit debootstrap   the image         make check-deploy
+set -eu
+missing=
+want() { # package, and the program that shows it is there
+  command -v "$2" >/dev/null 2>&1 || missing="$missing $1"
+}
+want prometheus promtool
+want systemd systemd-analyze
+want chromium chromium
+if [ "${1:-}" = --images ]; then
+  want buildah buildah
+  want podman podman
+  want runc runc
+  want debootstrap debootstrap
+  [ -e /usr/libexec/podman/catatonit ] || missing="$missing catatonit"
+fi
+[ -n "$missing" ] || exit 0
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+  echo "install-debian.sh: tests will be skipped for want of:$missing" >&2
+  exit 0
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -q
+# shellcheck disable=SC2086  # a list of packages
+apt-get install -y -q --no-install-recommends $missing
