@@ -46,9 +46,11 @@ class Ages:
         self._stamps[slots[::-1]] = np.arange(last - len(slots) + 1, last + 1, dtype=np.uint64)
 
     def of(self, slots: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Seconds since each of these chunks was of use."""
+        """Seconds, to the millisecond, since each of these chunks was of use."""
         ages: npt.NDArray[np.float64] = self.now - self._stamps[slots].astype(np.float64)
-        return np.maximum(ages, 0.0) / 1e6
+        # Stamps of uses at the same moment are a microsecond apart.
+        rounded: npt.NDArray[np.float64] = np.round(np.maximum(ages, 0.0) / 1e6, 3)
+        return rounded
 
     def evicted(self, slots: Sequence[int]) -> None:
         """These chunks go to make room."""
