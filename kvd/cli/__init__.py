@@ -24,6 +24,8 @@ _OWN = {
     "purge": "kvd.cli.purge:purge",
     "doctor": "kvd.cli.doctor:doctor",
     "config": "kvd.cli.config:config",
+    "help": "kvd.cli.help:help_command",
+    "completion": "kvd.cli.help:completion",
 }
 
 
@@ -50,7 +52,21 @@ class _LazyGroup(click.Group):
         return command
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(cls=_LazyGroup, context_settings=_CONTEXT)
 @click.version_option(VERSION, prog_name="kvd")
 def cli() -> None:
-    """Keep an inference server's KV cache in a daemon of its own."""
+    """Keep an inference server's KV cache in a daemon of its own.
+
+    The pool of host memory outlives the engines that use it. `kvd serve` runs the daemon, the
+    other commands talk to it, or plan and try without it.
+
+    \b
+    Examples:
+      kvd serve --cpu-bytes 64GiB
+      kvd status
+      kvd help drain
+      kvd plan Meta-Llama-3-70B/ --tp 8 --cpu-bytes 512GiB
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped

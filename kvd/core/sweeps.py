@@ -12,10 +12,12 @@ from typing import Protocol
 
 from kvd.core.effects import DropDirectory, Effect, Event, Reply
 from kvd.core.state import BrokerState
+from kvd.errors import Refused
 from kvd.state.namespaces import Namespace
-from kvd_proto.messages import Message
+from kvd_proto.messages import ErrorCode, Message
 from kvd_proto.sizes import format_size
 
+MAX_SWEEPS = 16
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
 
 
@@ -65,7 +67,17 @@ class Sweeps:
         return len(self._sweeps)
 
     def start(self, sweep: Sweep) -> list[Effect]:
-        """Begin one. Without an age, stores that are under way are given up at once."""
+        """Begin one. Without an age, stores that are under way are given up at once.
+
+        Raises:
+            Refused: LIMIT where too many are under way.
+        """
+        if len(self._sweeps) >= MAX_SWEEPS:
+            raise Refused(
+                ErrorCode.LIMIT,
+                f"{MAX_SWEEPS} clears and evictions are under way, no more are allowed; try again"
+                " when they have ended",
+            )
         effects: list[Effect] = []
         if sweep.unused_for is None:
             for namespace in sweep.namespaces:

@@ -416,7 +416,7 @@ class Cleared(Message, frozen=True):
 class EvictOlderThan(Message, frozen=True):
     """Drop the chunks of a namespace, or of all, that were of no use for so many seconds."""
 
-    seconds: Annotated[float, Meta(ge=0)]
+    seconds: Annotated[float, Meta(ge=0, le=1e9)]
     namespace: NamespaceId | None = None
 
 

@@ -5,7 +5,7 @@ import pytest
 from kvd.core.broker import Broker
 from kvd.core.effects import Event, Reply
 from kvd.core.sessions import Peer, Session
-from kvd.core.sweeps import PIECE_SLOTS
+from kvd.core.sweeps import MAX_SWEEPS, PIECE_SLOTS
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.messages import (
@@ -307,3 +307,17 @@ def test_a_namespace_that_is_closed_under_a_sweep_ends_it(bench: Bench) -> None:
     assert [e.message for e in effects if isinstance(e, Reply)] == [
         Cleared(chunks=0, bytes=0, deferred=0)
     ]
+
+
+def test_too_many_sweeps_at_a_time_are_refused(bench: Bench) -> None:
+    """The limit is named; each of those before gets its answer."""
+    for number in range(MAX_SWEEPS):
+        assert bench.broker.request(bench.tool, 100 + number, Clear(), bench.now) == []
+    (reply,) = bench.broker.request(bench.tool, 8, Clear(), bench.now)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Error)
+    assert reply.message.code is ErrorCode.LIMIT
+    answered = []
+    while bench.broker.busy:
+        answered += [e.request_id for e in bench.broker.work() if isinstance(e, Reply)]
+    assert answered == list(range(100, 100 + MAX_SWEEPS))

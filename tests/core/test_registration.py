@@ -1,10 +1,14 @@
 """Registration decisions that a random walk meets too seldom."""
 
 import msgspec
+import pytest
 
+from kvd.core.admission import check_rank
 from kvd.core.broker import Broker
 from kvd.core.effects import Effect, OpenPool, Reply, ToLane
-from kvd.core.sessions import Peer, Session
+from kvd.core.identity import namespace_id
+from kvd.core.sessions import Engine, Peer, Session
+from kvd.errors import Refused
 from kvd.filling import MIN_PIECE_BYTES
 from kvd.link import Imported, ImportWorker, LaneReady, PoolUsable
 from kvd.settings import Settings
@@ -174,3 +178,31 @@ def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
     assert broker.state.usable_bytes(session.engine) is None
     broker.lane_message("host", lane_ready(5), 0.0)  # another lane, which pins anew
     assert broker.state.usable_bytes(session.engine) == 5
+
+
+def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:
+    """With auto it is refused until another engine has; nothing is opened."""
+    broker = make_broker(available=2**30)
+    message = msgspec.structs.replace(register(), temporary=True)
+    (reply,) = replies(broker.request(worker(broker), 2, message, 0.0))
+    assert isinstance(reply.message, Error)
+    assert reply.message.code is ErrorCode.BAD_STATE
+    assert broker.state.namespaces is None
+
+
+def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
+    """A rank that says otherwise than the first is refused, and both words are named."""
+    engine = Engine(1, "e")
+    first = Session(1, bytes(16), Peer(1, 0, 0), registration=register())
+    engine.workers[0] = first
+    message = msgspec.structs.replace(register(), rank=1, temporary=True)
+    with pytest.raises(Refused, match="temporary = True, the engine's other ranks say False"):
+        check_rank(engine, message)
+
+
+def test_a_temporary_engine_shares_with_its_own_kind_only() -> None:
+    """The same registration has another namespace where it is temporary."""
+    lasting = register()
+    passing = msgspec.structs.replace(lasting, temporary=True)
+    assert namespace_id([lasting]) != namespace_id([passing])
+    assert namespace_id([passing]) == namespace_id([passing])

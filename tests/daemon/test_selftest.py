@@ -321,3 +321,33 @@ def test_temporary_chunks_are_nobody_elses(shared: Daemon) -> None:
 def test_chunks_are_a_thousandth_of_the_pool(pool: int, chunk: int) -> None:
     """Within bounds: of whole pages, and no more than it takes to measure."""
     assert chunk_bytes_for(pool) == chunk
+
+
+@pytest.mark.slow
+@pytest.mark.fakecuda
+def test_every_cuda_device_is_tested_too(
+    fakecuda_folder: Path, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each device that the process sees gets a lane and passes, with unkind timing."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
+    monkeypatch.setenv("FAKECUDA_SEED", "7")
+    monkeypatch.setenv("FAKECUDA_DEVICES", "2")
+    monkeypatch.delenv("FAKECUDA_LOG", raising=False)
+    daemon = start_daemon()
+    done = selftest(daemon.runtime_dir, "--json")
+    assert done.returncode == 0, done
+    lanes = json.loads(done.stdout)["lanes"]
+    names = [lane["device"] for lane in lanes]
+    assert names[0] == "host"
+    assert len(names) == 3
+    assert all(name.startswith("cuda:") for name in names[1:])
+    assert all(lane["ok"] and lane["gbps"]["load"] > 0 for lane in lanes)
+    assert daemon.status()["namespaces"] == []
+    done = selftest(daemon.runtime_dir, "--json", "--device", names[2])
+    assert [lane["device"] for lane in json.loads(done.stdout)["lanes"]] == [names[2]]
+    monkeypatch.setenv("FAKECUDA_DEVICES", "1")
+    done = selftest(daemon.runtime_dir, "--json", "--device", names[2])
+    assert done.returncode == 1
+    (lane,) = json.loads(done.stdout)["lanes"]
+    assert lane["failed_step"] == "memory"
+    assert f"this process does not see {names[2]}" in lane["text"]

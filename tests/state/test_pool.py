@@ -20,7 +20,11 @@ def pool(cpu_bytes: int, **config: Any) -> Namespaces:
 
 
 def add(
-    namespaces: Namespaces, number: int, *slot_bytes: int, replicated: bool = False
+    namespaces: Namespaces,
+    number: int,
+    *slot_bytes: int,
+    replicated: bool = False,
+    temporary: bool = False,
 ) -> Namespace:
     """A namespace with one engine."""
     namespace = namespaces.open(
@@ -30,6 +34,7 @@ def add(
         replicated=replicated,
         boot_id=bytes(16),
         label=f"model {number}",
+        temporary=temporary,
     )
     namespaces.attach_engine(namespace)
     return namespace
@@ -264,3 +269,44 @@ def test_damage_is_noticed() -> None:
     two.table.space.open_column(0)
     with pytest.raises(IntegrityError):
         namespaces.check_integrity()
+
+
+def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> None:
+    """It costs the column over one extent, and the fair share of others stays what it was."""
+    namespaces = pool(16 * MIB)
+    size = namespaces.pool.extents.size
+    old = add(namespaces, 1, PAGE)
+    full = old.geometry.num_slots
+    assert store(old, 0, full) == full
+    passing = add(namespaces, 2, PAGE, temporary=True)
+    assert namespaces.pool.fair_extents(old.table.space) == namespaces.pool.extents.count
+    column = old.geometry.column_slots
+    assert store(passing, 0, 100) == column
+    assert namespaces.pool.held_bytes(passing.table.space) == 2 * size
+    assert full - old.table.stats()["ready"] == column
+    namespaces.check_integrity()
+
+
+def test_a_temporary_namespace_takes_what_is_free() -> None:
+    """Free room may be had beyond the first column."""
+    namespaces = pool(16 * MIB)
+    passing = add(namespaces, 1, PAGE, temporary=True)
+    assert store(passing, 0, 100) == 100
+
+
+def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
+    """Not before, not while something is pinned there, and no other kind ever."""
+    namespaces = pool(16 * MIB)
+    lasting = add(namespaces, 1, PAGE)
+    passing = add(namespaces, 2, PAGE, temporary=True)
+    store(passing, 0, 4)
+    lease = passing.table.prepare_load([b"0"], 1, 0.0, 10.0).lease_id
+    assert namespaces.over() == []
+    namespaces.detach_engine(passing)
+    namespaces.detach_engine(lasting)
+    assert namespaces.over() == []
+    passing.table.complete_load(lease, 1)
+    assert namespaces.over() == [passing]
+    namespaces.close(passing)
+    assert namespaces.closed_counters["stored"] == 4
+    namespaces.check_integrity()

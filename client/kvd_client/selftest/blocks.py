@@ -78,7 +78,7 @@ class CudaBlocks(Blocks):
         self._context = cuda_driver.PrimaryContext(ordinal)
         with self._context.current():
             self._address = cuda_driver.allocate(count * size)
-        self.memory: DeviceMemory = DeviceMemory.at(self._address, count * size)
+            self.memory: DeviceMemory = DeviceMemory.at(self._address, count * size)
 
     def write(self, block: int, data: Bytes) -> None:
         """See Blocks."""
