@@ -261,7 +261,8 @@ class Service:
     def _accept(self, now: float) -> None:
         del now
         while (visitor := self._door.accept()) is not None:
-            session, effects = self.core.connected(os.urandom(16), visitor.peer)
+            own = visitor.peer.pid == self._http.pid  # a full house must not look like a dead one
+            session, effects = self.core.connected(os.urandom(16), visitor.peer, own=own)
             if session is None:
                 visitor.close()
             else:

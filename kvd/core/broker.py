@@ -124,10 +124,12 @@ class Broker:
 
     # ------------------------------------------------------------- sessions
 
-    def connected(self, token: bytes, peer: Peer) -> tuple[Session | None, list[Effect]]:
-        """Somebody came to the door. None where the house is full."""
+    def connected(
+        self, token: bytes, peer: Peer, *, own: bool = False
+    ) -> tuple[Session | None, list[Effect]]:
+        """Somebody came to the door. None where the house is full, save for a child of `own`."""
         registry = self.state.registry
-        if len(registry.sessions) >= registry.max_sessions:
+        if len(registry.sessions) >= registry.max_sessions and not own:
             text = (
                 f"connection of pid {peer.pid} refused: {registry.max_sessions} sessions are open"
             )
