@@ -51,9 +51,10 @@ format: $(STAMP) ## format and fix what can be fixed
 bench: $(STAMP) ## measure the host backend; writes bench/out/host.json
 	$(BIN)/python bench/host.py
 
-docs: $(STAMP) ## write anew what is generated: protocol, table of settings, sample file
+docs: $(STAMP) ## write anew what is generated: protocol, settings, man page
 	$(BIN)/python docs/generate_protocol.py
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_man.py
 
 constraints: $(STAMP) ## pin what is installed now
 	@(head -n 1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//') > constraints.new

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvd_client.door import Notice
 from kvd_client.errors import UsageError
+from kvd_client.lookup_counts import LookupCounts
 from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
 from kvd_proto.answers import LookupResult, StoreAnswer
@@ -42,7 +43,7 @@ from kvd_proto.messages import (
 
 MAX_LEASE_SECONDS = 600.0
 _ANSWERS = {int(answer): answer for answer in StoreAnswer}
-_MISS = LookupResult.MISS
+_MISS, _HIT = LookupResult.MISS, LookupResult.HIT
 M = TypeVar("M", bound=Message)
 
 log = logging.getLogger("kvd_client")
@@ -70,19 +71,35 @@ class Scheduler:
         runtime_dir: the daemon's runtime directory.
         engine: the engine's name; its workers use the same, another engine another one.
         deadline: seconds that the daemon may take for an answer.
+        counts_tokens: the engine calls `count_tokens`; otherwise the daemon's figures take each
+            lookup for one chunk of tokens.
 
     Raises:
         UsageError: an argument that cannot be meant. An absent daemon is no error.
     """
 
     def __init__(
-        self, runtime_dir: str | os.PathLike[str], engine: str, *, deadline: float = 1.0
+        self,
+        runtime_dir: str | os.PathLike[str],
+        engine: str,
+        *,
+        deadline: float = 1.0,
+        counts_tokens: bool = False,
     ) -> None:
         self._changed = threading.Condition()
         self._attachment: Attachment | None = None
         # Swapped on attaching, detaching, silence, loss, close and fork: a lookup tests nothing.
         self._find: Callable[[bytes], LookupResult] = self._find_nothing
-        self._session = Session(runtime_dir, "scheduler", engine, self, deadline=deadline)
+        self._counts_tokens = counts_tokens
+        self._counts = LookupCounts(tokens=counts_tokens)
+        self._session = Session(
+            runtime_dir,
+            "scheduler",
+            engine,
+            self,
+            deadline=deadline,
+            news=lambda: self._counts.news(),  # noqa: PLW0108  # each session has counts of its own
+        )
         self._session.start()
 
     # ---------------------------------------------------------------- lookups
@@ -97,7 +114,12 @@ class Scheduler:
         """
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
             _check_key(key)
-        return self._find(key)
+        found = self._find(key)
+        counts = self._counts
+        counts.chunks += 1
+        if found is _HIT:
+            counts.hit_chunks += 1
+        return found
 
     def lookup_many(self, keys: Collection[bytes]) -> list[LookupResult]:
         """`lookup` of every key, in order.
@@ -107,7 +129,23 @@ class Scheduler:
         """
         for key in keys:
             _check_key(key)
-        return list(map(self._find, keys))
+        found = list(map(self._find, keys))
+        self._counts.chunks += len(found)
+        self._counts.hit_chunks += found.count(_HIT)
+        return found
+
+    def count_tokens(self, asked: int, found: int) -> None:
+        """Count prompt tokens that were asked for and found, for the daemon's figures.
+
+        No request is made: they go with the next report, once a second at most.
+
+        Raises:
+            UsageError: figures below zero, or more found than asked for.
+        """
+        if not 0 <= found <= asked:
+            raise UsageError(f"asked={asked}, found={found}: 0 <= found <= asked is needed")
+        self._counts.tokens += asked
+        self._counts.hit_tokens += found
 
     def _find_nothing(self, key: bytes) -> LookupResult:
         del key
@@ -301,7 +339,8 @@ class Scheduler:
     # -------------------------------------------------------- session's words
 
     def on_open(self) -> bool:
-        """See Handler."""
+        """See Handler. What the last session has not told, nobody counts."""
+        self._counts = LookupCounts(tokens=self._counts_tokens)
         return True
 
     def on_wake(self) -> bool:

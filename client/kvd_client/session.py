@@ -15,7 +15,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +30,8 @@ FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 2.0
 PROBE_SECONDS = 0.02
 CLOSE_SECONDS = 2.0
+REPORT_SECONDS = 1.0
+LAST_REPORT_SECONDS = 0.25
 MAX_ENGINE_NAME = 256
 
 log = logging.getLogger("kvd_client")
@@ -69,6 +71,7 @@ class Session:
         engine: the engine's name, the same for its scheduler and its workers.
         handler: see `Handler`.
         deadline: seconds that a request may take where it does not say otherwise.
+        news: what to tell the daemon about once a second and before the end; None for nothing.
 
     Raises:
         UsageError: an argument that cannot be meant.
@@ -82,6 +85,7 @@ class Session:
         handler: Handler,
         *,
         deadline: float = 1.0,
+        news: Callable[[], Message | None] | None = None,
     ) -> None:
         if not isinstance(engine, str) or not 1 <= len(engine) <= MAX_ENGINE_NAME:
             raise UsageError(
@@ -98,6 +102,7 @@ class Session:
         self.deadline = float(deadline)
         self._hello = greeting_hello(kind, engine)
         self._handler = handler
+        self._news = news
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._silent = False
@@ -152,10 +157,13 @@ class Session:
             UsageError: the session is closed.
         """
         self.check_open()
+        return self._ask(message, self.deadline if seconds is None else seconds)
+
+    def _ask(self, message: Message, seconds: float) -> Message | None:
         connection = self._connection
         if connection is None or self._silent:
             return None
-        end = time.monotonic() + (self.deadline if seconds is None else seconds)
+        end = time.monotonic() + seconds
         if not self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
             return None
         try:
@@ -208,6 +216,8 @@ class Session:
 
     def close(self) -> None:
         """End the session. The daemon sees it at once. May be called again."""
+        if not self._closed:
+            self._tell_news(min(self.deadline, LAST_REPORT_SECONDS))
         with self._events_lock:
             if self._closed:
                 return
@@ -259,10 +269,17 @@ class Session:
         poller = select.poll()
         for fd in (connection.door.fileno(), self._wake, self._stop):
             poller.register(fd, select.POLLIN)
+        patience = None if self._news is None else REPORT_SECONDS * 1000
+        told = time.monotonic()
         while True:
-            ready = {fd for fd, _ in poller.poll(PROBE_SECONDS * 1000 if self._silent else None)}
+            ready = {
+                fd for fd, _ in poller.poll(PROBE_SECONDS * 1000 if self._silent else patience)
+            }
             if self._closed or connection.doomed:
                 return
+            if time.monotonic() >= told + REPORT_SECONDS:
+                self._tell_news(self.deadline)
+                told = time.monotonic()
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 if not self._handler.on_wake():
@@ -277,6 +294,11 @@ class Session:
                 self._silent = False
                 self._handler.on_silent(silent=False)
                 log.info("the daemon answers again")
+
+    def _tell_news(self, seconds: float) -> None:
+        message = self._news() if self._news is not None else None
+        if message is not None:
+            self._ask(message, seconds)
 
     def _answers(self, connection: Connection) -> bool:
         if not self._lock.acquire(timeout=PROBE_SECONDS):

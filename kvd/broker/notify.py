@@ -2,7 +2,7 @@
 
 The watchdog is fed at the end of a turn of the loop and nowhere else, so a
 loop that stands still is seen. A manager that does not read never holds the
-loop up: what cannot be sent waits for the next turn.
+loop up: what cannot be sent waits for the next turn. What nobody takes is dropped.
 """
 
 import logging
@@ -32,6 +32,7 @@ class Notifier:
         self.address = address
         self.notices = notices
         self._waiting: deque[bytes] = deque(maxlen=_MAX_WAITING)
+        self._reached = True
         self._socket: socket.socket | None = None
         if address[:1] in {"/", "@"}:
             kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
@@ -99,9 +100,11 @@ class Notifier:
             except BlockingIOError:
                 return
             except OSError as error:
-                log.warning("NOTIFY_SOCKET=%s: %s; not used any more", self.address, error.strerror)
-                self.close()
-                return
+                if self._reached:
+                    log.warning("NOTIFY_SOCKET=%s: %s", self.address, error.strerror)
+                self._reached = False
+            else:
+                self._reached = True
             self._waiting.popleft()
 
     def __repr__(self) -> str:

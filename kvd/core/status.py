@@ -15,6 +15,7 @@ from kvd.core.operations import drain_report
 from kvd.core.sessions import Engine
 from kvd.core.state import BrokerState
 from kvd.link import LaneCounters
+from kvd.state.decisions import Counters
 from kvd.state.namespaces import Namespace
 
 
@@ -157,7 +158,7 @@ def _counters(state: BrokerState, namespaces: list[Namespace]) -> dict[str, Any]
         moved = add_counters(moved, lane.counters)
         restarts += lane.restarts
     figures = _moved(moved)
-    chunks: Counter[str] = Counter()
+    chunks = Counter(asdict(Counters()))  # all fields, whether there are namespaces or not
     if state.namespaces is not None:
         chunks.update(state.namespaces.closed_counters)
     for namespace in namespaces:

@@ -1,5 +1,6 @@
 """The broker's decisions under any order of events: no leaks, one answer to each request."""
 
+import json
 from collections import Counter
 
 from hypothesis import settings
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 from kvd.core.broker import Broker
 from kvd.core.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
 from kvd.core.sessions import Peer, Session
+from kvd.core.status import status_report
 from kvd.link import (
     BindWorker,
     Imported,
@@ -49,6 +51,7 @@ from kvd_proto.messages import (
     Hello,
     HostHandle,
     LoadPrepared,
+    Lookups,
     Message,
     Ping,
     PrepareLoad,
@@ -67,6 +70,7 @@ POOL = 40 * 4096
 CUDA = "cuda:" + "0f" * 16
 DEVICE = st.sampled_from(["host", CUDA])
 PICK = st.integers(0, 50)
+PING = Ping(lookups=Lookups(chunks=7, hit_chunks=3))
 ENGINES = st.sampled_from(["a", "b", "t"])  # t is temporary, otherwise as a
 KEYS = [f"key-{i}".encode() for i in range(24)]
 
@@ -105,6 +109,7 @@ class BrokerMachine(RuleBasedStateMachine):
             available_bytes=lambda: 2**30,
         )
         self.broker.state.allocated = 2**62
+        self.totals: dict[str, float] = {}
         self.asked: Counter[tuple[int, int]] = Counter()
         self.answered: Counter[tuple[int, int]] = Counter()
         self.replies: dict[tuple[int, int], Message] = {}
@@ -406,7 +411,16 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(
         session=sessions,
         message=st.sampled_from(
-            [Ping(), Status(), Reset(), Touch(keys=tuple(KEYS[:3])), Drain(), Resume(), Resume()]
+            [
+                Ping(),
+                PING,
+                Status(),
+                Reset(),
+                Touch(keys=tuple(KEYS[:3])),
+                Drain(),
+                Resume(),
+                Resume(),
+            ]
         ),
     )
     def other_requests(self, session: Session, message: Message) -> None:
@@ -469,6 +483,18 @@ class BrokerMachine(RuleBasedStateMachine):
         assert set(self.broker.state.lanes) == self.wanted
         for key, count in self.answered.items():
             assert count == 1, f"request {key} was answered {count} times"
+
+    @invariant()
+    def the_report_is_honest(self) -> None:
+        """Ready where all checks are ok, totals never fall, and it can be sent."""
+        report = status_report(self.broker.state, 1, "test", self.now)
+        assert report["ready"] == all(check["ok"] for check in report["checks"])
+        assert report["ready"] == (not report["not_ready"])
+        json.dumps(report)
+        totals = {name: n for name, n in report["counters"].items() if name != "jobs"}
+        for name, value in self.totals.items():
+            assert totals[name] >= value, name
+        self.totals = totals
 
     def teardown(self) -> None:
         """When all is quiet, every request is answered and nothing is held."""

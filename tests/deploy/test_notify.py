@@ -149,12 +149,20 @@ def test_a_manager_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
         notifier.close()
 
 
-def test_a_manager_that_is_gone_is_forgotten(tmp_path: Path) -> None:
-    """Nobody at the address: one warning, and the daemon goes on."""
-    notifier = Notifier(str(tmp_path / "nobody.sock"), Notices(None))
-    notifier.stopping(1.0)
-    assert "nobody" in repr(notifier)
-    notifier.stopping(1.0)
+def test_a_manager_that_is_gone_may_come_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody at the address: one warning, nothing is kept, and a manager that is back is told."""
+    address = str(tmp_path / "notify.sock")
+    notifier = Notifier(address, Notices(None))
+    for _ in range(3):
+        notifier.stopping(1.0)
+    assert len(caplog.records) == 1
+    assert "0 waiting" in repr(notifier)
+    with listening(address) as manager:
+        notifier.reloading(5.0)
+        assert manager.receive(5.0)[0] == "RELOADING=1"
+    notifier.close()
 
 
 def test_an_address_of_another_kind_is_not_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,6 @@
 """The scheduler's half of the connector: what follows from a failed job."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
@@ -10,13 +10,44 @@ from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.rank import KvdWorkerMetadata
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 
 class KvdConnectorScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler side, for jobs that may fail."""
 
     manager: KvdOffloadingManager
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._asked: dict[str, int] = {}  # prompt tokens, by request that was not admitted yet
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        """Look up; vLLM asks again in every step until the request is admitted."""
+        self._asked[request.request_id] = request.num_tokens - num_computed_tokens
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens, max_num_new_tokens
+        )
+        return found
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """The request is admitted: what was asked for last counts, and what is loaded of it."""
+        asked = self._asked.pop(request.request_id, None)
+        if asked is not None:
+            self.manager.scheduler.count_tokens(asked, min(asked, num_external_tokens))
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request that was never admitted."""
+        self._asked.pop(request.request_id, None)
+        kept: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
+        return kept
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take in what has ended in this step."""

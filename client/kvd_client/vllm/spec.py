@@ -67,7 +67,10 @@ class KvdOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side, with a session of its own."""
         scheduler = Scheduler(
-            self.options.runtime_dir, self.config.engine_id, deadline=self.options.deadline
+            self.options.runtime_dir,
+            self.config.engine_id,
+            deadline=self.options.deadline,
+            counts_tokens=True,
         )
         if not scheduler.connected:
             log.warning(

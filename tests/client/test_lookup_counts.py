@@ -1,0 +1,96 @@
+"""What a scheduler tells the daemon of its lookups: totals of the session, nothing twice."""
+
+from pathlib import Path
+
+import pytest
+
+from kvd_client import Scheduler, UsageError, Worker
+from kvd_client.lookup_counts import LookupCounts
+from kvd_proto.messages import Lookups, Ping
+from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.client.test_scheduler import until
+
+KEYS = {b"ready": 2, b"writing": 1}
+
+
+def attach(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """The directory holds `KEYS`."""
+    daemon.keys = KEYS
+    daemon.attach()
+    assert scheduler.wait_attached(SECONDS)
+
+
+def last_told(daemon: FakeDaemon) -> Lookups | None:
+    """What the daemon was told last."""
+    return daemon.wait_for(Ping)[-1].lookups
+
+
+def test_lookups_are_told_while_the_session_lasts(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """The keeper tells the totals by itself; only READY chunks are hits."""
+    attach(daemon, scheduler)
+    scheduler.lookup(b"ready")
+    scheduler.lookup_many([b"ready", b"writing", b"no"])
+    assert daemon.wait_for(Ping)
+    scheduler.close()
+    assert last_told(daemon) == Lookups(chunks=4, hit_chunks=2)
+
+
+def test_a_session_tells_before_it_leaves(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """The last lookups are told by `close`; without any there is nothing to tell."""
+    with Scheduler(daemon.runtime_dir, "idle"):
+        pass
+    scheduler.lookup(b"no")
+    scheduler.close()
+    (ping,) = daemon.wait_for(Ping)
+    assert ping.lookups == Lookups(chunks=1, hit_chunks=0)
+
+
+def test_workers_tell_nothing(daemon: FakeDaemon, worker: Worker) -> None:
+    """A worker has no lookups: closing it sends no PING."""
+    worker.close()
+    with Scheduler(daemon.runtime_dir, "engine") as scheduler:
+        scheduler.lookup(b"no")
+    assert len(daemon.wait_for(Ping)) == 1
+
+
+def test_a_new_session_begins_at_zero(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """After a restart of the daemon only what was looked up since then is told."""
+    scheduler.lookup(b"no")
+    daemon.kill()
+    until(scheduler, connected=False)
+    scheduler.lookup_many([b"no", b"nobody"])
+    with FakeDaemon(daemon.runtime_dir) as other:
+        until(scheduler, connected=True)
+        attach(other, scheduler)
+        scheduler.lookup_many([b"ready", b"no", b"ready"])
+        scheduler.close()
+        assert last_told(other) == Lookups(chunks=3, hit_chunks=2)
+
+
+def test_an_engine_may_count_tokens_itself(daemon: FakeDaemon) -> None:
+    """With `counts_tokens` the tokens are those of `count_tokens`, and nothing else."""
+    with Scheduler(daemon.runtime_dir, "engine", counts_tokens=True) as scheduler:
+        attach(daemon, scheduler)
+        scheduler.lookup(b"ready")
+        scheduler.count_tokens(100, 48)
+        scheduler.count_tokens(20, 0)
+    assert last_told(daemon) == Lookups(chunks=1, hit_chunks=1, tokens=120, hit_tokens=48)
+
+
+@pytest.mark.parametrize(("asked", "found"), [(1, 2), (-1, -1), (5, -1)])
+def test_impossible_tokens_are_refused(runtime_dir: Path, asked: int, found: int) -> None:
+    """More found than asked for, or less than nothing, is a mistake of the caller's."""
+    with (
+        Scheduler(runtime_dir, "engine", counts_tokens=True) as scheduler,
+        pytest.raises(UsageError, match=f"asked={asked}, found={found}"),
+    ):
+        scheduler.count_tokens(asked, found)
+
+
+def test_what_was_told_is_no_news() -> None:
+    """Totals are told once, until they grow."""
+    counts = LookupCounts(tokens=False)
+    assert counts.news() is None
+    counts.chunks += 1
+    assert counts.news() == Ping(lookups=Lookups(chunks=1, hit_chunks=0))
+    assert counts.news() is None

@@ -1,0 +1,192 @@
+"""The report of a daemon that has worked: documented, and its figures agree with each other."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.control import Control
+from kvd.histogram import Histogram
+from kvd_client import LookupResult
+from kvd_proto.messages import Drain, Resume
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of, make_layout
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "status.md"
+MAPS = {
+    "pool.namespaces",
+    "broker.requests",
+    "broker.refusals",
+    "lanes[].counters.jobs",
+    "lanes[].stages",
+    "counters.jobs",
+}
+"""Maps whose keys are data."""
+REFUSED = ("present", "pending", "full", "not_yet", "bad_key", "draining")
+QUESTIONS = 100
+
+
+def leaves(value: Any, path: str = "") -> Iterator[str]:
+    """The path of everything that is no map and no list; of histograms as a whole."""
+    if isinstance(value, dict) and set(value) != {"bounds", "counts", "sum"}:
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{'*' if path in MAPS else key}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from leaves(item, f"{path}[]")
+    else:
+        yield path
+
+
+def histograms(value: Any) -> Iterator[Histogram]:
+    """Every histogram in a report."""
+    if isinstance(value, dict):
+        if set(value) == {"bounds", "counts", "sum"}:
+            yield Histogram(value["bounds"], value["counts"], value["sum"])
+        else:
+            for item in value.values():
+                yield from histograms(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from histograms(item)
+
+
+def report_when(daemon: Daemon, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first report that fits, asking again and again."""
+    for _ in range(QUESTIONS):
+        report = daemon.status()
+        if reached(report):
+            return report
+    raise AssertionError(report)
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> Daemon:
+    """A pool of sixteen chunks, so that some are evicted."""
+    return start_daemon(cpu_bytes="8MiB")
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Engine]:
+    """Two ranks."""
+    with Engine(daemon.runtime_dir, layout=make_layout(page=64 * 1024)).wait_attached() as engine:
+        yield engine
+
+
+def work(engine: Engine) -> None:
+    """Store more than fits, look up, load what is there and what is not, offer again."""
+    for name in "abcdef":
+        assert len(engine.store(keys_of(name, 4))) == 4
+    for _ in range(QUESTIONS):  # the broker hears of the last shares a little later
+        if not engine.scheduler.status()["namespaces"][0]["chunks"]["writing"]:
+            break
+    assert engine.load(keys_of("f", 4)) == (4, 0)
+    assert engine.load(keys_of("a", 4)) == (0, 0)
+    engine.scheduler.prepare_store(keys_of("f", 4))
+    found = engine.scheduler.lookup_many([*keys_of("f", 4), *keys_of("a", 2)])
+    assert found.count(LookupResult.HIT) == 4
+
+
+def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
+    """Keys by answer, bytes by state, jobs by stage and evictions by age all add up."""
+    work(engine)
+    ticket = engine.scheduler.prepare_load(keys_of("f", 1))
+    with Control(daemon.runtime_dir) as control:
+        control.request(Drain())
+        engine.scheduler.prepare_store(keys_of("late", 3))
+        control.request(Resume())
+    report = report_when(
+        daemon,
+        lambda report: (
+            report["counters"]["jobs"] == {"store_ok": 12, "load_ok": 2}
+            and report["counters"]["lookup_chunks"] >= 6
+        ),
+    )
+    for counters in (report["counters"], *(each["counters"] for each in report["namespaces"])):
+        assert counters["offered"] == 24 + 4 + 3
+        assert counters["accepted"] == counters["stored"] == 24
+        assert counters["present"] == 4
+        assert counters["draining"] == 3
+        assert counters["offered"] == counters["accepted"] + sum(counters[r] for r in REFUSED)
+        assert (counters["asked"], counters["hits"], counters["misses"]) == (9, 5, 4)
+    (namespace,) = report["namespaces"]
+    (lane,) = report["lanes"]
+    (reported,) = report["engines"]
+    by_state = report["pool"]["namespaces"][namespace["id"]]
+    for state in ("ready", "writing", "draining"):
+        nbytes = namespace["chunks"][state] * namespace["bytes_per_chunk"]
+        assert by_state[f"{state}_bytes"] == nbytes
+    assert by_state["held_bytes"] + report["pool"]["free_bytes"] == report["pool"]["cpu_bytes"]
+    assert report["pool"]["allocated_bytes"] == lane["usable_bytes"] == lane["pool_bytes"]
+    evicted = namespace["counters"]["evicted"]
+    assert evicted == 24 - namespace["chunks"]["ready"] > 0
+    assert sum(namespace["eviction_age"]["counts"]) == evicted
+    for way in ("store", "load"):
+        stages = lane["stages"][way]
+        assert list(stages) == ["queued", "ordered", "copied", "reported"]
+        for stage in stages.values():
+            assert sum(stage["counts"]) == lane["counters"]["jobs"][f"{way}_ok"]
+        assert report["counters"][f"{way}_bytes"] == lane["counters"][f"{way}_bytes"] > 0
+    tokens = namespace["tokens_per_chunk"]
+    assert tokens == 32
+    assert reported["lookups"] == {
+        "chunks": 6,
+        "hit_chunks": 4,
+        "tokens": 6 * tokens,
+        "hit_tokens": 4 * tokens,
+    }
+    assert report["counters"]["hit_tokens"] == 4 * tokens
+    assert (report["leases"], namespace["chunks"]["pinned"]) == (1, 1)
+    engine.scheduler.complete_load(ticket)
+    assert report["broker"]["requests"]["PrepareStore"] == 6 + 1 + 1
+    assert report["broker"]["requests"]["PrepareLoad"] == 3
+    assert report["broker"]["refusals"] == {"draining": 1}
+    assert report["sessions"]["open"] == 3 + 1  # who asks counts too
+    assert all(check["ok"] for check in report["checks"])
+    for histogram in histograms(report):
+        histogram.check_integrity()
+    longest = report["broker"]["loop_lag_max_seconds"]
+    assert 0 < longest <= report["broker"]["loop_lag"]["sum"]
+    assert report["started"] < report["time"]
+    assert report["broker"]["open_fds"] > 0
+
+
+def test_every_field_is_documented(daemon: Daemon, engine: Engine) -> None:
+    """Each field of a real report is in docs/status.md, and nothing else is."""
+    work(engine)
+    with Control(daemon.runtime_dir) as control:
+        control.request(Drain())
+        engine.scheduler.prepare_store(keys_of("late", 1))
+        engine.workers[1].close()
+        report = report_when(
+            daemon,
+            lambda report: (
+                report["engines"][0]["missing_ranks"] == [1]
+                and "load_ok" in report["counters"]["jobs"]
+            ),
+        )
+    found = {path.removesuffix("[]") for path in leaves(report)}
+    rows = re.findall(r"^\| (`.*?) \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    documented = {name.removesuffix("[]") for row in rows for name in re.findall(r"`(.+?)`", row)}
+    assert found - documented == set()
+    parts = {path[:end] for path in found for end in range(len(path))}
+    assert documented - found - parts == set()
+
+
+def test_events_tell_of_engines_and_ranks(daemon: Daemon, engine: Engine) -> None:
+    """Who came, attached and went is in the report, numbered, with names for people."""
+    pid = engine.scheduler.status()["engines"][0]["sessions"][0]["pid"]
+    accepted = len(engine.scheduler.prepare_store(keys_of("half", 3)).keys)
+    assert accepted == 3
+    engine.workers[1].close()
+    report = report_when(daemon, lambda report: not report["engines"][0]["attached"])
+    texts = [event["text"] for event in report["events"]]
+    assert f"engine engine rank 1 (pid {pid}) has unregistered; 3 chunks in writing freed" in texts
+    assert any(text.startswith("engine engine attached to namespace") for text in texts)
+    numbers = [event["number"] for event in report["events"]]
+    assert numbers == list(range(1, len(numbers) + 1))
+    times = [event["time"] for event in report["events"]]
+    assert times == sorted(times)
+    assert report["started"] <= times[0] <= report["time"]

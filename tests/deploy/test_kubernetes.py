@@ -1,0 +1,161 @@
+"""The manifests: against the API's schemas, the image, and each other."""
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvd.config.about import SizeText
+from kvd.config.sources import Sources
+from kvd.settings import Settings
+from tests.deploy.places import DEPLOY, ROOT
+
+KUBERNETES = DEPLOY / "kubernetes"
+FILES = ("daemonset.yaml", "engine.yaml", "sidecar.yaml")
+GIB = 2**30
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    """The objects of one file."""
+    return list(yaml.safe_load_all((KUBERNETES / name).read_text()))
+
+
+def pod(name: str) -> dict[str, Any]:
+    """The pod's specification in one file."""
+    spec: dict[str, Any] = documents(name)[-1]["spec"]["template"]["spec"]
+    return spec
+
+
+def kvd_container(name: str) -> dict[str, Any]:
+    """The container of the daemon."""
+    spec = pod(name)
+    every = [*spec["containers"], *spec.get("initContainers", [])]
+    (found,) = [each for each in every if each["name"] == "kvd"]
+    return found  # type: ignore[no-any-return]
+
+
+def size(text: str) -> int:
+    """A quantity such as 68Gi in bytes."""
+    return int(text.removesuffix("Gi")) * GIB
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("version", ["1.29", kubernetes_validate.latest_version()])
+def test_manifests_follow_the_schemas(name: str, version: str) -> None:
+    """Strictly: an unknown key is an error, in the oldest release with sidecars and the newest."""
+    for document in documents(name):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_schemas_would_see_a_mistake() -> None:
+    """The check above is one: a misspelt key is refused."""
+    daemonset = documents("daemonset.yaml")[-1]
+    daemonset["spec"]["template"]["spec"]["hostPid"] = True
+    with pytest.raises(kubernetes_validate.ValidationError, match="hostPid"):
+        kubernetes_validate.validate(daemonset, "1.29", strict=True)
+
+
+@pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
+def test_kvd_gets_no_rights(name: str) -> None:
+    """Not privileged, not root, no capability, read-only root, no GPU taken away from engines."""
+    container = kvd_container(name)
+    security = pod(name)["securityContext"] | container["securityContext"]
+    assert "privileged" not in security
+    assert security["runAsNonRoot"] is True
+    assert security["runAsUser"] == security["runAsGroup"] == 9330
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not [key for key in container["resources"]["limits"] if "gpu" in key]
+    assert "hostIPC" not in pod(name)
+    assert "hostNetwork" not in pod(name)
+
+
+def test_the_user_is_the_one_of_the_image() -> None:
+    """Number of user and group agree with the Dockerfile and with what engines are given."""
+    assert "USER 9330:9330" in (ROOT / "docker" / "Dockerfile").read_text()
+    assert pod("engine.yaml")["securityContext"]["supplementalGroups"] == [9330]
+    assert pod("sidecar.yaml")["securityContext"]["fsGroup"] == 9330
+
+
+def test_a_host_path_gets_its_owner_from_the_init_container() -> None:
+    """What lies on the node is given to kvd before it starts; fsGroup does not do that."""
+    spec = pod("daemonset.yaml")
+    paths = {volume["name"] for volume in spec["volumes"] if "hostPath" in volume}
+    (init,) = spec["initContainers"]
+    given = {mount["name"]: mount["mountPath"] for mount in init["volumeMounts"]}
+    assert set(given) == paths
+    assert set(given.values()) <= set(init["command"])
+    assert init["command"][:5] == ["install", "-d", "-m", "0750", "-o"]
+
+
+@pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
+def test_the_pool_fits_the_memory(name: str, tmp_path: Any) -> None:
+    """The limit is at least 4 GiB above cpu_bytes, and the volume of the pool above it."""
+    container = kvd_container(name)
+    if name == "daemonset.yaml":
+        file = tmp_path / "kvd.toml"
+        file.write_text(documents(name)[1]["data"]["kvd.toml"])
+        pool = Sources(config=file, environment={}).load().settings.pool_bytes
+    else:
+        pool = SizeText().bytes_of(container["env"][0]["value"])
+        volumes = {volume["name"]: volume for volume in pod(name)["volumes"]}
+        assert size(volumes["pool"]["emptyDir"]["sizeLimit"]) > (pool or 0)
+        assert volumes["pool"]["emptyDir"]["medium"] == "Memory"
+    assert pool is not None
+    assert size(container["resources"]["limits"]["memory"]) >= pool + 4 * GIB
+    assert (
+        container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+    )
+
+
+@pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
+def test_probes_ask_what_they_should(name: str) -> None:
+    """Start and liveness ask for the loop, readiness for the pool; all through the container."""
+    container = kvd_container(name)
+    asked = {
+        kind: container[kind]["exec"]["command"][-1]
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe")
+        if kind in container
+    }
+    assert asked["startupProbe"] == asked["livenessProbe"] == "/livez"
+    assert asked.get("readinessProbe", "/readyz") == "/readyz"
+    for kind in asked:
+        assert container[kind]["exec"]["command"][:3] == ["python", "-m", "kvd.http.probe"]
+        assert container[kind]["timeoutSeconds"] == 5
+    start = container["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] >= 300
+
+
+def test_a_sidecar_is_a_native_one_and_does_not_take_the_engine_down() -> None:
+    """It restarts by itself, and its readiness is not the pod's."""
+    container = kvd_container("sidecar.yaml")
+    assert container["restartPolicy"] == "Always"
+    assert "readinessProbe" not in container
+
+
+def test_process_numbers_do_not_collide() -> None:
+    """The daemon's processes are numbered by the host, or together with the engine's."""
+    assert pod("daemonset.yaml")["hostPID"] is True
+    assert pod("sidecar.yaml")["shareProcessNamespace"] is True
+
+
+@pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
+def test_the_end_has_time(name: str) -> None:
+    """The grace period is longer than the drain, by what unpinning may take."""
+    assert pod(name)["terminationGracePeriodSeconds"] >= Settings().drain_seconds + 60
+
+
+@pytest.mark.parametrize("name", ["engine.yaml", "sidecar.yaml"])
+def test_engines_share_the_sockets_read_only_and_not_the_pool(name: str) -> None:
+    """The runtime directory is mounted read-only where kvd expects it; /dev/shm is their own."""
+    (engine,) = [each for each in pod(name)["containers"] if each["name"] == "vllm"]
+    mounts = {mount["mountPath"]: mount for mount in engine["volumeMounts"]}
+    assert mounts[Settings().runtime_dir]["readOnly"] is True
+    volumes = {volume["name"]: volume for volume in pod(name)["volumes"]}
+    assert "emptyDir" in volumes[mounts["/dev/shm"]["name"]]
+    if name == "sidecar.yaml":
+        pool = {mount["mountPath"]: mount["name"] for mount in kvd_container(name)["volumeMounts"]}
+        assert pool["/dev/shm"] != mounts["/dev/shm"]["name"]
