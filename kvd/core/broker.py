@@ -79,7 +79,7 @@ class Broker:
         version: the daemon's name and version, for WELCOME.
         pid: the daemon's process id.
         devices: names of the devices that have a lane from the start.
-        open_namespaces, available_bytes, surroundings: see `BrokerState`.
+        open_namespaces, available_bytes, surroundings, kept_bytes: see `BrokerState`.
     """
 
     def __init__(
@@ -92,10 +92,16 @@ class Broker:
         devices: Iterable[str],
         open_namespaces: OpenNamespaces,
         available_bytes: Callable[[], int],
+        kept_bytes: Callable[[], int | None] = lambda: None,
         surroundings: Callable[[], Surroundings] = Surroundings,
     ) -> None:
         self.state = BrokerState(
-            settings, boot_id, open_namespaces, available_bytes, Registry(settings.max_sessions)
+            settings,
+            boot_id,
+            open_namespaces,
+            available_bytes,
+            Registry(settings.max_sessions),
+            kept_bytes=kept_bytes,
         )
         self.state.surroundings = surroundings
         self.state.lanes = {device: Lane(device) for device in devices}
