@@ -9,7 +9,7 @@ from typing import Self
 
 from gpu_device import Gpu
 from gpu_engine import Engine, pool_bytes
-from gpu_lane import prefer
+from gpu_lane import chosen_by_a_lane, prefer
 from harness import Daemon, median
 
 SECONDS = 2.0
@@ -97,26 +97,30 @@ class Saturated:
             raise self._failed
 
 
-def measure(
-    gpu: Gpu, measured: dict[str, str | int], nbytes: int, rounds: int
-) -> dict[str, dict[str, float]]:
-    """By way: TFLOP/s alone and beside kvd, the loss in percent, kvd's GB/s meanwhile.
+def measure(gpu: Gpu, way: str, nbytes: int, rounds: int) -> dict[str, float]:
+    """TFLOP/s alone and beside kvd, the loss in percent, kvd's GB/s meanwhile.
 
     Args:
         gpu: where kvd moves.
-        measured: what `gpu_lane.thresholds` gave; not empty.
+        way: one of WAYS.
         nbytes: to move at a time.
         rounds: alone and beside kvd in turn.
+
+    Raises:
+        RuntimeError: torch sees no GPU, or the kernel does not work on it.
     """
-    found = {}
-    with Neighbour() as neighbour:
-        for way, (fragment, below) in WAYS.items():
-            daemon = Daemon(pool_bytes(fragment, nbytes))
-            prefer(daemon, measured, below)
-            with daemon, Engine(gpu, daemon, fragment, nbytes) as engine:
-                engine.store()
-                found[way] = _beside(neighbour, gpu, engine, rounds)
-    return found
+    if not torch_sees_a_gpu():
+        raise RuntimeError("torch sees no GPU")
+    fragment, below = WAYS[way]
+    daemon = Daemon(pool_bytes(fragment, nbytes))
+    measured = chosen_by_a_lane(gpu)
+    if measured:
+        prefer(daemon, measured, below)
+    elif below:
+        raise RuntimeError("the kernel does not work on this device")
+    with Neighbour() as neighbour, daemon, Engine(gpu, daemon, fragment, nbytes) as engine:
+        engine.store()
+        return _beside(neighbour, gpu, engine, rounds)
 
 
 def _beside(neighbour: Neighbour, gpu: Gpu, engine: Engine, rounds: int) -> dict[str, float]:

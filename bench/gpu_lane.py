@@ -90,6 +90,15 @@ def thresholds(daemon: Daemon) -> dict[str, str | int]:
     return kept | ({"file": found[0].name} if found else {})
 
 
+def chosen_by_a_lane(gpu: Gpu) -> dict[str, str | int]:
+    """What a lane that is started for it has measured."""
+    fragment, nbytes = LATENCY_FRAGMENT, LATENCY_BYTES
+    with Daemon(pool_bytes(fragment, nbytes)) as daemon:
+        with Engine(gpu, daemon, fragment, nbytes):
+            pass
+        return thresholds(daemon)
+
+
 def prefer(daemon: Daemon, measured: dict[str, str | int], below: int) -> None:
     """Let the daemon's lane, which has not started, move all runs below this length by the kernel.
 

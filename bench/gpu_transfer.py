@@ -2,188 +2,105 @@
 
 Each figure of kvd stands beside one large pinned `cudaMemcpyAsync` and beside
 `cuMemcpyBatchAsync` called directly, measured in turn in every round of the same
-run; figures are medians of the rounds.
+run; figures are medians of the rounds. Every part runs in a process of its own, and
+the file is written after each: one that fails or hangs costs its own figures.
 """
 
 import argparse
 import datetime as dt
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu_interference
-import gpu_lane
-from gpu_device import Gpu, Reference
-from gpu_engine import Engine, pool_bytes
-from harness import MIB, Daemon, median
+import gpu_report
+from gpu_parts import Missing, Part, Parts
+from gpu_report import KIB, MIB
 from rich.console import Console
-from rich.table import Table
 
-from kvd.errors import LaneError
-from kvd.lane.device import Direction
-
-KIB = 1024
 FRAGMENTS = tuple(4 * KIB * 2**i for i in range(10))  # to 2 MiB
-DIRECTIONS = {
-    "store": (Direction.STORE,),
-    "load": (Direction.LOAD,),
-    "both": (Direction.LOAD, Direction.STORE),
-}
-# What counts, from this length of fragment on, and the least ratio to the raw copy.
-RATIO_GOALS = {"store": (64 * KIB, 0.95), "load": (64 * KIB, 0.95), "both": (64 * KIB, 0.9)}
-SHORT_LOADS = (8 * KIB, 0.6)
-MOST_LOSS_PERCENT = 2.0
+# The lengths that goals are set for come first: time may run out.
+FIRST = (64 * KIB, 8 * KIB, 2 * MIB)
 
 
 def main() -> None:
-    """Run all sections."""
+    """Run all parts, or show what an earlier run has found."""
     options = _options()
-    console = Console()
-    try:
-        gpu = Gpu()
-    except LaneError as error:
-        sys.exit(f"gpu_transfer: {error}")
-    nbytes = options.mib * MIB
-    skipped = []
-    with console.status("measuring") as status:
-        sections: dict[str, Any] = {}
-        status.update("measuring: registration")
-        sections["registration"] = gpu_lane.registration(gpu, 2 * nbytes, 3)
-        status.update("measuring: latency")
-        sections["latency"] = gpu_lane.latency(gpu, options.jobs)
-        fragments = []
-        lane: dict[str, str | int] = {}
-        for fragment in options.fragments:
-            status.update(f"measuring: {_short(fragment)}")
-            figures, lane = measure(gpu, fragment, nbytes, options.rounds)
-            fragments.append({"bytes": fragment} | figures)
-        status.update("measuring: interference")
-        sections["interference"] = None
-        if not gpu_interference.torch_sees_a_gpu():
-            skipped.append("interference: torch sees no GPU")
-        elif not lane:
-            skipped.append("interference: the kernel does not work on this device")
-        else:
-            sections["interference"] = gpu_interference.measure(gpu, lane, nbytes, 3)
-    result = {
-        **gpu.describe(),
-        "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "bytes": nbytes,
-        "rounds": options.rounds,
-        "lane": {
-            name: value for name, value in lane.items() if name in {"engine", "load", "store"}
-        },
-        "fragments": fragments,
-        **sections,
-        "skipped": skipped,
-    }
-    console.print(table(result))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if options.show:
+        show(json.loads(options.show.read_text(encoding="utf-8")), console)
+        return
+    result = run(options, console)
+    show(result, console)
     console.print(f"written to {options.out}")
+    if result["missing"]:
+        sys.exit(1)
 
 
-def measure(
-    gpu: Gpu, fragment: int, nbytes: int, rounds: int
-) -> tuple[dict[str, dict[str, float | None]], dict[str, str | int]]:
-    """By direction: GB/s of kvd, of the raw copy, of batches; and what the lane chose.
+def show(result: dict[str, Any], console: Console) -> None:
+    """The table, and what is missing in it."""
+    console.print(gpu_report.table(result))
+    for line in gpu_report.missing(result):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    Args:
-        gpu: where.
-        fragment: bytes that lie in one place.
-        nbytes: to move at a time, about.
-        rounds: all in turn; a first one does not count.
-    """
-    rates: dict[str, dict[str, list[float]]] = {
-        name: {"kvd": [], "raw": [], "batch": []} for name in DIRECTIONS
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All parts, one after the other; what was measured is in the file at any time."""
+    result: dict[str, Any] = {
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "bytes": options.mib * MIB,
+        "rounds": options.rounds,
+        "fragments": [],
+        "missing": {},
     }
-    with Daemon(pool_bytes(fragment, nbytes)) as daemon:
-        with Engine(gpu, daemon, fragment, nbytes) as engine:
-            reference = Reference(gpu, engine.nbytes)
-            for number in range(rounds + 1):
-                keys, store = engine.store()
-                load = engine.load(keys)
-                if not number:
-                    engine.check()
-                _, both = engine.both(keys)
-                for name, kvd in (("store", store), ("load", load), ("both", both)):
-                    ways: dict[str, Callable[[], float]] = _reference(
-                        reference, engine.nbytes, fragment, DIRECTIONS[name]
-                    )
-                    found = {"kvd": kvd} | {way: work() for way, work in ways.items()}
-                    if number:
-                        for way, value in found.items():
-                            rates[name][way].append(value)
-            reference.close()
-        lane = gpu_lane.thresholds(daemon)
-    return {
-        name: {way: median(values) if values else None for way, values in by_way.items()}
-        for name, by_way in rates.items()
-    }, lane
+    measure = Path(__file__).with_name("gpu_measure.py")
+    command = [sys.executable, str(measure), "--mib", str(options.mib)]
+    command += ["--rounds", str(options.rounds), "--jobs", str(options.jobs)]
+    parts = Parts(command, options.seconds)
+    for part in _parts(options.fragments):
+        console.print(f"measuring: {part.name}")
+        try:
+            figures = parts.run(part)
+        except Missing as missing:
+            result["missing"][part.name] = str(missing)
+            console.print(f"  not measured: {missing}", markup=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            result["missing"][part.name] = "the benchmark was told to end here"
+            break
+        else:
+            _keep(result, part.name, figures)
+        finally:
+            gpu_report.write(result, options.out)
+    return result
 
 
-def _reference(
-    reference: Reference, nbytes: int, fragment: int, directions: tuple[Direction, ...]
-) -> dict[str, Callable[[], float]]:
-    ways = {"raw": lambda: reference.raw(nbytes, *directions)}
-    if reference.has_batches:
-        ways["batch"] = lambda: reference.batched(nbytes, fragment, *directions)
-    return ways
+def _parts(fragments: tuple[int, ...]) -> list[Part]:
+    ordered = sorted(fragments, key=lambda n: (FIRST.index(n) if n in FIRST else len(FIRST), n))
+    lengths = [Part(f"fragments {n}", 60.0) for n in ordered]
+    count = sum(n in FIRST for n in fragments)
+    return [
+        Part("device", 30.0),
+        Part("latency", 45.0),
+        *lengths[:count],
+        Part("interference dma", 60.0),
+        Part("registration", 45.0),
+        Part("interference kernel", 60.0),
+        *lengths[count:],
+    ]
 
 
-def table(result: dict[str, Any]) -> Table:
-    """All of it, each figure beside its goal."""
-    shown = Table(
-        *("figure", "kvd", "raw", "batch", "kvd / raw", "goal"),
-        title=f"{result['device']}, driver {result['driver']}, {result['date']}",
-    )
-    for column in shown.columns[1:]:
-        column.justify = "right"
-    for name in DIRECTIONS:
-        for row in result["fragments"]:
-            rates = row[name]
-            ratio = rates["kvd"] / rates["raw"]
-            shown.add_row(
-                f"{name}, {_short(row['bytes'])}, GB/s",
-                *(_number(rates[way]) for way in ("kvd", "raw", "batch")),
-                f"{ratio:.2f}",
-                _goal(name, row["bytes"], ratio),
-            )
-    for section in ("latency", "registration"):
-        for name, value in result[section].items():
-            shown.add_row(name.replace("_", " "), _number(value), "", "", "", "")
-    for way, figures in (result["interference"] or {}).items():
-        met = figures["loss_percent"] <= MOST_LOSS_PERCENT
-        goal = f"at most {MOST_LOSS_PERCENT:g}: {_met(met)}" if way == "dma" else ""
-        for name, value in figures.items():
-            last = goal if name == "loss_percent" else ""
-            shown.add_row(f"beside {way}: {name}", _number(value), "", "", "", last)
-    for line in result["skipped"]:
-        shown.add_row(line, "", "", "", "", "")
-    return shown
-
-
-def _goal(name: str, fragment: int, ratio: float) -> str:
-    longest, least = RATIO_GOALS[name]
-    if name == "load" and fragment == SHORT_LOADS[0]:
-        least = SHORT_LOADS[1]
-    elif fragment < longest:
-        return ""
-    return f"at least {least}: {_met(ratio >= least)}"
-
-
-def _met(met: bool) -> str:
-    return "met" if met else "missed"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:,.2f}"
-
-
-def _short(nbytes: int) -> str:
-    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+def _keep(result: dict[str, Any], name: str, figures: dict[str, Any]) -> None:
+    kind, _, which = name.partition(" ")
+    if kind == "device":
+        result.update(figures)
+    elif kind == "fragments":
+        lane = figures.pop("lane")
+        result["lane"] = {k: v for k, v in lane.items() if k in {"engine", "load", "store"}}
+        result["fragments"].append(figures)
+    elif kind == "interference":
+        result.setdefault(kind, {})[which] = figures
+    else:
+        result[kind] = figures
 
 
 def _options() -> argparse.Namespace:
@@ -192,6 +109,8 @@ def _options() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "gpu.json")
+    parser.add_argument("--show", type=Path, help="print the table of a file and measure nothing")
+    parser.add_argument("--seconds", type=float, default=400.0, help="for everything")
     parser.add_argument("--mib", type=int, default=512, help="moved at a time and direction")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--jobs", type=int, default=500, help="of one chunk, for the latency")

@@ -34,6 +34,11 @@ class ChildProcess:
         """A process exists that has not been reaped."""
         return self._process is not None
 
+    @property
+    def pid(self) -> int:
+        """Its process id; -1 where none runs."""
+        return self._process.pid if self._process is not None else -1
+
     def spawn(
         self, arguments: Sequence[str], fds: Sequence[int], environment: Mapping[str, str]
     ) -> None:

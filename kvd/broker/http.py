@@ -67,6 +67,11 @@ class HttpProcess:
                     listen,
                 )
 
+    @property
+    def pid(self) -> int:
+        """The process that serves now; -1 where none does."""
+        return self._child.pid
+
     def turn(self, poller: zmq.Poller, ready: dict[object, int], now: float) -> None:
         """One turn of the broker's loop: start, watch, start again."""
         if self._eager_at is None:

@@ -79,7 +79,7 @@ class Broker:
         version: the daemon's name and version, for WELCOME.
         pid: the daemon's process id.
         devices: names of the devices that have a lane from the start.
-        open_namespaces, available_bytes, surroundings: see `BrokerState`.
+        open_namespaces, available_bytes, surroundings, kept_bytes: see `BrokerState`.
     """
 
     def __init__(
@@ -92,10 +92,16 @@ class Broker:
         devices: Iterable[str],
         open_namespaces: OpenNamespaces,
         available_bytes: Callable[[], int],
+        kept_bytes: Callable[[], int | None] = lambda: None,
         surroundings: Callable[[], Surroundings] = Surroundings,
     ) -> None:
         self.state = BrokerState(
-            settings, boot_id, open_namespaces, available_bytes, Registry(settings.max_sessions)
+            settings,
+            boot_id,
+            open_namespaces,
+            available_bytes,
+            Registry(settings.max_sessions),
+            kept_bytes=kept_bytes,
         )
         self.state.surroundings = surroundings
         self.state.lanes = {device: Lane(device) for device in devices}
@@ -124,14 +130,16 @@ class Broker:
 
     # ------------------------------------------------------------- sessions
 
-    def connected(self, token: bytes, peer: Peer) -> tuple[Session | None, list[Effect]]:
-        """Somebody came to the door. None where the house is full."""
+    def connected(
+        self, token: bytes, peer: Peer, *, own: bool = False
+    ) -> tuple[Session | None, list[Effect]]:
+        """Somebody came to the door. None where the house is full, save for a child of `own`."""
         registry = self.state.registry
-        if len(registry.sessions) >= registry.max_sessions:
+        if len(registry.sessions) >= registry.max_sessions and not own:
             text = (
                 f"connection of pid {peer.pid} refused: {registry.max_sessions} sessions are open"
             )
-            return None, [Event(text, "warning")]
+            return None, [Event(text, "warning", {"pid": peer.pid})]
         session = registry.connect(token, peer)
         return session, [Notify(session.number, Greeting(pid=self.pid))]
 
@@ -154,7 +162,7 @@ class Broker:
         """The session's door is closed: its process is gone."""
         if session.number not in self.state.registry.sessions:
             return []
-        label = session.label
+        who = session.who
         effects, freed = self._registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
@@ -162,7 +170,7 @@ class Broker:
             effects += self.state.revoke(engine.namespace, dropped)
             freed += len(dropped)
         if engine is not None:
-            effects.append(Event(f"{label} is gone{in_words(freed)}"))
+            effects.append(Event(f"{who} is gone{in_words(freed)}", fields=who.fields))
         session.machine.fire(SessionEvent.LOST)
         self.state.registry.remove(session)
         return effects
@@ -210,7 +218,8 @@ class Broker:
         effects: list[Effect] = [Reply(session.number, request_id, welcome)]
         if message.kind != "tool":
             engine = self.state.registry.join(session, message.engine)
-            effects.append(Event(f"{session.label} is here"))
+            who = session.who
+            effects.append(Event(f"{who} is here", fields=who.fields))
             if engine.attached:
                 effects.append(attached_notice(engine, session.number))
         return effects
@@ -283,8 +292,8 @@ class Broker:
             *self.state.revoke(namespace, result.revoke),
         ]
         if not namespace.temporary:  # a self-test's own affair
-            text = f"{session.label} reset its namespace: {result.dropped} chunks dropped"
-            effects.append(Event(text))
+            text = f"{session.who} reset its namespace: {result.dropped} chunks dropped"
+            effects.append(Event(text, fields=session.who.fields))
         return effects
 
     def _ping(self, session: Session, request_id: int, message: Ping, now: float) -> list[Effect]:
@@ -342,7 +351,8 @@ class Broker:
             case LaneFailed():
                 return lane_failed(self.state, lane, message, now)
             case _:
-                return [Event(f"lane {device} sent {type(message).__name__}", "error")]
+                text = f"lane {device} sent {type(message).__name__}"
+                return [Event(text, "error", lane.fields)]
 
     def lane_lost(self, device: str, reason: str) -> list[Effect]:
         """A lane process has ended: all it was writing is lost, nothing else is."""
@@ -364,7 +374,8 @@ class Broker:
                 slots = engine.namespace.table.drop_owner(engine.number)
                 effects += self.state.revoke(engine.namespace, slots)
                 freed += len(slots)
-        effects.append(Event(f"lane {device} is lost: {lane.last_error}{in_words(freed)}", "error"))
+        text = f"lane {device} is lost: {lane.last_error}{in_words(freed)}"
+        effects.append(Event(text, "error", lane.fields))
         for session in list(self.state.registry.sessions.values()):
             if session.registration is not None and session.registration.device == device:
                 session.imported = False

@@ -112,7 +112,8 @@ class App:
         return StreamingResponse(self._events.watch(), media_type="text/event-stream")
 
     async def _unknown(self, scope: Scope, receive: Receive, send: Send) -> None:
-        text = f"There is nothing here; there is {', '.join(self._paths)}.\n"
+        paths = [path for path in self._paths if not path.startswith("/static/")]
+        text = f"There is nothing here; there is {', '.join(paths)}.\n"
         await PlainTextResponse(text, 404)(scope, receive, send)
 
     def __repr__(self) -> str:

@@ -5,8 +5,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-REQUEST_SECONDS = 10.0
-WRITE_SECONDS = 10.0
+REQUEST_SECONDS = 5.0
+WRITE_SECONDS = 5.0
 MAX_CONNECTIONS = 128
 
 

@@ -16,13 +16,16 @@ class Hosts:
     """The Host headers that a TCP listener answers.
 
     Args:
-        host: what the operator told kvd to listen on. For every interface, each
-            address in figures is answered: those cannot be rebound.
+        host: what the operator told kvd to listen on. For every interface, the
+            machine's name is answered, and each address in figures: those
+            cannot be rebound.
     """
 
     def __init__(self, host: str) -> None:
         self._any_address = is_everywhere(host)
-        self._names = _LOCAL | {host.lower(), socket.gethostname().lower()}
+        self._names = _LOCAL | {host.lower()}
+        if self._any_address:
+            self._names |= {socket.gethostname().lower()}
 
     def allow(self, header: str) -> bool:
         """Whether a Host header, with or without a port, is one of ours."""

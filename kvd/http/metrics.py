@@ -159,6 +159,12 @@ def _totals(counters: Report) -> Iterator[Metric]:
         "Chunks evicted to make room for others.",
         _one(get("evicted", 0) + get("yielded", 0)),
     )
+    yield counter(
+        "kvd_removed_chunks_total",
+        "Stored chunks dropped because an engine reset them or an operator cleared them.",
+        [(("engine",), get("reset", 0)), (("operator",), get("removed", 0))],
+        ["by"],
+    )
     yield counter("kvd_leases_total", "Leases given.", _one(get("leases", 0)))
     yield counter(
         "kvd_leases_expired_total",

@@ -102,7 +102,7 @@ def test_a_worker_killed_in_a_copy_costs_nobody_else(gpu_daemons: StartDaemon, u
         engine.ranks[1].kill()
         after = wait_lane(daemon, workers=1)
         assert (after["pid"], after["restarts"]) == (lane["pid"], 0)
-        assert settle(engine, 0)
+        settle(engine, 0)  # done, or cancelled with the engine, which is incomplete now
         engine.scheduler.complete_load(ticket)
         engine.add(1)
         engine.ranks[1].ask("register")

@@ -2,13 +2,15 @@
 
 import contextlib
 import json
-import os
 import socket
 import stat
+from pathlib import Path
 
 import httpx
 import pytest
 
+from kvd.errors import ConfigError
+from kvd.listen import parse_listen
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_serve import run_kvd
 from tests.http.serving import over_tcp, over_unix, port_of
@@ -169,16 +171,29 @@ def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize(
-    "listen", ["9330", "127.0.0.1", "::1:9330", "127.0.0.1:x", "127.0.0.1:65536", ":9330", ""]
-)
-def test_addresses_that_are_none_are_refused(runtime_dir: os.PathLike[str], listen: str) -> None:
+def test_an_address_that_is_none_is_refused(runtime_dir: Path) -> None:
     """A bad address is one line with key, value and what is needed."""
-    done = run_kvd("serve", "--runtime-dir", str(runtime_dir), f"--http-listen={listen}")
+    done = run_kvd("serve", "--runtime-dir", str(runtime_dir), "--http-listen", "9330")
     assert done.returncode == 1
-    assert "http_listen" in done.stderr or "--http-listen" in done.stderr
-    assert "127.0.0.1:9330" in done.stderr
+    assert "--http-listen: http_listen = '9330': needs HOST:PORT such as" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["9330", "127.0.0.1", "::1:9330", "127.0.0.1:x", "h:65536", "h:-1", "h:1_0", ":9", ""]
+)
+def test_what_is_no_address_is_told_what_one_is(text: str) -> None:
+    """The refusal names the value and gives an example or the range."""
+    with pytest.raises(ConfigError) as caught:
+        parse_listen(text)
+    assert repr(text) in str(caught.value)
+    assert "127.0.0.1:9330" in str(caught.value) or "65535" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:9330", "[::1]:0", "localhost:80"])
+def test_addresses_read_as_they_are_written(text: str) -> None:
+    """Parsing and printing are inverse."""
+    assert str(parse_listen(text)) == text
 
 
 def test_a_foreign_address_is_refused_with_a_remedy(start_daemon: StartDaemon) -> None:

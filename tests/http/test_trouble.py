@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvd.control import Control
 from kvd.http.connection import MAX_CONNECTIONS
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.serving import Daemon, StartDaemon
@@ -187,16 +188,16 @@ def cut_off(connection: socket.socket, seconds: float) -> bool:
     return bool(poll.poll(int(seconds * 1000)))
 
 
-def test_headers_without_end_are_refused(own: Daemon) -> None:
+def test_headers_without_end_are_refused(web: Daemon) -> None:
     """Above 16 KiB of headers a request gets an error, not memory."""
-    with idle_connection(own) as client:
+    with idle_connection(web) as client:
         client.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 17_000)
         assert client.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_body_is_not_read(own: Daemon) -> None:
+def test_a_body_is_not_read(web: Daemon) -> None:
     """What a client sends with a refused request is not waited for."""
-    with idle_connection(own) as client:
+    with idle_connection(web) as client:
         client.sendall(
             b"POST /livez HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n"
         )
@@ -210,6 +211,20 @@ def test_the_data_path_comes_first(own: Daemon) -> None:
         client.get("/readyz")
     assert child.nice() > psutil.Process(own.process.pid).nice()
     assert child.num_threads() <= 5
+
+
+def test_a_full_house_is_not_a_dead_one(start_daemon: StartDaemon) -> None:
+    """With every session taken the probes still pass, also after the HTTP process is replaced."""
+    daemon = start_daemon("--http-listen", "127.0.0.1:0", "--max-sessions", "2")
+    taken = [Control(daemon.runtime_dir) for _ in range(2)]
+    try:
+        http_process(daemon).kill()
+        with over_unix(daemon) as client:
+            assert client.get("/livez").status_code == 200
+            assert client.get("/status").json()["sessions"]["open"] == 3
+    finally:
+        for control in taken:
+            control.close()
 
 
 def test_nothing_runs_until_somebody_asks_where_the_port_is_off(daemon: Daemon) -> None:
