@@ -72,7 +72,7 @@ def test_a_clock_that_stands_still_gives_no_age_below_zero() -> None:
     times = Ages(2)
     times.tell(BOOT)
     times.tell(BOOT + 3)
-    times.used([0, 1])
+    times.used([0, 1], times.now)
     times.tell(BOOT)
     assert times.of([0, 1]).tolist() == [0.0, 0.0]
     times.evicted([0])
