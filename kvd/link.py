@@ -67,6 +67,8 @@ class ImportWorker(Message, frozen=True):
 
     session: Count
     token: bytes
+    engine: Name
+    pid: Count
     rank: Count
     world_size: Count
     layout: RankLayout

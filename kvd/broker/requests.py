@@ -83,7 +83,8 @@ class Requests:
         try:
             return self._core.request(session, header.request_id, message, now)
         except Exception:
-            log.exception("%s: %s could not be served", session.label, type(message).__name__)
+            name, who = type(message).__name__, session.who
+            log.exception("%s: %s could not be served", who, name, extra=who.fields)
             text = f"{type(message).__name__} hit a bug in kvd; its log has the details"
             return self._refuse(identity, header, ErrorCode.INTERNAL, text)
 

@@ -211,7 +211,8 @@ class Service:
                 try:
                     process.start(pool.fd, pool.nbytes)
                 except OSError as error:
-                    log.error("lane %s cannot be started: %s", process.device, error)  # noqa: TRY400
+                    text, lane = "lane %s cannot be started: %s", {"lane": process.device}
+                    log.error(text, process.device, error, extra=lane)  # noqa: TRY400
                     process.start_at = now + START_AGAIN_SECONDS
                     continue
                 if process.channel is not None:
@@ -245,7 +246,8 @@ class Service:
         try:
             _, message = LINK.decode(frame)
         except DecodeError:
-            log.exception("lane %s sent what is no message", process.device)
+            lane = {"lane": process.device}
+            log.exception("lane %s sent what is no message", process.device, extra=lane)
             process.kill()
             return
         if isinstance(message, LaneReady) and fds:
@@ -291,7 +293,8 @@ class Service:
         except EOFError:
             alive = False
         except (BadDatagram, DecodeError, Refused) as error:
-            log.warning("%s is shown the door: %s", session.label, error)
+            who = session.who
+            log.warning("%s is shown the door: %s", who, error, extra=who.fields)
             alive = False
         if not alive:
             self._leave(visitor)
@@ -323,7 +326,8 @@ class Service:
                 case DropLane():
                     del self._lanes[effect.device]
                 case KillLane():
-                    self._note(Event(f"lane {effect.device} is killed: {effect.reason}", "error"))
+                    text = f"lane {effect.device} is killed: {effect.reason}"
+                    self._note(Event(text, "error", {"lane": effect.device}))
                     self._lanes[effect.device].kill()
                 case OpenPool():
                     self._note(Event(f"cpu_bytes auto: {effect.explanation}"))
@@ -339,7 +343,8 @@ class Service:
 
     def _note(self, event: Event) -> None:
         self.core.state.events.add(event, time.time())
-        log.log(logging.getLevelNamesMapping()[event.level.upper()], event.text)
+        level = logging.getLevelNamesMapping()[event.level.upper()]
+        log.log(level, event.text, extra=event.fields)
 
     def _notify(self, effect: Notify) -> None:
         visitor = self._visitors.get(effect.session)
@@ -350,7 +355,7 @@ class Service:
         try:
             visitor.channel.send(frame, self._resolve(effect.fd))
         except (ChannelFull, EOFError, OSError) as error:
-            log.warning("%s does not listen (%s)", session.label, error)
+            log.warning("%s does not listen (%s)", session.who, error, extra=session.who.fields)
             self._leave(visitor)
 
     def _to_lane(self, effect: ToLane) -> None:
@@ -366,7 +371,8 @@ class Service:
             refusal = Imported(session=effect.message.session, error=text)
             self._carry_out(self.core.lane_message(effect.device, refusal, time.monotonic()))
         except (ChannelFull, EOFError, OSError) as error:
-            log.error("lane %s does not listen (%s)", effect.device, error)  # noqa: TRY400
+            lane = {"lane": effect.device}
+            log.error("lane %s does not listen (%s)", effect.device, error, extra=lane)  # noqa: TRY400
             process.kill()
 
     def _resolve(self, name: FdName | None) -> list[int]:

@@ -5,6 +5,7 @@ Commands of other packages join through the entry-point group `kvd.commands`.
 
 import importlib
 from importlib.metadata import entry_points
+from typing import Any
 
 import click
 
@@ -45,10 +46,22 @@ class _LazyGroup(click.Group):
             found = entry_points(group="kvd.commands", name=cmd_name)
             if not found:
                 return None
-            command = next(iter(found)).load()
+            command = _with_our_options(next(iter(found)).load())
         if not isinstance(command, click.Command):
             raise click.ClickException(f"{cmd_name} is registered, but is no command: {command!r}")
         return command
+
+
+def _with_our_options(command: Any) -> Any:
+    """Another package's command finds the runtime directory as ours do."""
+    from kvd.cli.options import RuntimeDirOption  # noqa: PLC0415  # costs its imports
+
+    if isinstance(command, click.Command):
+        command.params = [
+            RuntimeDirOption() if parameter.name == "runtime_dir" else parameter
+            for parameter in command.params
+        ]
+    return command
 
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,19 +14,26 @@ from kvd.settings import KNOWN
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def runtime_dir_option(function: F) -> F:
-    """--runtime-dir of a command that talks to a daemon; the function gets `runtime_dir: Path`.
+class RuntimeDirOption(click.Option):
+    """--runtime-dir of a command that talks to a daemon, as `runtime_dir: Path`.
 
     Without it the same rules hold as for the daemon: KVD_RUNTIME_DIR, the file, /run/kvd.
     """
-    known = KNOWN["runtime_dir"]
-    return click.option(
-        "--runtime-dir",
-        type=click.Path(file_okay=False),
-        callback=_find_runtime_dir,
-        help=f"The daemon's runtime directory. [default: {known.variable}, else runtime_dir of"
-        f" the configuration file, else {known.default}]",
-    )(function)
+
+    def __init__(self, names: Sequence[str] = ("--runtime-dir",)) -> None:
+        known = KNOWN["runtime_dir"]
+        super().__init__(
+            names,
+            type=click.Path(file_okay=False),
+            callback=_find_runtime_dir,
+            help=f"The daemon's runtime directory. [default: {known.variable}, else runtime_dir of"
+            f" the configuration file, else {known.default}]",
+        )
+
+
+def runtime_dir_option(function: F) -> F:
+    """A command's --runtime-dir; the function gets `runtime_dir: Path`."""
+    return click.option("--runtime-dir", cls=RuntimeDirOption)(function)
 
 
 def _find_runtime_dir(context: click.Context, parameter: click.Parameter, value: Any) -> Path:

@@ -54,7 +54,8 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     effects.append(
         Event(
             f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
-            f" {sizes.num_chunks} chunks of {format_size(sizes.bytes_per_chunk)}"
+            f" {sizes.num_chunks} chunks of {format_size(sizes.bytes_per_chunk)}",
+            fields={"engine": engine.name, "namespace": namespace.id.hex()},
         )
     )
     return effects
@@ -107,6 +108,8 @@ def import_worker(session: Session, registration: Register) -> ToLane:
         ImportWorker(
             session=session.number,
             token=session.token,
+            engine=session.engine.name if session.engine is not None else "?",
+            pid=session.peer.pid,
             rank=registration.rank,
             world_size=registration.world_size,
             layout=registration.layout,

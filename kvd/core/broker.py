@@ -133,7 +133,7 @@ class Broker:
             text = (
                 f"connection of pid {peer.pid} refused: {registry.max_sessions} sessions are open"
             )
-            return None, [Event(text, "warning")]
+            return None, [Event(text, "warning", {"pid": peer.pid})]
         session = registry.connect(token, peer)
         return session, [Notify(session.number, Greeting(pid=self.pid))]
 
@@ -156,7 +156,7 @@ class Broker:
         """The session's door is closed: its process is gone."""
         if session.number not in self.state.registry.sessions:
             return []
-        label = session.label
+        who = session.who
         effects, freed = self._registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
@@ -164,7 +164,7 @@ class Broker:
             effects += self.state.revoke(engine.namespace, dropped)
             freed += len(dropped)
         if engine is not None:
-            effects.append(Event(f"{label} is gone{in_words(freed)}"))
+            effects.append(Event(f"{who} is gone{in_words(freed)}", fields=who.fields))
         session.machine.fire(SessionEvent.LOST)
         self.state.registry.remove(session)
         return effects
@@ -212,7 +212,8 @@ class Broker:
         effects: list[Effect] = [Reply(session.number, request_id, welcome)]
         if message.kind != "tool":
             engine = self.state.registry.join(session, message.engine)
-            effects.append(Event(f"{session.label} is here"))
+            who = session.who
+            effects.append(Event(f"{who} is here", fields=who.fields))
             if engine.attached:
                 effects.append(attached_notice(engine, session.number))
         return effects
@@ -285,8 +286,8 @@ class Broker:
             *self.state.revoke(namespace, result.revoke),
         ]
         if not namespace.temporary:  # a self-test's own affair
-            text = f"{session.label} reset its namespace: {result.dropped} chunks dropped"
-            effects.append(Event(text))
+            text = f"{session.who} reset its namespace: {result.dropped} chunks dropped"
+            effects.append(Event(text, fields=session.who.fields))
         return effects
 
     def _ping(self, session: Session, request_id: int, message: Ping, now: float) -> list[Effect]:
@@ -344,7 +345,8 @@ class Broker:
             case LaneFailed():
                 return lane_failed(self.state, lane, message, now)
             case _:
-                return [Event(f"lane {device} sent {type(message).__name__}", "error")]
+                text = f"lane {device} sent {type(message).__name__}"
+                return [Event(text, "error", lane.fields)]
 
     def lane_lost(self, device: str, reason: str) -> list[Effect]:
         """A lane process has ended: all it was writing is lost, nothing else is."""
@@ -366,7 +368,8 @@ class Broker:
                 slots = engine.namespace.table.drop_owner(engine.number)
                 effects += self.state.revoke(engine.namespace, slots)
                 freed += len(slots)
-        effects.append(Event(f"lane {device} is lost: {lane.last_error}{in_words(freed)}", "error"))
+        text = f"lane {device} is lost: {lane.last_error}{in_words(freed)}"
+        effects.append(Event(text, "error", lane.fields))
         for session in list(self.state.registry.sessions.values()):
             if session.registration is not None and session.registration.device == device:
                 session.imported = False

@@ -50,7 +50,7 @@ def want_lane(state: BrokerState, device: str) -> list[Effect]:
     if device in state.lanes:
         return []
     state.lanes[device] = Lane(device, on_demand=True)
-    return [Event(f"lane {device} is wanted"), StartLane(device)]
+    return [Event(f"lane {device} is wanted", fields={"lane": device}), StartLane(device)]
 
 
 def lane_failed(state: BrokerState, lane: Lane, message: LaneFailed, now: float) -> list[Effect]:

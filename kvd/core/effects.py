@@ -4,9 +4,10 @@ The core returns lists of these; `kvd.broker.service` carries them out in order.
 Descriptors are named, not held: the core has no file descriptors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvd.who import Fields
 from kvd_proto.messages import Message
 
 
@@ -107,10 +108,14 @@ class DropDirectory:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something worth a line in the log and a place in the list of recent events."""
+    """Something worth a line in the log and a place in the list of recent events.
+
+    fields: identifiers in the text, for programs.
+    """
 
     text: str
     level: str = "info"
+    fields: Fields = field(default_factory=dict)
 
 
 Effect: TypeAlias = (

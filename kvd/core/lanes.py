@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvd.histogram import Histogram
 from kvd.link import LaneCounters, LanePong, Revoke, Spread
+from kvd.who import Fields
 from kvd_proto.arrays import IntArray
 
 NOTHING_SAID = LanePong(
@@ -52,6 +53,11 @@ class Lane:
         if self.up:
             return "up"
         return "down" if self.last_error else "starting"
+
+    @property
+    def fields(self) -> Fields:
+        """Identifiers of its present or last process, for events."""
+        return {"lane": self.device, "incarnation": self.incarnation, "pid": self.pid}
 
     @property
     def counters(self) -> LaneCounters:

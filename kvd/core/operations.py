@@ -56,7 +56,8 @@ class Operations:
         effects: list[Effect] = []
         if state.drain is None:
             state.drain = OperatorDrain(session.peer, now)
-            effects.append(Event(f"drained by {by(session.peer)}: no new stores until resumed"))
+            text = f"drained by {by(session.peer)}: no new stores until resumed"
+            effects.append(Event(text, fields=session.who.fields))
         stores, leases = in_flight(state)
         return [Reply(session.number, request_id, Drained(stores=stores, leases=leases)), *effects]
 
@@ -76,7 +77,8 @@ class Operations:
         ]
         if drain is not None:
             lasted = format_duration(now - drain.since)
-            effects.append(Event(f"resumed by {by(session.peer)} after {lasted} of drain"))
+            text = f"resumed by {by(session.peer)} after {lasted} of drain"
+            effects.append(Event(text, fields=session.who.fields))
         return effects
 
     def _clear(self, session: Session, request_id: int, message: Clear, now: float) -> list[Effect]:

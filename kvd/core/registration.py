@@ -95,9 +95,9 @@ class Registration:
         registration = session.registration
         if registration is None or session.state is not SessionState.REGISTERED:
             raise Refused(ErrorCode.BAD_STATE, "nothing is registered by this session")
-        label = session.label
+        who = session.who
         effects, freed = self._leave(session, "unregistered")
-        effects.append(Event(f"{label} has unregistered{in_words(freed)}"))
+        effects.append(Event(f"{who} has unregistered{in_words(freed)}", fields=who.fields))
         session.machine.fire(SessionEvent.UNREGISTER)
         session.releasing = request_id
         lane = self._state.lanes[registration.device]
@@ -147,7 +147,8 @@ class Registration:
         )
         effects: list[Effect] = [
             Event(
-                f"{session.label} registered; missing ranks: {list(engine.missing_ranks) or 'none'}"
+                f"{session.who} registered; missing ranks: {list(engine.missing_ranks) or 'none'}",
+                fields=session.who.fields,
             )
         ]
         try:
@@ -187,7 +188,10 @@ class Registration:
         lane.incarnation = message.incarnation
         lane.last_seen = now
         effects: list[Effect] = [
-            Event(f"lane {lane.device} is up (incarnation {lane.incarnation}, pid {lane.pid})")
+            Event(
+                f"lane {lane.device} is up (incarnation {lane.incarnation}, pid {lane.pid})",
+                fields=lane.fields,
+            )
         ]
         for session in self._state.registry.sessions.values():
             registration = session.registration
@@ -204,7 +208,7 @@ class Registration:
         effects: list[Effect] = []
         if message.error:
             lane.pool_error = message.error
-            effects.append(Event(f"lane {lane.device}: {message.error}", "error"))
+            effects.append(Event(f"lane {lane.device}: {message.error}", "error", lane.fields))
         for session in self._state.waiting_for(lane.device):
             effects += self.advance(session, now)
         return effects
@@ -299,9 +303,8 @@ class Registration:
         if session.registration is None:
             return []
         if message.error:
-            return [
-                Event(f"{session.label}: memory lost to the new lane: {message.error}", "error")
-            ]
+            text = f"{session.who}: memory lost to the new lane: {message.error}"
+            return [Event(text, "error", session.who.fields)]
         session.imported = True
         return [bind(session)] if session.engine and session.engine.attached else []
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from kvd.core.lookups import LookupTotals
 from kvd.errors import IntegrityError
 from kvd.state.namespaces import Namespace
+from kvd.who import Who
 from kvd_proto.messages import Fingerprint, Register
 from kvd_proto.states import SESSION, Machine, SessionEvent, SessionState
 
@@ -55,15 +56,14 @@ class Session:
         return self.machine.state
 
     @property
-    def label(self) -> str:
+    def who(self) -> Who:
         """How logs and events name this session."""
-        if self.engine is None:
-            return f"session {self.number} (pid {self.peer.pid})"
-        role = f"rank {self.registration.rank}" if self.registration else self.kind
-        return f"engine {self.engine.name} {role} (pid {self.peer.pid})"
+        engine = self.engine.name if self.engine is not None else None
+        rank = self.registration.rank if self.registration is not None else None
+        return Who(self.number, self.peer.pid, engine, self.kind, rank)
 
     def __repr__(self) -> str:
-        return f"<Session {self.number} {self.state}: {self.label}>"
+        return f"<Session {self.number} {self.state}: {self.who}>"
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvd.lane.device import Direction
 from kvd.lane.workers import Binding, Worker
 from kvd.link import ShareDone
+from kvd.who import Fields
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import JobShapeError
@@ -136,6 +137,16 @@ class LaneJob:
         """Whether its Done is still to come."""
         return self.machine.state is not JobState.ENDED
 
+    @property
+    def label(self) -> str:
+        """How logs name this job."""
+        return f"{self.direction} {self.request.job} of {self.worker.who}"
+
+    @property
+    def fields(self) -> Fields:
+        """The same for programs."""
+        return {**self.worker.who.fields, "job": self.request.job}
+
     def objection(self) -> Refusal | None:
         """Why the job's chunks or blocks are not its own now; None where they are.
 
@@ -200,9 +211,8 @@ class LaneJob:
 
     def __repr__(self) -> str:
         return (
-            f"<LaneJob {self.direction} {self.request.job} of session {self.worker.session}"
-            f" {self.machine.state}, piece {self.next_piece}/{len(self.pieces)},"
-            f" {self.in_flight} in flight>"
+            f"<LaneJob {self.label}: {self.machine.state},"
+            f" piece {self.next_piece}/{len(self.pieces)}, {self.in_flight} in flight>"
         )
 
 

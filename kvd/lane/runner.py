@@ -255,7 +255,7 @@ class Runner:
         job.moved_bytes += finished.nbytes
         job.copy_ns += finished.nanoseconds
         if finished.error:
-            _log.error("%r: %s", job, finished.error)
+            _log.error("%s failed: %s", job.label, finished.error, extra=job.fields)
             self.stop(job, JobStatus.FAILED, finished.error)
         if job.machine.state is JobState.DRAINING and not job.in_flight:
             job.machine.fire(JobEvent.DRAINED)

@@ -18,7 +18,7 @@ from kvd.lane.jobs import LaneJob, ReplyTo, refused_shares
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import Sockets, Woken
 from kvd.lane.stages import Stages
-from kvd.lane.workers import Binding, Worker, Workers
+from kvd.lane.workers import Binding, Worker, Workers, who_is
 from kvd.link import (
     LINK,
     BindWorker,
@@ -240,22 +240,24 @@ class LaneService:
         error = ""
         try:
             worker = self._workers.add(message, fds)
-            _log.info("imported %r", worker)
+            _log.info("imported the memory of %s", worker.who, extra=worker.who.fields)
         except ImportFailed as problem:
             error = str(problem)
-            _log.warning("session %d: %s", message.session, error)
+            who = who_is(message)
+            _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
         self._tell(Imported(session=message.session, error=error))
 
     def _bind(self, message: BindWorker, fds: tuple[int, ...]) -> None:
         worker = self._workers.by_session(message.session)
         if worker is None or worker.leaving:
-            _log.warning("session %d is to be bound and is not here", message.session)
+            fields = {"session": message.session}
+            _log.warning("session %d is to be bound and is not here", message.session, extra=fields)
             return
         try:
             worker.binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
         except LaneError:
             # Unbound, its jobs are refused; the broker's log and this one say why.
-            _log.exception("session %d cannot be bound", message.session)
+            _log.exception("%s cannot be bound", worker.who, extra=worker.who.fields)
 
     def _unbind(self, message: UnbindWorker, _fds: tuple[int, ...]) -> None:
         worker = self._workers.by_session(message.session)
@@ -273,7 +275,7 @@ class LaneService:
 
         def let_go() -> None:
             self._workers.remove(worker)
-            _log.info("released %r", worker)
+            _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
             self._tell(Released(session=message.session))
 
         self._runner.when_ended(jobs, let_go)
@@ -354,7 +356,7 @@ class LaneService:
         except DecodeError as error:
             self._refuse(reply, ErrorCode.BAD_MESSAGE, str(error))
         except Exception:  # noqa: BLE001  # one request must not end the other engines' lane
-            _log.exception("request %d", header.request_id)
+            _log.exception("request %d could not be served", header.request_id)
             self._refuse(reply, ErrorCode.INTERNAL, "a bug in the lane; its log has the details")
 
     def _request(self, header: Header, frame: bytes, reply: ReplyTo) -> None:

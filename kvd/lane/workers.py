@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Device, MemoryId
 from kvd.link import BindWorker, ImportWorker
+from kvd.who import Who
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError, LayoutError
 from kvd_proto.expand import Expander
@@ -132,6 +133,7 @@ class Worker:
 
     session: int
     token: bytes
+    who: Who
     rank: int
     world_size: int
     layout: RankLayout
@@ -143,7 +145,12 @@ class Worker:
 
     def __repr__(self) -> str:
         bound = "bound" if self.binding is not None else "not bound"
-        return f"<Worker session={self.session} rank={self.rank}/{self.world_size} {bound}>"
+        return f"<Worker {self.who} of {self.world_size}, session {self.session}, {bound}>"
+
+
+def who_is(message: ImportWorker) -> Who:
+    """The worker that a message names."""
+    return Who(message.session, message.pid, message.engine, "worker", message.rank)
 
 
 class Workers:
@@ -177,6 +184,7 @@ class Workers:
         worker = Worker(
             session=message.session,
             token=message.token,
+            who=who_is(message),
             rank=message.rank,
             world_size=message.world_size,
             layout=message.layout,

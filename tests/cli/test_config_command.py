@@ -72,13 +72,14 @@ def test_check_of_a_missing_file_fails(tmp_path: Path) -> None:
     assert "no.toml" in done.output
 
 
-def test_status_looks_where_the_daemon_would_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["status", "selftest"])
+def test_tools_look_where_the_daemon_would_be(tmp_path: Path, command: str) -> None:
     """KVD_RUNTIME_DIR and the file's runtime_dir lead a tool as they lead the daemon."""
-    done = kvd("status", KVD_RUNTIME_DIR=str(tmp_path / "variable"))
+    done = kvd(command, KVD_RUNTIME_DIR=str(tmp_path / "variable"))
     assert str(tmp_path / "variable") in done.output
     file = tmp_path / "kvd.toml"
     file.write_text(f'runtime_dir = "{tmp_path}/file"\n')
-    done = kvd("status", KVD_CONFIG=str(file))
+    done = kvd(command, KVD_CONFIG=str(file))
     assert f"{tmp_path}/file" in done.output
 
 

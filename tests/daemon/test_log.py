@@ -14,6 +14,7 @@ import pytest
 from kvd.control import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine
 
 
 @contextmanager
@@ -64,6 +65,22 @@ def test_json_lines_of_broker_and_lane_parse(start_daemon: StartDaemon) -> None:
     events = [line["event"] for line in lines if line["process"] == "broker"]
     assert any(event.startswith("serving ") for event in events)
     assert events[-1] == "stopped"
+
+
+def test_broker_and_lane_name_a_rank_alike(start_daemon: StartDaemon) -> None:
+    """A rank has the same name in every text, and the same identifiers in every line about it."""
+    daemon = start_daemon("--log-format", "json")
+    with Engine(daemon.runtime_dir, "llama", world_size=2) as engine:
+        engine.wait_attached()
+    daemon.stop()
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    about = [line for line in lines if line.get("rank") == 1]
+    assert {line["process"] for line in about} == {"broker", "lane"}
+    assert all(line["engine"] == "llama" and line["pid"] == os.getpid() for line in about)
+    assert len({line["session"] for line in about}) == 1
+    assert all(f"engine llama rank 1 (pid {os.getpid()})" in line["event"] for line in about)
+    (lane,) = {line["lane"] for line in about if line["process"] == "lane"}
+    assert lane == "host"
 
 
 def test_errors_come_in_the_chosen_form(runtime_dir: Path) -> None:

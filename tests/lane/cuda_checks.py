@@ -295,6 +295,8 @@ class Served:
             ImportWorker(
                 session=1,
                 token=bytes(16),
+                engine="llama",
+                pid=41,
                 rank=0,
                 world_size=1,
                 layout=layout,

@@ -275,6 +275,8 @@ class Lane:
         fields: dict[str, Any] = {
             "session": worker.session,
             "token": worker.token,
+            "engine": "llama",
+            "pid": 41,
             "rank": worker.rank,
             "world_size": worker.world_size,
             "layout": worker.layout,

@@ -98,6 +98,8 @@ class Bench:
             ImportWorker(
                 session=session,
                 token=source.token,
+                engine="llama",
+                pid=41,
                 rank=0,
                 world_size=1,
                 layout=self.layout,
