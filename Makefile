@@ -41,7 +41,7 @@ lint: $(STAMP) ## ruff, mypy strict, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests
-	MYPYPATH=bench $(BIN)/mypy bench/*.py docs/*.py
+	MYPYPATH=bench $(BIN)/mypy bench/*.py docs/*.py deploy/grafana/*.py
 	$(BIN)/lint-imports
 
 format: $(STAMP) ## format and fix what can be fixed

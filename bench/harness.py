@@ -23,7 +23,7 @@ MIB = 2**20
 READY_SECONDS = 30.0
 POLL_SECONDS = 0.001
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_MARKS = (".pool", "memfd:kvd-memory", "/dev/shm/")  # the pool's and the workers' memory
+SHARED_MARKS = ("/pool", "memfd:kvd-memory", "/dev/shm/")  # the pool's and the workers' memory
 
 Figures = dict[str, float]
 _numbers = itertools.count()
@@ -57,7 +57,7 @@ class Daemon:
         started = time.perf_counter()
         command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
         command += ["--cpu-bytes", str(self._cpu_bytes), "--pool-dir", str(self._place)]
-        command += ["--http-listen", "off"]
+        command += ["--http-listen", "off", "--keep-pool", "no"]
         self._log = (self._place / "log").open("w")
         self._process = subprocess.Popen(command, stderr=self._log, start_new_session=True)
         try:

@@ -7,6 +7,7 @@
     ├── AlreadyRunning       another daemon holds the runtime directory: names its pid
     ├── NotRunning           no daemon answers in the runtime directory
     ├── PoolError            the pool's memory cannot be had
+    ├── LedgerDamaged        what was kept of a namespace cannot be believed
     ├── ChannelFull          the peer of a channel does not read
     ├── BadDatagram          a datagram that cannot be sent or was cut off
     ├── LaneError            a lane cannot do what was asked
@@ -39,6 +40,10 @@ class NotRunning(KvdError):
 
 class PoolError(KvdError):
     """The pool's memory cannot be had."""
+
+
+class LedgerDamaged(KvdError):
+    """What was kept of a namespace cannot be believed: it starts empty."""
 
 
 class ChannelFull(KvdError):

@@ -57,6 +57,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     policy: Annotated[Literal["lru", "arc"], About("What is evicted first.", _POOL, "POLICY")] = (
         "lru"
     )
+    keep_pool: Annotated[
+        Literal["yes", "no"],
+        About("Leave the pool and what is in it to the next daemon.", _POOL, "YES|NO"),
+    ] = "yes"
     reuse_threshold: Annotated[
         int,
         Meta(ge=1, le=1000),

@@ -91,6 +91,14 @@ inside sh -c 'echo "cpu_bytes = \"64MiB\"" >/etc/kvd/kvd.toml
 fail() { inside journalctl --no-pager --unit kvd --lines 40 ; said "FAILED: $*"; exit 1; }
 inside systemctl start kvd || fail "the start"
 inside kvd status >/dev/null || fail "ready when started"
+inside sh -c 'echo "drain_seconds = 5.0" >>/etc/kvd/kvd.toml'
+inside systemctl reload kvd || fail "the reload"
+inside sh -c 'echo "drain_seconds = -1" >/etc/kvd/kvd.toml'
+inside systemctl reload kvd 2>/dev/null && fail "a reload of a wrong file"
+inside systemctl is-active --quiet kvd || fail "active after a refused reload"
+inside sh -c 'echo "cpu_bytes = \"64MiB\"" >/etc/kvd/kvd.toml'
+said "reloaded a right file, refused a wrong one"
+
 before=$(inside systemctl show --property MainPID --value kvd)
 said "started and ready, as user $(inside stat --format %U "/proc/$before")"
 inside sh -c "kill -STOP $before"

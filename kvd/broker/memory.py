@@ -1,6 +1,7 @@
-"""Memory that outlives no one by accident: the pool's file and the directories.
+"""Memory that other processes map: the pool's file and the directories.
 
-The pool is a file on tmpfs that lanes map and clients never see. Its pages are
+The pool is a file on tmpfs that lanes map and clients never see; what becomes of it
+when the daemon ends is the business of `kvd.broker.keep`. Its pages are
 allocated by a thread of its own, so that a full /dev/shm is an error message
 at start and not a SIGBUS under load, and so that the broker answers meanwhile.
 
@@ -16,6 +17,7 @@ import os
 import threading
 from pathlib import Path
 
+from kvd.broker.filesystem import Filesystem
 from kvd.errors import PoolError
 from kvd.filling import FillOrder
 from kvd_proto.sizes import format_size
@@ -28,8 +30,8 @@ class PoolMemory:
     """The pool's file.
 
     Args:
-        path: where it lies; an older file there is replaced.
-        nbytes: its size.
+        path: where it lies; a file of the right size that is there is used with what it holds.
+        nbytes: its size at least; it has whole pages.
 
     Raises:
         PoolError: it cannot be made, with the figures.
@@ -37,24 +39,32 @@ class PoolMemory:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
-        self.nbytes = nbytes
-        self.fill = FillOrder.of(nbytes)
         self.allocated = 0  # bytes in the order of filling
         self.error = ""
         try:
-            free = os.statvfs(path.parent)
-            room = free.f_bavail * free.f_frsize
-            if room < nbytes:
+            filesystem = Filesystem.of(path.parent)
+            self.nbytes = filesystem.whole_pages(nbytes)
+            self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self.fd = os.open(path, flags, 0o600)
+            held = os.fstat(self.fd).st_blocks * 512
+            if filesystem.room + held < self.nbytes:
+                os.close(self.fd)
+                path.unlink()
                 raise PoolError(
                     f"a pool of {format_size(nbytes)} does not fit {path.parent}, which has"
-                    f" {format_size(room)} left; choose a smaller --cpu-bytes or enlarge the"
-                    f" filesystem (mount -o remount,size=… {path.parent})"
+                    f" {format_size(filesystem.room + held)} left;"
+                    f" {filesystem.remedy(nbytes, path.parent)}"
                 )
-            path.unlink(missing_ok=True)
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self.fd, nbytes)
+            os.ftruncate(self.fd, self.nbytes)
         except OSError as error:
             raise PoolError(f"{path}: the pool cannot be made: {error.strerror}") from error
+        if held >= self.nbytes:
+            self.allocated = self.nbytes
+        # Lanes touch what is allocated, and count it; where some of it is there already and
+        # some is not, only a whole pool is safe to touch.
+        self._patchy = 0 < held < self.nbytes
+        self._exclusive = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._allocate, name="kvd-pool", daemon=True)
@@ -68,21 +78,40 @@ class PoolMemory:
         """The descriptor that becomes readable when a piece is there, or allocation has ended."""
         return self._wake_read
 
+    @property
+    def may_be_written(self) -> bool:
+        """Whether lanes may start: no lane of a dead daemon is left that may still write here.
+
+        Every lane holds a lock on the pool's file for as long as anything of it can move bytes.
+        """
+        if not self._exclusive:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+            self._exclusive = True
+        return self.ready or not self._patchy
+
     def _allocate(self) -> None:
         try:
-            for piece in self.fill.order:
-                begin, end = self.fill.span(piece)
-                for start in range(begin, end, _STEP):
-                    if self._stop.is_set():
-                        return
-                    os.posix_fallocate(self.fd, start, min(_STEP, end - start))
-                self.allocated += end - begin
-                self._wake()
+            if self.allocated < self.nbytes:
+                self._allocate_all()
         except OSError as error:
             self.error = (
                 f"{self.path}: {error.strerror} after {format_size(self.allocated)} of"
                 f" {format_size(self.nbytes)}; choose a smaller --cpu-bytes"
             )
+        self._wake()
+
+    def _allocate_all(self) -> None:
+        for piece in self.fill.order:
+            begin, end = self.fill.span(piece)
+            for start in range(begin, end, _STEP):
+                if self._stop.is_set():
+                    return
+                os.posix_fallocate(self.fd, start, min(_STEP, end - start))
+            self.allocated += end - begin
             self._wake()
 
     def _wake(self) -> None:
@@ -95,13 +124,12 @@ class PoolMemory:
         return self.allocated >= self.nbytes and not self.error
 
     def close(self) -> None:
-        """Stop allocating and give the memory back."""
+        """Stop allocating, and let go of the file."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
         for fd in (self.fd, self._wake_read, self._wake_write):
             os.close(fd)
-        self.path.unlink(missing_ok=True)
 
     def __repr__(self) -> str:
         return f"<PoolMemory {format_size(self.allocated)} of {format_size(self.nbytes)}>"

@@ -6,7 +6,6 @@ a SIGKILLed daemon never keeps its successor out.
 
 import contextlib
 import fcntl
-import hashlib
 import os
 from pathlib import Path
 
@@ -23,15 +22,13 @@ class RuntimeDir:
         ConfigError: the path cannot be used, with the reason.
     """
 
-    def __init__(self, path: Path, pool_dir: Path) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         if len(os.fsencode(self.path)) > MAX_DIRECTORY_BYTES:
             raise ConfigError(
                 f"runtime_dir = {self.path}: {len(os.fsencode(self.path))} bytes, a socket's path"
                 f" leaves room for {MAX_DIRECTORY_BYTES}; use a shorter one, such as /run/kvd"
             )
-        digest = hashlib.blake2b(os.fsencode(self.path), digest_size=6).hexdigest()
-        self.pool = pool_dir / f"kvd-{digest}.pool"
         self.broker_socket = self.path / "broker.sock"
         self.door_socket = self.path / "door.sock"
         self.http_socket = self.path / "http.sock"
@@ -77,7 +74,7 @@ class RuntimeDir:
             self._lock_fd = -1
 
     def _clear(self) -> None:
-        stale = [self.broker_socket, self.door_socket, self.http_socket, self.pool]
+        stale = [self.broker_socket, self.door_socket, self.http_socket]
         stale += self.path.glob("lane-*.sock")
         for path in stale:
             with contextlib.suppress(FileNotFoundError):

@@ -20,9 +20,11 @@ from kvd.broker.available import available_bytes
 from kvd.broker.door import Door, Visitor
 from kvd.broker.figures import OwnFigures
 from kvd.broker.http import HttpProcess
+from kvd.broker.keep import Keep
 from kvd.broker.memory import DirectoryMemory, PoolMemory
 from kvd.broker.notify import Notifier
 from kvd.broker.reloading import ConfigReader
+from kvd.broker.reopen import open_pool
 from kvd.broker.requests import Requests
 from kvd.broker.runtime_dir import RuntimeDir
 from kvd.broker.supervisor import LaneProcess
@@ -46,10 +48,11 @@ from kvd.core.effects import (
     StartLane,
     ToLane,
 )
-from kvd.errors import BadDatagram, ChannelFull, ConfigError, PoolError, Refused
+from kvd.errors import BadDatagram, ChannelFull, PoolError, Refused
+from kvd.filling import FillOrder
 from kvd.link import LINK, Imported, ImportWorker, LaneReady, StopLane
 from kvd.seqpacket import close_all
-from kvd.state.namespaces import Namespaces
+from kvd.state.namespaces import Keeping, Namespaces
 from kvd_proto.codec import WIRE
 from kvd_proto.devices import HOST
 from kvd_proto.errors import DecodeError
@@ -59,6 +62,7 @@ from kvd_proto.sizes import format_size
 log = logging.getLogger("kvd.broker")
 TICK_SECONDS = 0.25
 START_AGAIN_SECONDS = 1.0
+HELD_UP_SECONDS = 0.01
 DEVICES = (HOST,)
 
 
@@ -69,16 +73,14 @@ class Service:
         KvdError: it cannot start, with the remedy.
     """
 
-    def __init__(self, loaded: Loaded, sources: Sources, version: str) -> None:
+    def __init__(
+        self, loaded: Loaded, sources: Sources, version: str, *, cold: bool = False
+    ) -> None:
         self.settings = settings = loaded.settings
         self._config = ConfigReader(sources)
-        self._pool_dir = Path(settings.pool_dir)
-        if not self._pool_dir.is_dir():
-            raise ConfigError(
-                f"pool_dir = {self._pool_dir}: no such directory; use a tmpfs such as /dev/shm"
-            )
-        self._runtime = RuntimeDir(Path(settings.runtime_dir), self._pool_dir)
+        self._runtime = RuntimeDir(Path(settings.runtime_dir))
         self._runtime.lock()
+        self._keep = Keep.of(settings, self._runtime.path, cold=cold)
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen
         )
@@ -97,20 +99,22 @@ class Service:
         self._polled = 0.0
         self._poller = zmq.Poller()
         self._notifier = Notifier.from_environment(os.environ)
+        self._boot_id = os.urandom(16)
         self.core = Broker(
             settings,
-            boot_id=os.urandom(16),
+            boot_id=self._boot_id,
             version=version,
             pid=os.getpid(),
             devices=DEVICES,
             open_namespaces=self._open_namespaces,
-            available_bytes=lambda: available_bytes(self._pool_dir),
+            available_bytes=lambda: (
+                available_bytes(Path(settings.pool_dir)) + self._keep.held_bytes()
+            ),
+            kept_bytes=self._keep.kept_bytes,
             surroundings=lambda: self._figures.read(self._requests.dropped),
         )
         self.core.reloading.loaded = loaded
         self.core.state.measures.started = time.time()
-        if settings.pool_bytes is not None:
-            self._open_pool(settings.pool_bytes)
         self._requests = Requests(self._runtime.broker_socket, self.core, self._visitors)
         self._door = Door(self._runtime.door_socket)
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -141,7 +145,7 @@ class Service:
         self._start_lanes(now)
         if self._polled:
             self.core.state.measures.turn(time.monotonic() - self._polled, now)
-        ready = dict(self._poller.poll(0 if self.core.busy else int(TICK_SECONDS * 1000)))
+        ready = dict(self._poller.poll(0 if self.core.busy else int(self._patience * 1000)))
         now = self._polled = time.monotonic()
         for process in list(self._lanes.values()):  # first: what lanes report decides what is READY
             self._lane_turn(process, ready, now)
@@ -167,28 +171,42 @@ class Service:
             if visitor.channel.wants_write:
                 visitor.channel.flush()
         self._http.turn(self._poller, ready, now)
-        self._notifier.turn(now, self.core.state)
+        self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
+
+    @property
+    def _patience(self) -> float:
+        held_up = self._pool is not None and not self._pool.may_be_written
+        return HELD_UP_SECONDS if held_up else TICK_SECONDS
 
     # ----------------------------------------------------------------- pool
 
     def _open_namespaces(self, cpu_bytes: int) -> Namespaces:
-        return Namespaces(
-            cpu_bytes,
-            policy=self.settings.policy,
-            reuse_threshold=self.settings.reuse_threshold,
-            lease_seconds=self.settings.lease_seconds,
-            ticket_seconds=self.settings.ticket_seconds,
-            make_buffer=self._directories.make,
-        )
+        def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+            return Namespaces(
+                cpu_bytes,
+                policy=self.settings.policy,
+                reuse_threshold=self.settings.reuse_threshold,
+                lease_seconds=self.settings.lease_seconds,
+                ticket_seconds=self.settings.ticket_seconds,
+                make_buffer=self._directories.make,
+                keeping=keeping,
+                fill=fill,
+            )
 
-    def _open_pool(self, nbytes: int) -> None:
-        self._pool = PoolMemory(self._runtime.pool, nbytes)
+        try:
+            self._pool, namespaces = open_pool(self._keep, cpu_bytes, self._boot_id, make)
+        except PoolError:
+            if self.settings.pool_bytes is not None:  # this daemon does not start
+                self._keep.close()
+            raise
         self._pool.start()
         self._poller.register(self._pool.done_fd, zmq.POLLIN)
-        log.info("pool of %s at %s", format_size(nbytes), self._runtime.pool)
+        log.info("pool of %s at %s", format_size(cpu_bytes), self._pool.path)
+        return namespaces
 
     def _pool_turn(self, pool: PoolMemory) -> None:
         if pool.error:
+            self._keep.keeps = False  # it will not fit next time either
             raise PoolError(pool.error)
         with contextlib.suppress(BlockingIOError):
             os.read(pool.done_fd, 512)
@@ -204,7 +222,7 @@ class Service:
 
     def _start_lanes(self, now: float) -> None:
         pool = self._pool
-        if pool is None or self.core.state.stopping:
+        if pool is None or self.core.state.stopping or not pool.may_be_written:
             return
         for process in self._lanes.values():
             if not process.running and now >= process.start_at:
@@ -331,13 +349,13 @@ class Service:
                     self._lanes[effect.device].kill()
                 case OpenPool():
                     self._note(Event(f"cpu_bytes auto: {effect.explanation}"))
-                    self._open_pool(effect.cpu_bytes)
                 case DropFds():
                     visitor = self._visitors.get(effect.session)
                     if visitor is not None:
                         visitor.drop_fds()
                 case DropDirectory():
                     self._directories.drop(effect.namespace.hex())
+                    self._keep.drop_ledger(effect.namespace.hex())
                 case Event():
                     self._note(effect)
 
@@ -424,6 +442,7 @@ class Service:
         self._directories.close()
         if self._pool is not None:
             self._pool.close()
+        self._keep.close()
         self._runtime.release()
         os.close(self._wake_read)
         os.close(self._wake_write)

@@ -22,6 +22,7 @@ _OWN = {
     "status": "kvd.cli.status:status",
     "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
+    "purge": "kvd.cli.purge:purge",
     "doctor": "kvd.cli.doctor:doctor",
     "config": "kvd.cli.config:config",
     "help": "kvd.cli.help:help_command",

@@ -18,8 +18,9 @@ log = logging.getLogger("kvd.cli")
 
 @click.command()
 @settings_options
+@click.option("--cold", is_flag=True, help="Begin without the chunks of the daemon before.")
 @click.option("-v", "--verbose", is_flag=True, help="Log every detail: --log-level debug.")
-def serve(*, config: Path | None, verbose: bool, **options: str | None) -> None:
+def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | None) -> None:
     """Own a pool of host memory and serve it to inference engines until SIGTERM.
 
     Settings come from the defaults, one TOML file, the environment (KVD_CPU_BYTES and so on)
@@ -46,7 +47,7 @@ def serve(*, config: Path | None, verbose: bool, **options: str | None) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # sessions bring descriptors
     try:
-        status = Service(loaded, places, f"kvd {VERSION}").run()
+        status = Service(loaded, places, f"kvd {VERSION}", cold=cold).run()
     except KvdError as error:
         log.error("%s", error)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
         status = 1

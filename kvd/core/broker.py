@@ -79,7 +79,7 @@ class Broker:
         version: the daemon's name and version, for WELCOME.
         pid: the daemon's process id.
         devices: names of the devices that have a lane from the start.
-        open_namespaces, available_bytes, surroundings: see `BrokerState`.
+        open_namespaces, available_bytes, surroundings, kept_bytes: see `BrokerState`.
     """
 
     def __init__(
@@ -92,10 +92,16 @@ class Broker:
         devices: Iterable[str],
         open_namespaces: OpenNamespaces,
         available_bytes: Callable[[], int],
+        kept_bytes: Callable[[], int | None] = lambda: None,
         surroundings: Callable[[], Surroundings] = Surroundings,
     ) -> None:
         self.state = BrokerState(
-            settings, boot_id, open_namespaces, available_bytes, Registry(settings.max_sessions)
+            settings,
+            boot_id,
+            open_namespaces,
+            available_bytes,
+            Registry(settings.max_sessions),
+            kept_bytes=kept_bytes,
         )
         self.state.surroundings = surroundings
         self.state.lanes = {device: Lane(device) for device in devices}
@@ -103,6 +109,7 @@ class Broker:
             self.state.namespaces = open_namespaces(settings.pool_bytes)
         self.version = version
         self.pid = pid
+        self._ticked = 0.0
         self._registration = Registration(self.state)
         self._operations = Operations(self.state)
         self.reloading = Reloading(self.state)
@@ -426,11 +433,16 @@ class Broker:
                         Event(f"{len(expired)} chunks in writing ran out of time", "warning")
                     )
                 effects += self.state.revoke(namespace, expired)
+        timeout = self.state.settings.lane_timeout_seconds
+        if now - self._ticked > timeout / 2:  # this process hung: no lane could make itself heard
+            for lane in self.state.lanes.values():
+                lane.last_seen = now
+        self._ticked = now
         for lane in self.state.lanes.values():
             silent = now - lane.last_seen
             if not lane.up or lane.killed:
                 continue
-            if silent > self.state.settings.lane_timeout_seconds:
+            if silent > timeout:
                 lane.killed = True
                 effects.append(KillLane(lane.device, f"silent for {silent:.1f} s"))
             elif now - lane.last_ping > PING_SECONDS:

@@ -20,7 +20,7 @@ from kvd.core.effects import (
 from kvd.core.lanes import Lane
 from kvd.core.sessions import PendingRegister, Session
 from kvd.core.state import BrokerState
-from kvd.errors import KvdError, Refused
+from kvd.errors import KvdError, PoolError, Refused
 from kvd.link import Imported, LaneReady, PoolUsable, Released, ReleaseWorker
 from kvd_proto.errors import LayoutError
 from kvd_proto.messages import (
@@ -31,7 +31,12 @@ from kvd_proto.messages import (
     Unregistered,
     fd_index,
 )
-from kvd_proto.sizes import auto_cpu_bytes, kv_bytes_per_block, size_pool, total_gpu_kv_bytes
+from kvd_proto.sizes import (
+    auto_cpu_bytes,
+    kv_bytes_per_block,
+    size_pool,
+    total_gpu_kv_bytes,
+)
 from kvd_proto.states import SessionEvent, SessionState
 
 REGISTER_SECONDS = 20.0
@@ -295,7 +300,10 @@ class Registration:
             raise Refused(
                 ErrorCode.BAD_LAYOUT, f"cpu_bytes auto: {size.explanation}: {error}"
             ) from error
-        state.namespaces = state.open_namespaces(size.cpu_bytes)
+        try:
+            state.namespaces = state.open_namespaces(size.cpu_bytes)
+        except PoolError as error:
+            raise Refused(ErrorCode.NOT_READY, str(error)) from error
         return [OpenPool(size.cpu_bytes, size.explanation)]
 
     def _reimported(self, session: Session, message: Imported) -> list[Effect]:

@@ -44,6 +44,7 @@ class BrokerState:
 
     `stopping`: SIGTERM has come; nothing undoes that. `drain` is undone by Resume.
 
+    `kept_bytes` is the size of the pool that the daemon before left, if it can be used.
     `open_namespaces` supplies directory memory, `available_bytes` what the machine has to
     give, `surroundings` the time and this process's figures; they touch the outside, so they
     are handed in.
@@ -54,6 +55,7 @@ class BrokerState:
     open_namespaces: OpenNamespaces
     available_bytes: Callable[[], int]
     registry: Registry
+    kept_bytes: Callable[[], int | None] = lambda: None
     lanes: dict[str, Lane] = field(default_factory=dict)
     failed_lanes: dict[str, tuple[float, str]] = field(default_factory=dict)
     gone_counters: LaneCounters = field(default_factory=LaneCounters)

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvd.errors import ChannelFull, KvdError
 from kvd.lane.device import Device
 from kvd.lane.host import HostDevice
-from kvd.lane.lifeline import move_up, open_lifeline
+from kvd.lane.lifeline import hold_pool, move_up, open_lifeline
 from kvd.lane.service import TEXT_LIMIT, LaneService
 from kvd.lane.sockets import Sockets
 from kvd.link import LINK, LaneFailed, lane_socket
@@ -39,6 +39,7 @@ def main() -> int:
     endpoint = f"ipc://{options.runtime_dir / lane_socket(options.device, options.incarnation)}"
     options.pool_fd = move_up(options.pool_fd)
     lifeline = open_lifeline()
+    hold_pool(options.pool_fd)
     link = Channel(socket.socket(fileno=options.link_fd))
     try:
         service = LaneService(

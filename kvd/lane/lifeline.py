@@ -10,6 +10,8 @@ process moves bytes any more.
 import fcntl
 import os
 
+from kvd.errors import LaneError
+
 _HIGH = 64
 
 
@@ -27,6 +29,22 @@ def open_lifeline() -> int:
     else:
         os.close(write_end)
     return moved
+
+
+def hold_pool(pool_fd: int) -> None:
+    """Lock the pool's file for as long as anything of this process can write to it.
+
+    The next daemon waits for that. The lock is on a descriptor of this process's own, opened
+    like the lifeline before a device and with a number as low as there is; never closed.
+
+    Raises:
+        LaneError: a daemon that takes the pool over holds the lock: this one's is gone.
+    """
+    descriptor = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise LaneError("another daemon is taking the pool over") from error
 
 
 def move_up(descriptor: int) -> int:

@@ -1,4 +1,7 @@
-"""How long chunks were of no use when they were evicted.
+"""When chunks were last of use, and how long ago that was when they were evicted.
+
+Every use has a stamp, microseconds that always grow: so they are both a time and an
+order. They lie in the ledger, where there is one, so that the next daemon knows them.
 
 A chunk's age is the time since it became READY or was last used: pinned for a
 load, or touched. It says whether the pool is large enough: chunks evicted within
@@ -17,32 +20,37 @@ AGE_BOUNDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 8640
 
 
 class Ages:
-    """When each slot's chunk was last of use, 4 bytes a slot, and the ages at eviction.
+    """When each slot's chunk was last of use, and the ages at eviction.
 
     Time is what `tell` said last; the broker says it several times a second.
+
+    Args:
+        num_slots: slots are numbered 0..num_slots - 1.
+        stamps: where stamps go, one for each slot; memory of its own where it is None.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, stamps: npt.NDArray[np.uint64] | None = None) -> None:
         self.at_eviction = Histogram(AGE_BOUNDS)
-        self._used = np.zeros(num_slots, np.float32)
-        self._start: float | None = None
-        self._now = 0.0  # since the start: small numbers are exact enough in 32 bits
+        self._stamps = np.zeros(num_slots, np.uint64) if stamps is None else stamps
+        self.now = 0
 
     def tell(self, now: float) -> None:
-        """It is `now`, in seconds of any clock that does not go back."""
-        if self._start is None:
-            self._start = now
-        self._now = max(self._now, now - self._start)
+        """It is `now`, in seconds of a clock that never goes back, also over restarts."""
+        self.now = max(self.now, int(now * 1e6))
 
-    def used(self, slots: Sequence[int]) -> None:
-        """These chunks are READY since now, or were used."""
-        if slots:
-            self._used[slots] = self._now
+    def used(self, slots: Sequence[int], last: int) -> None:
+        """These chunks are READY since now, or were used, the last of them first: at stamp `last`.
 
-    def of(self, slots: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Seconds since each of these chunks was of use."""
-        ages: npt.NDArray[np.float32] = np.float32(self._now) - self._used[slots]
-        return np.maximum(ages, np.float32(0), out=ages)
+        The others get the stamps right before it.
+        """
+        self._stamps[slots[::-1]] = np.arange(last - len(slots) + 1, last + 1, dtype=np.uint64)
+
+    def of(self, slots: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Seconds, to the millisecond, since each of these chunks was of use."""
+        ages: npt.NDArray[np.float64] = self.now - self._stamps[slots].astype(np.float64)
+        # Stamps of uses at the same moment are a microsecond apart.
+        rounded: npt.NDArray[np.float64] = np.round(np.maximum(ages, 0.0) / 1e6, 3)
+        return rounded
 
     def evicted(self, slots: Sequence[int]) -> None:
         """These chunks go to make room."""
@@ -50,4 +58,4 @@ class Ages:
             self.at_eviction.observe_all(self.of(slots))
 
     def __repr__(self) -> str:
-        return f"<Ages of {len(self._used)} slots, {self.at_eviction.count} evicted>"
+        return f"<Ages of {len(self._stamps)} slots, {self.at_eviction.count} evicted>"

@@ -12,6 +12,9 @@ nothing to give up lets the other one give instead.
 from collections import OrderedDict
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.errors import IntegrityError
 from kvd.state.policy import KeyOf, MayEvict, Policy
 from kvd.state.slotlists import SlotLists
@@ -50,6 +53,10 @@ class ArcPolicy(Policy):
         else:
             self._slots.append(_T1, slot)
         self._trim()
+
+    def restore(self, slots: npt.NDArray[np.int64]) -> None:
+        """See Policy; into T1, for what was used again is not kept."""
+        self._slots.extend(_T1, slots)
 
     def touch(self, slot: int) -> None:
         """Used again: the hottest of T2."""

@@ -35,6 +35,7 @@ from kvd.state.decisions import (
 from kvd.state.directory import DirectoryWriter
 from kvd.state.geometry import Geometry
 from kvd.state.leases import Leases, Tickets
+from kvd.state.ledger import KeptChunks
 from kvd.state.policies import POLICIES
 from kvd.state.policy import ReuseFilter
 from kvd.state.pool import Pool
@@ -90,10 +91,28 @@ class ChunkTable:
         self._tickets = Tickets()
         self._draining: set[int] = set()
         self._doomed: set[int] = set()
-        self.ages = Ages(geometry.num_slots)
+        ledger = directory.ledger
+        self.ages = Ages(geometry.num_slots, ledger.stamps if ledger is not None else None)
         self._counters = Counters()
         self._pool = pool
         self.space = pool.join(geometry, self)
+
+    def restore(self, chunks: KeptChunks) -> None:
+        """Take over the chunks of the daemon before, into a table that is new.
+
+        Raises:
+            LedgerDamaged: they contradict each other.
+            IntegrityError: they lie where another namespace's do.
+        """
+        masks = (
+            np.uint64(1) << (chunks.slots % self._world_size).astype(np.uint64)
+            if self._replicated
+            else np.full(len(chunks), self.expected_mask(0), np.uint64)
+        )
+        self.directory.restore(chunks, masks)
+        self._pool.restore(self.space, chunks.slots, chunks.stamps)
+        self._policy.restore(chunks.slots)
+        self._counters.restored = len(chunks)
 
     # ------------------------------------------------------------------- stores
 
@@ -249,14 +268,13 @@ class ChunkTable:
                     failed.append(slot)
                     given_up.add(slot)
                 elif done == self.expected_mask(slot):
-                    directory.write_state(slot, SlotState.READY)
+                    directory.make_ready(slot)
                     self._tickets.close(owner, slot)
                     ready.append(slot)
         # A prompt's head comes first in a job and must be the last to be evicted.
         for slot in reversed(ready):
             self._policy.insert(slot)
-        self.space.mark(ready, self._pool.tick())
-        self.ages.used(ready)
+        self._mark(ready)
         self._counters.stored += len(ready)
         self._counters.stale_reports += stale
         return ShareOutcome(self._refs(ready), self._give_up(failed))
@@ -368,8 +386,14 @@ class ChunkTable:
         # The tail of a prompt is useless without its head, so it has to look colder.
         for slot in reversed(slots):
             self._policy.touch(slot)
-        self.space.mark(slots, self._pool.tick())
-        self.ages.used(slots)
+        self._mark(slots)
+
+    def _mark(self, slots: list[int]) -> None:
+        """Note that these were of use now, the hottest first."""
+        if slots:
+            last = self._pool.tick(len(slots), self.ages.now)
+            self.space.mark(slots, last)
+            self.ages.used(slots, last)
 
     # ------------------------------------------------------------- ends of things
 

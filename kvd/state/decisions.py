@@ -80,6 +80,7 @@ class Counters:
     bad_key: int = 0
     draining: int = 0  # of `offered`: the daemon took no new chunks
     index_full: int = 0  # of `full`: the index had no room near the key's home
+    restored: int = 0  # chunks of the daemon before
     stored: int = 0  # chunks that became READY
     dropped: int = 0  # stores given up, whatever the reason
     tickets_expired: int = 0  # of `dropped`: the deadline passed

@@ -3,6 +3,9 @@
 It keeps no second copy of anything: the shared memory is the truth. Batches are
 loops over local names, because a store of a thousand keys must not hold up the
 broker for more than a few milliseconds.
+
+What the next daemon may believe is in the ledger (`kvd.state.ledger`), which is
+written here and nowhere else, so that no way to free a slot can leave it out.
 """
 
 import struct
@@ -13,12 +16,14 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from kvd.errors import IntegrityError
+from kvd.errors import IntegrityError, LedgerDamaged
+from kvd.state.ledger import KeptChunks, Ledger
 from kvd_proto.directory import (
     KEY_BYTES,
     NO_SHARE_YET,
     RECORD,
     RECORD_BYTES,
+    RECORD_DTYPE,
     SLOT_MASK,
     DirectoryHeader,
     DirectoryView,
@@ -43,18 +48,37 @@ def directory_bytes(num_slots: int) -> int:
 class DirectoryWriter(DirectoryView):
     """Reads and writes a directory; there is one writer for each."""
 
-    def __init__(self, buffer: "WriteableBuffer") -> None:
+    def __init__(
+        self, buffer: "WriteableBuffer", ledger: Ledger | None = None, generation_base: int = 0
+    ) -> None:
         super().__init__(buffer)
+        self.ledger = ledger
+        self._generation_base = generation_base
         if self._whole.readonly:
             raise DirectoryError("the writer of a directory needs writable memory")
         self._words = self._records.cast("Q")
         self._halves = self._records.cast("H")
 
     @classmethod
-    def create(
-        cls, buffer: "WriteableBuffer", num_slots: int, namespace: bytes, boot_id: bytes
+    def create(  # noqa: PLR0917 a directory has these six parts
+        cls,
+        buffer: "WriteableBuffer",
+        num_slots: int,
+        namespace: bytes,
+        boot_id: bytes,
+        ledger: Ledger | None = None,
+        generation_base: int = 0,
     ) -> Self:
         """Make a directory in memory that is all zero; touches its first page only.
+
+        Args:
+            buffer: the memory.
+            num_slots: how many slots it has.
+            namespace: whose it is, 16 bytes.
+            boot_id: of this daemon, 16 bytes.
+            ledger: where READY chunks are kept for the next daemon, if anywhere.
+            generation_base: generations given from now on are greater; no daemon before this
+                one gave a greater one.
 
         Raises:
             DirectoryError: sizes out of range, or the buffer is too small.
@@ -67,7 +91,7 @@ class DirectoryWriter(DirectoryView):
             )
         packed = header.pack()
         whole[: len(packed)] = packed
-        return cls(buffer)
+        return cls(buffer, ledger, generation_base)
 
     def state(self, slot: int) -> int:
         """The slot's `SlotState` as a plain number."""
@@ -124,6 +148,7 @@ class DirectoryWriter(DirectoryView):
         """
         index, mask, limit = self._index, self._mask, self._limit
         words, records, pack_into = self._words, self._records, RECORD.pack_into
+        base = self._generation_base
         generations = []
         for key, slot in zip(keys, slots, strict=True):
             hash32 = crc32(key)
@@ -134,7 +159,7 @@ class DirectoryWriter(DirectoryView):
             else:
                 generations.append(0)
                 continue
-            generation = words[slot * _WORDS] + 1
+            generation = max(words[slot * _WORDS], base) + 1
             pack_into(
                 records,
                 slot * RECORD_BYTES,
@@ -153,6 +178,8 @@ class DirectoryWriter(DirectoryView):
 
     def free(self, slots: Sequence[int]) -> list[bytes]:
         """READY -> FREE: take chunks out of the index; their keys, in the same order."""
+        if self.ledger is not None:
+            self.ledger.erase(slots)
         records, read_key = self._records, _READ_KEY
         keys = []
         for slot in slots:
@@ -165,7 +192,9 @@ class DirectoryWriter(DirectoryView):
         return keys
 
     def unindex(self, slot: int) -> None:
-        """Take one chunk out of the index: lookups miss it from now on."""
+        """Take one chunk out of the index: lookups miss it from now on, and after a restart."""
+        if self.ledger is not None:
+            self.ledger.erase((slot,))
         self._unindex(self.key(slot), slot)
 
     def add_share(self, slot: int, rank: int, first: int, count: int) -> tuple[int, int]:
@@ -186,8 +215,73 @@ class DirectoryWriter(DirectoryView):
         self._words[slot * _WORDS + 1] = done
         return done, count
 
+    def make_ready(self, slot: int) -> None:
+        """WRITING -> READY: all of the chunk is in the pool."""
+        if self.ledger is not None:
+            at = slot * (RECORD_BYTES // 2) + 11
+            first, count = self._halves[at], self._halves[at + 1]
+            self.ledger.record(slot, self.generation(slot), first, count, self.key(slot))
+        self.write_state(slot, SlotState.READY)
+
+    def restore(self, chunks: KeptChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
+        """Put the chunks of the daemon before into a directory that is new.
+
+        Args:
+            chunks: READY from now on, under the generations they had.
+            ranks_done: for every chunk, as a bit mask: [n].
+
+        Raises:
+            LedgerDamaged: two chunks under one key, or more than the index takes.
+        """
+        head = self.header
+        table = np.frombuffer(self._whole, RECORD_DTYPE, self.num_slots, head.records_offset)
+        slots = chunks.slots
+        for name, values in (
+            ("key", chunks.keys),
+            ("key_len", chunks.key_lengths),
+            ("first", chunks.first),
+            ("count", chunks.count),
+            ("ranks_done", ranks_done),
+            ("generation", chunks.generations),
+            ("state", np.uint8(SlotState.READY)),
+        ):
+            table[name][slots] = values
+        # Linear probing all at once: in the order of their homes, each goes to the first place
+        # that is not before its home and behind its forerunner.
+        homes = chunks.hashes & np.uint32(self._mask)
+        order = np.lexsort((chunks.hashes, homes))
+        homes, hashes, slots = homes[order].astype(np.int64), chunks.hashes[order], slots[order]
+        self._refuse_twins(hashes, slots)
+        rank = np.arange(len(homes))
+        places = np.maximum.accumulate(homes - rank) + rank
+        entries = hashes.astype(np.uint64) << np.uint64(32) | (slots + 1).astype(np.uint64)
+        index = np.frombuffer(self._whole, "<u8", head.index_capacity, head.index_offset)
+        around = int(np.searchsorted(places, head.index_capacity))
+        index[places[:around]] = entries[:around]
+        if (places[:around] - homes[:around] >= self._limit).any():
+            raise LedgerDamaged("more chunks share a home in the index than it takes")
+        for home, entry in zip(homes[around:].tolist(), entries[around:].tolist(), strict=True):
+            for i in range(home, home + self._limit):
+                if not self._index[i & self._mask]:
+                    self._index[i & self._mask] = entry
+                    break
+            else:
+                raise LedgerDamaged("more chunks share a home in the index than it takes")
+
+    def _refuse_twins(self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]) -> None:
+        """Equal hashes are neighbours: among those no two keys may be equal."""
+        same = np.flatnonzero(hashes[1:] == hashes[:-1])
+        seen: set[tuple[int, bytes]] = set()
+        for i in np.unique(np.concatenate((same, same + 1))).tolist():
+            name = (int(hashes[i]), self.key(int(slots[i])))
+            if name in seen:
+                raise LedgerDamaged(f"two chunks have the key {name[1].hex()}")
+            seen.add(name)
+
     def release(self) -> None:
         """Let go of the buffer. Nothing works afterwards."""
+        if self.ledger is not None:
+            self.ledger.release()
         self._words.release()
         self._halves.release()
         super().release()

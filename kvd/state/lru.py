@@ -1,5 +1,8 @@
 """Least recently used: what was useful longest ago goes first."""
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.state.policy import KeyOf, MayEvict, Policy
 from kvd.state.slotlists import SlotLists
 
@@ -18,6 +21,10 @@ class LruPolicy(Policy):
     def insert(self, slot: int) -> None:
         """A chunk became READY: it is the hottest."""
         self._slots.append(_ALL, slot)
+
+    def restore(self, slots: npt.NDArray[np.int64]) -> None:
+        """See Policy."""
+        self._slots.extend(_ALL, slots)
 
     def touch(self, slot: int) -> None:
         """The chunk is the hottest again."""

@@ -7,14 +7,15 @@ another one when `limit` is reached.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvd.errors import ConfigError, Refused
+from kvd.errors import ConfigError, LedgerDamaged, Refused
 from kvd.filling import FillOrder
 from kvd.state.chunks import ChunkTable, TableConfig
 from kvd.state.directory import DirectoryWriter, directory_bytes
 from kvd.state.geometry import COLUMN_EXTENTS, Geometry
+from kvd.state.ledger import Kept, Ledger, ledger_bytes
 from kvd.state.policies import POLICIES
 from kvd.state.pool import Pool
 from kvd_proto.directory import MAX_SLOTS
@@ -24,6 +25,21 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 MakeBuffer = Callable[[str, int], "WriteableBuffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where and how chunks are kept for the next daemon.
+
+    make_buffer: makes zero-filled memory that outlives the daemon; as that of a directory.
+    pool: names the pool, so that no ledger is ever read beside another one.
+    generation_base: greater than every generation that a daemon before this one gave.
+    """
+
+    make_buffer: MakeBuffer
+    pool: str
+    generation_base: int
+
 
 _STATES = ("ready", "writing", "draining")
 
@@ -46,15 +62,13 @@ class Namespace:
         label: str,
         table: ChunkTable,
         buffer: "WriteableBuffer",
-        *,
-        temporary: bool = False,
     ) -> None:
         self.id = ns_id
         self.label = label
         self.table = table
         self.buffer = buffer
         self.engines = 0
-        self.temporary = temporary
+        self.temporary = False
         self.tokens_per_chunk: int | None = None
 
     @property
@@ -81,6 +95,7 @@ class Namespaces:
         cpu_bytes: the pool's budget.
         make_buffer: makes zero-filled memory for a directory, given the namespace's id
             in hex and a size in bytes; it should cost nothing until it is touched.
+        keeping: how chunks are kept for the next daemon, if they are.
         fill: the order in which the pool's memory comes; where it is left out, the daemon's.
         policy: the name of an eviction policy.
         reuse_threshold: a key gets a slot at its n-th offer.
@@ -97,6 +112,7 @@ class Namespaces:
         cpu_bytes: int,
         *,
         make_buffer: MakeBuffer,
+        keeping: Keeping | None = None,
         fill: FillOrder | None = None,
         policy: str = "lru",
         reuse_threshold: int = 1,
@@ -112,6 +128,7 @@ class Namespaces:
         self.config = TableConfig(policy, reuse_threshold, lease_seconds, ticket_seconds)
         self.limit = limit
         self._make_buffer = make_buffer
+        self._keeping = keeping
         self._open: dict[bytes, Namespace] = {}
         self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
 
@@ -167,10 +184,57 @@ class Namespaces:
                 )
             return known
         self._check(geometry)
+        ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
+        namespace = self._make(ns_id, label, geometry, boot_id, ledger)
+        namespace.temporary = temporary
+        return namespace
+
+    def reopen(self, ledger: Ledger, boot_id: bytes) -> Namespace:
+        """A namespace of the daemon before with all chunks of its ledger, which is taken over.
+
+        Raises:
+            LedgerDamaged: the ledger cannot be believed.
+            IntegrityError: its chunks lie where those of another namespace do.
+            In both cases this object is of no use any more.
+        """
+        kept, pool_id = ledger.kept, self._keeping.pool if self._keeping is not None else ""
+        geometry = Geometry(kept.slot_bytes, self.pool.extents, kept.world_size, kept.replicated)
+        if (kept.pool, kept.cpu_bytes) != (pool_id, self.cpu_bytes):
+            raise LedgerDamaged(f"it belongs to another pool, of {kept.cpu_bytes} bytes")
+        try:
+            ns_id = bytes.fromhex(kept.namespace)
+            self._check(geometry)
+        except (ValueError, ZeroDivisionError, Refused) as error:
+            raise LedgerDamaged(f"its description makes no sense: {error}") from error
+        if len(ns_id) != 16 or ns_id in self._open or geometry.num_slots != ledger.num_slots:
+            raise LedgerDamaged(f"its description makes no sense: {kept}")
+        namespace = self._make(ns_id, kept.label, geometry, boot_id, ledger)
+        namespace.table.restore(ledger.chunks())
+        return namespace
+
+    def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
+        if self._keeping is None:
+            return None
+        buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
+        kept = Kept(
+            namespace=ns_id.hex(),
+            label=label,
+            pool=self._keeping.pool,
+            cpu_bytes=self.cpu_bytes,
+            slot_bytes=geometry.slot_bytes,
+            world_size=geometry.world_size,
+            replicated=geometry.replicated,
+        )
+        return Ledger.create(buffer, geometry.num_slots, kept)
+
+    def _make(
+        self, ns_id: bytes, label: str, geometry: Geometry, boot_id: bytes, ledger: Ledger | None
+    ) -> Namespace:
         buffer = self._make_buffer(ns_id.hex(), directory_bytes(geometry.num_slots))
-        directory = DirectoryWriter.create(buffer, geometry.num_slots, ns_id, boot_id)
+        base = self._keeping.generation_base if self._keeping is not None else 0
+        directory = DirectoryWriter.create(buffer, geometry.num_slots, ns_id, boot_id, ledger, base)
         table = ChunkTable(directory, geometry, self.pool, self.config)
-        namespace = Namespace(ns_id, label, table, buffer, temporary=temporary)
+        namespace = Namespace(ns_id, label, table, buffer)
         self._open[ns_id] = namespace
         return namespace
 

@@ -8,6 +8,9 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.errors import IntegrityError
 
 KeyOf = Callable[[int], bytes]
@@ -31,6 +34,10 @@ class Policy(ABC):
     @abstractmethod
     def insert(self, slot: int) -> None:
         """A chunk became READY."""
+
+    @abstractmethod
+    def restore(self, slots: npt.NDArray[np.int64]) -> None:
+        """Chunks of the daemon before, the one used longest ago first, into an empty policy."""
 
     @abstractmethod
     def touch(self, slot: int) -> None:

@@ -17,6 +17,9 @@ whose bytes are all there are given away, and nothing is taken or evicted for th
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.errors import IntegrityError
 from kvd.filling import FillOrder
 from kvd.state.geometry import Extents, Geometry
@@ -84,9 +87,12 @@ class Pool:
         self._spaces.remove(space)
         self._barren.pop(space.number, None)
 
-    def tick(self) -> int:
-        """A number greater than all before, to mark uses with."""
-        self._tick += 1
+    def tick(self, uses: int, now: int) -> int:
+        """The last of `uses` numbers greater than all before, to mark uses with.
+
+        They are the time, `now` in microseconds, as far as that grows fast enough.
+        """
+        self._tick = max(self._tick + uses, now)
         return self._tick
 
     def fair_extents(self, space: Space) -> float:
@@ -94,6 +100,21 @@ class Pool:
         if not space.active:
             return 0.0
         return self.extents.count / sum(other.active for other in self._spaces)
+
+    def restore(
+        self, space: Space, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64]
+    ) -> None:
+        """Claim what holds these chunks of the daemon before, each last used at its stamp.
+
+        Raises:
+            IntegrityError: another namespace claims the same bytes.
+        """
+        for column in np.unique(slots // space.geometry.column_slots).tolist():
+            if not self._is_free_for(space, column):
+                raise IntegrityError(f"column {column} of {space!r} has two owners")
+            self._claim(space, column)
+        space.occupy(slots, stamps)
+        self._tick = max(self._tick, int(stamps.max(initial=0)))
 
     def acquire_within(self, space: Space, slots: int, usable: int) -> None:
         """Claim nobody's columns with all bytes inside `usable` until `slots` are free there."""

@@ -8,6 +8,7 @@ constant time. Memory is zero-filled lazily, so unused slots cost nothing.
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.errors import IntegrityError
 
@@ -53,6 +54,15 @@ class SlotLists:
         self._prev[head] = place
         self._where[slot] = which
         self._sizes[which] += 1
+
+    def extend(self, which: int, slots: npt.NDArray[np.int64]) -> None:
+        """`append` for many slots that are in no list, coldest first."""
+        head, places = which - 1, slots + self._lists
+        chain = np.concatenate(([self._prev[head]], places, [head]))
+        np.asarray(self._next)[chain[:-1]] = chain[1:]
+        np.asarray(self._prev)[chain[1:]] = chain[:-1]
+        np.asarray(self._where)[slots] = which
+        self._sizes[which] += len(slots)
 
     def remove(self, slot: int) -> int:
         """Take a slot out of its list; the list's number.

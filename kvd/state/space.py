@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.errors import IntegrityError
 from kvd.filling import FillOrder
 from kvd.state.geometry import Geometry
@@ -141,6 +144,32 @@ class Space:
         self._open[column] = None
         self.empty.add(column)
         self.free_slots += len(slots)
+
+    def occupy(self, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64]) -> None:
+        """Free slots of claimed columns are in use, each last at its stamp.
+
+        Raises:
+            IntegrityError: one is not free.
+        """
+        order = np.argsort(slots, kind="stable")
+        slots, stamps = slots[order], stamps[order]
+        columns, starts = np.unique(slots // self._width, return_index=True)
+        for column, used, at in zip(
+            columns.tolist(),
+            np.split(slots, starts[1:]),
+            np.split(stamps, starts[1:]),
+            strict=True,
+        ):
+            free = self._free[column]
+            left = np.setdiff1d(np.array(free), used, assume_unique=True)[::-1].tolist()
+            if len(left) + len(used) != len(free):
+                raise IntegrityError(f"slots of column {column} of {self!r} are in use twice")
+            self._free[column] = sorted(left, reverse=True)
+            self.free_slots -= len(used)
+            self.empty.discard(column)
+            if not left:
+                self._open.pop(column, None)
+            self._used_at[column] = int(at.max())
 
     def close_column(self, column: int) -> None:
         """A column goes back.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from kvd.broker.keep import area_name
 
 
 @dataclass
@@ -65,7 +68,7 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.parent / f"{path.name}-{len(daemons)}.log"
         command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(path)]
-        command += ["--cpu-bytes", cpu_bytes, "--http-listen", "off", *extra]
+        command += ["--cpu-bytes", cpu_bytes, "--http-listen", "off", "--keep-pool", "no", *extra]
         with log.open("w") as sink:
             process = subprocess.Popen(command, stderr=sink, text=True, env=os.environ | {})
         daemon = Daemon(path, process, log)
@@ -81,6 +84,5 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
             if daemon.process.poll() is None:
                 daemon.process.kill()
             daemon.process.wait(timeout=30)
-            for pool in Path("/dev/shm").glob("kvd-*.pool"):
-                if str(pool) in daemon.log.read_text():
-                    pool.unlink(missing_ok=True)
+            for place in Path("/dev/shm").glob(f"{area_name(daemon.runtime_dir)}*"):
+                shutil.rmtree(place)

@@ -21,7 +21,7 @@ from tests.daemon.engines import Engine
 def started(runtime_dir: Path, stderr: int | None) -> Iterator[Daemon]:
     """A daemon with this stderr (None: closed), ended with the block."""
     command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(runtime_dir)]
-    command += ["--cpu-bytes", "8MiB"]
+    command += ["--cpu-bytes", "8MiB", "--keep-pool", "no"]
     if stderr is None:
         command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
     process = subprocess.Popen(command, stderr=stderr, text=True)

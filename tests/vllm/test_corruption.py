@@ -27,7 +27,7 @@ TRIED = 8
 def pool_of(daemon: Daemon) -> Path:
     """The file that is the daemon's pool."""
     said = daemon.log.read_text()
-    (pool,) = [path for path in Path("/dev/shm").glob("kvd-*.pool") if str(path) in said]
+    (pool,) = [path for path in Path("/dev/shm").glob("kvd-*/pool") if str(path) in said]
     return pool
 
 

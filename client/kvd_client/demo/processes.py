@@ -128,6 +128,7 @@ class Daemon(Process):
         self.runtime_dir = place / "run"
         arguments = ["kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
         arguments += ["--cpu-bytes", str(cpu_bytes), "--pool-dir", str(place)]
+        arguments += ["--keep-pool", "no"]  # it goes with the place
         arguments += ["--http-listen", "off"]  # several demos may run on one machine
         super().__init__("the daemon", arguments, place / "daemon.log")
 

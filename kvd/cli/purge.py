@@ -1,0 +1,39 @@
+"""`kvd purge`: give back the memory that a stopped daemon has kept."""
+
+from pathlib import Path
+
+import click
+
+from kvd.broker.keep import Keep
+from kvd.broker.runtime_dir import RuntimeDir
+from kvd.cli.options import settings_options, sources
+from kvd.errors import KvdError
+from kvd_proto.sizes import format_size
+
+
+@click.command()
+@settings_options
+def purge(*, config: Path | None, **options: str | None) -> None:
+    """Remove the pool that a stopped daemon has left for the next one, and its chunks.
+
+    Settings are found as `kvd serve` finds them; runtime_dir and pool_dir say which pool.
+    Refuses while a daemon serves the runtime directory.
+
+    \b
+    Examples:
+      kvd purge
+      kvd purge --runtime-dir /run/kvd --pool-dir /dev/shm
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    try:
+        settings = sources(config, options).load().settings
+        runtime = RuntimeDir(Path(settings.runtime_dir))
+        runtime.lock()
+        try:
+            keep = Keep.of(settings, runtime.path)
+            freed = keep.remove()
+            keep.close()
+        finally:
+            runtime.release()
+    except KvdError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{format_size(freed)} given back")

@@ -1,0 +1,182 @@
+"""A daemon that ends leaves its chunks to the next one, however it ended."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvd.broker.keep import area_name
+from kvd_client import LookupResult
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.test_engines import wait_hit
+
+KEEP = ("--keep-pool", "yes")
+SHM = Path("/dev/shm")
+
+
+def area(daemon: Daemon) -> Path:
+    """Where the daemon keeps its pool."""
+    return SHM / area_name(daemon.runtime_dir)
+
+
+@pytest.fixture
+def warm(start_daemon: StartDaemon) -> Daemon:
+    """A ready daemon that keeps its pool."""
+    return start_daemon(*KEEP)
+
+
+def looked_up(engine: Engine, keys: list[bytes]) -> list[LookupResult]:
+    """What the directory says of the keys."""
+    return [engine.scheduler.lookup(key) for key in keys]
+
+
+def hits(engine: Engine, keys: list[bytes]) -> int:
+    """How many of the keys are loaded with the right bytes; none may have wrong ones."""
+    found = 0
+    for at in range(0, len(keys), 10):
+        loaded, wrong = engine.load(keys[at : at + 10])
+        assert wrong == 0
+        found += loaded
+    return found
+
+
+def stored(engine: Engine, keys: list[bytes], group: int = 0) -> None:
+    """Store the keys and wait until all are READY."""
+    for at in range(0, len(keys), 10):
+        engine.store(keys[at : at + 10], group=group)
+    wait_hit(engine, keys)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_chunks_outlive_the_daemon(
+    warm: Daemon, start_daemon: StartDaemon, number: signal.Signals
+) -> None:
+    """Killed or stopped: a new engine finds every chunk, with its bytes and its partial ones."""
+    keys, window = keys_of("kept", 40), keys_of("window", 6)
+    with Engine(warm.runtime_dir).wait_attached() as engine:
+        stored(engine, keys)
+        stored(engine, window, group=1)
+        before = warm.status()["boot_id"]
+        warm.stop(number)
+    second = start_daemon(*KEEP)
+    report = second.status()
+    assert report["boot_id"] != before
+    assert report["namespaces"][0]["chunks"]["ready"] == 46
+    with Engine(second.runtime_dir, name="other").wait_attached() as engine:
+        assert looked_up(engine, keys + window) == [LookupResult.HIT] * 46
+        assert hits(engine, keys) == 40
+        assert engine.load(window, group=1) == (6, 0)
+        assert not engine.scheduler.prepare_store(keys).keys
+        stored(engine, keys_of("new", 10))
+        assert hits(engine, keys + keys_of("new", 10)) == 50
+
+
+def test_an_engine_that_stays_hits_again(warm: Daemon, start_daemon: StartDaemon) -> None:
+    """The client notices the new boot id, registers by itself, and its hits are back."""
+    keys = keys_of("kept", 10)
+    with Engine(warm.runtime_dir).wait_attached() as engine:
+        stored(engine, keys)
+        warm.stop(signal.SIGKILL)
+        assert hits(engine, keys) in {0, 10}  # none, unless nobody noticed yet
+        start_daemon(*KEEP)
+        engine.wait_attached()
+        assert hits(engine, keys) == 10
+
+
+def test_what_was_in_writing_is_gone(warm: Daemon, start_daemon: StartDaemon) -> None:
+    """A chunk of which a share was missing at the kill is a miss, and its slot is used again."""
+    with Engine(warm.runtime_dir).wait_attached() as engine:
+        ready, half = keys_of("ready", 3), keys_of("half", 5)
+        stored(engine, ready)
+        ticket = engine.scheduler.prepare_store(half)
+        engine.results(
+            engine.submit("store", [0], engine.fill(half, 1), ticket.slots, ticket.generations)
+        )
+        generation = int(ticket.generations.max())
+        warm.stop(signal.SIGKILL)
+    second = start_daemon(*KEEP)
+    with Engine(second.runtime_dir).wait_attached() as engine:
+        assert looked_up(engine, ready + half) == [LookupResult.HIT] * 3 + [LookupResult.MISS] * 5
+        again = engine.scheduler.prepare_store(half)
+        assert int(again.generations.min()) > generation
+        assert not set(again.slots.tolist()) & set(
+            engine.scheduler.prepare_load(ready).slots.tolist()
+        )
+
+
+def test_auto_finds_the_kept_pool(start_daemon: StartDaemon) -> None:
+    """cpu_bytes auto: the same engine gets its pool with its chunks, a larger one a new pool."""
+    auto = {"cpu_bytes": "auto"}
+    keys = keys_of("auto", 10)
+    options = (*KEEP, "--reserve", "0")
+    first = start_daemon(*options, **auto, ready=False)
+    with Engine(first.runtime_dir).wait_attached() as engine:
+        stored(engine, keys)
+        size = first.status()["pool"]["cpu_bytes"]
+        first.stop(signal.SIGKILL)
+    second = start_daemon(*options, **auto, ready=False)
+    with Engine(second.runtime_dir).wait_attached() as engine:
+        assert hits(engine, keys) == 10
+        assert second.status()["pool"]["cpu_bytes"] == size
+        second.stop(signal.SIGKILL)
+    third = start_daemon(*options, **auto, ready=False)
+    with Engine(third.runtime_dir, layout=make_layout(blocks=256)).wait_attached() as engine:
+        assert third.status()["pool"]["cpu_bytes"] == 4 * size
+        assert hits(engine, keys) == 0
+
+
+def test_purge_gives_the_memory_back(warm: Daemon) -> None:
+    """Not while a daemon runs; afterwards nothing is left."""
+    command = [sys.executable, "-m", "kvd", "purge", "--runtime-dir", str(warm.runtime_dir)]
+
+    def purge() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    refused = purge()
+    assert refused.returncode == 1
+    assert f"pid {warm.process.pid}" in refused.stderr
+    warm.stop()
+    assert area(warm).is_dir()
+    assert "64 MiB given back" in purge().stdout
+    assert not area(warm).exists()
+    assert "0 B given back" in purge().stdout
+
+
+def test_lanes_of_a_dead_daemon_are_waited_for(
+    warm: Daemon, start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    """No lane starts, so no slot is written, while one of the daemon before may still write."""
+    holder = tmp_path / "holder.py"
+    holder.write_text(
+        "import fcntl, os, sys\n"
+        "fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "fcntl.flock(fd, fcntl.LOCK_SH)\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(holder), str(area(warm) / "pool")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as lane:
+        assert lane.stdout is not None
+        assert lane.stdout.readline() == "held\n"
+        (own,) = [
+            child
+            for child in psutil.Process(warm.process.pid).children()
+            if "kvd.lane" in child.cmdline()
+        ]
+        own.suspend()  # it cannot end by itself
+        warm.stop(signal.SIGKILL)
+        second = start_daemon(*KEEP, ready=False)
+        report = second.status(wait=1)
+        assert not report["ready"]
+        assert not report["lanes"][0]["up"]
+        lane.communicate("")
+        second.wait_ready()
+        assert not own.is_running() or own.status() == psutil.STATUS_ZOMBIE
