@@ -30,6 +30,7 @@ MAX_CHUNK_BYTES = 2**20
 MIN_CHUNK_BYTES = 4096
 POISON = 0xA5
 ANSWER_SECONDS = 5.0
+PATIENCE_SECONDS = 5.0  # until what was asked for can be seen
 _LOOK_SECONDS = 0.005
 
 
@@ -204,7 +205,7 @@ class Bench:
 
     def wait_until(self, what: Callable[[], bool]) -> bool:
         """Ask again and again, for some seconds; whether it came true."""
-        end = time.monotonic() + ANSWER_SECONDS
+        end = time.monotonic() + PATIENCE_SECONDS
         while not (true := what()) and time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
         return true
