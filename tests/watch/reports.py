@@ -211,7 +211,9 @@ def _counters(done: int) -> dict[str, Any]:
         "offered": 25 * done,
         "accepted": 20 * done,
         "present": 5 * done,
-        **dict.fromkeys(("pending", "full", "not_yet", "bad_key", "draining", "index_full"), 0),
+        **dict.fromkeys(
+            ("pending", "full", "quota", "not_yet", "bad_key", "draining", "index_full"), 0
+        ),
         "stored": 20 * done,
         **dict.fromkeys(("dropped", "tickets_expired", "stale_reports"), 0),
         "evicted": 10 * done,
