@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs constraints constraints-vllm clean restart-loop
+.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs operations-transcript constraints constraints-vllm clean restart-loop
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,7 +41,7 @@ lint: $(STAMP) ## ruff, mypy strict, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests
-	MYPYPATH=bench $(BIN)/mypy bench/*.py docs/*.py
+	MYPYPATH=bench $(BIN)/mypy bench/*.py docs/*.py deploy/grafana/*.py
 	$(BIN)/lint-imports
 
 format: $(STAMP) ## format and fix what can be fixed
@@ -55,6 +55,9 @@ docs: $(STAMP) ## write anew what is generated: protocol, settings, man page
 	$(BIN)/python docs/generate_protocol.py
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_man.py
+
+operations-transcript: $(STAMP) ## run anew the session that docs/operations.md shows
+	$(BIN)/python docs/generate_operations.py
 
 constraints: $(STAMP) ## pin what is installed now
 	@(head -n 1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//') > constraints.new

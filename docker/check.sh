@@ -23,7 +23,9 @@ run() { # name, options and command: limits that this machine allows, no network
     --security-opt no-new-privileges --ulimit "nofile=$(ulimit -Hn)" --ulimit nproc=4096 --name "$@"
 }
 clean() {
-  podman rm --force --time 0 kvd-check-engine kvd-check-kvd kvd-check-pids >/dev/null 2>&1 || true
+  # The owner of the numbering last: it cannot go before those who use it.
+  podman rm --force --ignore --time 0 kvd-check-engine kvd-check-kvd >/dev/null 2>&1 || true
+  podman rm --force --ignore --time 0 kvd-check-pids >/dev/null 2>&1 || true
   podman volume rm --force kvd-check >/dev/null 2>&1 || true
   rm -rf "$work"
 }
@@ -44,14 +46,12 @@ if [ -z "${BASE:-}" ]; then
     ln -sf /usr/bin/python3 "$cache/root/usr/local/bin/python"
   fi
   said "fetching what kvd needs"
+  .venv/bin/python -m hatchling build --target wheel --directory "$work" >/dev/null 2>&1
   .venv/bin/python -m pip download --quiet --dest "$cache/wheels" --constraint constraints.txt \
-    --python-version 3.11 --only-binary :all: hatchling setuptools $(.venv/bin/python - <<'PYTHON'
-import tomllib
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-extras = project["optional-dependencies"]
-print(*(each.replace(" ", "") for each in project["dependencies"] + extras["daemon"] + extras["cuda"]))
-PYTHON
-    ) 2>"$work/download.log" || { tail -n 5 "$work/download.log"; exit 1; }
+    --python-version 3.11 --only-binary :all: hatchling setuptools \
+    "$(echo "$work"/*.whl)[daemon,cuda]" 2>"$work/download.log" \
+    || { tail -n 5 "$work/download.log"; exit 1; }
+  rm -f "$cache"/wheels/kvd_offload-*
   base=$(buildah from scratch)
   buildah add --quiet "$base" "$cache/root" / >/dev/null
   buildah add --quiet "$base" "$cache/wheels" /wheelhouse >/dev/null
@@ -98,4 +98,8 @@ said "ended in order"
 
 size() { podman image inspect "$1" --format '{{.Size}}'; }
 added=$(($(size "$image") - $(size "$BASE")))
-said "ok: kvd adds $((added / 1000000)) MB to its base image"
+megabytes=$((added / 1000000))
+quoted=$(sed -n 's/.*adds \*\*\([0-9]*\) MB\*\*.*/\1/p' docker/README.md)
+[ $((megabytes - quoted)) -le 5 ] && [ $((quoted - megabytes)) -le 5 ] \
+  || { said "FAILED: kvd adds $megabytes MB to its base image, docker/README.md says $quoted"; exit 1; }
+said "ok: kvd adds $megabytes MB to its base image"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Boots a small Debian with systemd as its first process, in namespaces of its own, installs kvd
 # there with install.sh, and sees: the service runs inside its hardening, a frozen broker is ended
-# by the watchdog and started again, "started" can wait for the pool, the end is in order, and the
-# runtime directory stays. Needs root and debootstrap (tests/install-debian.sh --images).
+# by the watchdog and started again, chunks outlive that and a stop, "started" can wait for the pool,
+# the end is in order, and the runtime directory stays. Needs root and debootstrap (tests/install-debian.sh --images).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 cache=$PWD/build/check
@@ -91,8 +91,24 @@ inside sh -c 'echo "cpu_bytes = \"64MiB\"" >/etc/kvd/kvd.toml
 fail() { inside journalctl --no-pager --unit kvd --lines 40 ; said "FAILED: $*"; exit 1; }
 inside systemctl start kvd || fail "the start"
 inside kvd status >/dev/null || fail "ready when started"
+said "started and ready, as user $(inside systemctl show --property User --value kvd)"
+inside sh -c 'echo "drain_seconds = 5.0" >>/etc/kvd/kvd.toml'
+inside systemctl reload kvd || fail "the reload"
+inside sh -c 'echo "drain_seconds = -1" >/etc/kvd/kvd.toml'
+inside systemctl reload kvd 2>/dev/null && fail "a reload of a wrong file"
+inside systemctl is-active --quiet kvd || fail "active after a refused reload"
+inside sh -c 'echo "cpu_bytes = \"64MiB\"" >/etc/kvd/kvd.toml'
+said "reloaded a right file, refused a wrong one"
+
+awk '/^```python$/ {on = 1; next} /^```$/ {on = 0} on' docs/writing-a-client.md >"$root/root/kvd/engine.py"
+inside /opt/kvd/bin/python /root/kvd/engine.py /run/kvd >/dev/null || fail "an engine"
+inside kvd selftest >/dev/null || fail "kvd selftest"
+ready() { inside kvd status --json | python3 -c 'import json, sys; print(sum(n["chunks"]["ready"] for n in json.load(sys.stdin)["namespaces"]))'; }
+stored=$(ready)
+[ "$stored" -gt 0 ] || fail "chunks of the engine"
+said "an engine stored $stored chunks, and loaded them"
+
 before=$(inside systemctl show --property MainPID --value kvd)
-said "started and ready, as user $(inside stat --format %U "/proc/$before")"
 inside sh -c "kill -STOP $before"
 for _ in $(seq 100); do
   after=$(inside systemctl show --property MainPID --value kvd)
@@ -103,11 +119,18 @@ done
 inside systemctl start kvd || fail "the start after the watchdog" # waits for the one under way
 inside kvd status >/dev/null || fail "ready after the watchdog"
 inside journalctl --no-pager --unit kvd | grep 'service.py.* in _turn' >/dev/null || fail "the loop's stack in the journal"
-said "a frozen broker was ended and started again"
+[ "$(ready)" = "$stored" ] || fail "chunks after the watchdog: $(ready) of $stored"
+said "a frozen broker was ended and started again, with its $stored chunks"
 
 inside systemctl stop kvd || fail "the stop"
 result=$(inside systemctl show --property Result --value kvd)
 [ "$result" = success ] || fail "the end: $result"
 [ "$(inside stat --format '%U %G %a' /run/kvd)" = "kvd kvd 750" ] || fail "the runtime directory"
+inside systemctl start kvd || fail "the second start"
+[ "$(ready)" = "$stored" ] || fail "chunks after a stop: $(ready) of $stored"
+inside systemctl stop kvd || fail "the second stop"
+inside runuser --user kvd -- /opt/kvd/bin/kvd purge >/dev/null || fail "kvd purge"
+[ -z "$(ls -A "/proc/$first/root/dev/shm")" ] || fail "left in /dev/shm: $(ls -A "/proc/$first/root/dev/shm")"
+said "chunks outlived a stop; kvd purge gave their memory back"
 [ -z "$(inside systemctl --failed --plain --no-legend)" ] || fail "units: $(inside systemctl --failed)"
 said "ok"

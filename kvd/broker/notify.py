@@ -33,6 +33,7 @@ class Notifier:
         self.notices = notices
         self._waiting: deque[bytes] = deque(maxlen=_MAX_WAITING)
         self._reached = True
+        self._reloading = False
         self._socket: socket.socket | None = None
         if address[:1] in {"/", "@"}:
             kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
@@ -60,10 +61,15 @@ class Notifier:
             watchdog = int(usec) / 1_000_000
         return cls(address, Notices(watchdog))
 
-    def turn(self, now: float, state: BrokerState) -> None:
-        """A turn of the loop has ended."""
+    def turn(self, now: float, state: BrokerState, *, reloading: bool) -> None:
+        """A turn of the loop has ended; `reloading` while the settings are being read again."""
         if self._socket is None:
             return
+        if reloading and not self._reloading:
+            self._say(self.notices.reloading(now))
+        elif self._reloading and not reloading:
+            self.notices.reloaded()
+        self._reloading = reloading
         if self.notices.due(now) and not self._waiting:
             progress = None if state.pool_usable else float(state.allocated + state.pinned_bytes)
             self._say(self.notices.turn(now, _standing(state, now), progress))
@@ -72,14 +78,6 @@ class Notifier:
     def stopping(self, seconds: float) -> None:
         """The daemon ends, after at most `seconds` of draining."""
         self._say(self.notices.stopping(seconds))
-
-    def reloading(self, now: float) -> None:
-        """The settings are being read again; `reloaded` must follow."""
-        self._say(self.notices.reloading(now))
-
-    def reloaded(self) -> None:
-        """The settings have been read."""
-        self.notices.reloaded()
 
     def close(self) -> None:
         """Say nothing more."""

@@ -171,7 +171,7 @@ class Service:
             if visitor.channel.wants_write:
                 visitor.channel.flush()
         self._http.turn(self._poller, ready, now)
-        self._notifier.turn(now, self.core.state)
+        self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
 
     @property
     def _patience(self) -> float:

@@ -20,7 +20,7 @@ not be understood."""
 _FILES = (
     (str(DEFAULT_FILE), "The settings, where the file exists."),
     ("/run/kvd", "The runtime directory: sockets and the lock."),
-    ("/dev/shm/kvd-*.pool", "The pool, while the daemon runs."),
+    ("/dev/shm/kvd-*", "The pool."),
 )
 
 

@@ -5,6 +5,7 @@ options of `kvd serve`, `kvd config show`, the sample file and the table in
 docs/configuration.md all come from there; to add a setting is to add a field.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -12,9 +13,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from kvd.errors import ConfigError
+from kvd.errors import KvdError
 from kvd.listen import parse_listen
-from kvd_proto.errors import SizeError
+from kvd_proto.errors import ProtoError, SizeError
 from kvd_proto.sizes import parse_size
 
 ENVIRONMENT_PREFIX = "KVD_"
@@ -39,8 +40,25 @@ class About:
     needs: str = ""
 
 
+class Mark(ABC):
+    """In a field's annotation: what a value must be, where its type says too little."""
+
+    @property
+    @abstractmethod
+    def needs(self) -> str:
+        """What a value must be, for people."""
+
+    @abstractmethod
+    def check(self, value: Any) -> None:
+        """Look whether it is that.
+
+        Raises:
+            KvdError, ProtoError: it is not.
+        """
+
+
 @dataclass(frozen=True, slots=True)
-class SizeText:
+class SizeText(Mark):
     """Marks a field that holds a size: a number of bytes, or text such as 64GiB.
 
     Attributes:
@@ -53,9 +71,17 @@ class SizeText:
 
     @property
     def needs(self) -> str:
-        """What a value must be."""
+        """What a value must be, for people."""
         above = " above 0" if self.positive else ""
         return f"a size{above} such as 64GiB or 512MiB{', or auto' if self.auto else ''}"
+
+    def check(self, value: str | int) -> None:
+        """Look whether it is a size.
+
+        Raises:
+            SizeError: it is none.
+        """
+        self.bytes_of(value)
 
     def bytes_of(self, value: str | int) -> int | None:
         """The size, or None for `auto`.
@@ -71,17 +97,19 @@ class SizeText:
         return size
 
 
-@dataclass(frozen=True, slots=True)
-class ListenText:
+class ListenText(Mark):
     """Marks a field that holds an address to listen on."""
 
-    needs = "HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0: any free one), or off"
+    @property
+    def needs(self) -> str:
+        """What a value must be, for people."""
+        return "HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0: any free one), or off"
 
     def check(self, value: str) -> None:
-        """Look whether it is one.
+        """Look whether it is an address.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is none.
         """
         parse_listen(value)
 
@@ -123,9 +151,9 @@ class Known:
         """What a value must be, for people."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        marked = self._mark(SizeText) or self._mark(ListenText)
-        if marked is not None:
-            return str(marked.needs)
+        mark = self._mark(Mark)
+        if mark is not None:
+            return str(mark.needs)
         if self.about.needs:
             return self.about.needs
         base, bounds = get_args(self.hint)[0], self._mark(Meta)
@@ -146,13 +174,10 @@ class Known:
         """
         try:
             result = msgspec.convert(value, self.hint, strict=typed)
-            size = self._mark(SizeText)
-            if size is not None:
-                size.bytes_of(result)
-            listen = self._mark(ListenText)
-            if listen is not None:
-                listen.check(result)
-        except (msgspec.ValidationError, SizeError, ConfigError) as error:
+            mark = self._mark(Mark)
+            if mark is not None:
+                mark.check(result)
+        except (msgspec.ValidationError, KvdError, ProtoError) as error:
             raise ValueError(str(error)) from error
         return result
 

@@ -109,6 +109,7 @@ class Broker:
             self.state.namespaces = open_namespaces(settings.pool_bytes)
         self.version = version
         self.pid = pid
+        self._ticked = 0.0
         self._registration = Registration(self.state)
         self._operations = Operations(self.state)
         self.reloading = Reloading(self.state)
@@ -432,11 +433,16 @@ class Broker:
                         Event(f"{len(expired)} chunks in writing ran out of time", "warning")
                     )
                 effects += self.state.revoke(namespace, expired)
+        timeout = self.state.settings.lane_timeout_seconds
+        if now - self._ticked > timeout / 2:  # this process hung: no lane could make itself heard
+            for lane in self.state.lanes.values():
+                lane.last_seen = now
+        self._ticked = now
         for lane in self.state.lanes.values():
             silent = now - lane.last_seen
             if not lane.up or lane.killed:
                 continue
-            if silent > self.state.settings.lane_timeout_seconds:
+            if silent > timeout:
                 lane.killed = True
                 effects.append(KillLane(lane.device, f"silent for {silent:.1f} s"))
             elif now - lane.last_ping > PING_SECONDS:

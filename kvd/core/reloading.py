@@ -59,6 +59,11 @@ class Reloading:
         """SIGHUP came."""
         self._asked.append(_Asked("SIGHUP"))
 
+    @property
+    def under_way(self) -> bool:
+        """The configuration is being read."""
+        return bool(self._served)
+
     def begin(self) -> bool:
         """Whether the configuration is to be read now; `read` must follow."""
         if self._served or not self._asked:

@@ -18,7 +18,7 @@ from kvd.errors import NotRunning, Refused
 from kvd_proto.messages import Message, Ping, Pong, Status, StatusReport
 
 CONNECT_SECONDS = 5.0
-GIVE_UP_SECONDS = 60.0  # then the connection is made anew
+GIVE_UP_SECONDS = 300.0  # then the connection is made anew
 FRESH_SECONDS = 0.5
 
 

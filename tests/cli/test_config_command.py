@@ -89,3 +89,13 @@ def test_every_setting_is_an_option_of_serve() -> None:
     for known in KNOWN.values():
         assert known.flag in text
         assert f"[default: {known.default}]" in text
+
+
+@pytest.mark.parametrize("name", ["status", "drain", "selftest"])
+def test_every_package_s_commands_look_in_the_same_place(name: str, tmp_path: Path) -> None:
+    """Commands of kvd and of other packages find the daemon by one rule: here, by the file."""
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'runtime_dir = "{tmp_path}/from-file"\n')
+    done = kvd(name, KVD_CONFIG=str(file))
+    assert done.exit_code == 1
+    assert f"{tmp_path}/from-file" in done.output

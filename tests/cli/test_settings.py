@@ -2,35 +2,47 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Meta
 
 from docs import generate_configuration
+from kvd.config.about import Known, SizeText
 from kvd.config.loaded import DEFAULT
 from kvd.config.render import as_json, as_toml, sample
 from kvd.config.sources import Sources
 from kvd.errors import ConfigError
 from kvd.settings import KNOWN, Settings
 
-VALUES: dict[str, st.SearchStrategy[Any]] = {
+STRANGE = {
     "runtime_dir": st.sampled_from(["/a", "/tmp/with space", '/quo"te', "/é\x7f\\"]),
-    "pool_dir": st.sampled_from(["/dev/shm", "/hugepages"]),
-    "cpu_bytes": st.sampled_from(["auto", "64GiB", "1", "512 MiB"]),
-    "host_ratio": st.floats(0.001, 1000),
-    "reserve": st.sampled_from(["0", "2GiB"]),
-    "policy": st.sampled_from(["lru", "arc"]),
-    "reuse_threshold": st.integers(1, 1000),
-    "max_sessions": st.integers(1, 65536),
-    **dict.fromkeys(
-        ("lease_seconds", "ticket_seconds", "lane_timeout_seconds", "drain_seconds"),
-        st.floats(0.001, 86_400),
-    ),
+    "http_listen": st.sampled_from(["off", "127.0.0.1:0", "[::1]:9330"]),
 }
-"""Good values by key; a setting without an entry here keeps its default in these tests."""
 
+
+def good_values(known: Known) -> st.SearchStrategy[Any]:
+    """Values that a setting takes; of texts that nothing is known of, the default."""
+    kind, bounds = (
+        get_args(known.hint)[0],
+        next((mark for mark in known.hint.__metadata__ if isinstance(mark, Meta)), None),
+    )
+    if known.key in STRANGE:
+        return STRANGE[known.key]
+    if known.choices:
+        return st.sampled_from(known.choices)
+    if any(isinstance(mark, SizeText) for mark in known.hint.__metadata__):
+        return st.sampled_from([known.default, "64GiB", "1", "512 MiB"])
+    if kind is float and bounds is not None:
+        return st.floats(bounds.gt or 0, bounds.le, exclude_min=True)
+    if kind is int and bounds is not None:
+        return st.integers(int(bounds.ge or 0), int(bounds.le or 2**31))
+    return st.just(known.default)
+
+
+VALUES = {key: good_values(known) for key, known in KNOWN.items()}
 SOME = st.fixed_dictionaries({}, optional=VALUES)
 
 

@@ -218,3 +218,14 @@ def test_the_number_of_lanes_is_bounded() -> None:
     error = refusal(broker.request(worker(broker, "more"), 2, register(), 0.0))
     assert error.code is ErrorCode.LIMIT
     assert DEVICE in error.text
+
+
+def test_silence_counts_only_while_the_broker_listens() -> None:
+    """After a pause of its own the broker kills no lane; one that stays silent it does."""
+    broker = make_broker()
+    timeout = broker.state.settings.lane_timeout_seconds
+    effects = broker.tick(0.1) + broker.tick(100.0)
+    assert not [effect for effect in effects if isinstance(effect, KillLane)]
+    times = [100.0 + timeout * part / 4 for part in range(1, 6)]
+    killed = [now for now in times for e in broker.tick(now) if isinstance(e, KillLane)]
+    assert killed == [times[-1]]

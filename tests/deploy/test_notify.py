@@ -62,6 +62,19 @@ def test_ready_does_not_wait_for_the_pool(
         assert first[1].startswith("STATUS=serving, not ready: ")
 
 
+def test_a_reload_is_told_from_its_beginning_to_its_end(
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SIGHUP: RELOADING with the clock, then READY again."""
+    with listening(str(tmp_path / "notify.sock")) as manager:
+        pid = supervised(start_daemon, monkeypatch, manager)
+        manager.until("STATUS=ready")
+        os.kill(pid, signal.SIGHUP)
+        seen = manager.until("RELOADING=1")
+        assert any(line.startswith("MONOTONIC_USEC=") for line in seen)
+        manager.until("READY=1")
+
+
 def test_a_frozen_daemon_stops_its_pings(
     start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -140,12 +153,13 @@ def test_a_manager_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
         notifier = Notifier(address, Notices(None))
         sent = 0
         while not notifier._waiting:
-            notifier.reloading(float(sent))
+            notifier.stopping(float(sent))
             sent += 1
         for _ in range(sent - 1):
             assert manager.receive(5.0)
         notifier.stopping(1.0)
-        manager.until("STOPPING=1")
+        assert manager.receive(5.0)
+        assert "0 waiting" in repr(notifier)
         notifier.close()
 
 
@@ -160,8 +174,8 @@ def test_a_manager_that_is_gone_may_come_again(
     assert len(caplog.records) == 1
     assert "0 waiting" in repr(notifier)
     with listening(address) as manager:
-        notifier.reloading(5.0)
-        assert manager.receive(5.0)[0] == "RELOADING=1"
+        notifier.stopping(5.0)
+        assert manager.receive(5.0)[0] == "STOPPING=1"
     notifier.close()
 
 

@@ -7,6 +7,7 @@ import select
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -39,8 +40,9 @@ def http_process(daemon: Daemon) -> psutil.Process:
     raise AssertionError(daemon.log.read_text())
 
 
-def test_a_wedged_broker_fails_liveness_in_time_and_recovers(own: Daemon) -> None:
-    """SIGSTOP: /livez and /readyz 503 within their deadline, all else answers; SIGCONT: 200."""
+def test_a_wedged_broker_fails_liveness_in_time_and_recovers(start_daemon: StartDaemon) -> None:
+    """SIGSTOP: 503 within the deadline, all else answers; SIGCONT: 200, and no lane was lost."""
+    own = start_daemon("--http-listen", "127.0.0.1:0", "--lane-timeout-seconds", "2")
     with over_tcp(own) as client:
         assert client.get("/livez").status_code == 200
         own.process.send_signal(signal.SIGSTOP)
@@ -61,7 +63,24 @@ def test_a_wedged_broker_fails_liveness_in_time_and_recovers(own: Daemon) -> Non
         for path in ("/livez", "/readyz", "/status"):
             assert client.get(f"{path}?timeout=30").status_code == 200
         assert scrape(client).get("kvd_up") == 1
+        assert scrape(client).get("kvd_lane_restarts_total", device="host") == 0
         assert scrape(client).get("kvd_broker_silent_seconds") == 0
+
+
+def test_many_clients_share_one_question(own: Daemon) -> None:
+    """Fifty requests at once cost the broker two reports a second, not fifty."""
+    began = time.monotonic()
+    before = own.status()["broker"]["requests"]["Status"]
+
+    def ask(number: int) -> int:
+        del number
+        with over_tcp(own) as client:
+            return client.get("/status?timeout=30").status_code
+
+    with ThreadPoolExecutor(10) as clients:
+        assert set(clients.map(ask, range(50))) == {200}
+    asked = own.status()["broker"]["requests"]["Status"] - before
+    assert asked <= 3 + 2 * (time.monotonic() - began)
 
 
 def test_a_wedged_broker_is_not_buried_in_questions(own: Daemon) -> None:

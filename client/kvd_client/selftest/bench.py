@@ -30,6 +30,7 @@ MAX_CHUNK_BYTES = 2**20
 MIN_CHUNK_BYTES = 4096
 POISON = 0xA5
 ANSWER_SECONDS = 5.0
+PATIENCE_SECONDS = 5.0  # until what was asked for can be seen
 _LOOK_SECONDS = 0.005
 
 
@@ -180,13 +181,7 @@ class Bench:
         if not ticket.served:
             raise StepFailed(self.why_refused())
         if not ticket.keys:
-            full = all(answer is StoreAnswer.FULL for answer in ticket.answers)
-            raise StepFailed(
-                "the pool is full, and everything in it is pinned or being written, so that not"
-                " even a thousandth of it may go; try again when engines are less busy"
-                if full
-                else f"the daemon takes no chunk: {sorted(set(ticket.answers))}"
-            )
+            raise StepFailed(self._why_not_one(ticket.answers))
         count = len(ticket.keys) * BLOCKS_PER_CHUNK
         result = self._move("store", self.source[:count], ticket.slots, ticket.generations)
         self.scheduler.complete_store(ticket.keys, success=result.success)
@@ -210,7 +205,7 @@ class Bench:
 
     def wait_until(self, what: Callable[[], bool]) -> bool:
         """Ask again and again, for some seconds; whether it came true."""
-        end = time.monotonic() + ANSWER_SECONDS
+        end = time.monotonic() + PATIENCE_SECONDS
         while not (true := what()) and time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
         return true
@@ -248,6 +243,17 @@ class Bench:
             return f"the daemon is draining and refuses stores: {'; '.join(report['not_ready'])}"
         reasons = "; ".join(report["not_ready"]) or "it does not say why"
         return f"the daemon refuses stores: {reasons}"
+
+    def _why_not_one(self, answers: Sequence[StoreAnswer]) -> str:
+        if set(answers) != {StoreAnswer.FULL}:
+            return f"the daemon takes no chunk: {', '.join(sorted({a.name for a in answers}))}"
+        report = self.status()
+        if not report["ready"]:
+            return f"there is no room yet: {'; '.join(report['not_ready'])}"
+        return (
+            "the pool is full, and everything in it is pinned or being written, so that not even"
+            " a thousandth of it may go; try again when engines are less busy"
+        )
 
     def leave(self) -> None:
         """End the engine: the daemon drops its namespace and lets go of the memory."""

@@ -52,8 +52,9 @@ def selftest(*, runtime_dir: Path, devices: tuple[str, ...], timeout: str, as_js
     the CUDA devices that this process sees. Each test is a small engine with a
     namespace of its own: it stores random bytes, overwrites its memory, loads them
     into other blocks, compares, drops its chunks and leaves; its space goes back
-    to the pool. Every step proves what it did. Engines are not disturbed: at most
-    about a thousandth of a full pool is evicted for it.
+    to the pool. Every step proves what it did. Engines are not disturbed: in a full
+    pool only chunks used longest ago go for it, those that lie in one thousandth
+    of the pool and the rest of their columns of its grid.
 
     Exit status 1 if a step failed; it is named. A daemon that drains refuses
     stores, so that its self-test fails and says so.

@@ -1,0 +1,161 @@
+"""Alert rules, recording rules and the dashboard, against promtool and a daemon's metrics."""
+
+import importlib.util
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvd.http.metrics import _ANSWERS, _STATES, _WAYS
+from kvd_proto.messages import JobStatus
+from tests.conftest import Daemon
+from tests.deploy.places import DEPLOY, ROOT, tool
+
+PROMETHEUS = DEPLOY / "prometheus"
+GRAFANA = DEPLOY / "grafana"
+GROUPS = yaml.safe_load((PROMETHEUS / "kvd.rules.yml").read_text())["groups"]
+RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
+ALERTS = [rule for rule in RULES if "alert" in rule]
+DASHBOARD: dict[str, Any] = json.loads((GRAFANA / "kvd.json").read_text())
+STAGES = ("queued", "ordered", "copied", "reported")
+
+
+def promtool(*arguments: str, where: Path = PROMETHEUS) -> str:
+    """What promtool prints; it must be content."""
+    done = subprocess.run(
+        [tool("promtool"), *arguments],
+        cwd=where,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def dashboard_queries() -> Iterator[str]:
+    """Every expression of the dashboard, with its variables filled in."""
+    queries = [query["expr"] for panel in DASHBOARD["panels"] for query in panel.get("targets", [])]
+    queries += [each["expr"] for each in DASHBOARD["annotations"]["list"]]
+    for query in queries:
+        yield re.sub(r"\$__(rate_)?interval", "5m", query).replace("$instance", ".*")
+
+
+def expressions() -> list[str]:
+    """Every expression of rules and dashboard."""
+    return [*(rule["expr"] for rule in RULES), *dashboard_queries()]
+
+
+def test_promtool_takes_rules_and_scrape_configuration() -> None:
+    """Rules and the sample configuration are valid."""
+    promtool("check", "rules", "kvd.rules.yml")
+    promtool("check", "config", "scrape.yml")
+
+
+def test_the_dashboard_speaks_promql(tmp_path: Path) -> None:
+    """Every query of the dashboard parses."""
+    rules = [
+        {"record": f"dashboard:query{number}", "expr": query}
+        for number, query in enumerate(dashboard_queries())
+    ]
+    file = tmp_path / "dashboard.yml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    assert f"{len(rules)} rules found" in promtool("check", "rules", str(file), where=tmp_path)
+
+
+@pytest.mark.slow
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    """The unit tests of the rules pass."""
+    promtool("test", "rules", "kvd.rules.test.yml")
+
+
+def test_every_alert_has_a_test_that_makes_it_fire() -> None:
+    """No alert is without a case."""
+    tests = (PROMETHEUS / "kvd.rules.test.yml").read_text()
+    fired = set(re.findall(r'alertname="(\w+)"', tests))
+    assert fired == {rule["alert"] for rule in ALERTS}
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_an_alert_says_what_is_wrong_and_what_to_do(rule: dict[str, Any]) -> None:
+    """Summary, description, severity, and a section of docs/operations.md."""
+    assert set(rule["annotations"]) == {"summary", "description", "runbook"}
+    assert rule["labels"]["severity"] in {"page", "ticket"}
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    assert anchor == rule["alert"].lower()
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert anchor in {
+        re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in headings
+    }
+
+
+def test_every_metric_that_is_used_is_served(daemon: Daemon) -> None:
+    """Names in rules and dashboard are those of a real daemon's /metrics, or recorded here."""
+    transport = httpx.HTTPTransport(uds=str(daemon.runtime_dir / "http.sock"))
+    with httpx.Client(transport=transport, base_url="http://localhost") as client:
+        text = client.get("/metrics", timeout=30).raise_for_status().text
+    served = {"up", "ALERTS"} | {rule["record"] for rule in RULES if "record" in rule}
+    for family in text_string_to_metric_families(text):
+        endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+        served |= {family.name + end for end in endings.get(family.type, [""])}
+    used = set()
+    for expression in expressions():
+        without = re.sub(
+            r'"[^"]*"|\{[^}]*\}|\b(by|on|group_left|ignoring) *\([^)]*\)', "", expression
+        )
+        used |= set(re.findall(r"\b(?:kvd|process)[\w:]+|\bup\b", without))
+    assert len(used) > 40
+    assert used <= served
+
+
+def test_values_of_labels_are_ones_that_exist() -> None:
+    """An outcome, answer, state, stage or direction in a selector is one that kvd reports."""
+    known = {
+        "answer": set(_ANSWERS),
+        "state": set(_STATES),
+        "direction": set(_WAYS),
+        "stage": set(STAGES),
+        "outcome": {str(status) for status in JobStatus},
+        "check": {"pool"},
+        "job": {"kvd"},
+        "instance": {".*"},
+    }
+    for expression in expressions():
+        for label, _, value in re.findall(r'(\w+)(=|=~|!=|!~)"([^"]*)"', expression):
+            assert set(value.split("|")) <= known[label], expression
+
+
+def test_the_dashboard_is_what_its_generator_writes() -> None:
+    """The file and the script beside it agree."""
+    spec = importlib.util.spec_from_file_location("generate", GRAFANA / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert generate.text() == (GRAFANA / "kvd.json").read_text()
+
+
+def test_panels_do_not_overlap_and_explain_themselves() -> None:
+    """Each lies within the grid, on no other, with a title and a sentence."""
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert max(x for x, _ in cells) < 24
+        assert panel["title"]
+        assert panel["type"] == "row" or panel["description"]
