@@ -31,6 +31,7 @@ def counter(name: str, text: str, samples: Samples, labels: Sequence[str] = ()) 
 
 
 def one(value: float) -> Samples:
+    """The only sample of a family without labels."""
     return [((), value)]
 
 

@@ -6,7 +6,7 @@ from prometheus_client.core import Metric
 
 from kvd.http.families import Report, counter, gauge, histogram
 
-_WAYS = ("store", "load")
+WAYS = ("store", "load")
 
 
 def lane_families(lanes: Sequence[Report]) -> Iterator[Metric]:
@@ -59,7 +59,7 @@ def _jobs(lanes: Sequence[Report]) -> Iterator[Metric]:
     ways = [
         ((lane["device"], way), lane["counters"], lane["stages"].get(way, {}))
         for lane in lanes
-        for way in _WAYS
+        for way in WAYS
     ]
     labels = ["device", "direction"]
     yield counter(

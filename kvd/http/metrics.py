@@ -15,8 +15,8 @@ from kvd.http.families import Report, counter, gauge, histogram, one
 from kvd.http.lane_metrics import lane_families
 
 MAX_ENGINES = 64
-_ANSWERS = ("accepted", "present", "pending", "full", "not_yet", "bad_key", "draining")
-_STATES = ("ready", "writing", "draining")
+ANSWERS = ("accepted", "present", "pending", "full", "not_yet", "bad_key", "draining")
+STATES = ("ready", "writing", "draining")
 
 
 def families(report: Report) -> Iterator[Metric]:
@@ -86,7 +86,7 @@ def _totals(counters: Report) -> Iterator[Metric]:
         "kvd_store_answered_chunks_total",
         "Chunks that engines asked to store, by the answer: accepted, there already (present),"
         " being written (pending), or refused.",
-        [((answer,), get(answer, 0)) for answer in _ANSWERS],
+        [((answer,), get(answer, 0)) for answer in ANSWERS],
         ["answer"],
     )
     yield counter(
@@ -148,14 +148,14 @@ def _namespaces(namespaces: Sequence[Report], pools: Mapping[str, Report]) -> It
         [
             ((*where, state), pools[n["id"]][f"{state}_bytes"])
             for where, n in named
-            for state in _STATES
+            for state in STATES
         ],
         [*labels, "state"],
     )
     yield gauge(
         "kvd_namespace_chunks",
         "The namespace's chunks, by state.",
-        [((*where, state), n["chunks"][state]) for where, n in named for state in _STATES],
+        [((*where, state), n["chunks"][state]) for where, n in named for state in STATES],
         [*labels, "state"],
     )
     yield gauge(
@@ -185,7 +185,7 @@ def _namespaces(namespaces: Sequence[Report], pools: Mapping[str, Report]) -> It
     yield counter(
         "kvd_namespace_store_answered_chunks_total",
         "As kvd_store_answered_chunks_total, of one namespace since it was opened.",
-        [((*where, a), n["counters"][a]) for where, n in named for a in _ANSWERS],
+        [((*where, a), n["counters"][a]) for where, n in named for a in ANSWERS],
         [*labels, "answer"],
     )
     yield counter(
