@@ -180,6 +180,7 @@ def test_a_manager_that_is_gone_may_come_again(
     with listening(address) as manager:
         notifier.stopping(5.0)
         assert manager.receive(5.0)[0] == "STOPPING=1"
+        assert "Notices starting" in repr(notifier), "READY is not said again"
     notifier.close()
 
 
