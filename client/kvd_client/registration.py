@@ -9,6 +9,7 @@ from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.door import MAX_FDS
 from kvd_client.errors import UsageError
 from kvd_client.memory import HostMemory
+from kvd_proto.devices import means_device
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import RankLayout, validate_layout
 from kvd_proto.messages import Error, Fingerprint, Handle, Register
@@ -110,6 +111,6 @@ def _one_device(memory: Sequence[Memory], device: str | None) -> str:
                 f"memory[{index}] is on {part.device}, memory[0] on {memory[0].device}: the memory"
                 " of one worker is on one device"
             )
-    if device is not None and device != memory[0].device:
+    if device is not None and not means_device(device, memory[0].device):
         raise UsageError(f"device={device!r} for memory on {memory[0].device}; leave device out")
     return memory[0].device

@@ -57,6 +57,7 @@ class StreamWrites(StreamSignals):
     def __init__(self, device: int, page: ControlPage) -> None:
         super().__init__(device, page)
         self._stream: int | None = None
+        self._marked = True  # the event is after all that a stream may write
         with contextlib.ExitStack() as undo:
             undo.callback(self._context.release)
             with self._context.current():
@@ -68,17 +69,22 @@ class StreamWrites(StreamSignals):
     def signal(self, stream: int, number: int) -> None:
         """See StreamSignals."""
         with self._context.current():
+            if not self._marked and self._stream is not None:
+                cuda_driver.record(self._last, self._stream)
+                self._marked = True
             if stream != self._stream:
                 cuda_driver.stream_waits(stream, self._last)
                 self._stream = stream
+            self._marked = False
             cuda_driver.write_value(stream, self._word, number)
             cuda_driver.record(self._last, stream)
+            self._marked = True
 
     def close(self) -> None:
         """See StreamSignals. A page that a stream may still write to stays for ever."""
         _KEPT.append(self)
         with contextlib.suppress(KvdClientError), self._context.current():
-            if cuda_driver.has_happened(self._last):
+            if self._marked and cuda_driver.has_happened(self._last):
                 cuda_driver.unregister_host(self._page.address)
                 _KEPT.remove(self)
                 cuda_driver.destroy_event(self._last)

@@ -114,7 +114,8 @@ class Worker:
                 may be closed afterwards.
             layout: this rank's tensors and groups.
             fingerprint: what must be equal for engines to share chunks.
-            device: the lane that serves the memory; None: that of the memory's device.
+            device: that of the memory, to be sure, in any form that nvidia-smi writes; None: it is
+                taken from the memory.
             stage: the pipeline stage of this rank.
             temporary: chunks are shared with temporary engines only, and dropped when the last
                 of them leaves.

@@ -20,7 +20,7 @@ not be understood."""
 _FILES = (
     (str(DEFAULT_FILE), "The settings, where the file exists."),
     ("/run/kvd", "The runtime directory: sockets and the lock."),
-    ("/dev/shm/kvd-*", "The pool."),
+    ("/dev/shm/kvd-*", "The pool; a daemon that has stopped may keep it, see kvd purge."),
 )
 
 

@@ -9,6 +9,7 @@ from typing import Self
 import click
 
 from kvd.cli.keys import Keys
+from kvd.cli.options import runtime_dir_option
 from kvd.cli.top_view import picture, waiting
 from kvd.control import Control
 from kvd.errors import NotRunning
@@ -19,13 +20,7 @@ _ANSWER_SECONDS = 2.0
 
 
 @click.command()
-@click.option(
-    "--runtime-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("/run/kvd"),
-    show_default=True,
-    help="The daemon's runtime directory.",
-)
+@runtime_dir_option
 @click.option(
     "--interval",
     type=click.FloatRange(0.1, 60.0),
@@ -41,7 +36,7 @@ def top(*, runtime_dir: Path, interval: float, once: bool) -> None:
 
     \b
     Examples:
-      kvd top --runtime-dir /run/kvd
+      kvd top
       kvd top --interval 5
       kvd top --once > report.txt
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped

@@ -1,4 +1,7 @@
-"""Live updates: the report once a second to everybody who watches, as server-sent events.
+"""Live updates once a second to everybody who watches, as server-sent events.
+
+`advice` says what is wrong and what to do, over the last minute; `report` is the report;
+`trouble` says that the broker is silent.
 
 While nobody watches, nobody is asked. All watchers share one report; one that
 reads slowly skips some. A broker that is silent is an event too.
@@ -8,10 +11,13 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 
 from kvd.errors import NotRunning
 from kvd.http.asking import Asking
 from kvd.http.traffic import Traffic
+from kvd.watch.advice import problems
+from kvd.watch.history import History
 
 PERIOD_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
@@ -27,6 +33,7 @@ class Events:
     def __init__(self, asking: Asking, traffic: Traffic) -> None:
         self._asking = asking
         self._traffic = traffic
+        self._history = History()
         self._latest = b""
         self._number = 0
         self._news = asyncio.Condition()
@@ -72,11 +79,14 @@ class Events:
 
     async def _frame(self) -> bytes:
         try:
-            return _event("report", await self._asking.report(ANSWER_SECONDS))
+            report = await self._asking.report(ANSWER_SECONDS)
         except NotRunning as error:
             now = time.time()
             since = self._asking.silent_since or now
             return _event("trouble", {"time": now, "since": since, "text": str(error)})
+        self._history.add(report)
+        advice = [asdict(problem) for problem in problems(self._history.span())]
+        return _event("advice", advice) + _event("report", report)
 
     def __repr__(self) -> str:
         return f"<Events, {self._traffic.watchers} watchers>"

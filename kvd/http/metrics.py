@@ -139,6 +139,11 @@ def _totals(counters: Report) -> Iterator[Metric]:
         "kvd_stored_chunks_total", "Chunks that were stored whole.", _one(get("stored", 0))
     )
     yield counter(
+        "kvd_restored_chunks_total",
+        "Chunks of the daemon before this one that could be found again.",
+        _one(get("restored", 0)),
+    )
+    yield counter(
         "kvd_store_dropped_chunks_total",
         "Accepted chunks that were given up before they were whole.",
         _one(get("dropped", 0)),

@@ -46,9 +46,10 @@ def outcome(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         scenarios.memory_across_allocations_is_refused,
         scenarios.memory_that_is_not_exportable_is_refused,
         scenarios.what_is_no_device_memory_is_refused,
-        scenarios.every_failure_of_the_driver_names_what_was_attempted,
         scenarios.numbers_are_reached_when_the_stream_is_there,
         scenarios.a_page_that_is_written_to_later_stays,
+        scenarios.a_page_stays_when_a_write_is_not_marked,
+        scenarios.a_number_after_one_that_was_not_marked_waits_for_it,
         scenarios.a_failed_signal_raises_and_the_next_one_counts,
     ],
     ids=lambda scenario: scenario.__name__,
@@ -56,6 +57,22 @@ def outcome(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_worker_on_the_test_driver(scenario: Callable[[], None], fakecuda_folder: Path) -> None:
     """The scenario's name is the behaviour."""
     run(scenario.__name__, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_SEED="3")
+
+
+@pytest.mark.fakecuda
+def test_every_call_of_the_worker_may_fail_once(fakecuda_folder: Path, tmp_path: Path) -> None:
+    """Whichever call fails, the error says what was attempted, and the next try works."""
+    name = scenarios.every_failure_of_the_driver_names_what_was_attempted.__name__
+    log = tmp_path / "calls.log"
+    run(name, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_LOG=str(log))
+
+
+@pytest.mark.fakecuda
+@pytest.mark.parametrize("fail", ["cuInit:1:999", "cuInit:1:999,cuGetErrorName:1:999"])
+def test_a_driver_that_does_not_start(fakecuda_folder: Path, fail: str) -> None:
+    """The first call fails, with and without a name for its error."""
+    name = scenarios.a_driver_that_does_not_start_says_so.__name__
+    run(name, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_FAIL=fail)
 
 
 @pytest.mark.fakecuda
@@ -90,6 +107,16 @@ def test_streams_that_cannot_write_are_watched(fakecuda_folder: Path) -> None:
             scenarios.the_thread_waits_for_the_event,
             scenarios.numbers_are_reached_when_the_stream_is_there,
             {"FAKECUDA_MEM_OPS": "0"},
+        ),
+        (
+            scenarios.a_write_counts_when_it_is_marked,
+            scenarios.a_page_stays_when_a_write_is_not_marked,
+            {},
+        ),
+        (
+            scenarios.a_write_counts_when_it_is_marked,
+            scenarios.a_number_after_one_that_was_not_marked_waits_for_it,
+            {},
         ),
         (
             scenarios.a_page_is_let_go_when_nothing_will_write_to_it,

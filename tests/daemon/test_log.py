@@ -16,12 +16,15 @@ from kvd_proto.messages import Status, StatusReport
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine
 
+ALONE = ("--http-listen", "off", "--keep-pool", "no")
+"""No port that another daemon may have, and nothing left behind."""
+
 
 @contextmanager
 def started(runtime_dir: Path, stderr: int | None) -> Iterator[Daemon]:
     """A daemon with this stderr (None: closed), ended with the block."""
     command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(runtime_dir)]
-    command += ["--cpu-bytes", "8MiB", "--keep-pool", "no"]
+    command += ["--cpu-bytes", "8MiB", *ALONE]
     if stderr is None:
         command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
     process = subprocess.Popen(command, stderr=stderr, text=True)
@@ -88,7 +91,7 @@ def test_errors_come_in_the_chosen_form(runtime_dir: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "kvd", "serve", "--log-format", "json"),
-            *("--runtime-dir", str(runtime_dir), "--cpu-bytes", "900TiB"),
+            *("--runtime-dir", str(runtime_dir), "--cpu-bytes", "900TiB", *ALONE),
         ],
         capture_output=True,
         text=True,
@@ -108,7 +111,7 @@ def test_under_journald_lines_have_priorities(runtime_dir: Path) -> None:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "kvd", "serve"),
-                *("--runtime-dir", str(runtime_dir), "--cpu-bytes", "900TiB"),
+                *("--runtime-dir", str(runtime_dir), "--cpu-bytes", "900TiB", *ALONE),
             ],
             stderr=sink,
             env=os.environ | {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"},

@@ -13,8 +13,10 @@ import pytest
 
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.cuda import driver
+from kvd.lane.cuda.binding import Stream
 from kvd.lane.cuda.copier import Thresholds
 from kvd.lane.cuda.device import Options
+from kvd.lane.cuda.runs import Runs
 from kvd.lane.device import Direction, MemoryId
 from kvd.lane.jobs import ReplyTo
 from kvd.lane.runner import Runner
@@ -119,6 +121,30 @@ def no_copy_spans_two_registrations(rig: CudaRig) -> None:
     submit(rig, 1, memory, Direction.STORE, [(0, 0, 65536 - 4096, 8192)])
     assert drain(rig.device)[1].error == ""
     np.testing.assert_array_equal(rig.get_pool(65536 - 4096, 8192), pattern(8192, 1))
+
+
+def no_kernel_access_spans_two_registrations(rig: CudaRig) -> None:
+    """The same by the kernel, in both directions; every run that it is given lies in one piece."""
+    memory, source = rig.attach(SIZES)
+    rig.put(source, 0, 0, pattern(2048, 1))
+    edge = 65536
+    given: list[tuple[int, int]] = []
+    kernel = rig.cuda.copier.kernel
+    assert kernel is not None
+    enqueue = kernel.enqueue
+
+    def watched(runs: Runs, direction: Direction, stream: Stream, number: int) -> None:
+        offsets = (runs.host - np.uint64(rig.cuda._pool.address)).tolist()
+        given.extend(zip(offsets, runs.nbytes.tolist(), strict=True))
+        enqueue(runs, direction, stream, number)
+
+    kernel.enqueue = watched  # type: ignore[method-assign]  # to look at what it is given
+    submit(rig, 1, memory, Direction.STORE, [(0, 0, edge - 1024, 2048)])
+    assert drain(rig.device)[1].error == ""
+    submit(rig, 2, memory, Direction.LOAD, [(1, 0, edge - 1024, 2048)])
+    assert drain(rig.device)[2].error == ""
+    assert given == 2 * [(edge - 1024, 1024), (edge, 1024)]
+    np.testing.assert_array_equal(rig.get(source, 1, 0, 2048), pattern(2048, 1))
 
 
 def run_lists_are_left_alone_while_a_kernel_reads_them(rig: CudaRig) -> None:

@@ -107,12 +107,14 @@ class CudaRig(Rig):
         options: Options,
         *,
         pinned: bool = True,
+        pool: Memory | None = None,
         pool_bytes: int = POOL_BYTES,
     ) -> None:
         self.driver = fake_driver
         self._workers = workers
-        self.pool = Memory(pool_bytes)
-        self.pool.bytes[:] = 0xAB
+        self.pool = pool or Memory(pool_bytes)
+        if pool is None:
+            self.pool.bytes[:] = 0xAB
         self.mark = fake_driver.mark
         self.device = self.cuda = CudaDevice(fake_driver.device, self.pool.fd, pool_bytes, options)
         if pinned:

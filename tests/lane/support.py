@@ -47,8 +47,8 @@ M = TypeVar("M", bound=Message)
 class Memory:
     """A memory file and the tests' own mapping of it."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.fd = os.memfd_create("kvd-test")
+    def __init__(self, nbytes: int, flags: int = 0) -> None:
+        self.fd = os.memfd_create("kvd-test", flags)
         os.ftruncate(self.fd, nbytes)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
 

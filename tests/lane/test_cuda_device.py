@@ -270,6 +270,24 @@ def test_thresholds_are_measured_once(
     assert "nonsense" not in kept.read_text("ascii")
 
 
+def test_another_driver_is_measured_anew(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers, tmp_path: Path
+) -> None:
+    """What was measured with one driver says nothing of the next; the file is written anew."""
+    options = Options(state_dir=tmp_path, registration_bytes=65536)
+    launches, kept = [], []
+    for setting in ("driver_version=13000", "driver_version=13000", "driver_version=12080"):
+        fake_driver.set(setting)
+        before = fake_driver.mark
+        CudaRig(fake_driver, ipc_workers, options).close()
+        launches.append(fake_driver.calls(before).count("cuLaunchKernel"))
+        kept.append(next(tmp_path.iterdir()).read_text("ascii"))
+    assert launches[1] < launches[0]
+    assert launches[2] > launches[1]
+    assert "CUDA 13000" in kept[1]
+    assert "CUDA 12080" in kept[2]
+
+
 def test_a_kernel_that_does_not_work_is_done_without(
     fake_driver: TestDriver, ipc_workers: CudaWorkers
 ) -> None:

@@ -35,6 +35,7 @@ OPTIONS = Options(registration_bytes=2**19, thresholds=Thresholds(3000, 3000))
 # What driver.py may call and the lives below do not, and why that is no gap.
 ELSEWHERE = {
     "cuStreamQuery": "test_a_stream_that_cannot_be_asked_is_asked_again",
+    "cuDeviceGetAttribute": "test_what_only_the_doctor_asks_may_fail_too",
     "cuDeviceGetUuid_v2": "the same call, as bindings older than CUDA 13 name it",
 }
 # A driver with all that kvd uses, and one without batches.
@@ -189,6 +190,15 @@ def test_a_stream_that_cannot_be_asked_is_asked_again(
         np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 1))
     finally:
         rig.close()
+
+
+def test_what_only_the_doctor_asks_may_fail_too(fake_driver: TestDriver) -> None:
+    """A driver that does not say how memory can be shared: the error names the question."""
+    ((device, _),) = driver.devices()
+    assert driver.can_share(device) == (True, True)
+    fake_driver.set(f"fail=cuDeviceGetAttribute:1:{CODE}")
+    with pytest.raises(CudaError, match=f"memory can be shared: {INJECTED}"):
+        driver.can_share(device)
 
 
 def test_a_lost_device_ends_the_lane(fakecuda: FakeCuda, tmp_path: Path) -> None:

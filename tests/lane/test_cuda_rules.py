@@ -166,6 +166,7 @@ RULES = [
     ),
     Rule(checks.memory_is_unmapped_after_its_copies, unmap_without_looking),
     Rule(checks.no_copy_spans_two_registrations, never_split),
+    Rule(checks.no_kernel_access_spans_two_registrations, never_split, checks.by_kernel(4096)),
     Rule(
         checks.run_lists_are_left_alone_while_a_kernel_reads_them,
         reuse_run_lists_at_once,

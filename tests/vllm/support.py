@@ -149,6 +149,17 @@ def wait_attached(daemon: Daemon, engines: int = 1) -> None:
     )
 
 
+def wait_told(daemon: Daemon, tokens: int) -> int:
+    """Prompt tokens found, once the engine has told of so many asked for."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        (engine,) = daemon.status()["engines"]
+        found: dict[str, int] = engine["lookups"]
+        if found["tokens"] == tokens:
+            return found["hit_tokens"]
+        assert time.monotonic() < end, found
+
+
 def wait_stored(daemon: Daemon, at_least: int = 1) -> int:
     """Until nothing is being written; how many chunks are there."""
 

@@ -11,11 +11,13 @@ from tests.conftest import StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
     CACHED_TOKENS,
+    PROMPT_TOKENS,
     References,
     Setting,
     ask_all,
     wait_attached,
     wait_stored,
+    wait_told,
     with_kvd,
 )
 
@@ -70,6 +72,7 @@ def test_warm_answers_are_those_of_the_engines_own_cache(
     assert [answer.cached_tokens for answer in warm] == [CACHED_TOKENS] * ASKED
     for answer, reference in zip(warm, known.warm, strict=False):
         assert not comparable(answer, reference)
+    assert wait_told(daemon, 2 * ASKED * PROMPT_TOKENS) == ASKED * CACHED_TOKENS
     print(f"{setting}: {stored} chunks, hits {[answer.cached_tokens for answer in warm]}")
 
     if restart:

@@ -1,8 +1,9 @@
 """Below which length of run the kernel is faster than the copy engine, measured at start.
 
-A measurement takes a fraction of a second and depends on the device, the driver
-and the board; so it is kept in a file per device and driver, where there is a
-folder for it. A file that cannot be read or written only costs the measurement.
+A measurement takes a fraction of a second and depends on the device, the driver,
+the board and the kernel; so it is kept in a file per device, where there is a folder
+for it, and made anew when the driver or the kernel is another one. A file that cannot
+be read or written only costs the measurement.
 """
 
 import logging
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvd.lane.cuda import driver
+from kvd.lane.cuda import driver, ptx
 from kvd.lane.cuda.binding import Stream
 from kvd.lane.cuda.copier import AwaitedKernel, CopyEngine, MoveKernel, Thresholds
 from kvd.lane.cuda.runs import Runs
@@ -22,14 +23,36 @@ _log = logging.getLogger(__name__)
 
 LENGTHS = (4096, 8192, 16384, 24576, 32768, 65536)
 _REPEATS = 3
-_FORMAT = 1
+_FORMAT = 2
+_KERNEL_DRIVER = Path("/sys/module/nvidia/version")
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was found, and with what; see `made_with`."""
+
     format: int
+    made_with: str
     engine: str
     load: int
     store: int
+
+
+def file_name(uuid: bytes) -> str:
+    """Of a device's measurements."""
+    return f"cuda-{uuid.hex()}.json"
+
+
+def made_with(kernel_driver: Path = _KERNEL_DRIVER) -> str:
+    """The driver, as CUDA and as the kernel know it, and the copy kernel.
+
+    Raises:
+        CudaError: the driver does not tell.
+    """
+    try:
+        module = kernel_driver.read_text("ascii").strip()
+    except OSError:
+        module = "unknown"
+    return f"CUDA {driver.version()}, driver {module}, kernel {ptx.SOURCE_SHA256[:12]}"
 
 
 def thresholds(
@@ -46,14 +69,14 @@ def thresholds(
         kernel: what may move short ones.
         scratch: at least `max(LENGTHS)` bytes.
         stream: where nothing else runs.
-        file: where the answer is kept; its name tells device and driver apart.
+        file: where the answer is kept, one for each device.
 
     Raises:
         CudaError: a copy failed.
     """
-    name = type(engine).__name__
-    kept = None if file is None else _read(file, name)
-    if kept is not None:
+    name, present = type(engine).__name__, made_with()
+    kept = None if file is None else _read(file)
+    if kept is not None and (kept.format, kept.made_with, kept.engine) == (_FORMAT, present, name):
         return Thresholds(kept.load, kept.store)
     found = Thresholds(
         *(
@@ -65,7 +88,7 @@ def thresholds(
         "runs below %d bytes are loaded, below %d stored by the kernel", found.load, found.store
     )
     if file is not None:
-        _write(file, _Kept(_FORMAT, name, found.load, found.store))
+        _write(file, _Kept(_FORMAT, present, name, found.load, found.store))
     return found
 
 
@@ -96,15 +119,14 @@ def _seconds(way: CopyEngine, runs: Runs, direction: Direction, stream: Stream) 
     return time.perf_counter() - begin
 
 
-def _read(file: Path, engine: str) -> _Kept | None:
+def _read(file: Path) -> _Kept | None:
     try:
-        kept = msgspec.json.decode(file.read_bytes(), type=_Kept)
+        return msgspec.json.decode(file.read_bytes(), type=_Kept)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         _log.warning("%s is not used: %s", file, error)
         return None
-    return kept if (kept.format, kept.engine) == (_FORMAT, engine) else None
 
 
 def _write(file: Path, kept: _Kept) -> None:

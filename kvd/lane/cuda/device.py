@@ -295,8 +295,8 @@ class CudaDevice(Device):
     def _calibration_file(self) -> Path | None:
         if self._options.state_dir is None:
             return None
-        uuid = dict(driver.devices())[self._device].hex()
-        return self._options.state_dir / f"cuda-{uuid}-{driver.version()}.json"
+        uuid = dict(driver.devices())[self._device]
+        return self._options.state_dir / calibration.file_name(uuid)
 
     def __repr__(self) -> str:
         return (

@@ -1,6 +1,8 @@
 """What the compiler makes of kernel.cu, which says how to make it anew."""
 
 FUNCTION = "kvd_move"
+COMPILER = "13.0"  # nvcc's release
+SOURCE_SHA256 = "5790818fb55db4468e680dd3a3591f98a0929a2aad1eaeb0722df45ab9d30560"
 TEXT = """\
 .version 6.4
 .target sm_70

@@ -1,0 +1,128 @@
+// Puts the parts together: reports come in, every part shows its own.
+
+import { Charts } from "./charts.js";
+import { $, say, set } from "./dom.js";
+import { History } from "./history.js";
+import { showChecks, showEvents, showProblems, showState, stateOf } from "./overview.js";
+import { Pool } from "./pool.js";
+import { Stream } from "./stream.js";
+import { clock, duration } from "./words.js";
+import { showBroker, showEngines, showJobs, showLanes } from "./work.js";
+
+const history = new History();
+const pool = new Pool();
+const charts = new Charts();
+let problems = [];
+const news = [];
+let verdict = "";
+let paused = false;
+let heard = null; // when the last report came, by this machine's clock, in unix seconds
+let outage = null; // {since, text, next}: why what is shown is old
+
+const stream = new Stream({
+  advice: (found) => { problems = found; },
+  report: take,
+  trouble: (text, since) => silence({ since, text: `The broker does not answer: ${text}.`, next: null }),
+  lost: (wait) => silence({
+    since: outage?.since ?? heard ?? Date.now() / 1000,
+    text: "There is no contact with the daemon.",
+    next: (Date.now() + wait) / 1000,
+  }),
+});
+
+function silence(how) {
+  if (outage?.text !== how.text) announce(how.text);
+  outage = how;
+  contact();
+}
+
+function take(report) {
+  const before = history.now;
+  const restarted = history.add(report);
+  heard = Date.now() / 1000;
+  if (outage) announce("Contact with the daemon is back.");
+  outage = null;
+  contact();
+  if (restarted) {
+    const version = before.version === report.version ? "" : ` It is another version now, ${report.version}: reload this page.`;
+    say($("restart-text"), `The daemon was restarted at ${clock(report.started)}. Its counters start anew.${version}`);
+    set($("restart"), "hidden", null);
+    announce($("restart-text").textContent);
+  }
+  if (!paused) show();
+}
+
+function show() {
+  const report = history.now;
+  if (!report) return;
+  showState(report);
+  const words = showProblems(problems, report);
+  const rules = problems.map((problem) => problem.rule).join();
+  if (rules !== verdict) announce(words);
+  verdict = rules;
+  showChecks(report);
+  pool.show(report);
+  charts.show(history);
+  showLanes(report);
+  showJobs(history);
+  showBroker(history);
+  showEngines(history);
+  showEvents(report);
+  title();
+}
+
+/** Whether what is shown is new, and since when not. */
+function contact() {
+  const now = Date.now() / 1000;
+  document.body.classList.toggle("stale", outage !== null);
+  set($("contact"), "hidden", outage ? null : "");
+  if (outage) {
+    const seen = heard == null ? "Nothing has come yet" : `What is shown is from ${clock(heard)}, ${duration(now - heard)} ago`;
+    const next = outage.next == null ? "" : ` Next try in ${duration(Math.max(1, outage.next - now))}.`;
+    say($("contact-text"), `${outage.text} ${seen}.${next}`);
+    say($("link"), `no contact since ${clock(outage.since)}`);
+  } else {
+    say($("link"), paused ? "paused" : heard == null ? "Connecting…" : `live, ${clock(heard)}`);
+  }
+  title();
+}
+
+function title() {
+  const report = history.now;
+  const bad = problems.filter((problem) => problem.level !== "hint").length;
+  const state = outage ? "no contact" : report ? stateOf(report).text.toLowerCase() : "connecting";
+  const text = `${bad && !outage ? `(${bad}) ` : ""}kvd – ${state}`;
+  if (document.title !== text) document.title = text;
+}
+
+/** Tell a screen reader, and only what matters; what comes at once is told together. */
+function announce(text) {
+  if (!news.length) setTimeout(() => say($("announcer"), news.splice(0).join(" ")), 0);
+  news.push(text);
+}
+
+$("pause").addEventListener("click", () => {
+  paused = !paused;
+  set($("pause"), "aria-pressed", String(paused));
+  say($("pause"), paused ? "Resume" : "Pause");
+  contact();
+  if (!paused) show();
+});
+$("retry").addEventListener("click", () => stream.open());
+$("restart-seen").addEventListener("click", () => {
+  set($("restart"), "hidden", "");
+  $("now").focus();
+});
+$("events-more").addEventListener("click", () => {
+  const open = $("events-more").getAttribute("aria-expanded") === "true";
+  set($("events-more"), "aria-expanded", String(!open));
+  if (history.now) showEvents(history.now);
+});
+$("jobs-lane").addEventListener("change", () => history.now && showJobs(history));
+for (const details of document.querySelectorAll("details")) {
+  details.addEventListener("toggle", () => history.now && charts.show(history));
+}
+setInterval(() => outage && contact(), 1000);
+addEventListener("pagehide", () => stream.close());
+addEventListener("pageshow", (event) => event.persisted && stream.open());
+stream.open();

@@ -1,0 +1,75 @@
+// Making and changing elements. Data only ever becomes text or attributes, never markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const $ = (id) => document.getElementById(id);
+
+/** Change a text only where it differs, so that nothing is drawn or selected anew for nothing. */
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export function set(element, name, value) {
+  if (value == null) element.removeAttribute(name);
+  else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+}
+
+/** An HTML element with attributes and children; texts become text nodes. */
+export function el(tag, attributes = {}, ...children) {
+  return build(document.createElement(tag), attributes, children);
+}
+
+/** The same for SVG. */
+export function svg(tag, attributes = {}, ...children) {
+  return build(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function build(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value != null) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/**
+ * Give `parent` one child per item, in order, and reuse those that it has.
+ * `make(item)` builds one, `update(child, item)` fills it; `key(item)` says which is which.
+ */
+export function each(parent, items, key, make, update) {
+  const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  items.forEach((item, index) => {
+    const name = String(key(item));
+    let child = old.get(name);
+    if (child) old.delete(name);
+    else {
+      child = make(item);
+      child.dataset.key = name;
+    }
+    if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] ?? null);
+    update(child, item);
+  });
+  for (const child of old.values()) child.remove();
+}
+
+/**
+ * Fill a table's body. Each row is {key, cells}; a cell is a text, or {text, tone, draw}
+ * where `draw(cell)` adds what text cannot say. The first cell heads its row.
+ */
+export function rows(table, data) {
+  const heads = [...table.tHead.rows].at(-1).cells;
+  each(
+    table.tBodies[0],
+    data,
+    (row) => row.key,
+    (row) => el("tr", {}, ...row.cells.map((_, i) => el(i ? "td" : "th", i ? {} : { scope: "row" }))),
+    (line, row) => row.cells.forEach((cell, i) => {
+      const box = line.cells[i];
+      if (table.classList.contains("stacks")) set(box, "data-label", heads[i].textContent);
+      const { text, tone, draw } = typeof cell === "object" ? cell : { text: cell };
+      set(box, "data-tone", tone);
+      if (draw) draw(box);
+      else say(box, text);
+    }),
+  );
+}

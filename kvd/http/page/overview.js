@@ -1,0 +1,92 @@
+// The top of the page and the events: state, what is wrong now, readiness, what happened.
+
+import { $, each, el, say, set, svg } from "./dom.js";
+import { clock, duration, percent, several } from "./words.js";
+
+const TONES = { error: "bad", warning: "warn", hint: "info", info: "quiet" };
+const LEVELS = { error: "Problem", warning: "Warning", hint: "Hint" };
+const FEW_EVENTS = 12;
+
+export function stateOf(report) {
+  if (report.draining) return { text: "Draining", tone: "warn" };
+  return report.ready ? { text: "Ready", tone: "good" } : { text: "Not ready", tone: "bad" };
+}
+
+export function showState(report) {
+  const { text, tone } = stateOf(report);
+  say($("state"), text);
+  set($("state"), "data-tone", tone);
+  say($("where"), report.runtime_dir);
+  say($("uptime"), `up ${duration(report.time - report.started)}`);
+  say($("identity"), `${report.version}, process ${report.pid}, boot ${report.boot_id.slice(0, 8)}`);
+}
+
+/** Shows the verdict and returns it in words; `found` is the daemon's list of problems. */
+export function showProblems(found, report) {
+  const bad = found.filter((problem) => problem.level !== "hint");
+  const text = bad.length ? `${several(bad.length, "thing needs", "things need")} a look.` : `All is well. ${doing(report)}`;
+  say($("verdict"), text);
+  set($("verdict"), "data-tone", bad.length ? TONES[bad[0].level] : "good");
+  const ofRule = (problem) => found.filter((one) => one.rule === problem.rule).indexOf(problem);
+  each($("problems"), found, (problem) => `${problem.rule} ${ofRule(problem)}`, make, (item, problem) => {
+    set(item, "data-tone", TONES[problem.level]);
+    say(item.querySelector(".level"), LEVELS[problem.level]);
+    say(item.querySelector(".what"), problem.what);
+    say(item.querySelector(".remedy"), problem.remedy);
+  });
+  return bad.length ? `${text} ${bad.map((problem) => problem.what).join(" ")}` : "All is well.";
+}
+
+function make() {
+  const [level, what, remedy] = ["level", "what", "remedy"].map((name) => el("span", { class: name }));
+  return el("li", {}, el("p", {}, level, what), el("p", {}, remedy));
+}
+
+function doing(report) {
+  const attached = report.engines.filter((engine) => engine.attached).length;
+  const up = report.lanes.filter((lane) => lane.state === "up").length;
+  return `${several(attached, "engine is", "engines are")} attached, ${several(up, "lane is", "lanes are")} up.`;
+}
+
+export function showChecks(report) {
+  each($("checks"), report.checks, (check) => check.name,
+    () => el("li", {}, el("b"), el("span", { class: "words" }), el("span", { class: "progress" })),
+    (item, check) => {
+      const [name, text, progress] = item.children;
+      set(item, "data-tone", check.ok ? "good" : "warn");
+      say(name, check.name);
+      say(text, `${check.ok ? "" : "not yet: "}${check.text}`);
+      fill(progress, check);
+    });
+}
+
+/** How far a check has come, while it has a way to go. */
+function fill(place, check) {
+  const shown = !check.ok && check.percent != null;
+  set(place, "hidden", shown ? null : "");
+  if (!shown) return;
+  if (!place.children.length) {
+    place.append(svg("svg", { class: "meter", viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" },
+      svg("rect", { class: "track", width: 100, height: 6 }), svg("rect", { class: "fill", height: 6 })), el("span"));
+  }
+  set(place.querySelector(".fill"), "width", check.percent.toFixed(1));
+  const left = check.seconds_left ? `, about ${duration(check.seconds_left)} left` : "";
+  say(place.querySelector("span"), `${percent(check.percent / 100)} done${left}`);
+}
+
+export function showEvents(report) {
+  const all = [...report.events].sort((a, b) => b.number - a.number);
+  const open = $("events-more").getAttribute("aria-expanded") === "true";
+  set($("events-more"), "hidden", all.length > FEW_EVENTS ? null : "");
+  say($("events-more"), open ? "Show fewer" : `Show all ${all.length}`);
+  set($("no-events"), "hidden", all.length ? "" : null);
+  each($("events-list"), open ? all : all.slice(0, FEW_EVENTS), (event) => event.number,
+    () => el("li", {}, el("time"), el("span")),
+    (item, event) => {
+      const [time, text] = item.children;
+      set(item, "data-tone", TONES[event.level]);
+      set(time, "datetime", new Date(event.time * 1000).toISOString());
+      say(time, clock(event.time));
+      say(text, `${LEVELS[event.level] ? `${LEVELS[event.level]}: ` : ""}${event.text}`);
+    });
+}

@@ -1,0 +1,118 @@
+// The pool as a picture: cells of equal size, coloured by namespace, filled by state.
+
+import { $, each, el, rows, say, set, svg } from "./dom.js";
+import { number, percent, size } from "./words.js";
+
+const CELLS = 400;
+const COLOURS = 6;
+const STATES = ["ready", "writing", "draining"];
+
+/**
+ * What each cell shows, as [{space, state, cells}]: in proportion to bytes, at least one cell
+ * for what is there at all, `cells` cells together. Pure.
+ */
+export function parts(report, cells = CELLS) {
+  const total = report.pool.cpu_bytes;
+  if (!total) return [];
+  const found = [];
+  report.namespaces.forEach((namespace, index) => {
+    const space = report.pool.namespaces[namespace.id];
+    if (!space) return;
+    const inUse = STATES.map((state) => [state, space[`${state}_bytes`]]);
+    const empty = space.held_bytes - inUse.reduce((sum, [, bytes]) => sum + bytes, 0);
+    for (const [state, bytes] of [...inUse, ["held", empty]]) {
+      if (bytes > 0) found.push({ space: index, state, cells: Math.max(1, Math.floor((bytes / total) * cells)) });
+    }
+  });
+  let left = cells - found.reduce((sum, part) => sum + part.cells, 0);
+  while (left < 0) {
+    found.reduce((a, b) => (b.cells > a.cells ? b : a)).cells -= 1;
+    left += 1;
+  }
+  found.push({ space: null, state: "free", cells: left });
+  return found;
+}
+
+export class Pool {
+  #columns = 0;
+  #report = null;
+
+  constructor() {
+    new ResizeObserver(() => this.#report && this.#draw()).observe($("pool"));
+  }
+
+  show(report) {
+    this.#report = report;
+    const { cpu_bytes: total, free_bytes: free = 0 } = report.pool;
+    say($("pool-used"), total ? percent((total - free) / total) : "–");
+    say($("pool-of"), total ? `in use of ${size(total)}` : "sized when the first engine comes");
+    this.#draw();
+    this.#key(report);
+    this.#table(report);
+  }
+
+  #draw() {
+    const picture = $("pool-picture");
+    const columns = $("pool").clientWidth > 560 ? 40 : 25;
+    if (columns !== this.#columns) {
+      this.#columns = columns;
+      set(picture, "viewBox", `0 0 ${columns * 10} ${(CELLS / columns) * 10}`);
+      picture.replaceChildren(...Array.from({ length: CELLS }, (_, i) => svg("rect", {
+        x: (i % columns) * 10 + 1, y: Math.floor(i / columns) * 10 + 1, width: 8, height: 8, rx: 1.5,
+      })));
+    }
+    const cells = parts(this.#report).flatMap((part) =>
+      Array(part.cells).fill(part.space == null ? "free" : `ns${part.space % COLOURS} ${part.state}`));
+    [...picture.children].forEach((cell, i) => set(cell, "class", cells[i] ?? "free"));
+    set(picture, "aria-label", summary(this.#report));
+  }
+
+  #key(report) {
+    const states = { ready: "ready", writing: "being written", draining: "draining", held: "held, empty", free: "free" };
+    each($("pool-key"), Object.keys(states), (state) => state, () => el("li"), (item, state) => {
+      if (!item.children.length) {
+        const cell = svg("rect", { x: 1, y: 1, width: 8, height: 8, rx: 1.5, class: state === "free" ? "free" : `any ${state}` });
+        item.append(svg("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, cell), states[state]);
+      }
+    });
+    set($("pool-key"), "hidden", report.namespaces.length ? null : "");
+  }
+
+  #table(report) {
+    const data = report.namespaces.map((namespace, index) => {
+      const space = report.pool.namespaces[namespace.id] ?? {};
+      const { ready, pinned } = namespace.chunks;
+      return {
+        key: namespace.id,
+        cells: [
+          { draw: (box) => name(box, namespace, index) },
+          size(space.held_bytes), size(space.ready_bytes), size(space.writing_bytes), size(space.draining_bytes),
+          `${number(ready)}${pinned ? `, ${number(pinned)} pinned` : ""}`,
+        ],
+      };
+    });
+    rows($("pool-table"), data);
+    set($("pool-table"), "hidden", data.length ? null : "");
+  }
+}
+
+function name(box, namespace, index) {
+  if (!box.children.length) {
+    const cell = svg("rect", { x: 1, y: 1, width: 8, height: 8, rx: 1.5 });
+    box.append(svg("svg", { viewBox: "0 0 10 10", class: "swatch", "aria-hidden": "true" }, cell), el("span"));
+  }
+  set(box.querySelector("rect"), "class", `ns${index % COLOURS} ready`);
+  say(box.querySelector("span"), namespace.model);
+  set(box, "title", `namespace ${namespace.id}`);
+}
+
+/** The picture in a sentence, for those who do not see it. */
+function summary(report) {
+  const { cpu_bytes: total, free_bytes: free = 0 } = report.pool;
+  if (!total) return "The pool has no size yet.";
+  const spaces = report.namespaces.map((namespace) => {
+    const space = report.pool.namespaces[namespace.id];
+    return space ? `${namespace.model} ${percent(space.held_bytes / total)}` : namespace.model;
+  });
+  return `Pool of ${size(total)}: ${[...spaces, `free ${percent(free / total)}`].join(", ")}.`;
+}

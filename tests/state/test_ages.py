@@ -1,0 +1,79 @@
+"""Ages at eviction: since a chunk became READY or was last used, whoever needed its room."""
+
+import numpy as np
+import pytest
+
+from kvd.state.ages import AGE_BOUNDS, Ages
+from kvd.state.chunks import ChunkTable
+from kvd.state.namespaces import Namespaces
+
+PAGE = 4096
+BOOT = 1_000_000.0  # of a machine that has been up for long
+
+
+def one_namespace(chunks: int) -> ChunkTable:
+    """A table with room for so many chunks."""
+    namespaces = Namespaces(chunks * PAGE, make_buffer=lambda _, size: bytearray(size))
+    namespace = namespaces.open(
+        bytes(16), (PAGE,), world_size=1, replicated=False, boot_id=bytes(16)
+    )
+    namespaces.attach_engine(namespace)
+    return namespace.table
+
+
+def store(table: ChunkTable, names: str, now: float) -> None:
+    """Each letter is a key; they are READY at `now`."""
+    decision = table.prepare_store([name.encode() for name in names], 1, now)
+    count = len(decision.slots)
+    assert count == len(names)
+    table.share_done(1, 0, decision.slots, decision.generations, [0] * count, [1] * count, ok=True)
+
+
+def ages(table: ChunkTable) -> dict[float, int]:
+    """How many chunks were evicted, by the upper bound of their age."""
+    counts = table.ages.at_eviction.counts
+    return {bound: n for bound, n in zip((*AGE_BOUNDS, np.inf), counts, strict=True) if n}
+
+
+def test_an_age_counts_from_the_last_use() -> None:
+    """Of chunks stored together the one that was loaded meanwhile is younger when it goes."""
+    table = one_namespace(4)
+    store(table, "abcd", BOOT)
+    table.prepare_load([b"a"], 1, BOOT + 100, 1.0)
+    table.expire(BOOT + 110)
+    store(table, "wxyz", BOOT + 120)
+    assert ages(table) == {60: 1, 300: 3}
+    assert table.ages.at_eviction.sum == pytest.approx(20 + 3 * 120, abs=1e-3)
+    table.check_integrity()
+
+
+def test_a_touch_is_a_use() -> None:
+    """What was touched is as young as what was loaded; the time is that of the last tick."""
+    table = one_namespace(2)
+    store(table, "ab", BOOT)
+    table.expire(BOOT + 50)
+    table.touch([b"a", b"b"])
+    store(table, "cd", BOOT + 54)
+    assert ages(table) == {5: 2}
+
+
+def test_a_reset_is_no_eviction() -> None:
+    """Chunks that are dropped on purpose say nothing about the pool's size."""
+    table = one_namespace(2)
+    store(table, "ab", BOOT)
+    table.reset()
+    store(table, "ab", BOOT + 9)
+    assert ages(table) == {}
+    table.check_integrity()
+
+
+def test_a_clock_that_stands_still_gives_no_age_below_zero() -> None:
+    """A time told twice, or an older one, does no harm."""
+    times = Ages(2)
+    times.tell(BOOT)
+    times.tell(BOOT + 3)
+    times.used([0, 1], times.now)
+    times.tell(BOOT)
+    assert times.of([0, 1]).tolist() == [0.0, 0.0]
+    times.evicted([0])
+    assert times.at_eviction.count == 1
