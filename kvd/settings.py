@@ -93,7 +93,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     allow_users: Annotated[
         str,
         NamesText("users"),
-        About("Users that may connect, where not all may who can open the sockets.", _WHO, "NAMES"),
+        About(
+            "Users that may connect; with no groups either, all who can open the sockets.",
+            _WHO,
+            "NAMES",
+        ),
     ] = ""
     allow_groups: Annotated[
         str,

@@ -17,7 +17,7 @@ class NamesText(Mark):
     @property
     def needs(self) -> str:
         """What a value must be, for people."""
-        return f"names or numbers of {self.what}, with commas between; empty: all of them"
+        return f"names or numbers of {self.what}, with commas between; or nothing"
 
     def check(self, value: str) -> None:
         """Look whether it is a list; whether the names exist is asked where the daemon runs.
