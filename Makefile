@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs operations-transcript constraints constraints-vllm clean
+.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ docs: $(STAMP) ## write anew what is generated: protocol, settings, man page
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_man.py
 
+screenshot: $(STAMP) ## take anew the picture of the status page in the README
+	KVD_SCREENSHOT=docs/status-page.png $(BIN)/python -m pytest tests/http/test_page.py -k picture
+
 operations-transcript: $(STAMP) ## run anew the session that docs/operations.md shows
 	$(BIN)/python docs/generate_operations.py
 
@@ -69,6 +72,9 @@ constraints-vllm: $(VLLM_STAMP) ## the same for the environment with vLLM
 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
 	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=300
+
+restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
+	PYTHONPATH=. $(BIN)/python tests/soak/restart_loop.py $(or $(KILLS),200) $(SEED)
 
 gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packages
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -436,9 +436,10 @@ class Broker:
                     )
                 effects += self.state.revoke(namespace, expired)
         timeout = self.state.settings.lane_timeout_seconds
-        if now - self._ticked > timeout / 2:  # this process hung: no lane could make itself heard
+        away = now - self._ticked - timeout / 4  # where this process hung, no lane could be heard
+        if away > 0:
             for lane in self.state.lanes.values():
-                lane.last_seen = now
+                lane.last_seen = min(now, lane.last_seen + away)
         self._ticked = now
         for lane in self.state.lanes.values():
             silent = now - lane.last_seen

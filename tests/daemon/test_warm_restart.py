@@ -13,6 +13,7 @@ from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
+from tests.soak.restart_loop import run
 
 KEEP = ("--keep-pool", "yes")
 SHM = Path("/dev/shm")
@@ -127,6 +128,15 @@ def test_auto_finds_the_kept_pool(start_daemon: StartDaemon) -> None:
     with Engine(third.runtime_dir, layout=make_layout(blocks=256)).wait_attached() as engine:
         assert third.status()["pool"]["cpu_bytes"] == 4 * size
         assert hits(engine, keys) == 0
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_under_load() -> None:
+    """Ten ends in a row: every READY chunk is a hit with its bytes, and nothing else is one."""
+    tally = run(kills=10, seed=20261121)
+    assert not tally.violations
+    assert tally.kept
+    assert tally.verified_bytes
 
 
 def test_purge_gives_the_memory_back(warm: Daemon) -> None:

@@ -53,8 +53,9 @@ class Scrape:
         evicted = self.get("kvd_evicted_chunks_total")
         assert evicted == self.total("kvd_namespace_evicted_chunks_total")
         assert evicted == self.total("kvd_namespace_eviction_age_seconds_count")
+        came = stored + self.get("kvd_restored_chunks_total")
         removed = self.total("kvd_removed_chunks_total")
-        assert self.total("kvd_namespace_chunks", state="ready") == stored - evicted - removed
+        assert self.total("kvd_namespace_chunks", state="ready") == came - evicted - removed
         looked = self.get("kvd_lookup_chunks_total")
         assert self.get("kvd_lookup_hit_chunks_total") <= looked
         held = self.total("kvd_namespace_held_bytes")

@@ -1,0 +1,246 @@
+"""Kill the daemon at random moments under load, start it again, and look at every chunk.
+
+    make restart-loop KILLS=200 SEED=7
+
+Two engines of two models share a pool that is too small for them. After each end of the
+daemon the directory as it was at that moment (the engines' mappings of it stay) is held
+against what the next daemon has:
+
+- every chunk that was READY is a hit, under its generation, and loads with the right bytes;
+- nothing else is a hit.
+
+There are two exceptions, both of an operation that the kill cut off: a chunk whose last
+share had just been reported may be one already, and those that an unanswered
+PREPARE_STORE was evicting may be gone.
+
+The last line of the output is JSON.
+"""
+
+import json
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from kvd_client import LookupResult
+from kvd_proto.directory import DirectoryView, SlotRecord, SlotState
+from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+
+POOL = str(4 * 2**20)
+KEYS = 160
+BATCH = 12
+LONGEST = 0.6
+GENTLE = 0.1  # of the ends are SIGTERM
+PATIENCE = 60.0
+
+
+@dataclass
+class Tally:
+    """What was done and seen."""
+
+    kills: int = 0
+    stops: int = 0
+    stores: int = 0
+    loads: int = 0
+    kept: int = 0
+    completing: int = 0
+    evicting: int = 0
+    verified_bytes: int = 0
+    ready_ms: list[int] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+    def report(self) -> dict[str, object]:
+        """As one JSON object; the time from exec to attached engines as median and maximum."""
+        times = sorted(self.ready_ms)
+        return asdict(self) | {
+            "violations": len(self.violations),
+            "first_violations": self.violations[:5],
+            "ready_ms": [times[len(times) // 2], times[-1]] if times else [],
+        }
+
+
+class Client:
+    """An engine, the keys it uses, and the directory that it sees."""
+
+    def __init__(self, runtime_dir: Path, name: str, *, replicated: bool) -> None:
+        page = 8192 if replicated else 4096
+        layout = make_layout(page=page, replicated=replicated)
+        self.engine = Engine(runtime_dir, name=name, model=name, layout=layout)
+        self.keys = keys_of(name, KEYS)
+        self.directory: DirectoryView | None = None
+        ranks = len(self.engine.workers)
+        self.chunk_bytes = 2 * 2 * page * ranks
+
+    def attach(self) -> None:
+        """Until a directory of another daemon than before is here."""
+        deadline = time.monotonic() + PATIENCE
+        before = self.directory.boot_id if self.directory is not None else b""
+        while time.monotonic() < deadline:
+            attachment = self.engine.scheduler._attachment
+            if attachment is not None and attachment.directory.boot_id != before:
+                self.engine.wait_attached()
+                self.directory = attachment.directory
+                return
+            self.engine.scheduler.wait_attached(0.01)
+        raise TimeoutError(f"{self.engine.name} finds no daemon")
+
+    def records(self, *states: SlotState) -> dict[bytes, SlotRecord]:
+        """The chunks in these states, by key, as the directory has them."""
+        directory = self.directory
+        assert directory is not None
+        found = map(directory.record, range(directory.num_slots))
+        return {record.key: record for record in found if record.state in states}
+
+
+class Loop:
+    """The daemon, its engines, and what has become of them."""
+
+    def __init__(self, start: StartDaemon, runtime_dir: Path, seed: int) -> None:
+        self.start = start
+        self.random = random.Random(seed)
+        self.tally = Tally()
+        self.daemon = self.begin()
+        self.clients = [
+            Client(runtime_dir, "split", replicated=False),
+            Client(runtime_dir, "alike", replicated=True),
+        ]
+        self.asking = False
+        for client in self.clients:
+            client.attach()
+
+    def begin(self) -> Daemon:
+        """The next daemon; nobody waits for it here."""
+        return self.start("--keep-pool", "yes", cpu_bytes=POOL, ready=False)
+
+    def turn(self) -> None:
+        """Load until the daemon's end, then the next one, then look."""
+        number = signal.SIGTERM if self.random.random() < GENTLE else signal.SIGKILL
+        delay = self.random.uniform(0.0, LONGEST)
+        timer = threading.Timer(delay, self.daemon.process.send_signal, (number,))
+        timer.start()
+        try:
+            while self.daemon.process.poll() is None:
+                self.step()
+        finally:
+            timer.join()
+        self.tally.stops += number == signal.SIGTERM
+        self.tally.kills += number == signal.SIGKILL
+        ready = [client.records(SlotState.READY) for client in self.clients]
+        writing = [client.records(SlotState.WRITING) for client in self.clients]
+        self.daemon = self.begin()
+        began = time.monotonic()
+        for client in self.clients:
+            client.attach()
+        self.tally.ready_ms.append(int((time.monotonic() - began) * 1000))
+        for client, were, wrote in zip(self.clients, ready, writing, strict=True):
+            self.look(client, were, wrote)
+        self.asking = False
+
+    def step(self) -> None:
+        """One store or load of some keys, which may fail in every way but a wrong byte."""
+        client = self.random.choice(self.clients)
+        at = self.random.randrange(KEYS - BATCH)
+        keys = client.keys[at : at + self.random.randint(1, BATCH)]
+        if self.random.random() < 0.5:
+            self.load(client, keys)
+            return
+        self.asking = True
+        engine = client.engine
+        ticket = engine.scheduler.prepare_store(keys)
+        self.asking = not ticket.served
+        if ticket.keys:
+            blocks = engine.fill(ticket.keys, 1)
+            jobs = engine.submit(
+                "store", list(engine.workers), blocks, ticket.slots, ticket.generations
+            )
+            engine.results(jobs)
+            engine.scheduler.complete_store(ticket.keys)
+            self.tally.stores += len(ticket.keys)
+
+    def load(self, client: Client, keys: list[bytes]) -> int:
+        """Load what is there; how many chunks came, every byte of them looked at."""
+        found, wrong = client.engine.load(keys)
+        self.tally.loads += found
+        self.tally.verified_bytes += found * client.chunk_bytes
+        if wrong:
+            self.tally.violations.append(f"{wrong} wrong bytes among {keys[0]!r} and following")
+        return found
+
+    def look(
+        self, client: Client, were: dict[bytes, SlotRecord], wrote: dict[bytes, SlotRecord]
+    ) -> None:
+        """Hold what the new daemon has against what the old one had."""
+        now = client.records(SlotState.READY)
+        missing = {key for key in were if now.get(key) != _as_kept(were[key])}
+        if missing and self.asking:
+            self.tally.evicting += len(missing)
+        elif missing:
+            self.tally.violations.append(f"{len(missing)} READY chunks are gone: {min(missing)!r}")
+        for key in now.keys() - were.keys():
+            record = wrote.get(key)
+            if record is None or not record.ranks_done or now[key] != _as_kept(record):
+                self.tally.violations.append(f"{key!r} is a hit that never was READY")
+            self.tally.completing += 1
+        self.tally.kept += len(now)
+        scheduler = client.engine.scheduler
+        for key in client.keys:
+            if (scheduler.lookup(key) is LookupResult.HIT) != (key in now):
+                self.tally.violations.append(f"{key!r} is looked up wrongly")
+        kept = sorted(now)
+        loaded = sum(self.load(client, kept[at : at + BATCH]) for at in range(0, len(kept), BATCH))
+        if loaded != len(kept):
+            self.tally.violations.append(f"{len(kept) - loaded} kept chunks cannot be loaded")
+
+    def close(self) -> None:
+        """End the engines; the daemons end with their context."""
+        for client in self.clients:
+            client.engine.close()
+
+
+def _as_kept(record: SlotRecord) -> SlotRecord:
+    """The record as the next daemon has it: READY, and nobody's."""
+    return SlotRecord(
+        record.generation,
+        record.ranks_done,
+        0,
+        SlotState.READY,
+        record.first,
+        record.count,
+        record.key,
+    )
+
+
+def run(kills: int, seed: int) -> Tally:
+    """End the daemon so many times."""
+    with tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path:  # short
+        runtime_dir = Path(path) / "run"
+        with started_daemons(runtime_dir) as start:
+            loop = Loop(start, runtime_dir, seed)
+            try:
+                for _ in range(kills):
+                    loop.turn()
+            finally:
+                loop.close()
+            return loop.tally
+
+
+def main() -> int:
+    """The command line: kills and seed."""
+    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(2**31)
+    print(f"kills {kills}, seed {seed}", flush=True)
+    began = time.monotonic()
+    tally = run(kills, seed)
+    print(
+        json.dumps({"seconds": round(time.monotonic() - began, 1), "seed": seed} | tally.report())
+    )
+    return 1 if tally.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
