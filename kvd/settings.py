@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd.config.about import About, Known, ListenText, SizeText, known_in
+from kvd.config.names import NamesText
 from kvd.config.quotas import QuotasText
 from kvd.quota import Quota, QuotaTable, quota_contradictions, quotas_of
 
@@ -18,6 +19,7 @@ _PLACE = "Where the daemon lives"
 _POOL = "The pool"
 _TIME = "Deadlines"
 _LIMIT = "Limits"
+_WHO = "Who may come in"
 _LOG = "The log"
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -100,6 +102,25 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(ge=1, le=65536),
         About("Most connections at one time.", _LIMIT, "N", live=True),
     ] = 1024
+
+    allow_users: Annotated[
+        str,
+        NamesText("users"),
+        About(
+            "Users that may connect; with no groups either, all who can open the sockets.",
+            _WHO,
+            "NAMES",
+        ),
+    ] = ""
+    allow_groups: Annotated[
+        str,
+        NamesText("groups"),
+        About("Groups whose members may connect, beside those users.", _WHO, "NAMES"),
+    ] = ""
+    share_between_users: Annotated[
+        Literal["yes", "no"],
+        About("Let engines of different users share chunks of the same model.", _WHO, "YES|NO"),
+    ] = "yes"
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],

@@ -35,7 +35,8 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     registrations = [w.registration for w in workers if w.registration is not None]
     layouts = [r.layout for r in registrations]
     sizes = size_pool(layouts, state.namespaces.cpu_bytes)
-    ns_id = namespace_id(registrations)
+    shared = state.settings.share_between_users == "yes"
+    ns_id = namespace_id(registrations, None if shared else engine.uid)
     effects = _make_room(state, ns_id)
     namespace = state.namespaces.open(
         ns_id,

@@ -205,6 +205,8 @@ class Broker:
                 f"the client speaks protocol {message.protocol_min}..{message.protocol_max}, this"
                 f" daemon {PROTOCOL_VERSION}; update the older of the two",
             )
+        if message.kind != "tool":
+            self.state.registry.check_name(session, message.engine)
         session.machine.fire(SessionEvent.HELLO)
         session.kind = message.kind
         session.client = message.client

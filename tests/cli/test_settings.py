@@ -47,7 +47,7 @@ def good_values(known: Known) -> st.SearchStrategy[Any]:
         return st.floats(bounds.gt or 0, bounds.le, exclude_min=True)
     if kind is int and bounds is not None:
         return st.integers(int(bounds.ge or 0), int(bounds.le or 2**31))
-    return st.just(known.default)
+    return st.just(known.default or "some")  # no text at all is no value in the environment
 
 
 VALUES = {key: good_values(known) for key, known in KNOWN.items()}
