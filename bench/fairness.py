@@ -130,6 +130,7 @@ def measure() -> Figures:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # as engines are: the kernel shares out CPUs by session
         )
         try:
             tell(child)
