@@ -1,5 +1,6 @@
 """A daemon that ends leaves its chunks to the next one, however it ended."""
 
+import os
 import signal
 import subprocess
 import sys
