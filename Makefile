@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs operations-transcript constraints constraints-vllm clean restart-loop
+.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ docs: $(STAMP) ## write anew what is generated: protocol, settings, man page
 	$(BIN)/python docs/generate_protocol.py
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_man.py
+
+screenshot: $(STAMP) ## take anew the picture of the status page in the README
+	KVD_SCREENSHOT=docs/status-page.png $(BIN)/python -m pytest tests/http/test_page.py -k picture
 
 operations-transcript: $(STAMP) ## run anew the session that docs/operations.md shows
 	$(BIN)/python docs/generate_operations.py

@@ -36,7 +36,9 @@ class Control:
             door.connect(str(self._runtime_dir / "door.sock"))
             self._door = Channel(door)
             greeting = self._greeting()
-            header = WIRE.decode_header(greeting)
+            header, greeted = WIRE.decode(greeting)
+            if isinstance(greeted, Error):
+                raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
             self._boot_id, self._session = header.boot_id, header.session
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.linger = 0

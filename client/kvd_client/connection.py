@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 
 from kvd_client.door import Door
-from kvd_client.errors import DaemonLost, DaemonSilent, UsageError
+from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
 from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import (
@@ -94,6 +94,8 @@ class Connection:
         try:
             greeting = self.door.wait(end, stop)
             greeting.close()
+            if isinstance(greeting.message, Error):
+                raise TurnedAway(greeting.message.text)
             if not isinstance(greeting.message, Greeting):
                 raise DaemonLost(f"{type(greeting.message).__name__} in place of a greeting")
             self.boot_id = greeting.header.boot_id
@@ -111,8 +113,9 @@ class Connection:
         try:
             welcome = self.exchange(hello, end, boot_id=NO_ID)
             if not isinstance(welcome, Welcome):
-                why = welcome.text if isinstance(welcome, Error) else type(welcome).__name__
-                raise DaemonLost(f"not welcome: {why}")
+                if isinstance(welcome, Error):
+                    raise TurnedAway(welcome.text)
+                raise DaemonLost(f"not welcome: {type(welcome).__name__}")
         except BaseException:
             self.close()
             raise

@@ -13,6 +13,7 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── CudaError            the CUDA driver refused a call; carries its code and name
     └── Interrupted          never leaves the package: an exchange with the daemon came to nothing
         ├── DaemonLost       its end of a connection is closed, or it speaks no sense
+        │   └── TurnedAway   it does not let this process in, and says why
         └── DaemonSilent     no answer within the deadline
 """
 
@@ -71,6 +72,10 @@ class Interrupted(KvdClientError):
 
 class DaemonLost(Interrupted):
     """The daemon's end is closed, or what came from there is not the protocol."""
+
+
+class TurnedAway(DaemonLost):
+    """The daemon does not let this process in; the text says why."""
 
 
 class DaemonSilent(Interrupted):

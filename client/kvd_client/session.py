@@ -23,7 +23,7 @@ import zmq
 
 from kvd_client.connection import Connection, greeting_hello, socket_path
 from kvd_client.door import Notice
-from kvd_client.errors import DaemonLost, DaemonSilent, UsageError
+from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
 from kvd_proto.messages import Error, ErrorCode, Kind, Message
 
 FIRST_BACKOFF_SECONDS = 0.1
@@ -106,6 +106,7 @@ class Session:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._silent = False
+        self.turned_away = ""  # why the daemon did not let us in when last asked
         self._closed = ""
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -243,12 +244,17 @@ class Session:
                     self.context, self.runtime_dir, self._hello, self._stop, max(self.deadline, 1.0)
                 )
                 self._silent = False
+                self.turned_away = ""
                 self._connection = connection
                 log.info("connected: %r", connection)
                 good = self._handler.on_open()
                 self._tried.set()
                 if good:
                     self._watch(connection)
+            except TurnedAway as error:
+                if str(error) != self.turned_away:
+                    self.turned_away = str(error)
+                    log.warning("not let in at %s: %s", self.runtime_dir, error)
             except (DaemonLost, DaemonSilent, OSError) as error:
                 if connection is None:
                     log.debug("no daemon at %s: %s", self.runtime_dir, error)

@@ -169,8 +169,8 @@ class Worker:
                 self._wanted = None
                 self._session.reset("the registration was given up")
                 raise Unavailable(
-                    f"no registration within {timeout:g} s at {self._session.runtime_dir};"
-                    " is `kvd serve` running there?"
+                    f"no registration within {timeout:g} s at {self._session.runtime_dir}; "
+                    + (self._session.turned_away or "is `kvd serve` running there?")
                 )
             return self._ready
 

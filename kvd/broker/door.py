@@ -6,6 +6,7 @@ visible here a pidfd says so too, which holds even if a forked child of the
 engine keeps the socket open.
 """
 
+import array
 import contextlib
 import errno
 import logging
@@ -16,10 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvd.core.sessions import Peer, Session
+from kvd.errors import KvdError
 from kvd.seqpacket import Channel
 
 log = logging.getLogger("kvd.broker")
-_UCRED = struct.Struct("3i")
+_UCRED = struct.Struct("iII")
+_SO_PEERGROUPS = 59  # asm-generic/socket.h; not in Python's socket
+_MAX_GROUPS = 65536  # the kernel's own limit, NGROUPS_MAX
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +42,12 @@ class Visitor:
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
+
+    def turn_away(self, frame: bytes) -> None:
+        """Say why, and close; whoever does not listen is not waited for."""
+        with contextlib.suppress(KvdError, EOFError, OSError):
+            self.channel.send(frame)
+        self.close()
 
     def close(self) -> None:
         """Close everything."""
@@ -87,7 +97,7 @@ class Door:
         if pid > 0:  # 0: the peer's pid namespace is not visible from here
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(pid)
-        return Visitor(Channel(connection), Peer(pid, uid, gid), pidfd)
+        return Visitor(Channel(connection), Peer(pid, uid, gid, _groups(connection)), pidfd)
 
     def _turn_away(self) -> None:
         log.error("no file descriptor is left for a new session; raise LimitNOFILE")
@@ -103,3 +113,19 @@ class Door:
 
     def __repr__(self) -> str:
         return f"<Door {self.fileno()}>"
+
+
+def _groups(connection: socket.socket) -> tuple[int, ...]:
+    """The peer's supplementary groups, as they were when it connected."""
+    ids = array.array("I")
+    for limit in (64, _MAX_GROUPS):
+        try:
+            ids.frombytes(
+                connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, limit * ids.itemsize)
+            )
+        except OSError as error:
+            if error.errno == errno.ERANGE:
+                continue
+            raise
+        break
+    return tuple(ids)

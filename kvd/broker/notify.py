@@ -68,7 +68,7 @@ class Notifier:
         if reloading and not self._reloading:
             self._say(self.notices.reloading(now))
         elif self._reloading and not reloading:
-            self.notices.reloaded()
+            self.notices.repeat()
         self._reloading = reloading
         if self.notices.due(now) and not self._waiting:
             progress = None if state.pool_usable else float(state.allocated + state.pinned_bytes)
@@ -102,6 +102,8 @@ class Notifier:
                     log.warning("NOTIFY_SOCKET=%s: %s", self.address, error.strerror)
                 self._reached = False
             else:
+                if not self._reached:
+                    self.notices.repeat()  # what was dropped may have been READY
                 self._reached = True
             self._waiting.popleft()
 

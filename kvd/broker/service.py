@@ -16,6 +16,7 @@ from types import FrameType
 
 import zmq
 
+from kvd.broker.allowed import allow_list
 from kvd.broker.available import available_bytes
 from kvd.broker.door import Door, Visitor
 from kvd.broker.figures import OwnFigures
@@ -78,6 +79,7 @@ class Service:
     ) -> None:
         self.settings = settings = loaded.settings
         self._config = ConfigReader(sources)
+        self._allowed = allow_list(settings.allow_users, settings.allow_groups)
         self._runtime = RuntimeDir(Path(settings.runtime_dir))
         self._runtime.lock()
         self._keep = Keep.of(settings, self._runtime.path, cold=cold)
@@ -188,6 +190,7 @@ class Service:
                 reuse_threshold=self.settings.reuse_threshold,
                 lease_seconds=self.settings.lease_seconds,
                 ticket_seconds=self.settings.ticket_seconds,
+                quotas=self.settings.quotas(cpu_bytes),
                 make_buffer=self._directories.make,
                 keeping=keeping,
                 fill=fill,
@@ -279,6 +282,9 @@ class Service:
     def _accept(self, now: float) -> None:
         del now
         while (visitor := self._door.accept()) is not None:
+            if objection := self._allowed.objection(visitor.peer):
+                self._requests.forbid(visitor, objection)
+                continue
             own = visitor.peer.pid == self._http.pid  # a full house must not look like a dead one
             session, effects = self.core.connected(os.urandom(16), visitor.peer, own=own)
             if session is None:

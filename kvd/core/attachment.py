@@ -35,7 +35,8 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     registrations = [w.registration for w in workers if w.registration is not None]
     layouts = [r.layout for r in registrations]
     sizes = size_pool(layouts, state.namespaces.cpu_bytes)
-    ns_id = namespace_id(registrations)
+    shared = state.settings.share_between_users == "yes"
+    ns_id = namespace_id(registrations, None if shared else engine.uid)
     effects = _make_room(state, ns_id)
     namespace = state.namespaces.open(
         ns_id,
@@ -132,7 +133,7 @@ def _make_room(state: BrokerState, ns_id: bytes) -> list[Effect]:
         return []
     if len(namespaces) < namespaces.limit:
         return []
-    unused = namespaces.closable()[:1]
+    unused = namespaces.spare()[:1]
     for namespace in unused:
         namespaces.close(namespace)
     return [DropDirectory(namespace.id) for namespace in unused]

@@ -205,6 +205,8 @@ class Broker:
                 f"the client speaks protocol {message.protocol_min}..{message.protocol_max}, this"
                 f" daemon {PROTOCOL_VERSION}; update the older of the two",
             )
+        if message.kind != "tool":
+            self.state.registry.check_name(session, message.engine)
         session.machine.fire(SessionEvent.HELLO)
         session.kind = message.kind
         session.client = message.client
@@ -425,6 +427,7 @@ class Broker:
         if not self.state.pool_usable:
             self.state.progress.tell(now, self.state.pinned_bytes)
         if self.state.namespaces is not None:
+            self.state.namespaces.pool.trim()
             effects += close_unused(self.state, self.state.namespaces.over())
             for namespace in self.state.namespaces:
                 expired = namespace.table.expire(now)

@@ -30,8 +30,11 @@ def _shape(layout: RankLayout) -> list[Any]:
     ]
 
 
-def namespace_id(registrations: Sequence[Register]) -> bytes:
-    """The 16-byte id for one engine's registrations, ordered by rank."""
+def namespace_id(registrations: Sequence[Register], uid: int | None = None) -> bytes:
+    """The 16-byte id for one engine's registrations, ordered by rank.
+
+    With `uid`, only engines of that user have it, whatever else an engine says of itself.
+    """
     first = registrations[0]
     parts: list[Any] = [
         msgspec.to_builtins(first.fingerprint),
@@ -40,4 +43,6 @@ def namespace_id(registrations: Sequence[Register]) -> bytes:
     ]
     if first.temporary:  # never what another kind of engine would look for
         parts.append("temporary")
+    if uid is not None:
+        parts.append({"uid": uid})
     return hashlib.blake2b(msgpack.packb(parts), digest_size=16).digest()

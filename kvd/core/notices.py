@@ -73,8 +73,8 @@ class Notices:
         """The settings are being read again."""
         return ["RELOADING=1", f"MONOTONIC_USEC={_usec(now)}"]
 
-    def reloaded(self) -> None:
-        """The settings have been read: the next turn says READY again."""
+    def repeat(self) -> None:
+        """The next turn says READY again: after a reload, or to a manager that was away."""
         self._started = False
 
     def __repr__(self) -> str:

@@ -3,20 +3,24 @@
 from dataclasses import dataclass, field
 
 from kvd.core.lookups import LookupTotals
-from kvd.errors import IntegrityError
+from kvd.errors import IntegrityError, Refused
 from kvd.state.namespaces import Namespace
 from kvd.who import Who
-from kvd_proto.messages import Fingerprint, Register
+from kvd_proto.messages import ErrorCode, Fingerprint, Register
 from kvd_proto.states import SESSION, Machine, SessionEvent, SessionState
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What the kernel says about the process at the other end of the door."""
+    """What the kernel says about the process at the other end of the door.
+
+    `groups` are its supplementary groups.
+    """
 
     pid: int
     uid: int
     gid: int
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -68,10 +72,14 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One inference server instance: its scheduler and its ranks."""
+    """One inference server instance: its scheduler and its ranks.
+
+    uid: the user whose processes they are; nobody else may join under this name.
+    """
 
     number: int
     name: str
+    uid: int
     sessions: dict[int, Session] = field(default_factory=dict)
     workers: dict[int, Session] = field(default_factory=dict)
     namespace: Namespace | None = None
@@ -127,11 +135,25 @@ class Registry:
         self.by_token[token] = session
         return session
 
+    def check_name(self, session: Session, name: str) -> None:
+        """The session may join the engine `name`.
+
+        Raises:
+            Refused: it is another user's, whose chunks and leases could then be named by this one.
+        """
+        engine = self.engines.get(name)
+        if engine is not None and engine.uid != session.peer.uid:
+            raise Refused(
+                ErrorCode.FORBIDDEN,
+                f"engine {name!r} belongs to uid {engine.uid}, this process to uid"
+                f" {session.peer.uid}; give each engine instance a name of its own",
+            )
+
     def join(self, session: Session, name: str) -> Engine:
         """Put the session into the engine `name`, which comes to be if need be."""
         engine = self.engines.get(name)
         if engine is None:
-            engine = self.engines[name] = Engine(self._next_engine, name)
+            engine = self.engines[name] = Engine(self._next_engine, name, session.peer.uid)
             self._next_engine += 1
         engine.sessions[session.number] = session
         session.engine = engine

@@ -8,7 +8,8 @@ from typing import Any
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 
-from kvd.http.metrics import counter, families, gauge
+from kvd.http.families import counter, gauge
+from kvd.http.metrics import families
 from kvd.http.traffic import Traffic
 
 

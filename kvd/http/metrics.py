@@ -7,24 +7,16 @@ are few: namespaces by short id and model, devices, engines by name up to
 `MAX_ENGINES`; never keys, never process ids. docs/http.md lists every name.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import InfoMetricFamily, Metric
+
+from kvd.http.families import Report, counter, gauge, histogram, one
+from kvd.http.lane_metrics import lane_families
 
 MAX_ENGINES = 64
-_ANSWERS = ("accepted", "present", "pending", "full", "not_yet", "bad_key", "draining")
-_STATES = ("ready", "writing", "draining")
-_WAYS = ("store", "load")
-
-Report: TypeAlias = Mapping[str, Any]
-Samples: TypeAlias = Iterable[tuple[Sequence[str], float]]
+ANSWERS = ("accepted", "present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
+STATES = ("ready", "writing", "draining")
 
 
 def families(report: Report) -> Iterator[Metric]:
@@ -34,47 +26,9 @@ def families(report: Report) -> Iterator[Metric]:
     yield from _totals(report["counters"])
     yield from _namespaces(report["namespaces"], report["pool"]["namespaces"])
     yield from _engines(report["engines"])
-    yield from _lanes(report["lanes"])
-    yield from _jobs(report["lanes"])
+    yield from lane_families(report["lanes"])
     yield from _broker(report["broker"])
     yield from _process(report)
-
-
-def gauge(name: str, text: str, samples: Samples, labels: Sequence[str] = ()) -> Metric:
-    """A value that goes up and down."""
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for where, value in samples:
-        family.add_metric(where, value)
-    return family
-
-
-def counter(name: str, text: str, samples: Samples, labels: Sequence[str] = ()) -> Metric:
-    """A value that only grows, from the daemon's start on."""
-    family = CounterMetricFamily(name, text, labels=labels)
-    for where, value in samples:
-        family.add_metric(where, value)
-    return family
-
-
-def _one(value: float) -> Samples:
-    return [((), value)]
-
-
-def _histogram(
-    name: str,
-    text: str,
-    samples: Iterable[tuple[Sequence[str], Report]],
-    labels: Sequence[str] = (),
-) -> Metric:
-    """The report's counts are by range, Prometheus's are cumulative."""
-    family = HistogramMetricFamily(name, text, labels=labels)
-    for where, spread in samples:
-        total, buckets = 0, []
-        for bound, count in zip([*spread["bounds"], float("inf")], spread["counts"], strict=True):
-            total += count
-            buckets.append((str(bound) if bound < float("inf") else "+Inf", total))
-        family.add_metric(where, buckets, spread["sum"])
-    return family
 
 
 def _daemon(report: Report) -> Iterator[Metric]:
@@ -82,22 +36,31 @@ def _daemon(report: Report) -> Iterator[Metric]:
     build = InfoMetricFamily("kvd_build", "The daemon that runs.")
     build.add_metric((), {"version": version})
     yield build
-    yield gauge("kvd_ready", "1 if engines can store and load now.", _one(report["ready"]))
-    yield gauge("kvd_draining", "1 if no new chunks are taken.", _one(report["draining"]))
+    yield gauge("kvd_ready", "1 if engines can store and load now.", one(report["ready"]))
+    yield gauge("kvd_draining", "1 if no new chunks are taken.", one(report["draining"]))
     checks = [((check["name"],), check["ok"]) for check in report["checks"]]
     yield gauge("kvd_check_ok", "1 if the check of readiness passes.", checks, ["check"])
     sessions, text = report["sessions"], "Open connections of engines' processes and tools."
-    yield gauge("kvd_sessions", text, _one(sessions["open"]))
-    yield gauge("kvd_sessions_limit", "Most connections at one time.", _one(sessions["limit"]))
-    yield gauge("kvd_leases", "Leases: groups of chunks pinned for loads.", _one(report["leases"]))
+    yield gauge("kvd_sessions", text, one(sessions["open"]))
+    yield gauge("kvd_sessions_limit", "Most connections at one time.", one(sessions["limit"]))
+    yield gauge("kvd_leases", "Leases: groups of chunks pinned for loads.", one(report["leases"]))
 
 
 def _pool(report: Report) -> Iterator[Metric]:
     pool = report["pool"]
-    yield gauge("kvd_pool_bytes", "The pool's size.", _one(pool["cpu_bytes"]))
+    yield gauge("kvd_pool_bytes", "The pool's size.", one(pool["cpu_bytes"]))
     text = "Bytes of the pool whose memory is there."
-    yield gauge("kvd_pool_allocated_bytes", text, _one(pool["allocated_bytes"]))
-    yield gauge("kvd_pool_free_bytes", "Bytes that no namespace holds.", _one(pool["free_bytes"]))
+    yield gauge("kvd_pool_allocated_bytes", text, one(pool["allocated_bytes"]))
+    yield gauge("kvd_pool_free_bytes", "Bytes that no namespace holds.", one(pool["free_bytes"]))
+    quotas = [((quota["model"],), quota) for quota in pool["quotas"]]
+    for name, text in (
+        ("held", "Bytes of the pool that a model with a quota holds."),
+        ("floor", "Bytes that others leave to the model."),
+        ("cap", "Most bytes that the model may hold; nothing where there is no cap."),
+    ):
+        values = [(where, quota[f"{name}_bytes"]) for where, quota in quotas]
+        known = [(where, value) for where, value in values if value is not None]
+        yield gauge(f"kvd_quota_{name}_bytes", text, known, ["model"])
 
 
 def _totals(counters: Report) -> Iterator[Metric]:
@@ -106,52 +69,52 @@ def _totals(counters: Report) -> Iterator[Metric]:
     yield counter(
         "kvd_lookup_chunks_total",
         "Chunks that engines looked up.",
-        _one(counters["lookup_chunks"]),
+        one(counters["lookup_chunks"]),
     )
     yield counter(
         "kvd_lookup_hit_chunks_total",
         "Chunks that engines looked up and found.",
-        _one(counters["hit_chunks"]),
+        one(counters["hit_chunks"]),
     )
     yield counter(
         "kvd_lookup_tokens_total",
         "Tokens that engines looked up.",
-        _one(counters["lookup_tokens"]),
+        one(counters["lookup_tokens"]),
     )
     yield counter(
         "kvd_lookup_hit_tokens_total",
         "Tokens that engines looked up and found.",
-        _one(counters["hit_tokens"]),
+        one(counters["hit_tokens"]),
     )
     yield counter(
         "kvd_store_offered_chunks_total",
         "Chunks that engines asked to store.",
-        _one(get("offered", 0)),
+        one(get("offered", 0)),
     )
     yield counter(
         "kvd_store_answered_chunks_total",
         "Chunks that engines asked to store, by the answer: accepted, there already (present),"
         " being written (pending), or refused.",
-        [((answer,), get(answer, 0)) for answer in _ANSWERS],
+        [((answer,), get(answer, 0)) for answer in ANSWERS],
         ["answer"],
     )
     yield counter(
-        "kvd_stored_chunks_total", "Chunks that were stored whole.", _one(get("stored", 0))
+        "kvd_stored_chunks_total", "Chunks that were stored whole.", one(get("stored", 0))
     )
     yield counter(
         "kvd_restored_chunks_total",
         "Chunks of the daemon before this one that could be found again.",
-        _one(get("restored", 0)),
+        one(get("restored", 0)),
     )
     yield counter(
         "kvd_store_dropped_chunks_total",
         "Accepted chunks that were given up before they were whole.",
-        _one(get("dropped", 0)),
+        one(get("dropped", 0)),
     )
     yield counter(
         "kvd_load_asked_chunks_total",
         "Chunks that engines asked to load.",
-        _one(get("asked", 0)),
+        one(get("asked", 0)),
     )
     yield counter(
         "kvd_load_answered_chunks_total",
@@ -162,7 +125,7 @@ def _totals(counters: Report) -> Iterator[Metric]:
     yield counter(
         "kvd_evicted_chunks_total",
         "Chunks evicted to make room for others.",
-        _one(get("evicted", 0) + get("yielded", 0)),
+        one(get("evicted", 0) + get("yielded", 0)),
     )
     yield counter(
         "kvd_removed_chunks_total",
@@ -170,11 +133,11 @@ def _totals(counters: Report) -> Iterator[Metric]:
         [(("engine",), get("reset", 0)), (("operator",), get("removed", 0))],
         ["by"],
     )
-    yield counter("kvd_leases_total", "Leases given.", _one(get("leases", 0)))
+    yield counter("kvd_leases_total", "Leases given.", one(get("leases", 0)))
     yield counter(
         "kvd_leases_expired_total",
         "Leases that ran out before their loads had ended.",
-        _one(get("leases_expired", 0)),
+        one(get("leases_expired", 0)),
     )
 
 
@@ -194,14 +157,14 @@ def _namespaces(namespaces: Sequence[Report], pools: Mapping[str, Report]) -> It
         [
             ((*where, state), pools[n["id"]][f"{state}_bytes"])
             for where, n in named
-            for state in _STATES
+            for state in STATES
         ],
         [*labels, "state"],
     )
     yield gauge(
         "kvd_namespace_chunks",
         "The namespace's chunks, by state.",
-        [((*where, state), n["chunks"][state]) for where, n in named for state in _STATES],
+        [((*where, state), n["chunks"][state]) for where, n in named for state in STATES],
         [*labels, "state"],
     )
     yield gauge(
@@ -231,7 +194,7 @@ def _namespaces(namespaces: Sequence[Report], pools: Mapping[str, Report]) -> It
     yield counter(
         "kvd_namespace_store_answered_chunks_total",
         "As kvd_store_answered_chunks_total, of one namespace since it was opened.",
-        [((*where, a), n["counters"][a]) for where, n in named for a in _ANSWERS],
+        [((*where, a), n["counters"][a]) for where, n in named for a in ANSWERS],
         [*labels, "answer"],
     )
     yield counter(
@@ -250,7 +213,7 @@ def _namespaces(namespaces: Sequence[Report], pools: Mapping[str, Report]) -> It
         [(where, n["counters"]["evicted"] + n["counters"]["yielded"]) for where, n in named],
         labels,
     )
-    yield _histogram(
+    yield histogram(
         "kvd_namespace_eviction_age_seconds",
         "Time from the last use of a chunk to its eviction.",
         [(where, n["eviction_age"]) for where, n in named],
@@ -264,7 +227,7 @@ def _short(namespace: Report) -> str:
 
 def _engines(engines: Sequence[Report]) -> Iterator[Metric]:
     shown = [((engine["name"],), engine) for engine in engines[:MAX_ENGINES]]
-    yield gauge("kvd_engines", "Engines that are here.", _one(len(engines)))
+    yield gauge("kvd_engines", "Engines that are here.", one(len(engines)))
     yield gauge(
         "kvd_engine_attached",
         "1 if every rank of the engine is registered.",
@@ -291,89 +254,8 @@ def _engines(engines: Sequence[Report]) -> Iterator[Metric]:
         )
 
 
-def _lanes(lanes: Sequence[Report]) -> Iterator[Metric]:
-    named = [((lane["device"],), lane) for lane in lanes]
-    for name, key, text in (
-        ("up", "up", "1 if the lane serves."),
-        ("queued_jobs", "queued_jobs", "Jobs that wait in the lane."),
-        ("oldest_job_seconds", "oldest_job_seconds", "Age of the job that has waited longest."),
-        ("in_flight_bytes", "bytes_in_flight", "Bytes being copied now."),
-        ("workers", "workers", "Workers' memories that the lane has imported."),
-        ("pool_usable_bytes", "usable_bytes", "Bytes of the pool that the lane can copy by now."),
-    ):
-        values = [(where, lane[key]) for where, lane in named]
-        yield gauge(f"kvd_lane_{name}", text, values, ["device"])
-    yield gauge(
-        "kvd_lane_silent_seconds",
-        "Time since the lane was heard of; nothing while it is down.",
-        [
-            (where, lane["seconds_since_heard"])
-            for where, lane in named
-            if lane["seconds_since_heard"] is not None
-        ],
-        ["device"],
-    )
-    yield counter(
-        "kvd_lane_restarts_total",
-        "Times that the lane's process was started again.",
-        [(where, lane["restarts"]) for where, lane in named],
-        ["device"],
-    )
-    yield counter(
-        "kvd_lane_dropped_messages_total",
-        "Messages that the lane could not read, and replies that nobody took.",
-        [
-            ((*where, kind), lane["counters"][f"dropped_{kind}"])
-            for where, lane in named
-            for kind in ("frames", "replies")
-        ],
-        ["device", "kind"],
-    )
-
-
-def _jobs(lanes: Sequence[Report]) -> Iterator[Metric]:
-    ways = [
-        ((lane["device"], way), lane["counters"], lane["stages"].get(way, {}))
-        for lane in lanes
-        for way in _WAYS
-    ]
-    labels = ["device", "direction"]
-    yield counter(
-        "kvd_copied_bytes_total",
-        "Bytes copied between engines and pool.",
-        [(where, counters[f"{where[1]}_bytes"]) for where, counters, _ in ways],
-        labels,
-    )
-    yield counter(
-        "kvd_copy_seconds_total",
-        "Time in which such bytes were being copied.",
-        [(where, counters[f"{where[1]}_seconds"]) for where, counters, _ in ways],
-        labels,
-    )
-    yield counter(
-        "kvd_jobs_total",
-        "Jobs that have ended, by how.",
-        [
-            ((lane["device"], *outcome.split("_", 1)), count)
-            for lane in lanes
-            for outcome, count in lane["counters"]["jobs"].items()
-        ],
-        [*labels, "outcome"],
-    )
-    yield _histogram(
-        "kvd_job_stage_seconds",
-        "Time that jobs spent in a stage: queued, ordered, copied, reported.",
-        [
-            ((*where, stage), spread)
-            for where, _, stages in ways
-            for stage, spread in stages.items()
-        ],
-        [*labels, "stage"],
-    )
-
-
 def _broker(broker: Report) -> Iterator[Metric]:
-    yield _histogram(
+    yield histogram(
         "kvd_broker_loop_lag_seconds",
         "Time for which one turn of the broker's loop kept it from listening.",
         [((), broker["loop_lag"])],
@@ -381,7 +263,7 @@ def _broker(broker: Report) -> Iterator[Metric]:
     yield gauge(
         "kvd_broker_loop_lag_max_seconds",
         "The longest such time of the last minute.",
-        _one(broker["loop_lag_max_seconds"]),
+        one(broker["loop_lag_max_seconds"]),
     )
     yield counter(
         "kvd_broker_requests_total",
@@ -398,7 +280,7 @@ def _broker(broker: Report) -> Iterator[Metric]:
     yield counter(
         "kvd_broker_dropped_frames_total",
         "Frames that were no messages, and replies that nobody read.",
-        _one(broker["dropped_frames"]),
+        one(broker["dropped_frames"]),
     )
 
 
@@ -406,13 +288,13 @@ def _process(report: Report) -> Iterator[Metric]:
     """The broker's process, under the names that every dashboard knows."""
     broker = report["broker"]
     yield counter(
-        "process_cpu_seconds_total", "CPU time of the broker.", _one(broker["cpu_seconds"])
+        "process_cpu_seconds_total", "CPU time of the broker.", one(broker["cpu_seconds"])
     )
     yield gauge(
         "process_resident_memory_bytes",
         "Memory of the broker, without the pool.",
-        _one(broker["rss_bytes"]),
+        one(broker["rss_bytes"]),
     )
-    yield gauge("process_open_fds", "Descriptors of the broker.", _one(broker["open_fds"]))
-    yield gauge("process_max_fds", "Most of them at one time.", _one(broker["max_fds"]))
-    yield gauge("process_start_time_seconds", "Unix time of its start.", _one(report["started"]))
+    yield gauge("process_open_fds", "Descriptors of the broker.", one(broker["open_fds"]))
+    yield gauge("process_max_fds", "Most of them at one time.", one(broker["max_fds"]))
+    yield gauge("process_start_time_seconds", "Unix time of its start.", one(report["started"]))

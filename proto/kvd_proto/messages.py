@@ -48,6 +48,7 @@ class ErrorCode(StrEnum):
     DRAINING = "draining"  # the daemon takes no new work
     BAD_CONFIG = "bad_config"  # the configuration cannot be used; what held holds on
     LANE_LOST = "lane_lost"  # the device's lane is being replaced: retry later
+    FORBIDDEN = "forbidden"  # this user may not use this daemon, or not this engine's name
     INTERNAL = "internal"  # a bug in kvd; the log has the details
 
 

@@ -192,7 +192,7 @@ def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:
 
 def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
     """A rank that says otherwise than the first is refused, and both words are named."""
-    engine = Engine(1, "e")
+    engine = Engine(1, "e", 0)
     first = Session(1, bytes(16), Peer(1, 0, 0), registration=register())
     engine.workers[0] = first
     message = msgspec.structs.replace(register(), rank=1, temporary=True)

@@ -79,7 +79,7 @@ def test_a_reload_ends_with_ready() -> None:
     notices = Notices(30.0)
     notices.turn(0.0, "ready", None)
     assert notices.reloading(12.5) == ["RELOADING=1", "MONOTONIC_USEC=12500000"]
-    notices.reloaded()
+    notices.repeat()
     assert notices.due(0.1)
     assert notices.turn(0.1, "ready", None) == ["READY=1"]
 

@@ -27,17 +27,11 @@ def supervised(
     return start_daemon(*extra, ready=False).process.pid
 
 
-@pytest.mark.parametrize("abstract", [False, True])
 def test_a_daemon_says_ready_then_feeds_the_watchdog(
-    start_daemon: StartDaemon,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    *,
-    abstract: bool,
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """READY, the state in words, pings, and STOPPING at the end, all from the broker's process."""
-    address = f"@kvd-test-{os.getpid()}" if abstract else str(tmp_path / "notify.sock")
-    with listening(address) as manager:
+    with listening(str(tmp_path / "notify.sock")) as manager:
         pid = supervised(start_daemon, monkeypatch, manager)
         first = manager.until("READY=1")
         assert any(line.startswith("STATUS=") for line in first)
@@ -49,6 +43,16 @@ def test_a_daemon_says_ready_then_feeds_the_watchdog(
         (extend,) = [line for line in last if line.startswith("EXTEND_TIMEOUT_USEC=")][-1:]
         assert int(extend.partition("=")[2]) > 10e6
         assert manager.pids == {pid}
+
+
+def test_an_abstract_address_is_one_too() -> None:
+    """An @ and a name: a socket without a file."""
+    address = f"@kvd-test-{os.getpid()}"
+    with listening(address) as manager:
+        notifier = Notifier(address, Notices(None))
+        notifier.stopping(1.0)
+        assert manager.receive(5.0)[0] == "STOPPING=1"
+        notifier.close()
 
 
 def test_ready_does_not_wait_for_the_pool(
@@ -176,6 +180,7 @@ def test_a_manager_that_is_gone_may_come_again(
     with listening(address) as manager:
         notifier.stopping(5.0)
         assert manager.receive(5.0)[0] == "STOPPING=1"
+        assert "Notices starting" in repr(notifier), "READY is not said again"
     notifier.close()
 
 

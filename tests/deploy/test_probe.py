@@ -20,15 +20,11 @@ def probe(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_ready_daemon_passes_both_probes(daemon: Daemon) -> None:
-    """Exit status 0 and the daemon's own words; /readyz is what is asked by default."""
+def test_probes_follow_readiness_and_life(daemon: Daemon) -> None:
+    """Ready: both pass, /readyz by default. Drained: that fails with the reason, /livez passes."""
     for path in ([], ["/readyz"], ["/livez"]):
         done = probe(daemon.runtime_dir, *path)
         assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
-
-
-def test_a_drained_daemon_is_alive_and_not_ready(daemon: Daemon) -> None:
-    """An operator's drain fails /readyz, with the reason, and leaves /livez alone."""
     drain = [sys.executable, "-m", "kvd", "drain", "--runtime-dir", str(daemon.runtime_dir)]
     subprocess.run(drain, check=True, capture_output=True, timeout=60)
     done = probe(daemon.runtime_dir)

@@ -14,7 +14,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvd.http.metrics import _ANSWERS, _STATES, _WAYS
+from kvd.http.lane_metrics import WAYS
+from kvd.http.metrics import ANSWERS, STATES
 from kvd_proto.messages import JobStatus
 from tests.conftest import Daemon
 from tests.deploy.places import DEPLOY, ROOT, tool
@@ -120,9 +121,9 @@ def test_every_metric_that_is_used_is_served(daemon: Daemon) -> None:
 def test_values_of_labels_are_ones_that_exist() -> None:
     """An outcome, answer, state, stage or direction in a selector is one that kvd reports."""
     known = {
-        "answer": set(_ANSWERS),
-        "state": set(_STATES),
-        "direction": set(_WAYS),
+        "answer": set(ANSWERS),
+        "state": set(STATES),
+        "direction": set(WAYS),
         "stage": set(STAGES),
         "outcome": {str(status) for status in JobStatus},
         "check": {"pool"},

@@ -1,0 +1,120 @@
+"""Who is let in by a running daemon, and what users cannot do to each other."""
+
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvd.control import Control
+from kvd.errors import NotRunning
+from kvd_client import Fingerprint, HostMemory, Worker
+from kvd_client.errors import Unavailable
+from kvd_proto.codec import NO_ID, WIRE
+from kvd_proto.messages import Error, ErrorCode
+from tests.conftest import StartDaemon
+from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_hostile import RawClient, code_of, text_of
+from tests.daemon.users import OTHER_UID, as_user, needs_root
+
+
+@pytest.fixture(autouse=True)
+def _reachable(runtime_dir: Path) -> None:
+    """Let another user come as far as the runtime directory."""
+    runtime_dir.parent.chmod(0o711)
+
+
+@needs_root
+def test_a_user_who_is_not_on_the_list_is_turned_away_with_one_error(
+    start_daemon: StartDaemon,
+) -> None:
+    """One ERROR at the door and the end of the connection; one line in the log; others go on."""
+    daemon = start_daemon("--allow-users", "4711")
+    with as_user(), pytest.raises(NotRunning, match=f"uid {OTHER_UID}.*allow_users"):
+        Control(daemon.runtime_dir)
+    with as_user(4711):
+        welcome = RawClient(daemon.runtime_dir)
+    welcome.hello()
+    welcome.close()
+    assert daemon.status()["broker"]["refusals"][ErrorCode.FORBIDDEN.value] == 1
+    assert daemon.stop() == 0
+    assert daemon.log.read_text().count(f"uid {OTHER_UID}, gid 0 may not use this daemon") == 1
+
+
+@needs_root
+def test_a_member_of_an_allowed_group_is_let_in(start_daemon: StartDaemon) -> None:
+    """Any group of the peer suffices."""
+    daemon = start_daemon("--allow-groups", "root")
+    with as_user():
+        client = RawClient(daemon.runtime_dir)
+    client.hello()
+    client.close()
+
+
+@needs_root
+def test_an_engine_that_is_not_let_in_hears_why_and_goes_on(
+    start_daemon: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason is in the engine's log once, and in the error of a registration that must be."""
+    daemon = start_daemon("--allow-users", "4711")
+    layout = make_layout()
+    memory = [HostMemory.allocate(size) for size in layout.storages]
+    with caplog.at_level(logging.WARNING), as_user():
+        worker = Worker(daemon.runtime_dir, "stranger", 0, 1)
+        with pytest.raises(Unavailable, match="may not use this daemon"):
+            worker.register(memory, layout, Fingerprint(model="m"), timeout=1.0, required=True)
+        worker.close()
+    assert sum("not let in" in record.message for record in caplog.records) == 1
+    for part in memory:
+        part.close()
+
+
+@needs_root
+def test_an_engine_of_another_user_cannot_be_joined(start_daemon: StartDaemon) -> None:
+    """Its name is taken: a scheduler of another user gets an error and no directory."""
+    daemon = start_daemon()
+    with Engine(daemon.runtime_dir, name="victim", world_size=1).wait_attached() as victim:
+        keys = keys_of("private", 2)
+        victim.store(keys)
+        wait_hit(victim, keys)
+        with as_user():
+            thief = RawClient(daemon.runtime_dir)
+        reply = thief.hello(engine="victim")
+        assert code_of(reply) is ErrorCode.FORBIDDEN
+        assert f"uid 0, this process to uid {OTHER_UID}" in text_of(reply)
+        thief.door.setblocking(False)  # the socket API's own form
+        with pytest.raises(BlockingIOError):
+            thief.door.recv(65536)
+        thief.close()
+        assert victim.load(keys) == (2, 0)
+
+
+@needs_root
+def test_users_that_do_not_share_miss_each_others_chunks(start_daemon: StartDaemon) -> None:
+    """With share_between_users = no, an engine that claims the same model finds nothing."""
+    daemon = start_daemon("--share-between-users", "no")
+    with Engine(daemon.runtime_dir, name="first", world_size=1).wait_attached() as first:
+        keys = keys_of("mine", 2)
+        first.store(keys)
+        wait_hit(first, keys)
+        with as_user():
+            second = Engine(daemon.runtime_dir, name="second", world_size=1).wait_attached()
+        with second:
+            assert second.load(keys) == (0, 0)
+        with Engine(daemon.runtime_dir, name="third", world_size=1).wait_attached() as third:
+            assert third.load(keys) == (2, 0)
+
+
+@needs_root
+def test_who_is_turned_away_learns_no_token(start_daemon: StartDaemon) -> None:
+    """What a refused peer gets is an ERROR with an empty session, then the end."""
+    daemon = start_daemon("--allow-users", "4711")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.settimeout(10)
+        with as_user():
+            door.connect(str(daemon.runtime_dir / "door.sock"))
+        header, message = WIRE.decode(door.recv(65536))
+        assert isinstance(message, Error)
+        assert header.session == NO_ID
+        assert door.recv(65536) == b""

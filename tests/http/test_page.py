@@ -1,0 +1,246 @@
+"""The status page in a real browser, with a real daemon under load."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+from tests.http.browsing import DESKTOP, PHONE, Tab, browser
+from tests.http.load import engines_at_work
+from tests.http.serving import port_of
+
+pytestmark = pytest.mark.slow
+
+EVIL = "<img src=x onerror=document.title='evil'>"
+MODELS = ("llama-70b", EVIL)
+PICTURE = os.environ.get("KVD_SCREENSHOT")  # where to keep a picture for the README
+SECTIONS = [
+    "Now",
+    "Pool",
+    "Readiness",
+    "Throughput",
+    "Hit rate",
+    "Lanes",
+    "Jobs by stage",
+    "Broker",
+    "Engines",
+    "Events",
+]
+# WCAG 2: relative luminance and contrast of every text with what lies behind it.
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+    .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = rgba(getComputedStyle(node).backgroundColor);
+      if (colour[3] === 255) return colour;
+    }
+    return rgba("Canvas");
+  };
+  const bad = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode.parentElement;
+    if (!walk.currentNode.data.trim() || !node.checkVisibility()) continue;
+    if (node.closest("svg, .unseen, noscript, option")) continue;
+    const [a, b] = [light(rgba(getComputedStyle(node).color)), light(behind(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) bad.push(`${walk.currentNode.data.trim()}: ${ratio.toFixed(2)}`);
+  }
+  return bad;
+}"""
+NAMELESS = """() => [...document.querySelectorAll(
+    "svg, button, select, a, summary, table, section")]
+  .filter((node) => node.getAttribute("aria-hidden") !== "true")
+  .filter((node) => !(node.getAttribute("aria-label") || node.textContent.trim()
+    || node.labels?.length || document.getElementById(node.getAttribute("aria-labelledby"))))
+  .map((node) => node.outerHTML.slice(0, 80))"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A browser for this file."""
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def busy() -> Iterator[Daemon]:
+    """A daemon with two engines of two models at work, one with a hostile name."""
+    models = (MODELS[0], "gemma-3-27b") if PICTURE else MODELS
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        started_daemons(Path(path) / "run") as start,
+    ):
+        daemon = start("--http-listen", "127.0.0.1:0", cpu_bytes="256MiB")
+        with engines_at_work(daemon.runtime_dir, *models):
+            yield daemon
+
+
+def tab(chromium: Any, daemon: Daemon, size: dict[str, int], **looks: str) -> Tab:
+    """A page of its own on the daemon."""
+    context = chromium.new_context(viewport=size, **looks)
+    return Tab(context.new_page(), f"http://127.0.0.1:{port_of(daemon)}").open()
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_everything_is_there_and_moves(chromium: Any, busy: Daemon, size: dict[str, int]) -> None:
+    """Every section is shown at both widths, nothing is cut off, figures are alive."""
+    page = tab(chromium, busy, size)
+    page.until("/[1-9].*B.s/.test(document.getElementById('rate-in').textContent)")
+    titles = page.ask("[...document.querySelectorAll('h2')].map((h) => h.textContent)")
+    assert titles == SECTIONS
+    assert page.ask("document.documentElement.scrollWidth") <= size["width"]
+    assert page.text("#state") == "Ready"
+    assert "llama-70b-0" in page.text("#engines-table")
+    assert "host" in page.text("#lanes-table")
+    assert page.ask("document.querySelectorAll('#pool-picture rect').length") > 10
+    shown = page.text("#rate-in")
+    page.until(f"document.getElementById('rate-in').textContent !== {json.dumps(shown)}")
+    assert page.complaints == []
+
+
+def test_pictures_have_tables(chromium: Any, busy: Daemon) -> None:
+    """What the charts and the pool's picture show can be read as tables and in words."""
+    page = tab(chromium, busy, DESKTOP)
+    page.until("document.querySelectorAll('#pool-table tbody tr').length >= 2")
+    for name in ("throughput", "hits"):
+        page.page.click(f"#{name}-details summary")
+        page.until(f"document.querySelectorAll('#{name}-details tbody tr').length > 0")
+    label = page.ask("document.getElementById('pool-picture').getAttribute('aria-label')")
+    assert "llama-70b" in label
+    assert page.complaints == []
+
+
+def test_names_of_engines_are_text(chromium: Any, busy: Daemon) -> None:
+    """A model whose name is markup is shown as it is written, and does nothing."""
+    page = tab(chromium, busy, DESKTOP)
+    page.until("document.querySelectorAll('#pool-table tbody tr').length >= 2")
+    assert EVIL in page.text("#pool-table")
+    assert "evil" not in page.ask("document.title")
+    assert page.ask("document.querySelectorAll('main img').length") == 0
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_it_can_be_read(chromium: Any, busy: Daemon, size: dict[str, int], scheme: str) -> None:
+    """Text has a contrast of 4.5 or more in both colour schemes; everything has a name."""
+    page = tab(chromium, busy, size, color_scheme=scheme)
+    page.until("document.querySelectorAll('#events-list li').length > 0")
+    assert page.ask(CONTRAST) == []
+    assert page.ask(NAMELESS) == []
+    levels = page.ask("[...document.querySelectorAll('h1, h2, h3')].map((h) => +h.tagName[1])")
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_the_keyboard_reaches_everything(chromium: Any, busy: Daemon) -> None:
+    """Tab goes to every control, each shows that it has the focus, Enter works."""
+    page = tab(chromium, busy, DESKTOP)
+    controls = page.ask(
+        "[...document.querySelectorAll('a, button, select, summary')]"
+        ".filter((node) => node.checkVisibility()).length"
+    )
+    seen = set()
+    for _ in range(controls):
+        page.page.keyboard.press("Tab")
+        who, outline = page.ask(
+            "(() => { const n = document.activeElement, s = getComputedStyle(n);"
+            " return [n.outerHTML.slice(0, 60), s.outlineStyle + s.boxShadow]; })()"
+        )
+        assert outline != "nonenone", who
+        seen.add(who)
+    assert len(seen) == controls
+    page.page.focus("#pause")
+    page.page.keyboard.press("Enter")
+    assert page.text("#pause") == "Resume"
+    assert page.text("#link") == "paused"
+
+
+@pytest.fixture
+def start() -> Iterator[StartDaemon]:
+    """Starts daemons; they end with the test."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        started_daemons(Path(path) / "run") as starter,
+    ):
+        yield starter
+
+
+def test_a_restart_is_told_and_survived(chromium: Any, start: StartDaemon) -> None:
+    """The daemon is killed and started again on its port: the page says both, and goes on."""
+    first = start("--http-listen", "127.0.0.1:0")
+    port = port_of(first)
+    page = tab(chromium, first, DESKTOP)
+    first.stop(signal.SIGKILL)
+    page.until("document.getElementById('contact').checkVisibility()")
+    assert "no contact with the daemon" in page.text("#contact-text")
+    assert "What is shown is from" in page.text("#contact-text")
+    second = start("--http-listen", f"127.0.0.1:{port}")
+    page.until("document.getElementById('restart').checkVisibility()")
+    assert "was restarted" in page.text("#restart-text")
+    assert f"process {second.process.pid}" in page.text("#identity")
+    page.page.click("#restart-seen")
+    page.until("!document.getElementById('restart').checkVisibility()")
+    assert not page.ask("document.getElementById('contact').checkVisibility()")
+    assert page.complaints == []
+
+
+def test_a_wedged_broker_is_told(chromium: Any, start: StartDaemon) -> None:
+    """A broker that stands still: the page says that what it shows is old, until it is back."""
+    daemon = start("--http-listen", "127.0.0.1:0")
+    page = tab(chromium, daemon, DESKTOP)
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        page.until("document.getElementById('contact').checkVisibility()")
+        assert "does not answer" in page.text("#contact-text")
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    page.until("!document.getElementById('contact').checkVisibility()")
+
+
+def test_what_is_wrong_comes_first_with_the_remedy(chromium: Any, start: StartDaemon) -> None:
+    """A daemon that drains says so on top, with the command that ends it."""
+    daemon = start("--http-listen", "127.0.0.1:0")
+    page = tab(chromium, daemon, PHONE)
+    page.until("document.getElementById('verdict').textContent.startsWith('All is well')")
+    operate(daemon, "drain")
+    page.until("document.querySelectorAll('#problems li').length === 1")
+    assert "kvd resume" in page.text("#problems")
+    operate(daemon, "resume")
+    page.until("document.querySelectorAll('#problems li').length === 0")
+
+
+def operate(daemon: Daemon, command: str) -> None:
+    """An operator's command."""
+    where = ["--runtime-dir", str(daemon.runtime_dir)]
+    subprocess.run([sys.executable, "-m", "kvd", command, *where], check=True, timeout=60)
+
+
+def test_a_picture_for_the_readme(chromium: Any, busy: Daemon, tmp_path: Path) -> None:
+    """The page draws itself under load; KVD_SCREENSHOT says where the picture is kept."""
+    page = tab(chromium, busy, {"width": 1280, "height": 1000})
+    page.until(
+        "document.querySelectorAll('#throughput-chart path, #throughput-chart polyline').length"
+    )
+    target = Path(PICTURE or tmp_path / "page.png")
+    if PICTURE:  # a chart wants some history
+        page.page.wait_for_timeout(60_000)
+    page.page.screenshot(path=target)
+    assert target.read_bytes()[:4] == b"\x89PNG"
