@@ -4,6 +4,7 @@ Where values come from is the business of `kvd.config.sources`. Sizes are text
 such as ``64GiB`` or bytes; durations are seconds.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,6 +12,8 @@ from msgspec import Meta
 
 from kvd.config.about import About, Known, ListenText, SizeText, known_in
 from kvd.config.names import NamesText
+from kvd.config.quotas import QuotasText
+from kvd.quota import Quota, QuotaTable, quota_contradictions, quotas_of
 
 _PLACE = "Where the daemon lives"
 _POOL = "The pool"
@@ -68,6 +71,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(ge=1, le=1000),
         About("Store a chunk when it is offered for the n-th time.", _POOL, "N"),
     ] = 1
+    quota: Annotated[
+        QuotaTable,
+        QuotasText(),
+        About(
+            "What models may hold of the pool, and what others leave to them.",
+            _POOL,
+            "TABLE",
+            live=True,
+        ),
+    ] = {}  # msgspec makes a new one each time
     lease_seconds: Annotated[
         _Seconds,
         About("Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True),
@@ -127,6 +140,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def reserve_bytes(self) -> int:
         """Memory that ``auto`` leaves to everybody else."""
         return SizeText().bytes_of(self.reserve) or 0
+
+    def quotas(self, cpu_bytes: int) -> dict[str, Quota]:
+        """The quotas by model, in bytes of a pool of `cpu_bytes`."""
+        return quotas_of(self.quota, cpu_bytes)
+
+
+def contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Settings that cannot hold together: a key, and what is wrong, in words."""
+    cpu_bytes = settings.pool_bytes
+    if cpu_bytes is not None:
+        for text in quota_contradictions(settings.quotas(cpu_bytes), cpu_bytes):
+            yield "quota", text
 
 
 KNOWN: dict[str, Known] = {known.key: known for known in known_in(Settings)}

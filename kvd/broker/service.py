@@ -190,6 +190,7 @@ class Service:
                 reuse_threshold=self.settings.reuse_threshold,
                 lease_seconds=self.settings.lease_seconds,
                 ticket_seconds=self.settings.ticket_seconds,
+                quotas=self.settings.quotas(cpu_bytes),
                 make_buffer=self._directories.make,
                 keeping=keeping,
                 fill=fill,

@@ -9,7 +9,7 @@ from rich.table import Table
 from kvd.watch.history import quantile
 from kvd.watch.words import NOTHING, duration, number, percent, several, size
 
-_REFUSED = ("present", "pending", "full", "not_yet", "bad_key", "draining")
+_REFUSED = ("present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
 
 
 def print_tables(report: dict[str, Any]) -> None:

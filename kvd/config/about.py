@@ -41,7 +41,20 @@ class About:
 
 
 class Mark(ABC):
-    """In a field's annotation: what a value must be, where its type says too little."""
+    """In a field's annotation: what a value must be, where its type says too little.
+
+    `explains`: its errors say more than `needs` does, and are shown before it.
+    """
+
+    explains = False
+
+    def parse(self, text: str) -> Any:
+        """The value that a variable or a flag means.
+
+        Raises:
+            KvdError: it means none.
+        """
+        return text
 
     @property
     @abstractmethod
@@ -170,15 +183,18 @@ class Known:
             typed: it comes from TOML, which knows numbers from text; else it is text.
 
         Raises:
-            ValueError: it cannot be one; `needs` says what can.
+            ValueError: it cannot be one; the text says what can.
         """
+        mark = self._mark(Mark)
         try:
+            if mark is not None and not typed:
+                value = mark.parse(value)
             result = msgspec.convert(value, self.hint, strict=typed)
-            mark = self._mark(Mark)
             if mark is not None:
                 mark.check(result)
         except (msgspec.ValidationError, KvdError, ProtoError) as error:
-            raise ValueError(str(error)) from error
+            reason = f"{error}: " if mark is not None and mark.explains else ""
+            raise ValueError(f"{reason}needs {self.needs}") from error
         return result
 
     def _mark(self, kind: type) -> Any:
@@ -204,4 +220,5 @@ def known_in(settings: type[msgspec.Struct]) -> Iterator[Known]:
     for field in msgspec.structs.fields(settings):
         hint = hints[field.name]
         about = next(mark for mark in hint.__metadata__ if isinstance(mark, About))
-        yield Known(field.name, about, hint, field.default)
+        empty = field.default_factory is not msgspec.NODEFAULT
+        yield Known(field.name, about, hint, field.default_factory() if empty else field.default)

@@ -20,6 +20,9 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        parts = [f"{toml_value(key)} = {toml_value(item)}" for key, item in value.items()]
+        return f"{{{', '.join(parts)}}}"
     return json.dumps(value)
 
 

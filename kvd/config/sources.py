@@ -18,7 +18,7 @@ from typing import Any
 from kvd.config.about import ENVIRONMENT_PREFIX
 from kvd.config.loaded import DEFAULT, Loaded
 from kvd.errors import ConfigError
-from kvd.settings import KNOWN, Settings
+from kvd.settings import KNOWN, Settings, contradictions
 
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 FILE_VARIABLE = "KVD_CONFIG"
@@ -60,11 +60,15 @@ class Sources:
             for key, value, origin, typed in source:
                 try:
                     values[key] = KNOWN[key].convert(value, typed=typed)
-                except ValueError:
-                    problems.add(f"{origin}: {key} = {value!r}: needs {KNOWN[key].needs}")
+                except ValueError as error:
+                    problems.add(f"{origin}: {key} = {value!r}: {error}")
                 origins[key] = origin
         problems.raise_any()
-        return Loaded(Settings(**values), origins, file, tuple(self._suspicious()))
+        settings = Settings(**values)
+        for key, text in contradictions(settings):
+            problems.add(f"{origins[key]}: {key}: {text}")
+        problems.raise_any()
+        return Loaded(settings, origins, file, tuple(self._suspicious()))
 
     def runtime_dir(self) -> str:
         """The one setting that a tool needs; whatever else is wrong does not matter to it.

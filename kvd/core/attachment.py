@@ -133,7 +133,7 @@ def _make_room(state: BrokerState, ns_id: bytes) -> list[Effect]:
         return []
     if len(namespaces) < namespaces.limit:
         return []
-    unused = namespaces.closable()[:1]
+    unused = namespaces.spare()[:1]
     for namespace in unused:
         namespaces.close(namespace)
     return [DropDirectory(namespace.id) for namespace in unused]

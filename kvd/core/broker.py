@@ -428,6 +428,7 @@ class Broker:
         if not self.state.pool_usable:
             self.state.progress.tell(now, self.state.pinned_bytes)
         if self.state.namespaces is not None:
+            self.state.namespaces.pool.trim()
             effects += close_unused(self.state, self.state.namespaces.over())
             for namespace in self.state.namespaces:
                 expired = namespace.table.expire(now)

@@ -22,6 +22,7 @@ from kvd.core.sessions import PendingRegister, Session
 from kvd.core.state import BrokerState
 from kvd.errors import KvdError, PoolError, Refused
 from kvd.link import Imported, LaneReady, PoolUsable, Released, ReleaseWorker
+from kvd.quota import quota_contradictions
 from kvd_proto.errors import LayoutError
 from kvd_proto.messages import (
     Error,
@@ -304,7 +305,9 @@ class Registration:
             state.namespaces = state.open_namespaces(size.cpu_bytes)
         except PoolError as error:
             raise Refused(ErrorCode.NOT_READY, str(error)) from error
-        return [OpenPool(size.cpu_bytes, size.explanation)]
+        wrong = quota_contradictions(state.settings.quotas(size.cpu_bytes), size.cpu_bytes)
+        warnings = [Event(f"quota: {text}", "warning") for text in wrong]
+        return [OpenPool(size.cpu_bytes, size.explanation), *warnings]
 
     def _reimported(self, session: Session, message: Imported) -> list[Effect]:
         """After a lane's restart."""

@@ -109,6 +109,8 @@ class Reloading:
             state.namespaces.set_times(
                 lease_seconds=settings.lease_seconds, ticket_seconds=settings.ticket_seconds
             )
+            if settings.quota != old.quota:
+                state.namespaces.pool.set_quotas(settings.quotas(state.namespaces.cpu_bytes))
         effects: list[Effect] = []
         if settings.log_level != old.log_level:
             level = LaneLog(level=settings.log_level)

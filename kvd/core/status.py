@@ -52,7 +52,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
 
 
 def _pool(state: BrokerState) -> dict[str, Any]:
-    figures = {"cpu_bytes": 0, "free_bytes": 0, "namespaces": {}}
+    figures = {"cpu_bytes": 0, "free_bytes": 0, "namespaces": {}, "quotas": []}
     if state.namespaces is not None:
         figures = state.namespaces.stats()
     return {**figures, "allocated_bytes": state.allocated}

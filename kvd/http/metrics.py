@@ -15,7 +15,7 @@ from kvd.http.families import Report, counter, gauge, histogram, one
 from kvd.http.lane_metrics import lane_families
 
 MAX_ENGINES = 64
-ANSWERS = ("accepted", "present", "pending", "full", "not_yet", "bad_key", "draining")
+ANSWERS = ("accepted", "present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
 STATES = ("ready", "writing", "draining")
 
 
@@ -52,6 +52,15 @@ def _pool(report: Report) -> Iterator[Metric]:
     text = "Bytes of the pool whose memory is there."
     yield gauge("kvd_pool_allocated_bytes", text, one(pool["allocated_bytes"]))
     yield gauge("kvd_pool_free_bytes", "Bytes that no namespace holds.", one(pool["free_bytes"]))
+    quotas = [((quota["model"],), quota) for quota in pool["quotas"]]
+    for name, text in (
+        ("held", "Bytes of the pool that a model with a quota holds."),
+        ("floor", "Bytes that others leave to the model."),
+        ("cap", "Most bytes that the model may hold; nothing where there is no cap."),
+    ):
+        values = [(where, quota[f"{name}_bytes"]) for where, quota in quotas]
+        known = [(where, value) for where, value in values if value is not None]
+        yield gauge(f"kvd_quota_{name}_bytes", text, known, ["model"])
 
 
 def _totals(counters: Report) -> Iterator[Metric]:

@@ -48,6 +48,7 @@ _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 _ACCEPTED, _PRESENT = int(StoreAnswer.ACCEPTED), int(StoreAnswer.PRESENT)
 _PENDING, _FULL = int(StoreAnswer.PENDING), int(StoreAnswer.FULL)
 _NOT_YET, _BAD_KEY = int(StoreAnswer.NOT_YET), int(StoreAnswer.BAD_KEY)
+_QUOTA = int(StoreAnswer.QUOTA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class ChunkTable:
         geometry: the namespace's grid in the pool.
         pool: where its room comes from.
         config: settings; `policy` is a name in `POLICIES`.
+        model: whose quota counts; empty where none does.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ChunkTable:
         geometry: Geometry,
         pool: Pool,
         config: TableConfig,
+        model: str = "",
     ) -> None:
         self.directory = directory
         self.config = config
@@ -95,7 +98,7 @@ class ChunkTable:
         self.ages = Ages(geometry.num_slots, ledger.stamps if ledger is not None else None)
         self._counters = Counters()
         self._pool = pool
-        self.space = pool.join(geometry, self)
+        self.space = pool.join(geometry, self, model)
 
     def restore(self, chunks: KeptChunks) -> None:
         """Take over the chunks of the daemon before, into a table that is new.
@@ -149,12 +152,14 @@ class ChunkTable:
                     answers[i] = _NOT_YET
         slots, evicted = self._room(len(wanted), named, usable)
         taken = list(wanted)[: len(slots)]
+        turned_away = list(wanted.values())[len(slots) :]
         generations = self.directory.begin(taken, slots, owner)
         if not all(generations):
             slots, generations = self._return_unplaced(taken, slots, generations)
         accepted = set(taken)
         for key, i in wanted.items():
             answers[i] = _ACCEPTED if key in accepted else _FULL
+        self._name_quota(answers, turned_away)
         for i, first in again:
             answers[i] = _PENDING if answers[first] == _ACCEPTED else answers[first]
         if slots:
@@ -166,6 +171,12 @@ class ChunkTable:
             np.array(generations, "<u8"),
             evicted,
         )
+
+    def _name_quota(self, answers: bytearray, turned_away: list[int]) -> None:
+        """Where the cap is why there was no room for these keys, say so."""
+        if turned_away and self._pool.is_capped(self.space):
+            for i in turned_away:
+                answers[i] = _QUOTA
 
     def _room(
         self, need: int, named: set[int], usable: int | None
@@ -213,6 +224,7 @@ class ChunkTable:
         counters.present += answers.count(_PRESENT)
         counters.pending += answers.count(_PENDING)
         counters.full += answers.count(_FULL)
+        counters.quota += answers.count(_QUOTA)
         counters.not_yet += answers.count(_NOT_YET)
         counters.bad_key += answers.count(_BAD_KEY)
         counters.evicted += evicted
@@ -569,7 +581,8 @@ class ChunkTable:
     def _check_counters(self) -> None:
         self.ages.at_eviction.check_integrity()
         c = self._counters
-        answered = c.accepted + c.present + c.pending + c.full + c.not_yet + c.bad_key + c.draining
+        refused = c.full + c.quota + c.not_yet + c.bad_key + c.draining
+        answered = c.accepted + c.present + c.pending + refused
         if c.offered != answered or c.asked != c.hits + c.misses:
             raise IntegrityError(f"keys that were offered or asked for and not answered: {c}")
         if self.ages.at_eviction.count != c.evicted + c.yielded:

@@ -67,8 +67,8 @@ class ResetOutcome:
 class Counters:
     """Events of one namespace since it was opened.
 
-    offered = accepted + present + pending + full + not_yet + bad_key + draining, all of them keys
-    of PREPARE_STORE; asked = hits + misses.
+    offered = accepted + present + pending + full + quota + not_yet + bad_key + draining, all of
+    them keys of PREPARE_STORE; asked = hits + misses.
     """
 
     offered: int = 0  # keys of PREPARE_STORE
@@ -76,6 +76,7 @@ class Counters:
     present: int = 0
     pending: int = 0
     full: int = 0
+    quota: int = 0  # the model holds what its cap allows, and none of it may go
     not_yet: int = 0
     bad_key: int = 0
     draining: int = 0  # of `offered`: the daemon took no new chunks
@@ -86,7 +87,7 @@ class Counters:
     tickets_expired: int = 0  # of `dropped`: the deadline passed
     stale_reports: int = 0  # shares and revocations of slots that had moved on
     evicted: int = 0  # chunks evicted to make room for this namespace
-    yielded: int = 0  # chunks evicted to make room for another one
+    yielded: int = 0  # chunks evicted to make room for another one, or to come down to a cap
     reset: int = 0  # chunks dropped by a reset
     removed: int = 0  # chunks that an operator dropped
     asked: int = 0  # keys of PREPARE_LOAD

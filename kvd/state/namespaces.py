@@ -6,12 +6,13 @@ another one when `limit` is reached.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import ConfigError, LedgerDamaged, Refused
 from kvd.filling import FillOrder
+from kvd.quota import Quota
 from kvd.state.chunks import ChunkTable, TableConfig
 from kvd.state.directory import DirectoryWriter, directory_bytes
 from kvd.state.geometry import COLUMN_EXTENTS, Geometry
@@ -102,6 +103,7 @@ class Namespaces:
         lease_seconds: the longest that a lease lasts.
         ticket_seconds: how long a store may take.
         limit: how many may be open at once.
+        quotas: floors and caps, by model.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -119,12 +121,14 @@ class Namespaces:
         lease_seconds: float = 60.0,
         ticket_seconds: float = 60.0,
         limit: int = 64,
+        quotas: Mapping[str, Quota] | None = None,
     ) -> None:
         if cpu_bytes < 1:
             raise ConfigError(f"a pool of {cpu_bytes} bytes holds nothing")
         if policy not in POLICIES:
             raise ConfigError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         self.pool = Pool(cpu_bytes, fill)
+        self.pool.set_quotas(quotas or {})
         self.config = TableConfig(policy, reuse_threshold, lease_seconds, ticket_seconds)
         self.limit = limit
         self._make_buffer = make_buffer
@@ -185,7 +189,8 @@ class Namespaces:
             return known
         self._check(geometry)
         ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
-        namespace = self._make(ns_id, label, geometry, boot_id, ledger)
+        model = "" if temporary else label
+        namespace = self._make(ns_id, label, geometry, boot_id, ledger, model)
         namespace.temporary = temporary
         return namespace
 
@@ -208,7 +213,7 @@ class Namespaces:
             raise LedgerDamaged(f"its description makes no sense: {error}") from error
         if len(ns_id) != 16 or ns_id in self._open or geometry.num_slots != ledger.num_slots:
             raise LedgerDamaged(f"its description makes no sense: {kept}")
-        namespace = self._make(ns_id, kept.label, geometry, boot_id, ledger)
+        namespace = self._make(ns_id, kept.label, geometry, boot_id, ledger, kept.label)
         namespace.table.restore(ledger.chunks())
         return namespace
 
@@ -227,13 +232,19 @@ class Namespaces:
         )
         return Ledger.create(buffer, geometry.num_slots, kept)
 
-    def _make(
-        self, ns_id: bytes, label: str, geometry: Geometry, boot_id: bytes, ledger: Ledger | None
+    def _make(  # noqa: PLR0917  # all of what a namespace is
+        self,
+        ns_id: bytes,
+        label: str,
+        geometry: Geometry,
+        boot_id: bytes,
+        ledger: Ledger | None,
+        model: str,
     ) -> Namespace:
         buffer = self._make_buffer(ns_id.hex(), directory_bytes(geometry.num_slots))
         base = self._keeping.generation_base if self._keeping is not None else 0
         directory = DirectoryWriter.create(buffer, geometry.num_slots, ns_id, boot_id, ledger, base)
-        table = ChunkTable(directory, geometry, self.pool, self.config)
+        table = ChunkTable(directory, geometry, self.pool, self.config, model)
         namespace = Namespace(ns_id, label, table, buffer)
         self._open[ns_id] = namespace
         return namespace
@@ -258,7 +269,11 @@ class Namespaces:
                 " change the budget or the blocks per chunk",
             )
         if len(self._open) >= self.limit:
-            raise Refused(ErrorCode.LIMIT, f"{self.limit} namespaces are open, no more are allowed")
+            raise Refused(
+                ErrorCode.LIMIT,
+                f"{self.limit} namespaces are open and none may go: raise max_namespaces"
+                f" (now {self.limit}), or end engines that are not needed",
+            )
 
     def attach_engine(self, namespace: Namespace) -> None:
         """An engine uses the namespace now, so it has a fair share of the pool."""
@@ -289,6 +304,16 @@ class Namespaces:
     def closable(self) -> list[Namespace]:
         """Namespaces without engines, with nothing under way, the oldest first."""
         return [ns for ns in self if not ns.engines and ns.table.is_idle]
+
+    def spare(self) -> list[Namespace]:
+        """Those of the closable without which every model keeps what it has of its floor."""
+        spare = []
+        for namespace in self.closable():
+            space = namespace.table.space
+            group = self.pool.quotas.of(space)
+            if group is None or not space.held or group.held - space.held >= group.floor:
+                spare.append(namespace)
+        return spare
 
     def over(self) -> list[Namespace]:
         """Temporary namespaces whose engines have gone: to be closed."""
@@ -322,6 +347,15 @@ class Namespaces:
             "cpu_bytes": self.cpu_bytes,
             "free_bytes": self.pool.free_bytes,
             "namespaces": spaces,
+            "quotas": [
+                {
+                    "model": group.model,
+                    "floor_bytes": group.quota.floor_bytes,
+                    "cap_bytes": group.quota.cap_bytes,
+                    "held_bytes": sum(map(self.pool.held_bytes, group.spaces)),
+                }
+                for group in self.pool.quotas
+            ],
         }
 
     def check_integrity(self) -> None:

@@ -11,10 +11,16 @@ those that hold more than theirs. A namespace that holds nothing may take its fi
 column from anybody. Beyond that it must evict its own chunks. No column is taken
 in which a chunk is pinned, being written or draining.
 
+Quotas (`kvd.state.quotas`) bound all of it: nobody claims beyond a cap, nobody
+takes what leaves another model below its floor, and who is below its own may take
+from anybody else.
+
 While the pool's memory is still coming into being (see `kvd.filling`) only columns
 whose bytes are all there are given away, and nothing is taken or evicted for them.
 """
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +28,9 @@ import numpy.typing as npt
 
 from kvd.errors import IntegrityError
 from kvd.filling import FillOrder
+from kvd.quota import Quota
 from kvd.state.geometry import Extents, Geometry
+from kvd.state.quotas import Group, Quotas
 from kvd.state.space import Space, Tenant
 
 
@@ -47,6 +55,9 @@ class Pool:
         self._tick = 0
         self._releases = 0
         self._barren: dict[int, int] = {}  # space -> releases when it found nothing to claim
+        self.quotas = Quotas(self.extents)
+        self._capped: dict[int, int] = {}  # space -> moves when its cap let it take no column
+        self._moves = 0
 
     @property
     def cpu_bytes(self) -> int:
@@ -69,11 +80,36 @@ class Pool:
             owned -= self.extents.count * self.extents.size - self.extents.cpu_bytes
         return owned
 
-    def join(self, geometry: Geometry, tenant: Tenant) -> Space:
-        """A new space, which owns nothing yet."""
-        space = Space(geometry, tenant, self._joined, self.fill)
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """These hold, by model; who is above a cap shrinks now, as far as nothing is in use."""
+        self.quotas.set(quotas, self._spaces)
+        self._releases += 1
+        self._moves += 1
+        self.trim()
+
+    def trim(self) -> None:
+        """Bring every model down to its cap: the columns used least recently go, if they may."""
+        for group in self.quotas:
+            if group.room >= 0:
+                continue
+            columns = [
+                (column not in space.empty, space.used_at(column), space.number, column, space)
+                for space in group.spaces
+                for busy in [_busy_columns(space)]
+                for column in space.claimed
+                if column not in busy
+            ]
+            for *_, column, space in sorted(columns, key=lambda entry: entry[:4]):
+                if group.room >= 0:
+                    break
+                self._empty_out(space, column)
+
+    def join(self, geometry: Geometry, tenant: Tenant, model: str = "") -> Space:
+        """A new space, which owns nothing yet; `model` says whose quota counts, if any."""
+        space = Space(geometry, tenant, self._joined, self.fill, model)
         self._joined += 1
         self._spaces.append(space)
+        self.quotas.add(space)
         return space
 
     def leave(self, space: Space) -> None:
@@ -85,7 +121,9 @@ class Pool:
         for column in space.claimed:
             self._release(space, column)
         self._spaces.remove(space)
+        self.quotas.remove(space)
         self._barren.pop(space.number, None)
+        self._capped.pop(space.number, None)
 
     def tick(self, uses: int, now: int) -> int:
         """The last of `uses` numbers greater than all before, to mark uses with.
@@ -97,9 +135,7 @@ class Pool:
 
     def fair_extents(self, space: Space) -> float:
         """How many extents a space may take from others for."""
-        if not space.active:
-            return 0.0
-        return self.extents.count / sum(other.active for other in self._spaces)
+        return self.quotas.fair(self._spaces)[space.number]
 
     def restore(
         self, space: Space, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64]
@@ -122,7 +158,7 @@ class Pool:
         for column in self._order(space):
             if short <= 0:
                 return
-            if space.needs[column] <= usable and self._is_free_for(space, column):
+            if space.needs[column] <= usable and self._is_claimable(space, column):
                 self._claim(space, column)
                 short -= len(space.geometry.column_range(column))
 
@@ -138,10 +174,7 @@ class Pool:
                 if take is None:
                     return
                 for other, theirs in take.others:
-                    used = other.used_slots(theirs)
-                    if used:
-                        other.tenant.yield_slots(used)
-                    self._release(other, theirs)
+                    self._empty_out(other, theirs)
                 column = take.column
             self._claim(space, column)
 
@@ -160,10 +193,47 @@ class Pool:
         if self._barren.get(space.number) == self._releases:
             return None
         for column in self._order(space):
-            if self._is_free_for(space, column):
+            if self._is_claimable(space, column):
                 return column
         self._barren[space.number] = self._releases
         return None
+
+    def is_capped(self, space: Space) -> bool:
+        """Nothing but the model's cap keeps the space from having another column."""
+        columns = range(len(space.column_extents))
+        return self.quotas.of(space) is not None and not any(
+            column not in space and self._fits_cap(space, column) for column in columns
+        )
+
+    def _is_claimable(self, space: Space, column: int) -> bool:
+        return self._is_free_for(space, column) and self._fits_cap(space, column)
+
+    def _fits_cap(self, space: Space, column: int, given_up: int = 0) -> bool:
+        """Whether the model may hold this column too, once it has `given_up` so many extents."""
+        group = self.quotas.of(space)
+        return group is None or self._gain(space, column) - given_up <= group.room
+
+    def _gain(self, space: Space, column: int) -> int:
+        return sum(self._owner[extent] is not space for extent in space.column_extents[column])
+
+    def _losses(self, theirs: Iterable[tuple[Space, int]]) -> Counter[str]:
+        """How many extents each model would lose with these columns."""
+        claims = Counter((s, e) for s, column in theirs for e in s.column_extents[column])
+        losses: Counter[str] = Counter()
+        for (space, extent), count in claims.items():
+            losses[space.model] += self._claims[extent] == count
+        return losses
+
+    def _may_lose(self, group: Group, losses: Counter[str], taker: Space) -> bool:
+        """The group stays at its floor, or gives to one of its own."""
+        loss = losses[group.model]
+        return not loss or group.model == taker.model or group.held - loss >= group.floor
+
+    def _empty_out(self, space: Space, column: int) -> None:
+        used = space.used_slots(column)
+        if used:
+            space.tenant.yield_slots(used)
+        self._release(space, column)
 
     def _is_free_for(self, space: Space, column: int) -> bool:
         owner = self._owner
@@ -174,31 +244,43 @@ class Pool:
 
     def _plan_take(self, space: Space) -> _Take | None:
         """The best column to take from others, or None. Changes nothing."""
-        fair = self.fair_extents(space)
-        others = [other for other in self._spaces if other is not space]
-        if space.held >= fair and space.held and not any(other.empty for other in others):
+        if self._capped.get(space.number) == self._moves:
             return None
-        rich = {other.number for other in others if other.held > self.fair_extents(other)}
-        busy = {
-            other.number: {s // other.geometry.column_slots for s in other.tenant.busy_slots()}
-            for other in others
-        }
-        best: tuple[tuple[bool, int, int], _Take] | None = None
+        fair = self.quotas.fair(self._spaces)
+        own, group = fair[space.number], self.quotas.of(space)
+        poor = group is not None and group.below_floor
+        others = [other for other in self._spaces if other is not space]
+        if not poor and space.held >= own and space.held and not any(o.empty for o in others):
+            return None
+        rich = {other.number for other in others if other.held > fair[other.number]}
+        busy = {other.number: _busy_columns(other) for other in others}
+        counted = group is not None or self.quotas.has_floors
+        fits = False
+        best: tuple[tuple[bool, bool, int, int], _Take] | None = None
         for column in self._order(space):
             if column in space:
                 continue
             theirs = self._overlapped(space, column)
+            losses = self._losses(theirs) if counted else Counter[str]()
+            if not self._fits_cap(space, column, losses[space.model] if group else 0):
+                continue
+            fits = True
             if any(theirs_column in busy[other.number] for other, theirs_column in theirs):
                 continue
+            if not all(self._may_lose(each, losses, space) for each in self.quotas):
+                continue
             holding = [(other, c) for other, c in theirs if c not in other.empty]
-            if holding and space.held:
-                new = sum(self._owner[e] is not space for e in space.column_extents[column])
-                if space.held + new > fair or any(o.number not in rich for o, _ in holding):
+            from_poor = any(o.number not in rich for o, _ in holding)
+            if holding and space.held and not poor:
+                new = self._gain(space, column)
+                if space.held + new > own or from_poor:
                     continue
             used_at = max((other.used_at(c) for other, c in holding), default=0)
-            rank = (bool(holding), used_at, len(theirs))
+            rank = (bool(holding), from_poor and poor, used_at, len(theirs))
             if best is None or rank < best[0]:
                 best = (rank, _Take(column, tuple(theirs)))
+        if not fits:
+            self._capped[space.number] = self._moves
         return best and best[1]
 
     def _overlapped(self, space: Space, column: int) -> list[tuple[Space, int]]:
@@ -213,6 +295,7 @@ class Pool:
         return list(found.values())
 
     def _claim(self, space: Space, column: int) -> None:
+        self._moves += 1
         for extent in space.column_extents[column]:
             if self._owner[extent] is None:
                 self._owner[extent] = space
@@ -228,6 +311,7 @@ class Pool:
                 self._owner[extent] = None
                 space.held -= 1
         self._releases += 1
+        self._moves += 1
 
     def check_integrity(self) -> None:
         """Extents are owned as the claimed columns say, and no byte by two chunks.
@@ -254,6 +338,7 @@ class Pool:
                 raise IntegrityError(f"held extents are miscounted: {space!r}")
         if owner != self._owner or claims != self._claims:
             raise IntegrityError("extents are not owned as the claimed columns say")
+        self.quotas.check_integrity(self._spaces)
         end = 0
         for first, after, number, slot in sorted(shares):
             if first < end or after > self.cpu_bytes:
@@ -266,3 +351,8 @@ class Pool:
             f"<Pool {self.cpu_bytes} bytes, {free} of {self.extents.count} extents free,"
             f" {len(self._spaces)} namespaces>"
         )
+
+
+def _busy_columns(space: Space) -> set[int]:
+    """Columns in which something is pinned, being written or draining."""
+    return {slot // space.geometry.column_slots for slot in space.tenant.busy_slots()}

@@ -25,13 +25,17 @@ class Space:
     """Free and used slots of one namespace. Columns come and go by `kvd.state.pool.Pool`.
 
     `active`: engines are attached, so that the namespace has a share of its own.
+    `model`: whose quota counts; empty where none does.
     `needs`: by column, how much of the pool must be filled for all its bytes to be there.
     """
 
-    def __init__(self, geometry: Geometry, tenant: Tenant, number: int, fill: FillOrder) -> None:
+    def __init__(
+        self, geometry: Geometry, tenant: Tenant, number: int, fill: FillOrder, model: str = ""
+    ) -> None:
         self.geometry = geometry
         self.tenant = tenant
         self.number = number
+        self.model = model
         self.active = False
         self.held = 0  # extents owned; kept by the pool
         self.free_slots = 0

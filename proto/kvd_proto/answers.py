@@ -20,5 +20,5 @@ class StoreAnswer(IntEnum):
     FULL = 4  # no room: everything is pinned, being written, or named in the same request
     NOT_YET = 5  # not offered often enough to be worth a slot
     BAD_KEY = 6  # empty or longer than a key may be
-    QUOTA = 7  # this engine has too much unfinished
+    QUOTA = 7  # the model holds what its cap allows, and none of it may go
     DRAINING = 8  # the daemon takes no new work

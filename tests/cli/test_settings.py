@@ -12,14 +12,22 @@ from msgspec import Meta
 from docs import generate_configuration
 from kvd.config.about import Known, SizeText
 from kvd.config.loaded import DEFAULT
-from kvd.config.render import as_json, as_toml, sample
+from kvd.config.render import as_json, as_toml, sample, toml_value
 from kvd.config.sources import Sources
 from kvd.errors import ConfigError
+from kvd.quota import Quota
 from kvd.settings import KNOWN, Settings
 
 STRANGE = {
     "runtime_dir": st.sampled_from(["/a", "/tmp/with space", '/quo"te', "/é\x7f\\"]),
     "http_listen": st.sampled_from(["off", "127.0.0.1:0", "[::1]:9330"]),
+    "quota": st.sampled_from(
+        [
+            {},
+            {"a/b c": {"floor": "1%"}},
+            {"llama": {"floor": 0, "cap": "8 GiB"}, "é\x7f": {"cap": "5%"}},
+        ]
+    ),
 }
 
 
@@ -54,8 +62,13 @@ def toml_of(values: dict[str, Any]) -> str:
             escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\x7f", "\\u007f")
             lines.append(f'{key} = "{escaped}"')
         else:
-            lines.append(f"{key} = {value!r}")
+            lines.append(f"{key} = {toml_value(value)}")
     return "\n".join(lines) + "\n"
+
+
+def text_of(value: Any) -> str:
+    """A value as a variable or a flag says it."""
+    return toml_value(value) if isinstance(value, dict) else str(value)
 
 
 @pytest.fixture
@@ -80,8 +93,8 @@ def test_the_later_source_wins_key_by_key(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kvd.toml"
         path.write_text(toml_of(in_file), encoding="utf-8")
-        environment = {KNOWN[key].variable: str(value) for key, value in in_environment.items()}
-        flags = {key: str(value) for key, value in in_flags.items()}
+        environment = {KNOWN[key].variable: text_of(value) for key, value in in_environment.items()}
+        flags = {key: text_of(value) for key, value in in_flags.items()}
         loaded = Sources(config=path, flags=flags, environment=environment).load()
     for key, known in KNOWN.items():
         value = getattr(loaded.settings, key)
@@ -100,7 +113,7 @@ def test_the_later_source_wins_key_by_key(
 @given(values=SOME)
 def test_what_is_shown_as_toml_gives_the_same_settings(values: dict[str, Any]) -> None:
     """`kvd config show --toml` prints a file that says what holds now, whatever the texts are."""
-    flags = {key: str(value) for key, value in values.items()}
+    flags = {key: text_of(value) for key, value in values.items()}
     loaded = Sources(flags=flags, environment={}).load()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kvd.toml"
@@ -138,6 +151,44 @@ def test_everything_wrong_in_a_file_is_told_at_once(file: Path) -> None:
             f"{file}:8: http = {{'port': 1}}: no such setting; known are: {', '.join(KNOWN)}",
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[quota.llama]\nflor = "1GiB"\n', "llama: flor is neither floor nor cap"),
+        ('[quota.llama]\ncap = "150%"\n', "llama: cap = '150%' is no part of a pool"),
+        ("[quota.llama]\ncap = true\n", "needs for each model"),
+        ("quota = 5\n", "needs for each model"),
+        ("[quota.llama]\n", "llama: nothing is neither floor nor cap"),
+        (
+            'cpu_bytes = "1GiB"\n[quota.a]\nfloor = "60%"\n[quota.b]\nfloor = "600MiB"\n',
+            "the floors of a, b are 1.19 GiB together, the pool has 1 GiB",
+        ),
+        (
+            'cpu_bytes = "1GiB"\n[quota.a]\nfloor = "50%"\ncap = "5MiB"\n',
+            "the cap of a, 5 MiB, is below its floor, 512 MiB",
+        ),
+    ],
+)
+def test_quotas_that_cannot_hold_are_refused(file: Path, text: str, words: str) -> None:
+    """Place, model, key and value are named; what contradicts the pool's size is refused too."""
+    (line,) = problems(file, text)
+    place = text.partition("quota")[0].count("\n") + 1
+    assert line.startswith(f"{file}:{place}: quota")
+    assert words in line
+
+
+def test_quotas_are_sections_of_the_file_or_one_line_elsewhere(file: Path) -> None:
+    """A section for each model says the same as a table in a variable or a flag."""
+    file.write_text('cpu_bytes = "1GiB"\n[quota."org/llama"]\nfloor = "64MiB"\ncap = "50%"\n')
+    from_file = Sources(config=file, environment={}).load().settings
+    line = '{"org/llama" = {floor = "64MiB", cap = "50%"}}'
+    elsewhere = Sources(flags={"quota": line}, environment={}).load().settings
+    assert from_file.quota == elsewhere.quota
+    assert from_file.quotas(2**30) == {"org/llama": Quota(2**26, 2**29)}
+    with pytest.raises(ConfigError, match=r"--quota: quota = 'llama': not TOML in one line.*needs"):
+        Sources(flags={"quota": "llama"}, environment={}).load()
 
 
 def test_variables_and_flags_are_named_in_errors(file: Path) -> None:

@@ -87,6 +87,18 @@ def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
     assert "lease_seconds = 1.0 (was 60.0)" in event.text
 
 
+def test_quotas_change_live(broker: Broker) -> None:
+    """A cap that is read from the file holds in the pool at once, and is reported."""
+    tool = join(broker)
+    ask(broker, tool, ReloadConfig())
+    broker.reloading.begin()
+    broker.reloading.read(read(quota={"llama": {"floor": "25%", "cap": "512KiB"}}))
+    assert broker.state.namespaces is not None
+    assert broker.state.namespaces.stats()["quotas"] == [
+        {"model": "llama", "floor_bytes": 2**18, "cap_bytes": 2**19, "held_bytes": 0}
+    ]
+
+
 def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:
     """A new pool size is named, changes nothing, and stands beside the value that holds."""
     tool = join(broker)

@@ -24,7 +24,7 @@ MAPS = {
     "counters.jobs",
 }
 """Maps whose keys are data."""
-REFUSED = ("present", "pending", "full", "not_yet", "bad_key", "draining")
+REFUSED = ("present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
 QUESTIONS = 100
 
 
@@ -64,8 +64,8 @@ def report_when(daemon: Daemon, reached: Callable[[dict[str, Any]], bool]) -> di
 
 @pytest.fixture
 def daemon(start_daemon: StartDaemon) -> Daemon:
-    """A pool of sixteen chunks, so that some are evicted."""
-    return start_daemon(cpu_bytes="8MiB")
+    """A pool of sixteen chunks, so that some are evicted; with a quota, to be reported."""
+    return start_daemon("--quota", '{model = {floor = "1MiB", cap = "100%"}}', cpu_bytes="8MiB")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Two namespaces in one pool, driven at random beside a plain-dict model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvd.quota import Quota
 from kvd.state.decisions import Refs
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.answers import LookupResult, StoreAnswer
@@ -21,6 +23,13 @@ KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
 OWNERS = (1, 2)
 SPACES = (0, 1)
 LEASE, TICKET = 10.0, 20.0
+KIB = 1024
+QUOTAS: tuple[dict[str, Quota], ...] = (
+    {},
+    {"model 0": Quota(floor_bytes=24 * KIB, cap_bytes=40 * KIB)},
+    {"model 0": Quota(cap_bytes=20 * KIB), "model 1": Quota(floor_bytes=24 * KIB)},
+    {"model 0": Quota(floor_bytes=32 * KIB), "model 1": Quota(24 * KIB, 24 * KIB)},
+)
 
 keys_strategy = st.lists(st.sampled_from(KEYS), max_size=10)
 
@@ -60,6 +69,7 @@ class Model:
         self.draining: dict[int, int] = {}
         self.leases: dict[int, Lease] = {}
         self.doomed: set[int] = set()
+        self.room = 0
 
     def pinned(self) -> set[int]:
         """Slots under any lease."""
@@ -85,6 +95,17 @@ class Model:
             del self.leases[number]
         self.doomed &= self.pinned()
 
+    def protected_bytes(self, namespaces: Namespaces) -> int:
+        """What it holds of its floor."""
+        group = namespaces.pool.quotas.of(self.table.space)
+        return min(group.floor, self.table.space.held) if group is not None else 0
+
+    def forget_yielded(self) -> None:
+        """Chunks that went for another namespace, or for a cap: only such as may go."""
+        for key in [k for k in self.chunks if self.table.directory.find(k) < 0]:
+            assert self.evictable(key)
+            del self.chunks[key]
+
     def evictable(self, key: bytes) -> bool:
         """READY and not pinned."""
         return self.chunks[key].ready and self.chunks[key].slot not in self.pinned()
@@ -94,6 +115,7 @@ class TableMachine(RuleBasedStateMachine):
     """Every rule does the same to the tables and to the model and compares the answers."""
 
     policy = "lru"
+    quotas: Mapping[str, Quota] = QUOTAS[0]
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +126,7 @@ class TableMachine(RuleBasedStateMachine):
             policy=self.policy,
             lease_seconds=LEASE,
             ticket_seconds=TICKET,
+            quotas=self.quotas,
         )
         shapes = [((4096, 4096), 2, False), ((12288,), 3, True)]
         self.models = [
@@ -114,6 +137,7 @@ class TableMachine(RuleBasedStateMachine):
                     world_size=world_size,
                     replicated=replicated,
                     boot_id=bytes(16),
+                    label=f"model {number}",
                 ),
                 world_size,
                 replicated=replicated,
@@ -134,12 +158,12 @@ class TableMachine(RuleBasedStateMachine):
     def prepare_store(self, space: int, keys: list[bytes], owner: int) -> None:
         """Slots are asked for."""
         model, other = self.models[space], self.models[1 - space]
+        protected = other.protected_bytes(self.namespaces)
         decision = model.table.prepare_store([*keys, b"", b"x" * 49], owner, self.now)
         answers = [StoreAnswer(a) for a in decision.answers]
         assert answers[-2:] == [StoreAnswer.BAD_KEY] * 2
-        for key in [k for k in other.chunks if other.table.directory.find(k) < 0]:
-            assert other.evictable(key)  # it yielded to this namespace
-            del other.chunks[key]
+        other.forget_yielded()
+        assert other.protected_bytes(self.namespaces) >= protected
         assert len(set(decision.evicted)) == len(decision.evicted)
         for key in decision.evicted:
             assert model.evictable(key)
@@ -157,7 +181,8 @@ class TableMachine(RuleBasedStateMachine):
                 assert not full  # accepted in order
                 new.append(key)
             else:
-                assert answer == StoreAnswer.FULL
+                capped = self.namespaces.pool.is_capped(model.table.space)
+                assert answer == (StoreAnswer.QUOTA if capped else StoreAnswer.FULL)
                 full = True
         assert len(new) == len(decision.slots) >= len(decision.evicted)
         for key, slot, generation in zip(new, decision.slots, decision.generations, strict=True):
@@ -389,6 +414,38 @@ class TableMachine(RuleBasedStateMachine):
             slot, generation = data.draw(st.sampled_from(sorted(refs)))
             assert model.table.revoked([slot], [generation]) == 0
 
+    @rule(number=st.integers(0, len(QUOTAS) - 1))
+    @precondition(lambda self: self.quotas)
+    def set_quotas(self, number: int) -> None:
+        """The operator sets other quotas."""
+        self.namespaces.pool.set_quotas(QUOTAS[number])
+        self.trim()
+        for model in self.models:
+            group = self.namespaces.pool.quotas.of(model.table.space)
+            model.room = group.room if group is not None else 0
+
+    @rule()
+    @precondition(lambda self: self.quotas)
+    def trim(self) -> None:
+        """What had to stay above a cap goes when it may, and nothing more than needed."""
+        self.namespaces.pool.trim()
+        for model in self.models:
+            model.forget_yielded()
+            space = model.table.space
+            group = self.namespaces.pool.quotas.of(space)
+            if group is not None and group.room < 0:
+                busy = {slot // space.geometry.column_slots for slot in model.table.busy_slots()}
+                assert busy >= set(space.claimed)
+
+    @invariant()
+    def is_within_caps(self) -> None:
+        """No model holds more than its cap, but for what is in use since the cap was lowered."""
+        for model in self.models:
+            group = self.namespaces.pool.quotas.of(model.table.space)
+            room = group.room if group is not None else 0
+            assert room >= min(0, model.room)
+            model.room = room
+
     @invariant()
     def agrees(self) -> None:
         """Tables and model say the same, and every invariant of the state holds."""
@@ -416,6 +473,12 @@ class TableMachine(RuleBasedStateMachine):
             )
 
 
+class QuotaTableMachine(TableMachine):
+    """The same with floors and caps, which may change."""
+
+    quotas = QUOTAS[1]
+
+
 class ArcTableMachine(TableMachine):
     """The same with the other policy."""
 
@@ -430,3 +493,8 @@ def test_tables_with_lru() -> None:
 def test_tables_with_arc() -> None:
     """Under ARC, two namespaces in one pool behave as the model says after every step."""
     run_state_machine_as_test(ArcTableMachine, settings=settings(stateful_step_count=60))
+
+
+def test_tables_with_quotas() -> None:
+    """After every step no cap is passed, and no floor was touched by another model."""
+    run_state_machine_as_test(QuotaTableMachine, settings=settings(stateful_step_count=60))

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import ConfigError, IntegrityError, Refused
+from kvd.quota import Quota
 from kvd.state.geometry import MAX_EXTENTS, PAGE, Extents, Geometry
 from kvd.state.namespaces import Namespace, Namespaces
+from kvd_proto.answers import StoreAnswer
 from kvd_proto.messages import ErrorCode
 
 MIB = 2**20
@@ -309,4 +311,165 @@ def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
     assert namespaces.over() == [passing]
     namespaces.close(passing)
     assert namespaces.closed_counters["stored"] == 4
+    namespaces.check_integrity()
+
+
+def held(namespaces: Namespaces, namespace: Namespace) -> int:
+    """Bytes of the pool that a namespace holds."""
+    return namespaces.pool.held_bytes(namespace.table.space)
+
+
+def test_a_capped_model_evicts_its_own_and_leaves_the_rest_free() -> None:
+    """At its cap a model's new chunks cost its own old ones, however much is free."""
+    namespaces = pool(16 * MIB, quotas={"model 1": Quota(cap_bytes=4 * MIB)})
+    capped = add(namespaces, 1, 8192, 8192)
+    for turn in range(20):
+        assert store(capped, 100 * turn, 50) == 50
+        assert held(namespaces, capped) <= 4 * MIB
+    assert held(namespaces, capped) > 3.9 * MIB
+    assert namespaces.pool.free_bytes >= 12 * MIB
+    counters = capped.table.counters()
+    assert counters["evicted"] == 1000 - capped.table.stats()["ready"]
+    assert counters["quota"] == counters["full"] == 0
+    namespaces.check_integrity()
+
+
+def test_what_a_cap_refuses_is_counted_as_that() -> None:
+    """With all it may hold pinned, a capped model's keys are turned away for its quota."""
+    namespaces = pool(16 * MIB, quotas={"model 1": Quota(cap_bytes=MIB)})
+    capped = add(namespaces, 1, 8192, 8192)
+    fits = store(capped, 0, 500)
+    assert 0 < fits <= 64
+    assert capped.table.counters()["quota"] == 500 - fits
+    kept = [b"%d" % number for number in range(fits)]
+    assert sum(capped.table.prepare_load(kept, 1, 0.0, 60.0).found) == fits
+    decision = capped.table.prepare_store([b"more"], 1, 0.0)
+    assert decision.answers.tolist() == [StoreAnswer.QUOTA]
+    assert capped.table.counters()["quota"] == 501 - fits
+    namespaces.check_integrity()
+
+
+def test_a_floor_outlasts_its_engines_and_any_flood() -> None:
+    """Others take what is above the floor and never what is below, with and without engines."""
+    namespaces = pool(16 * MIB, quotas={"model 1": Quota(floor_bytes=4 * MIB)})
+    quiet, greedy = add(namespaces, 1, 8192, 8192), add(namespaces, 2, 12288)
+    assert store(quiet, 0, 600) == 600
+    for attached in (True, False):
+        for turn in range(40):
+            store(greedy, 100 * turn + 10_000 * attached, 100)
+            assert held(namespaces, quiet) >= 4 * MIB
+        namespaces.check_integrity()
+        if attached:
+            namespaces.detach_engine(quiet)
+    assert held(namespaces, quiet) < 4.2 * MIB
+    assert quiet.table.stats()["ready"] >= 250
+
+
+def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:
+    """A floor above the even share is reached, though others were there first."""
+    namespaces = pool(16 * MIB, quotas={"model 3": Quota(floor_bytes=10 * MIB)})
+    early = [add(namespaces, number, 12288) for number in (1, 2)]
+    for namespace in early:
+        store(namespace, 0, 2000)
+    late = add(namespaces, 3, 8192, 8192)
+    for turn in range(20):
+        store(late, 100 * turn, 100)
+    assert held(namespaces, late) >= 10 * MIB
+    for turn in range(20):
+        for namespace in early:
+            store(namespace, 10_000 + 100 * turn, 100)
+    assert held(namespaces, late) >= 10 * MIB
+    assert all(held(namespaces, namespace) > 2 * MIB for namespace in early)
+    namespaces.check_integrity()
+
+
+def test_two_layouts_of_one_model_share_its_quota() -> None:
+    """After a change of the layout the new namespace gets room inside the cap, from the old one."""
+    namespaces = pool(16 * MIB, quotas={"model": Quota(MIB, 4 * MIB)})
+    old, new = (
+        namespaces.open(
+            bytes([number]) * 16,
+            (size,),
+            world_size=1,
+            replicated=False,
+            boot_id=bytes(16),
+            label="model",
+        )
+        for number, size in ((1, 8192), (2, 12288))
+    )
+    namespaces.attach_engine(old)
+    store(old, 0, 1000)
+    assert held(namespaces, old) > 3.9 * MIB
+    namespaces.detach_engine(old)
+    namespaces.attach_engine(new)
+    for turn in range(10):
+        store(new, 100 * turn, 50)
+        assert held(namespaces, old) + held(namespaces, new) <= 4 * MIB
+    assert held(namespaces, new) > 3 * MIB
+    namespaces.check_integrity()
+
+
+def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
+    """The chunks used longest ago go; pinned ones stay until their leases end."""
+    namespaces = pool(16 * MIB)
+    model = add(namespaces, 1, 8192)
+    store(model, 0, 2048)
+    recent = [b"%d" % number for number in range(64)]
+    lease = model.table.prepare_load(recent, 1, 0.0, 60.0)
+    namespaces.pool.set_quotas({"model 1": Quota(cap_bytes=256 * 1024)})
+    assert 256 * 1024 < held(namespaces, model) <= MIB
+    assert all(model.directory.find(key) >= 0 for key in recent)
+    model.table.complete_load(lease.lease_id, 1)
+    namespaces.pool.trim()
+    assert held(namespaces, model) <= 256 * 1024
+    namespaces.check_integrity()
+
+
+def test_a_namespace_on_its_floor_is_not_closed_for_a_new_one() -> None:
+    """Where no more may be open, one without a floor goes; where there is none, the new one."""
+    namespaces = pool(MIB, limit=2, quotas={"model 1": Quota(floor_bytes=MIB // 2)})
+    floored, other = add(namespaces, 1, PAGE), add(namespaces, 2, PAGE)
+    for namespace in (floored, other):
+        store(namespace, 0, 20)
+        namespaces.detach_engine(namespace)
+    assert namespaces.spare() == [other]
+
+
+def test_space_moves_back_and_forth_without_fragments() -> None:
+    """Chunks of three sizes fill the pool in turn, again and again, and each gets all of it."""
+    namespaces = pool(8 * MIB)
+    models = [
+        add(namespaces, 1, 8192, 8192),
+        add(namespaces, 2, 12288),
+        add(namespaces, 3, 5 * PAGE),
+    ]
+    for model in models:
+        namespaces.detach_engine(model)
+    for turn in range(4):
+        for model in models:
+            namespaces.attach_engine(model)
+            wanted = model.geometry.num_slots
+            for first in range(0, wanted, 64):
+                store(model, 10_000 * turn + first, 64)
+            assert model.table.stats()["ready"] == wanted
+            assert sum(other.table.stats()["ready"] for other in models) == wanted
+            namespaces.check_integrity()
+            namespaces.detach_engine(model)
+
+
+def test_a_model_that_is_gone_gives_its_space_to_those_that_stay() -> None:
+    """When the engines of one of three models leave, the other two come to half the pool each."""
+    namespaces = pool(12 * MIB)
+    models = [add(namespaces, 1, 8192), add(namespaces, 2, 12288), add(namespaces, 3, 16384)]
+    for turn in range(60):
+        for model in models:
+            store(model, 100 * turn, 40)
+    assert all(held(namespaces, model) > 3 * MIB for model in models)
+    namespaces.detach_engine(models[0])
+    for turn in range(60, 160):
+        for model in models[1:]:
+            store(model, 100 * turn, 40)
+    assert all(held(namespaces, model) > 5.5 * MIB for model in models[1:])
+    assert held(namespaces, models[0]) < MIB
+    namespaces.close(models[0])
     namespaces.check_integrity()

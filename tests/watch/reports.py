@@ -37,6 +37,7 @@ def empty_report(seconds: float = 0.0) -> dict[str, Any]:
         "pool": {
             "cpu_bytes": 64 * GIB,
             "free_bytes": 64 * GIB,
+            "quotas": [],
             "allocated_bytes": 64 * GIB,
             "namespaces": {},
         },
@@ -67,6 +68,7 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
     done = int(seconds)
     report["pool"] |= {
         "free_bytes": 10 * GIB,
+        "quotas": [],
         "namespaces": {
             "aa" * 16: _space(40, 30, 1, 0),
             "bb" * 16: _space(14, 9, 0, 1),
@@ -211,7 +213,9 @@ def _counters(done: int) -> dict[str, Any]:
         "offered": 25 * done,
         "accepted": 20 * done,
         "present": 5 * done,
-        **dict.fromkeys(("pending", "full", "not_yet", "bad_key", "draining", "index_full"), 0),
+        **dict.fromkeys(
+            ("pending", "full", "quota", "not_yet", "bad_key", "draining", "index_full"), 0
+        ),
         "stored": 20 * done,
         **dict.fromkeys(("dropped", "tickets_expired", "stale_reports"), 0),
         "evicted": 10 * done,

@@ -1,0 +1,71 @@
+"""A model's quota of the pool, and how people write it. Pure, without imports of the daemon's."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvd.errors import ConfigError
+from kvd_proto.errors import SizeError
+from kvd_proto.sizes import format_size, parse_size
+
+QuotaTable = dict[str, dict[str, str | int]]
+"""By model: `floor` and `cap`, each a size or a percentage of the pool."""
+
+_KEYS = ("floor", "cap")
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A model's part of the pool in bytes; a cap of None is none."""
+
+    floor_bytes: int = 0
+    cap_bytes: int | None = None
+
+
+def quotas_of(table: QuotaTable, cpu_bytes: int) -> dict[str, Quota]:
+    """The quotas by model, in bytes of a pool of `cpu_bytes`.
+
+    Raises:
+        ConfigError: an entry makes no sense; it names model, key and value.
+    """
+    quotas = {}
+    for model, entry in table.items():
+        unknown = [key for key in entry if key not in _KEYS]
+        if unknown or not entry:
+            raise ConfigError(
+                f"{model}: {', '.join(unknown) or 'nothing'} is neither floor nor cap"
+            )
+        part = {key: _bytes(model, key, amount, cpu_bytes) for key, amount in entry.items()}
+        quotas[model] = Quota(part.get("floor", 0), part.get("cap"))
+    return quotas
+
+
+def quota_contradictions(quotas: Mapping[str, Quota], cpu_bytes: int) -> Iterator[str]:
+    """What cannot hold in a pool of `cpu_bytes`, in words."""
+    for model, quota in quotas.items():
+        if quota.cap_bytes is not None and quota.cap_bytes < quota.floor_bytes:
+            yield (
+                f"the cap of {model}, {format_size(quota.cap_bytes)}, is below its floor,"
+                f" {format_size(quota.floor_bytes)}"
+            )
+    floors = sum(quota.floor_bytes for quota in quotas.values())
+    if floors > cpu_bytes:
+        yield (
+            f"the floors of {', '.join(quotas)} are {format_size(floors)} together, the pool has"
+            f" {format_size(cpu_bytes)}; lower them or raise cpu_bytes"
+        )
+
+
+def _bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
+    text = str(amount).strip()
+    try:
+        if not text.endswith("%"):
+            return parse_size(amount)
+        percent = float(text.removesuffix("%"))
+        if 0 <= percent <= 100:
+            return int(cpu_bytes * percent / 100)
+    except (SizeError, ValueError):
+        pass
+    raise ConfigError(
+        f"{model}: {key} = {amount!r} is no part of a pool; write a size such as 8GiB, or 0% to"
+        " 100%"
+    )
