@@ -1,13 +1,14 @@
 """`kvd purge`: give back the memory that a stopped daemon has kept."""
 
+import os
 from pathlib import Path
 
 import click
 
-from kvd.broker.keep import Keep
+from kvd.broker.keep import Keep, area_name
 from kvd.broker.runtime_dir import RuntimeDir
 from kvd.cli.options import settings_options, sources
-from kvd.errors import KvdError
+from kvd.errors import ConfigError, KvdError
 from kvd_proto.sizes import format_size
 
 
@@ -29,6 +30,7 @@ def purge(*, config: Path | None, **options: str | None) -> None:
         runtime = RuntimeDir(Path(settings.runtime_dir))
         runtime.lock()
         try:
+            _check_owner(Path(settings.pool_dir) / area_name(runtime.path))
             keep = Keep.of(settings, runtime.path)
             freed = keep.remove()
             keep.close()
@@ -37,3 +39,13 @@ def purge(*, config: Path | None, **options: str | None) -> None:
     except KvdError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{format_size(freed)} given back")
+
+
+def _check_owner(area: Path) -> None:
+    """Somebody else's pool is nothing that this command would find."""
+    owner = area.lstat().st_uid if area.exists() else os.geteuid()
+    if owner != os.geteuid():
+        raise ConfigError(
+            f"{area} belongs to uid {owner}, this is uid {os.geteuid()}; run it as the daemon's"
+            " user, such as: runuser -u kvd -- kvd purge"
+        )

@@ -1,5 +1,6 @@
 """A daemon that ends leaves its chunks to the next one, however it ended."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -140,7 +141,7 @@ def test_killed_at_random_moments_under_load() -> None:
 
 
 def test_purge_gives_the_memory_back(warm: Daemon) -> None:
-    """Not while a daemon runs; afterwards nothing is left."""
+    """Not while a daemon runs, and not another user's; afterwards nothing is left."""
     command = [sys.executable, "-m", "kvd", "purge", "--runtime-dir", str(warm.runtime_dir)]
 
     def purge() -> subprocess.CompletedProcess[str]:
@@ -151,6 +152,12 @@ def test_purge_gives_the_memory_back(warm: Daemon) -> None:
     assert f"pid {warm.process.pid}" in refused.stderr
     warm.stop()
     assert area(warm).is_dir()
+    if os.geteuid() == 0:
+        os.chown(area(warm), 65534, 65534)
+        refused = purge()
+        assert refused.returncode == 1
+        assert "belongs to uid 65534" in refused.stderr
+        os.chown(area(warm), 0, 0)
     assert "64 MiB given back" in purge().stdout
     assert not area(warm).exists()
     assert "0 B given back" in purge().stdout
