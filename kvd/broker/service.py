@@ -191,6 +191,7 @@ class Service:
                 lease_seconds=self.settings.lease_seconds,
                 ticket_seconds=self.settings.ticket_seconds,
                 quotas=self.settings.quotas(cpu_bytes),
+                limit=self.settings.max_namespaces,
                 make_buffer=self._directories.make,
                 keeping=keeping,
                 fill=fill,
@@ -221,7 +222,9 @@ class Service:
     # ---------------------------------------------------------------- lanes
 
     def _add_lane(self, device: str) -> None:
-        self._lanes[device] = LaneProcess(device, self._runtime.path, self._incarnations)
+        self._lanes[device] = LaneProcess(
+            device, self._runtime.path, self._incarnations, self.settings
+        )
 
     def _start_lanes(self, now: float) -> None:
         pool = self._pool
@@ -288,7 +291,8 @@ class Service:
             own = visitor.peer.pid == self._http.pid  # a full house must not look like a dead one
             session, effects = self.core.connected(os.urandom(16), visitor.peer, own=own)
             if session is None:
-                visitor.close()
+                text = self.core.state.registry.full
+                self._requests.forbid(visitor, text, ErrorCode.LIMIT)
             else:
                 visitor.session = session
                 self._visitors[session.number] = visitor

@@ -172,6 +172,15 @@ class JobQueue(Generic[J]):
         if not share.jobs and not any(entry.engine in engines for engines in self._classes):
             del self._shares[entry.engine]
 
+    def full_text(self, engine: int) -> str:
+        """What is said of a job that has no place."""
+        share = self._shares.get(engine) or _Share[J]()
+        return (
+            f"the engine's queue is full: {share.jobs} jobs of {share.nbytes} bytes wait; the"
+            f" limits are max_queued_jobs = {self._limits.jobs} and max_queued_bytes ="
+            f" {self._limits.nbytes}, and stores go first"
+        )
+
     def __len__(self) -> int:
         return len(self._entries)
 
