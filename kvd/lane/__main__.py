@@ -33,8 +33,8 @@ def main() -> int:
     parser.add_argument("--link-fd", required=True, type=int)
     parser.add_argument("--pool-fd", required=True, type=int)
     parser.add_argument("--pool-bytes", required=True, type=int)
-    parser.add_argument("--max-queued-jobs", required=True, type=int)
-    parser.add_argument("--max-queued-bytes", required=True, type=int)
+    parser.add_argument("--max-queued-jobs", type=int, default=Limits().jobs)
+    parser.add_argument("--max-queued-bytes", type=int, default=Limits().nbytes)
     options = parser.parse_args()
     tie_to_parent()
     name = f"lane {options.device}#{options.incarnation}"
