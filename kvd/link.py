@@ -135,7 +135,7 @@ class Revoked(Message, frozen=True):
 class ShareDone(Message, frozen=True):
     """Lane → broker: this rank's share of these chunks is in the pool (or will never be).
 
-    first, count: the blocks of each chunk that were written.
+    first, count: the blocks of each chunk that were written; groups: of which group they are.
     """
 
     session: Count
@@ -145,6 +145,7 @@ class ShareDone(Message, frozen=True):
     generations: IntArray
     first: IntArray
     count: IntArray
+    groups: IntArray
     ok: bool
 
 

@@ -319,6 +319,7 @@ class Keep:
     def _write(self, manifest: _Manifest) -> None:
         """All of it or nothing, whenever this process is killed."""
         draft = self._manifest_file.with_suffix(".new")
+        draft.touch(mode=0o600)
         draft.write_bytes(msgspec.json.encode(manifest))
         draft.rename(self._manifest_file)
 

@@ -401,6 +401,7 @@ class Broker:
             message.first.numpy(),
             message.count.numpy(),
             ok=message.ok,
+            groups=message.groups.numpy(),
         )
         return self.state.revoke(engine.namespace, result.dropped)
 

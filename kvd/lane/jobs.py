@@ -16,11 +16,11 @@ from kvd.who import Fields
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import JobShapeError
-from kvd_proto.expand import Copies, check_shape, coverage
+from kvd_proto.expand import Copies, check_shape, chunks_per_group, coverage
 from kvd_proto.messages import Job, JobStatus, Load
 from kvd_proto.states import JOB, JobEvent, JobState, Machine
 
-SHARES_PER_MESSAGE = 4096  # 18 bytes each: well inside one datagram of the link
+SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
 
 Mask = npt.NDArray[np.bool_]
 Refusal = tuple[JobStatus, str]
@@ -30,13 +30,15 @@ Refusal = tuple[JobStatus, str]
 class Chunks:
     """The chunks that a job names, one item each.
 
-    own: whether this rank writes the chunk; all true but for stores of a replicated layout.
+    group: whose blocks they are. own: whether this rank writes the chunk; all true but for stores
+    of a replicated layout.
     """
 
     slots: npt.NDArray[np.uint32]
     generations: npt.NDArray[np.uint64]
     first: npt.NDArray[np.uint16]
     count: npt.NDArray[np.uint16]
+    group: npt.NDArray[np.uint16]
     own: Mask
 
     @classmethod
@@ -52,7 +54,11 @@ class Chunks:
             request.block_indices.numpy().tolist(),
         )
         check_shape(worker.layout, sizes, indices, len(request.block_ids))
-        first, count = coverage(sizes, indices, worker.layout.blocks_per_chunk)
+        factor = worker.layout.blocks_per_chunk
+        first, count = coverage(sizes, indices, factor)
+        group = np.repeat(
+            np.arange(len(sizes), dtype=np.uint16), chunks_per_group(sizes, indices, factor)
+        )
         slots = request.slots.numpy()
         listed = slots.tolist()
         if not len(slots) == len(request.generations) == len(first):
@@ -74,6 +80,7 @@ class Chunks:
             request.generations.numpy().astype(np.uint64),
             first,
             count,
+            group,
             own,
         )
 
@@ -166,6 +173,8 @@ class LaneJob:
                 first, count = directory.coverage(chunks.slots)
                 # first + count is at most blocks_per_chunk, which fits 16 bits.
                 bad = (chunks.first < first) | (chunks.first + chunks.count > first + count)
+                # Another group's pages lie elsewhere in the slot, where old bytes may be.
+                bad |= directory.groups(chunks.slots) != chunks.group
                 what = "stored with all blocks that are to be loaded"
         if not bad.any():
             return None
@@ -229,7 +238,7 @@ def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[Share
     generations = generations[inside].astype(np.uint64)
     nothing = np.zeros(len(slots), dtype=np.uint16)
     own = _own(worker, slots)
-    chunks = Chunks(slots, generations, nothing, nothing, own)
+    chunks = Chunks(slots, generations, nothing, nothing, nothing, own)
     mask = own & _writing(binding, slots, generations)
     return _share_messages(worker, binding, chunks, mask, ok=False)
 
@@ -336,6 +345,7 @@ def _share_messages(
             generations=IntArray.of(chunks.generations[part], "u8"),
             first=IntArray.of(chunks.first[part], "u2"),
             count=IntArray.of(chunks.count[part], "u2"),
+            groups=IntArray.of(chunks.group[part], "u2"),
             ok=ok,
         )
         for part in (

@@ -250,8 +250,9 @@ class ChunkTable:
         count: Ints,
         *,
         ok: bool,
+        groups: Ints | None = None,
     ) -> ShareOutcome:
-        """A lane reports one rank's share of these slots, [n] each.
+        """A lane reports one rank's share of these slots, [n] each; `groups` are 0 where left out.
 
         A chunk becomes READY with the last expected rank. One whose share failed, or
         of which no block is there on every rank, can never be READY and is given up.
@@ -259,9 +260,10 @@ class ChunkTable:
         """
         directory, ready, failed, stale = self.directory, [], [], 0
         given_up: set[int] = set()
-        for slot, generation, block, blocks in zip(
-            map(int, slots), map(int, generations), map(int, first), map(int, count), strict=True
-        ):
+        if groups is None:
+            groups = [0] * len(slots)
+        columns = (map(int, column) for column in (slots, generations, first, count, groups))
+        for slot, generation, block, blocks, group in zip(*columns, strict=True):
             if (
                 not 0 <= slot < directory.num_slots
                 or slot in given_up
@@ -275,7 +277,7 @@ class ChunkTable:
                 failed.append(slot)
                 given_up.add(slot)
             else:
-                done, covered = directory.add_share(slot, rank, block, blocks)
+                done, covered = directory.add_share(slot, rank, block, blocks, group)
                 if not covered:
                     failed.append(slot)
                     given_up.add(slot)

@@ -170,6 +170,7 @@ class DirectoryWriter(DirectoryView):
                 len(key),
                 0,
                 NO_SHARE_YET,
+                0,
                 key,
             )
             index[i & mask] = hash32 << 32 | slot + 1
@@ -197,8 +198,12 @@ class DirectoryWriter(DirectoryView):
             self.ledger.erase((slot,))
         self._unindex(self.key(slot), slot)
 
-    def add_share(self, slot: int, rank: int, first: int, count: int) -> tuple[int, int]:
-        """Note that a rank's share is there, holding blocks first..first + count - 1.
+    def add_share(
+        self, slot: int, rank: int, first: int, count: int, group: int
+    ) -> tuple[int, int]:
+        """Note that a rank's share is there: blocks first..first + count - 1 of a group.
+
+        Shares of different groups have no block in common.
 
         Returns:
             The ranks done, as a bit mask, and how many blocks all of them hold.
@@ -209,9 +214,10 @@ class DirectoryWriter(DirectoryView):
         if halves[at + 1] != NO_SHARE_YET:
             end = min(first + count, halves[at] + halves[at + 1])
             first = max(first, halves[at])
-            count = max(0, end - first)
+            count = max(0, end - first) if group == halves[at + 2] else 0
         halves[at] = first
         halves[at + 1] = count
+        halves[at + 2] = group
         self._words[slot * _WORDS + 1] = done
         return done, count
 
@@ -219,8 +225,8 @@ class DirectoryWriter(DirectoryView):
         """WRITING -> READY: all of the chunk is in the pool."""
         if self.ledger is not None:
             at = slot * (RECORD_BYTES // 2) + 11
-            first, count = self._halves[at], self._halves[at + 1]
-            self.ledger.record(slot, self.generation(slot), first, count, self.key(slot))
+            first, count, group = self._halves[at : at + 3]
+            self.ledger.record(slot, self.generation(slot), first, count, group, self.key(slot))
         self.write_state(slot, SlotState.READY)
 
     def restore(self, chunks: KeptChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
@@ -241,6 +247,7 @@ class DirectoryWriter(DirectoryView):
             ("key_len", chunks.key_lengths),
             ("first", chunks.first),
             ("count", chunks.count),
+            ("group", chunks.groups),
             ("ranks_done", ranks_done),
             ("generation", chunks.generations),
             ("state", np.uint8(SlotState.READY)),

@@ -8,7 +8,7 @@ Little-endian. A header page, then the stamps, then the records::
 
     offset  type    header
          0  8 bytes magic "kvd-led" and a zero byte, written last: without it, nothing was kept
-         8  u32     version (1)
+         8  u32     version (2)
         12  u32     size of a record (80)
         16  u64     number of slots
         24  u32     length of the description
@@ -21,7 +21,8 @@ Little-endian. A header page, then the stamps, then the records::
          0  u64      generation; 0 while the slot holds no READY chunk. Written last, erased first
          8  u32      zlib.crc32 of the key
         12  u16, u16 first block that holds bytes, and how many do
-        16  u8       key length; 7 zero bytes follow
+        16  u8       key length, and a zero byte
+        18  u16      group whose blocks those are; 4 zero bytes follow
         24  48 bytes key, padded with zeros
         72  u32      zlib.crc32 of bytes 0..72, started with the slot's number; 4 zero bytes follow
 
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 MAGIC = b"kvd-led\0"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 65536  # the description of a thousand ranks fits
 RECORD_BYTES = 80
 _WORDS = RECORD_BYTES // 8
@@ -61,13 +62,13 @@ _CHECKED = 72
 _HEAD = struct.Struct("<IIQI")
 _CHECK = struct.Struct("<I")
 _DESCRIPTION_AT = 32
-_RECORD = struct.Struct(f"<QIHHB7x{KEY_BYTES}s")
+_RECORD = struct.Struct(f"<QIHHBxH4x{KEY_BYTES}s")
 _TAIL = struct.Struct("<I4x")
 _DTYPE = np.dtype(
     {
-        "names": ["generation", "hash", "first", "count", "key_len", "key", "check"],
-        "formats": ["<u8", "<u4", "<u2", "<u2", "u1", f"V{KEY_BYTES}", "<u4"],
-        "offsets": [0, 8, 12, 14, 16, 24, 72],
+        "names": ["generation", "hash", "first", "count", "key_len", "group", "key", "check"],
+        "formats": ["<u8", "<u4", "<u2", "<u2", "u1", "<u2", f"V{KEY_BYTES}", "<u4"],
+        "offsets": [0, 8, 12, 14, 16, 18, 24, 72],
         "itemsize": RECORD_BYTES,
     }
 )
@@ -98,6 +99,7 @@ class KeptChunks:
     hashes: npt.NDArray[np.uint32]
     first: npt.NDArray[np.uint16]
     count: npt.NDArray[np.uint16]
+    groups: npt.NDArray[np.uint16]
     key_lengths: npt.NDArray[np.uint8]
     keys: npt.NDArray[Any]
 
@@ -153,9 +155,11 @@ class Ledger:
         whole[:8] = MAGIC
         return cls(buffer)
 
-    def record(self, slot: int, generation: int, first: int, count: int, key: bytes) -> None:
+    def record(  # noqa: PLR0917 a record has these six parts
+        self, slot: int, generation: int, first: int, count: int, group: int, key: bytes
+    ) -> None:
         """The slot's chunk is READY from here on."""
-        packed = _RECORD.pack(generation, crc32(key), first, count, len(key), key)
+        packed = _RECORD.pack(generation, crc32(key), first, count, len(key), group, key)
         base = slot * RECORD_BYTES
         self._words[slot * _WORDS] = 0
         self._records[base + 8 : base + RECORD_BYTES] = packed[8:] + _TAIL.pack(crc32(packed, slot))
@@ -199,6 +203,7 @@ class Ledger:
             found["hash"].copy(),
             found["first"].copy(),
             found["count"].copy(),
+            found["group"].copy(),
             found["key_len"].copy(),
             found["key"].copy(),
         )

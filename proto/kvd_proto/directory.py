@@ -29,7 +29,8 @@ Slot records, one for every slot of the pool, all zero for a slot never used::
         21  u8       key length
         22  u16      first block of the chunk that holds bytes
         24  u16      count of blocks that hold bytes (0xffff while no share is there)
-        26  6 bytes  zero
+        26  u16      group whose blocks those are
+        28  4 bytes  zero
         32  48 bytes key, padded with zeros
 
 Index, `index capacity` entries of u64: ``hash32 << 32 | slot + 1``, zero when
@@ -72,7 +73,7 @@ NO_SHARE_YET = 0xFFFF
 
 HEADER = struct.Struct("<8s6I3Q16s16s")
 CHECK_WORD = struct.Struct("<I")
-RECORD = struct.Struct("<QQIBBHH6x48s")
+RECORD = struct.Struct("<QQIBBHHH4x48s")
 SLOT_MASK = 0xFFFF_FFFF
 
 # By key length: state, key length and the key itself, read in one call from KEY_PART on.
@@ -81,9 +82,12 @@ KEY_READERS = tuple(struct.Struct(f"<BB10x{n}s").unpack_from for n in range(KEY_
 
 RECORD_DTYPE = np.dtype(
     {
-        "names": ["generation", "ranks_done", "owner", "state", "key_len", "first", "count", "key"],
-        "formats": ["<u8", "<u8", "<u4", "u1", "u1", "<u2", "<u2", f"V{KEY_BYTES}"],
-        "offsets": [0, 8, 16, 20, 21, 22, 24, 32],
+        "names": [
+            *("generation", "ranks_done", "owner", "state", "key_len"),
+            *("first", "count", "group", "key"),
+        ],
+        "formats": ["<u8", "<u8", "<u4", "u1", "u1", "<u2", "<u2", "<u2", f"V{KEY_BYTES}"],
+        "offsets": [0, 8, 16, 20, 21, 22, 24, 26, 32],
         "itemsize": RECORD_BYTES,
     }
 )
@@ -112,6 +116,7 @@ class SlotRecord:
     state: SlotState
     first: int
     count: int
+    group: int
     key: bytes
 
 
@@ -234,7 +239,8 @@ class DirectoryView:
         self._records_bytes = len(self._records)
         table = np.frombuffer(whole, RECORD_DTYPE, head.num_slots, head.records_offset)
         self._columns: dict[str, npt.NDArray[Any]] = {
-            name: table[name] for name in ("generation", "state", "owner", "first", "count")
+            name: table[name]
+            for name in ("generation", "state", "owner", "first", "count", "group")
         }
 
     @property
@@ -306,10 +312,12 @@ class DirectoryView:
         """
         if not 0 <= slot < self._num_slots:
             raise IndexError(f"slot {slot} of {self._num_slots}")
-        generation, ranks, owner, state, length, first, count, key = RECORD.unpack_from(
+        generation, ranks, owner, state, length, first, count, group, key = RECORD.unpack_from(
             self._records, slot * RECORD_BYTES
         )
-        return SlotRecord(generation, ranks, owner, SlotState(state), first, count, key[:length])
+        return SlotRecord(
+            generation, ranks, owner, SlotState(state), first, count, group, key[:length]
+        )
 
     def check(
         self,
@@ -356,6 +364,15 @@ class DirectoryView:
             IndexError: there is no such slot.
         """
         return self._columns["first"][slots], self._columns["count"][slots]
+
+    def groups(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+        """The group whose blocks each slot holds: [n].
+
+        Raises:
+            IndexError: there is no such slot.
+        """
+        result: npt.NDArray[np.uint16] = self._columns["group"][slots]
+        return result
 
     def release(self) -> None:
         """Let go of the buffer, so that its owner may unmap it. Nothing works afterwards."""

@@ -22,6 +22,7 @@ SLOT_ALIGNMENT = 4096
 MAX_BYTES = 2**48
 MAX_BLOCKS = 2**31 - 1
 MAX_BLOCKS_PER_CHUNK = 65535
+MAX_GROUPS = 65535
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,6 +129,7 @@ def validate_layout(layout: RankLayout) -> None:
             f"{len(layout.tensors)} tensors in {len(layout.groups)} groups: there is nothing to"
             " offload; register the engine's KV tensors"
         )
+    _check_range("the number of groups", len(layout.groups), 1, MAX_GROUPS, "report fewer")
     for index, size in enumerate(layout.storages):
         _check_range(f"storages[{index}]", size, 1, MAX_BYTES, "report its size in bytes")
     for index, tensor in enumerate(layout.tensors):

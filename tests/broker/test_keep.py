@@ -450,7 +450,7 @@ def test_two_chunks_under_one_key_are_not_believed(start: Start, tmp_path: Path)
     slots = store(namespace.table, keys_of("k", 2))
     ledger = namespace.directory.ledger
     assert ledger is not None
-    ledger.record(slots[1], 7, 0, 1, b"k 0")
+    ledger.record(slots[1], 7, 0, 1, 0, b"k 0")
     assert start().held == []
     assert list(area(tmp_path).glob("*.damaged-*"))
 

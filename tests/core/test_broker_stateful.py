@@ -382,6 +382,7 @@ class BrokerMachine(RuleBasedStateMachine):
             generations=IntArray.of([g for _, g in refs], "u8"),
             first=IntArray.of([0] * len(refs), "u2"),
             count=IntArray.of([1] * len(refs), "u2"),
+            groups=IntArray.of([0] * len(refs), "u2"),
             ok=ok,
         )
         self.carry_out(self.broker.lane_message(device, report, self.now))

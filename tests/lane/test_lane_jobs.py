@@ -104,8 +104,9 @@ def test_groups_of_one_job_go_where_they_belong(lane: Lane) -> None:
     share = lane.share()
     assert share.first.numpy().tolist() == [0, 3, 0]
     assert share.count.numpy().tolist() == [3, 1, 1]
-    for slot, first, count in ((2, 0, 3), (3, 3, 1), (9, 0, 1)):
-        directory.set([slot], SlotState.READY, first=first, count=count)
+    assert share.groups.numpy().tolist() == [0, 2, 2]
+    for slot, first, count, group in ((2, 0, 3, 0), (3, 3, 1, 2), (9, 0, 1, 2)):
+        directory.set([slot], SlotState.READY, first=first, count=count, group=group)
     memory[:] = 0xEE
     assert worker.run(Load, 2, [10, 11, 12, 14, 15], [2, 3, 9], **shape) is JobStatus.OK
     np.testing.assert_array_equal(memory[[10, 11, 12]], before[[4, 5, 6]])

@@ -211,6 +211,7 @@ def _as_kept(record: SlotRecord) -> SlotRecord:
         SlotState.READY,
         record.first,
         record.count,
+        record.group,
         record.key,
     )
 

@@ -1,0 +1,366 @@
+"""What docs/security.md promises of a running daemon, tried from an engine's place."""
+
+import json
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from kvd.broker.keep import area_name
+from kvd_client.job_request import job_request
+from kvd_proto.codec import WIRE
+from kvd_proto.messages import (
+    CompleteLoad,
+    CompleteStore,
+    Done,
+    Error,
+    ErrorCode,
+    JobStatus,
+    Load,
+    LoadCompleted,
+    Message,
+    Store,
+    StoreCompleted,
+)
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import POISON, Engine, keys_of
+from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_hostile import RawClient, code_of
+from tests.http.serving import over_tcp, over_unix
+
+Ask = Callable[..., Message]
+
+
+def token_of(engine: Engine) -> bytes:
+    """The token of an engine's worker, which only that process knows."""
+    connection = engine.workers[0]._session._connection
+    assert connection is not None
+    return connection.token
+
+
+@contextmanager
+def at_the_lane(daemon: Daemon) -> Iterator[Ask]:
+    """Ask the lane by hand, under any token."""
+    (path,) = daemon.runtime_dir.glob("lane-host-*.sock")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(f"ipc://{path}")
+
+    def ask(message: Message, token: bytes) -> Message:
+        socket.send(WIRE.encode(message, 1, bytes(16), token))
+        assert socket.poll(10_000), "no reply"
+        return WIRE.decode(socket.recv())[1]
+
+    try:
+        yield ask
+    finally:
+        context.destroy(0)
+
+
+def job_of(engine: Engine, kind: type[Store] | type[Load], **changed: Any) -> Store | Load:
+    """A job for group 0 as nobody's client would make it."""
+    arrays: dict[str, Any] = {
+        "block_ids": [1, 2],
+        "group_sizes": [2, 0],
+        "block_indices": [0, 0],
+        "slots": [0],
+        "generations": [1],
+    }
+    return job_request(
+        kind,
+        None,
+        job_id=999,
+        after=0,
+        epoch=engine.workers[0]._control.epoch,
+        seconds=5.0,
+        **{**arrays, **changed},
+    )
+
+
+def test_sockets_and_files_are_for_the_group_only(daemon: Daemon) -> None:
+    """Directory 0750, sockets 0660, lock 0640; the pool's place 0700 and its files 0600."""
+    with over_unix(daemon) as client:
+        assert client.get("/livez").status_code == 200
+    assert stat.S_IMODE(daemon.runtime_dir.stat().st_mode) == 0o750
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in daemon.runtime_dir.iterdir()}
+    assert modes.pop("kvd.lock") == 0o640
+    assert {"broker.sock", "door.sock", "http.sock"} < modes.keys()
+    assert set(modes.values()) == {0o660}
+    area = Path("/dev/shm") / area_name(daemon.runtime_dir)
+    assert stat.S_IMODE(area.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in area.iterdir()} == {0}
+
+
+def test_no_client_has_the_pool_mapped_or_open(daemon: Daemon) -> None:
+    """An engine at work maps its own memory and the directory; the pool is the lane's alone."""
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        keys = keys_of("seen", 2)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        assert engine.load(keys) == (2, 0)
+        place = str(Path("/dev/shm") / area_name(daemon.runtime_dir))
+        assert place not in Path("/proc/self/maps").read_text()
+        for fd in Path("/proc/self/fd").iterdir():
+            assert not str(fd.readlink() if fd.is_symlink() else "").startswith(place)
+        lanes = daemon.status()["lanes"]
+        assert place in Path(f"/proc/{lanes[0]['pid']}/maps").read_text()
+
+
+def test_nothing_listens_on_the_network_where_http_is_off(daemon: Daemon) -> None:
+    """No process of the daemon has an internet socket: requests and jobs know Unix sockets only."""
+    with over_unix(daemon) as client:
+        assert client.get("/livez").status_code == 200
+    assert _internet_sockets(daemon) == []
+
+
+def _internet_sockets(daemon: Daemon) -> list[Any]:
+    broker = psutil.Process(daemon.process.pid)
+    return [
+        found
+        for process in [broker, *broker.children(recursive=True)]
+        for found in process.net_connections("inet")
+    ]
+
+
+def test_jobs_without_the_sessions_token_are_refused(daemon: Daemon) -> None:
+    """A lane serves a job only to the session whose memory it is; a token is nothing to guess."""
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        token = token_of(engine)
+        other = RawClient(daemon.runtime_dir)
+        other.hello()
+        near = bytes([*token[:-1], token[-1] ^ 1])
+        with at_the_lane(daemon) as ask:
+            for forged in (bytes(16), near, other.token, token[::-1]):
+                for kind in (Store, Load):
+                    assert code_of(ask(job_of(engine, kind), forged)) is ErrorCode.BAD_SESSION
+        other.close()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"block_ids": [1, 64]},
+        {"block_ids": [1, 2**32 - 1]},
+        {"block_ids": [0, 1]},
+        {"group_sizes": [3, 0], "block_ids": [1, 2, 3]},
+        {"group_sizes": [2, 2], "block_ids": [1, 2, 3, 4]},
+        {"group_sizes": [2]},
+        {"group_sizes": [2**32 - 1, 0]},
+        {"block_indices": [0]},
+        {"slots": [2**32 - 1]},
+        {"slots": []},
+        {"generations": []},
+    ],
+    ids=str,
+)
+def test_forged_arrays_are_refused_before_a_byte_moves(
+    daemon_with_engine: tuple[Daemon, Engine], forged: dict[str, Any]
+) -> None:
+    """Blocks, sizes and slots that lie outside: refused, or no message at all; memory stays."""
+    daemon, engine = daemon_with_engine
+    key = keys_of(f"forged {forged}"[:30], 1)
+    ticket = engine.scheduler.prepare_store(key)
+    granted = {"slots": ticket.slots, "generations": ticket.generations} | forged
+    engine.poison(range(64))
+    with at_the_lane(daemon) as ask:
+        for kind in (Store, Load):
+            job = _raw_job(engine, kind, granted)
+            reply = ask(job, token_of(engine))
+            assert isinstance(reply, Done), reply
+            assert reply.status in (JobStatus.REFUSED, JobStatus.STALE)
+            assert reply.bytes == 0
+    for tensor in range(2):
+        assert (engine.memory[0][tensor].array == POISON).all()
+    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
+
+
+def _raw_job(engine: Engine, kind: type[Store] | type[Load], changed: dict[str, Any]) -> Message:
+    """Without the checks that an honest client makes first."""
+    job = job_of(engine, kind)
+    fields = {name: getattr(job, name) for name in job.__struct_fields__}
+    for name, values in changed.items():
+        fields[name] = type(job.slots).of(
+            np.asarray(values, "u8"), "u8" if name == "generations" else "u4"
+        )
+    return kind(**fields)
+
+
+@pytest.fixture(scope="module")
+def daemon_with_engine() -> Iterator[tuple[Daemon, Engine]]:
+    """A daemon and an attached engine of one rank, shared by tests that are all refused."""
+    import tempfile  # noqa: PLC0415  # for this fixture only
+
+    from tests.conftest import started_daemons  # noqa: PLC0415  # the same
+
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        started_daemons(Path(path) / "run") as start,
+    ):
+        daemon = start()
+        with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+            yield daemon, engine
+
+
+def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> None:
+    """Whoever guesses a lease or names a key gives up nothing that is not its own engine's."""
+    with Engine(daemon.runtime_dir, name="owner", world_size=1).wait_attached() as owner:
+        keys = keys_of("kept", 2)
+        owner.store(keys)
+        wait_hit(owner, keys)
+        lease = owner.scheduler.prepare_load(keys)
+        writing = keys_of("open", 2)
+        ticket = owner.scheduler.prepare_store(writing)
+        with Engine(daemon.runtime_dir, name="forger", world_size=1).wait_attached() as forger:
+            ask = forger.scheduler._session.request
+            for guess in range(lease.lease + 3):
+                reply = ask(CompleteLoad(lease=guess))
+                assert isinstance(reply, LoadCompleted)
+                assert not reply.released
+            done = ask(CompleteStore(keys=tuple(writing), success=False))
+            assert isinstance(done, StoreCompleted)
+            assert (done.pending, done.dropped) == (2, 0)
+        chunks = daemon.status()["namespaces"][0]["chunks"]
+        assert (chunks["writing"], chunks["pinned"]) == (2, 2)
+        owner.fill(writing, 1)
+        jobs = owner.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
+        assert owner.results(jobs)[0].success
+        wait_hit(owner, writing)
+
+
+def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(daemon: Daemon) -> None:
+    """Its directory is its own namespace's, and slots of another's are refused by its lane."""
+    with (
+        Engine(daemon.runtime_dir, name="one", model="a", world_size=1).wait_attached() as one,
+        Engine(daemon.runtime_dir, name="two", model="b", world_size=1).wait_attached() as two,
+    ):
+        keys = keys_of("of model a", 2)
+        one.store(keys)
+        wait_hit(one, keys)
+        ready = one.scheduler.prepare_load(keys)
+        assert two.load(keys) == (0, 0)
+        two.poison(range(1, 5))
+        for kind in ("load", "store"):
+            jobs = two.submit(kind, [0], [1, 2, 3, 4], ready.slots, ready.generations)
+            assert not two.results(jobs)[0].success
+        assert (two.memory[0][0].array[4096 : 5 * 4096] == POISON).all()
+        client = RawClient(daemon.runtime_dir)
+        client.hello(engine="two")
+        with _directory_of(client) as directory:
+            assert keys[0] not in directory
+        client.close()
+        client = RawClient(daemon.runtime_dir)
+        client.hello(engine="one")
+        with _directory_of(client) as directory:
+            assert keys[0] in directory  # what is searched for would be found
+        client.close()
+
+
+@contextmanager
+def _directory_of(client: RawClient) -> Iterator[bytes]:
+    import socket  # noqa: PLC0415  # descriptors over the door
+
+    _, fds, _, _ = socket.recv_fds(client.door, 65536, 4)
+    try:
+        size = os.fstat(fds[0]).st_size
+        yield os.pread(fds[0], size, 0)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def test_what_a_slot_held_before_cannot_be_loaded(start_daemon: StartDaemon) -> None:
+    """Old generations are refused, and so is another group, whose pages lie where old bytes are."""
+    daemon = start_daemon(cpu_bytes="1MiB")
+    with Engine(daemon.runtime_dir, name="before", model="a", world_size=1) as before:
+        before.wait_attached()
+        tickets = []
+        for part in range(4):
+            keys = keys_of(f"secret {part}", 16)
+            before.store(keys)
+            wait_hit(before, keys)
+            ticket = before.scheduler.prepare_load(keys)
+            before.scheduler.complete_load(ticket)
+            tickets.append(ticket)
+        with Engine(daemon.runtime_dir, name="after", model="b", world_size=1) as after:
+            after.wait_attached()
+            small = keys_of("short", 16)
+            taken = after.scheduler.prepare_store(small)
+            assert len(taken.keys) == 16  # room that was another namespace's
+            blocks = after.fill(taken.keys, 1, group=1)
+            done = after.submit("store", [0], blocks, taken.slots, taken.generations, group=1)
+            assert after.results(done)[0].success
+            wait_hit(after, small)
+            ready = after.scheduler.prepare_load(small)
+            after.poison(range(64))
+            jobs = after.submit("load", [0], blocks, ready.slots, ready.generations, group=0)
+            assert not after.results(jobs)[0].success
+            assert (after.memory[0][0].array == POISON).all()
+            assert (after.memory[0][1].array == POISON).all()
+            after.scheduler.complete_load(ready)
+            assert after.load(small, first_block=1, group=1) == (16, 0)
+        evicted = [
+            (slot, generation)
+            for ticket in tickets
+            for slot, generation in zip(ticket.slots, ticket.generations, strict=True)
+            if slot in taken.slots
+        ]
+        assert evicted
+        before.poison(range(64))
+        for slot, generation in evicted[:4]:
+            slots, generations = np.array([slot], "<u4"), np.array([generation], "<u8")
+            jobs = before.submit("load", [0], [1, 2], slots, generations)
+            assert not before.results(jobs)[0].success
+        assert (before.memory[0][0].array == POISON).all()
+
+
+def test_keys_and_tokens_are_nowhere_to_be_read(
+    start_daemon: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not in the log at its finest, the status, the metrics, the page or the events; raw or hex."""
+    daemon = start_daemon("--http-listen", "127.0.0.1:0", "--log-level", "debug")
+    secret = b"SECRETKEY"
+    keys = [secret + bytes([65 + i]) * 23 + bytes(4) for i in range(6)]
+    with (
+        caplog.at_level(logging.DEBUG),
+        Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine,
+    ):
+        token = token_of(engine)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        assert engine.load(keys) == (6, 0)
+        given_up = [secret + b"lost".ljust(27, b".")]
+        engine.scheduler.prepare_store(given_up)
+        engine.scheduler.complete_store(given_up, success=False)
+        client = RawClient(daemon.runtime_dir)
+        client.hello()
+        body = b"\x81\xa4keys\x91\xc4" + bytes([len(secret)]) + secret + b"x"  # one byte too many
+        head = WIRE.encode(CompleteLoad(lease=1), 7, client.boot_id, client.token)[:48]
+        _, reply = client.raw(head[:6] + b"\x10\x00" + head[8:] + body)
+        assert isinstance(reply, Error)
+        texts = [reply.text, caplog.text, json.dumps(daemon.status())]
+        with over_tcp(daemon) as http:
+            for path in ("/status", "/metrics", "/livez?verbose", "/readyz?verbose", "/"):
+                answer = http.get(path)
+                assert answer.status_code == 200
+                texts.append(answer.text)
+            with http.stream("GET", "/events") as events:
+                texts.append(next(events.iter_text()))
+        engine.scheduler.reset()
+        client.close()
+    assert daemon.stop() == 0
+    texts.append(daemon.log.read_text())
+    assert "engine" in texts[-1]
+    for text in texts:
+        for hidden in (secret, token, client.token):
+            assert hidden.decode("latin-1") not in text
+            assert hidden.hex() not in text.lower()
+            assert str(hidden)[2:-1] not in text
