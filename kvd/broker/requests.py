@@ -92,12 +92,12 @@ class Requests:
         self._send(identity, Error(code=code, text=text[:4096]), header.request_id, header.session)
         return []
 
-    def forbid(self, visitor: Visitor, text: str, code: ErrorCode = ErrorCode.FORBIDDEN) -> None:
+    def forbid(self, visitor: Visitor, text: str) -> None:
         """Turn somebody away at the door who may not come in: one error, one line of the log."""
         peer = visitor.peer
         log.warning("pid %d is turned away: %s", peer.pid, text, extra={"pid": peer.pid})
-        self._core.state.measures.refusals[code.value] += 1
-        error = Error(code=code, text=text)
+        self._core.state.measures.refusals[ErrorCode.FORBIDDEN.value] += 1
+        error = Error(code=ErrorCode.FORBIDDEN, text=text)
         visitor.turn_away(WIRE.encode(error, 0, self._core.state.boot_id))
 
     def reply(self, effect: Reply) -> None:
