@@ -48,6 +48,7 @@ class Runner:
         self._by_serial: dict[int, LaneJob] = {}
         self._serial = 0
         self._ended: list[LaneJob] = []
+        self._last_way = Direction.STORE
 
     # ------------------------------------------------------------ requests
 
@@ -172,6 +173,11 @@ class Runner:
         return sum(job.machine.state is JobState.QUEUED for job in self)
 
     @property
+    def stores_only(self) -> bool:
+        """The device was last given a piece of a store: no load could move."""
+        return self._last_way is Direction.STORE
+
+    @property
     def oldest_job_ns(self) -> int:
         """How long ago the oldest job that has not started was accepted; 0 without one."""
         waiting = [job.accepted_ns for job in self if job.machine.state is JobState.QUEUED]
@@ -244,6 +250,7 @@ class Runner:
             self.stop(job, JobStatus.FAILED, str(error))
             return
         self._transfers[number] = (job, nbytes)
+        self._last_way = job.direction
         job.next_piece += 1
         job.in_flight += 1
         job.in_flight_bytes += nbytes

@@ -68,6 +68,8 @@ TEXT_LIMIT = 1000
 SHORTEST_NAP = 20e-6
 LONGEST_NAP = 1e-3
 SHARES_WAIT_SECONDS = 1e-3
+BREATH_EVERY = 1e-3
+BREATH_SECONDS = 30e-6
 FILLING_MS = 10
 
 
@@ -140,7 +142,7 @@ class LaneService:
         """
         try:
             self._announce()
-            nap = 0.0
+            nap = breathed = 0.0
             while not (self._stopping and not len(self._runner)):
                 woken = self._sockets.wait(self._patience(nap))
                 if self._usable < self._pool_bytes:
@@ -154,6 +156,8 @@ class LaneService:
                 moved = self._runner.turn()
                 self._report()
                 nap = self._rest(nap, busy=moved or woken.link or woken.workers)
+                if moved and self._runner.stores_only and not self._device.pins:
+                    breathed = self._breathe(breathed)
         except EOFError:
             _log.warning("the broker is gone: ending")
         else:
@@ -179,6 +183,17 @@ class LaneService:
             nap = max(2 * nap, SHORTEST_NAP)
             time.sleep(nap)
         return nap
+
+    def _breathe(self, last: float) -> float:
+        """Sleep a little where the last time is a while ago; when it was the last time.
+
+        Stores that this CPU copies without a pause keep those that share the CPU waiting,
+        the thread first of all that sends replies to engines that load.
+        """
+        if time.monotonic() - last < BREATH_EVERY:
+            return last
+        time.sleep(BREATH_SECONDS)
+        return time.monotonic()
 
     def _announce(self) -> None:
         self._usable = self._device.usable_bytes
