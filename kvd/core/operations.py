@@ -1,7 +1,7 @@
 """What operators tell a running daemon: drain and resume, clear and evict.
 
-The file rights of the runtime directory decide who may come here at all; of those
-that do, only sessions of kind `tool` may say these things, so that an engine
+File rights and the settings allow_users and allow_groups decide who may come here at
+all; of those that do, only sessions of kind `tool` may say these things, so that an engine
 cannot by mistake. Each becomes a line of the log with the peer's uid and pid.
 """
 

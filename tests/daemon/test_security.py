@@ -236,6 +236,28 @@ def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> 
         wait_hit(owner, writing)
 
 
+def test_memory_that_shrinks_after_registration_costs_the_lane_and_no_byte(daemon: Daemon) -> None:
+    """The lane dies on touching it, is replaced, and does not die again; the neighbour hits."""
+    with (
+        Engine(daemon.runtime_dir, name="quiet", world_size=1).wait_attached() as quiet,
+        Engine(daemon.runtime_dir, name="hostile", model="h", world_size=1) as hostile,
+    ):
+        hostile.wait_attached()
+        keys = keys_of("safe", 4)
+        quiet.store(keys)
+        wait_hit(quiet, keys)
+        ticket = hostile.scheduler.prepare_store(keys_of("trap", 2))
+        for memory in hostile.memory[0]:
+            os.ftruncate(memory.fd, 0)
+        jobs = hostile.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
+        assert not hostile.results(jobs)[0].success
+        lane = daemon.wait_ready()["lanes"][0]
+        assert lane["restarts"] == 1
+        tries = (quiet.wait_attached().load(keys) for _ in range(100))
+        assert next(found for found in tries if found != (0, 0)) == (4, 0)
+        assert daemon.status()["lanes"][0]["restarts"] == 1
+
+
 def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(daemon: Daemon) -> None:
     """Its directory is its own namespace's, and slots of another's are refused by its lane."""
     with (
