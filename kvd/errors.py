@@ -83,11 +83,15 @@ class CudaError(LaneError):
 
 
 class Refused(KvdError):
-    """A request that cannot be served; answered with an ERROR that carries this code."""
+    """A request that cannot be served; answered with an ERROR that carries this code.
 
-    def __init__(self, code: ErrorCode, text: str) -> None:
+    `limit` is the setting or bound that was reached, where that is why.
+    """
+
+    def __init__(self, code: ErrorCode, text: str, limit: str = "") -> None:
         super().__init__(text)
         self.code = code
+        self.limit = limit
 
 
 class PlanError(KvdError):

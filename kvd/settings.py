@@ -102,6 +102,26 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(ge=1, le=65536),
         About("Most connections at one time.", _LIMIT, "N", live=True),
     ] = 1024
+    max_namespaces: Annotated[
+        int,
+        Meta(ge=1, le=4096),
+        About("Most namespaces at one time; unused ones give way.", _LIMIT, "N", live=True),
+    ] = 64
+    max_leases: Annotated[
+        int,
+        Meta(ge=1, le=1_000_000),
+        About("Most leases that an engine may hold.", _LIMIT, "N", live=True),
+    ] = 4096
+    max_queued_jobs: Annotated[
+        int,
+        Meta(ge=1, le=1_000_000),
+        About("Most jobs of an engine that wait in a lane; then stores are shed.", _LIMIT, "N"),
+    ] = 4096
+    max_queued_bytes: Annotated[
+        str | int,
+        SizeText(positive=True),
+        About("Most bytes of such jobs.", _LIMIT, "SIZE"),
+    ] = "64GiB"
 
     allow_users: Annotated[
         str,
@@ -140,6 +160,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def reserve_bytes(self) -> int:
         """Memory that ``auto`` leaves to everybody else."""
         return SizeText().bytes_of(self.reserve) or 0
+
+    @property
+    def queued_bytes(self) -> int:
+        """Most bytes of an engine's jobs that wait in a lane."""
+        return SizeText().bytes_of(self.max_queued_bytes) or 0
 
     def quotas(self, cpu_bytes: int) -> dict[str, Quota]:
         """The quotas by model, in bytes of a pool of `cpu_bytes`."""

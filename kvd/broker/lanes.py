@@ -53,7 +53,9 @@ class Lanes:
 
     def add(self, device: str) -> None:
         """Serve a device from now on."""
-        self._processes[device] = LaneProcess(device, self._runtime_dir, self._incarnations)
+        self._processes[device] = LaneProcess(
+            device, self._runtime_dir, self._incarnations, self._core.state.settings
+        )
 
     def drop(self, device: str) -> None:
         """Serve it no more; its process has ended."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvd.broker.child import ChildProcess
 from kvd.link import lane_socket
 from kvd.seqpacket import Channel
+from kvd.settings import Settings
 
 
 class LaneProcess(ChildProcess):
@@ -21,9 +22,12 @@ class LaneProcess(ChildProcess):
         device: what it serves.
         runtime_dir: where its socket goes.
         incarnations: numbers that no lane of this daemon has had yet.
+        settings: of the daemon, for the lane's limits.
     """
 
-    def __init__(self, device: str, runtime_dir: Path, incarnations: Iterator[int]) -> None:
+    def __init__(
+        self, device: str, runtime_dir: Path, incarnations: Iterator[int], settings: Settings
+    ) -> None:
         super().__init__("kvd.lane")
         self.device = device
         self.incarnation = 0
@@ -31,6 +35,10 @@ class LaneProcess(ChildProcess):
         self.channel: Channel | None = None
         self.lifeline = -1
         self._runtime_dir = runtime_dir
+        self._limits = [
+            *("--max-queued-jobs", str(settings.max_queued_jobs)),
+            *("--max-queued-bytes", str(settings.queued_bytes)),
+        ]
 
     def start(self, pool_fd: int, pool_bytes: int) -> None:
         """Start the next incarnation.
@@ -46,6 +54,7 @@ class LaneProcess(ChildProcess):
             arguments += ["--runtime-dir", str(self._runtime_dir)]
             arguments += ["--link-fd", str(theirs.fileno())]
             arguments += ["--pool-fd", str(pool_fd), "--pool-bytes", str(pool_bytes)]
+            arguments += self._limits
             self.spawn(arguments, (theirs.fileno(), pool_fd), {})
             undo.pop_all()
         self.channel = Channel(ours)

@@ -13,7 +13,7 @@ from kvd.core.sessions import Peer
 from kvd.errors import BadDatagram, ChannelFull, Refused
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import ErrorCode, Handles
+from kvd_proto.messages import Error, ErrorCode, Handles
 
 log = logging.getLogger("kvd.broker")
 
@@ -55,7 +55,7 @@ class Visitors:
             peer = visitor.peer
             session, effects = self._core.connected(os.urandom(16), peer, own=own(peer))
             if session is None:
-                visitor.close()
+                self._no_room(visitor)
             else:
                 visitor.session = session
                 self.open[session.number] = visitor
@@ -64,6 +64,13 @@ class Visitors:
                         self._by_fd[fd] = visitor
                         self._poller.register(fd, zmq.POLLIN)
             self._carry_out(effects)
+
+    def _no_room(self, visitor: Visitor) -> None:
+        """Tell a visitor that the house is full, and what would make room."""
+        state = self._core.state
+        state.measures.refusals[ErrorCode.LIMIT.value] += 1
+        error = Error(code=ErrorCode.LIMIT, text=state.registry.full)
+        visitor.turn_away(WIRE.encode(error, 0, state.boot_id))
 
     def turn(self, ready: Iterable[object], now: float) -> None:
         """Hear those whose descriptors are ready; show out those who have gone or talk nonsense."""

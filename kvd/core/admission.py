@@ -2,6 +2,7 @@
 
 from kvd.core.sessions import Engine
 from kvd.errors import Refused
+from kvd.state.namespaces import Namespace
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import compare_ranks, validate_layout
 from kvd_proto.messages import ErrorCode, Register
@@ -46,6 +47,22 @@ def check_rank(engine: Engine, message: Register) -> None:
             ErrorCode.BAD_LAYOUT,
             f"rank {message.rank} has another fingerprint than the engine's other ranks:"
             f" {message.fingerprint} against {engine.fingerprint}",
+        )
+
+
+def check_leases(engine: Engine, namespace: Namespace, limit: int) -> None:
+    """The engine may have one lease more.
+
+    Raises:
+        Refused: it has as many as it may.
+    """
+    held = namespace.table.leases_of(engine.number)
+    if held >= limit:
+        raise Refused(
+            ErrorCode.LIMIT,
+            f"engine {engine.name!r} holds {held} leases: give them back when loads have ended, or"
+            f" raise max_leases (now {limit})",
+            limit="max_leases",
         )
 
 

@@ -8,6 +8,7 @@ with its code), or leaves a note in the state that a later event answers.
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvd.core.admission import check_leases
 from kvd.core.attachment import attached_notice
 from kvd.core.demand import lane_ended, lane_failed
 from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
@@ -137,9 +138,8 @@ class Broker:
         """Somebody came to the door. None where the house is full, save for a child of `own`."""
         registry = self.state.registry
         if len(registry.sessions) >= registry.max_sessions and not own:
-            text = (
-                f"connection of pid {peer.pid} refused: {registry.max_sessions} sessions are open"
-            )
+            self.state.measures.reached("max_sessions")
+            text = f"connection of pid {peer.pid} refused: {registry.full}"
             return None, [Event(text, "warning", {"pid": peer.pid})]
         session = registry.connect(token, peer)
         return session, [Notify(session.number, Greeting(pid=self.pid))]
@@ -193,6 +193,7 @@ class Broker:
                 raise Refused(ErrorCode.BAD_STATE, "say HELLO first")
             return handler(session, request_id, message, now)
         except Refused as refusal:
+            self.state.measures.reached(refusal.limit)
             return [Reply(session.number, request_id, Error(code=refusal.code, text=str(refusal)))]
         except IllegalTransition as error:
             reply = Error(code=ErrorCode.BAD_STATE, text=str(error))
@@ -259,6 +260,7 @@ class Broker:
         self, session: Session, request_id: int, message: PrepareLoad, now: float
     ) -> list[Effect]:
         engine, namespace = self.state.attached_namespace(session.engine)
+        check_leases(engine, namespace, self.state.settings.max_leases)
         seconds = min(message.lease_ms / 1000, self.state.settings.lease_seconds)
         usable = self.state.usable_bytes(engine)
         decision = namespace.table.prepare_load(message.keys, engine.number, now, seconds, usable)

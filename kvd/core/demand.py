@@ -42,6 +42,7 @@ def check_device(state: BrokerState, device: str, now: float) -> None:
             ErrorCode.LIMIT,
             f"lanes of {MAX_CUDA_LANES} CUDA devices run already, {device} would be one more;"
             " restart the daemon to be rid of those that are not used any more",
+            limit="cuda_lanes",
         )
 
 

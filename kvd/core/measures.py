@@ -11,6 +11,8 @@ LAG_BOUNDS = (
     *(0.1, 0.25, 0.5, 1.0, 5.0),
 )
 """Upper bounds in seconds."""
+LIMITS = ("max_sessions", "max_namespaces", "max_leases", "cuda_lanes", "sweeps")
+"""Settings and bounds at which somebody is turned away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class Measures:
     """Counts and times since the start.
 
     loop_lag: seconds for which one turn of the loop kept it from polling.
-    requests: by type; refusals: by code.
+    requests: by type; refusals: by code; limits: times that each
+    was reached, by the setting or bound.
     """
 
     started: float = 0.0
@@ -72,7 +75,13 @@ class Measures:
     recent_lag: RecentMax = field(default_factory=RecentMax)
     requests: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
+    limits: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(LIMITS, 0)))
     lookups: LookupTotals = field(default_factory=LookupTotals)
+
+    def reached(self, limit: str) -> None:
+        """Somebody was turned away for this limit; an empty one is none."""
+        if limit:
+            self.limits[limit] += 1
 
     def turn(self, seconds: float, now: float) -> None:
         """A turn of the loop has ended."""

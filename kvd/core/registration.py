@@ -166,7 +166,7 @@ class Registration:
             session.imported = False
             return [
                 ToLane(lane.device, ReleaseWorker(session=session.number)),
-                Reply(session.number, pending.request_id, _refusal(str(error))),
+                Reply(session.number, pending.request_id, self._refused(error)),
                 *self._forget_descriptors(session),
             ]
         return [Reply(session.number, pending.request_id, reply), *effects]
@@ -328,6 +328,12 @@ class Registration:
             engine.workers.pop(registration.rank, None)
         session.registration = None
         return effects, freed
+
+    def _refused(self, error: Exception) -> Error:
+        if isinstance(error, Refused):
+            self._state.measures.reached(error.limit)
+            return Error(code=error.code, text=str(error))
+        return _refusal(str(error))
 
     def _forget_descriptors(self, session: Session) -> list[Effect]:
         session.descriptors = 0

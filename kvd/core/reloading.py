@@ -109,6 +109,7 @@ class Reloading:
             state.namespaces.set_times(
                 lease_seconds=settings.lease_seconds, ticket_seconds=settings.ticket_seconds
             )
+            state.namespaces.limit = settings.max_namespaces
             if settings.quota != old.quota:
                 state.namespaces.pool.set_quotas(settings.quotas(state.namespaces.cpu_bytes))
         effects: list[Effect] = []

@@ -127,6 +127,14 @@ class Registry:
         self._next_session = 1
         self._next_engine = 1
 
+    @property
+    def full(self) -> str:
+        """What is said to those for whom there is no place."""
+        return (
+            f"{len(self.sessions)} sessions are open: raise max_sessions (now"
+            f" {self.max_sessions}), or end engines that are not needed"
+        )
+
     def connect(self, token: bytes, peer: Peer) -> Session:
         """A new session in state CONNECTED."""
         session = Session(self._next_session, token, peer)

@@ -144,6 +144,7 @@ def _broker(state: BrokerState, around: Surroundings, now: float) -> dict[str, A
         "loop_lag_max_seconds": measures.recent_lag.get(now),
         "requests": dict(measures.requests),
         "refusals": dict(measures.refusals),
+        "limits": dict(measures.limits),
         "dropped_frames": around.dropped_frames,
         "cpu_seconds": around.cpu_seconds,
         "rss_bytes": around.rss_bytes,

@@ -77,6 +77,7 @@ class Sweeps:
                 ErrorCode.LIMIT,
                 f"{MAX_SWEEPS} clears and evictions are under way, no more are allowed; try again"
                 " when they have ended",
+                limit="sweeps",
             )
         effects: list[Effect] = []
         if sweep.unused_for is None:

@@ -278,6 +278,12 @@ def _broker(broker: Report) -> Iterator[Metric]:
         ["code"],
     )
     yield counter(
+        "kvd_limits_reached_total",
+        "Requests and connections turned away because a limit was reached, by the limit.",
+        [((name,), count) for name, count in broker["limits"].items()],
+        ["limit"],
+    )
+    yield counter(
         "kvd_broker_dropped_frames_total",
         "Frames that were no messages, and replies that nobody read.",
         one(broker["dropped_frames"]),

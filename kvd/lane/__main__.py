@@ -12,6 +12,7 @@ from kvd.errors import ChannelFull, KvdError
 from kvd.lane.device import Device
 from kvd.lane.host import HostDevice
 from kvd.lane.lifeline import hold_pool, move_up, open_lifeline
+from kvd.lane.queue import Limits
 from kvd.lane.service import TEXT_LIMIT, LaneService
 from kvd.lane.sockets import Sockets
 from kvd.link import LINK, LaneFailed, lane_socket
@@ -32,6 +33,8 @@ def main() -> int:
     parser.add_argument("--link-fd", required=True, type=int)
     parser.add_argument("--pool-fd", required=True, type=int)
     parser.add_argument("--pool-bytes", required=True, type=int)
+    parser.add_argument("--max-queued-jobs", type=int, default=Limits().jobs)
+    parser.add_argument("--max-queued-bytes", type=int, default=Limits().nbytes)
     options = parser.parse_args()
     tie_to_parent()
     name = f"lane {options.device}#{options.incarnation}"
@@ -50,6 +53,7 @@ def main() -> int:
             device=_device(options),
             pool_bytes=options.pool_bytes,
             lifeline=lifeline,
+            limits=Limits(options.max_queued_jobs, options.max_queued_bytes),
         )
     except KvdError as error:
         log.exception("the lane does not start")

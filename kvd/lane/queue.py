@@ -1,8 +1,9 @@
 """Which job is next: a pure data structure, without clocks, sockets or memory.
 
-Order: jobs that somebody waits for, then loads, then stores. Within one of
-these classes engines take turns, piece by piece: after a piece of one engine's
-job the other engines come first. Within an engine, first in, first out, except
+Order: jobs that somebody waits for, and loads, before stores. Engines take turns,
+piece by piece: after a piece of one engine's job the other engines come first. An
+engine that waits for all its stores thus holds up its own loads only. Within an
+engine what is waited for goes before loads, and else first in, first out, except
 that a worker whose timeline is behind does not hold up the engine's other
 workers. (One worker's jobs do wait for each other: its timeline only grows.)
 
@@ -74,7 +75,10 @@ class _Share(Generic[J]):
 
 
 _Fifo = OrderedDict[J, _Entry[J]]
-_Engines = OrderedDict[int, dict[int, _Fifo[J]]]
+_Engines = dict[int, dict[int, _Fifo[J]]]
+_TIERS = ((Urgency.WAITED_FOR, Urgency.LOAD), (Urgency.STORE,))
+"""Within a tier engines take turns."""
+_TIER_OF = {urgency: tier for tier, members in enumerate(_TIERS) for urgency in members}
 
 
 class JobQueue(Generic[J]):
@@ -86,7 +90,8 @@ class JobQueue(Generic[J]):
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._entries: dict[J, _Entry[J]] = {}
-        self._classes: tuple[_Engines[J], ...] = tuple(OrderedDict() for _ in Urgency)
+        self._classes: tuple[_Engines[J], ...] = tuple({} for _ in Urgency)
+        self._turns: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in _TIERS)
         self._shares: dict[int, _Share[J]] = {}
         self._order = 0
 
@@ -118,20 +123,25 @@ class JobQueue(Generic[J]):
     def next(self, ready: Callable[[J], bool], fits: Callable[[J], bool] = _always) -> J | None:
         """The job whose piece is to be moved now, or None where no job may move.
 
-        Its engine goes to the back of its class. Asks once per worker and class at most.
+        Its engine goes to the back of its tier. Asks once per worker and class at most.
 
         Args:
             ready: whether a job may start.
             fits: whether a job's next piece may be given to the device now.
         """
-        for engines in self._classes:
-            for engine, workers in engines.items():
-                heads = (next(iter(fifo.values())) for fifo in workers.values())
-                for head in sorted(heads, key=_by_order):
+        for urgencies, turns in zip(_TIERS, self._turns, strict=True):
+            for engine in turns:
+                for head in self._heads(engine, urgencies):
                     if fits(head.job) and (head.started or ready(head.job)):
-                        engines.move_to_end(engine)
+                        turns.move_to_end(engine)
                         return head.job
         return None
+
+    def _heads(self, engine: int, urgencies: tuple[Urgency, ...]) -> Iterator[_Entry[J]]:
+        """The first job of each of the engine's workers, the one to be asked first in front."""
+        for urgency in urgencies:
+            workers = self._classes[urgency].get(engine, {})
+            yield from sorted((next(iter(f.values())) for f in workers.values()), key=_by_order)
 
     def start(self, job: J) -> None:
         """The job has started: it counts no longer against the bounds and is never shed."""
@@ -162,6 +172,15 @@ class JobQueue(Generic[J]):
         if not share.jobs and not any(entry.engine in engines for engines in self._classes):
             del self._shares[entry.engine]
 
+    def full_text(self, engine: int) -> str:
+        """What is said of a job that has no place."""
+        share = self._shares.get(engine) or _Share[J]()
+        return (
+            f"the engine's queue is full: {share.jobs} jobs of {share.nbytes} bytes wait; the"
+            f" limits are max_queued_jobs = {self._limits.jobs} and max_queued_bytes ="
+            f" {self._limits.nbytes}, and stores go first"
+        )
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -189,6 +208,9 @@ class JobQueue(Generic[J]):
             raise IntegrityError(f"{self!r} lists {len(listed)} jobs in its classes")
         if any(not fifo for e in self._classes for w in e.values() for fifo in w.values()):
             raise IntegrityError(f"{self!r} keeps an empty line")
+        for urgencies, turns in zip(_TIERS, self._turns, strict=True):
+            if set(turns) != {engine for u in urgencies for engine in self._classes[u]}:
+                raise IntegrityError(f"the engines {list(turns)} take turns at {urgencies}")
         for engine, share in self._shares.items():
             waiting = [e for e in self._entries.values() if e.engine == engine and not e.started]
             loads = [entry for entry in waiting if entry.load]
@@ -211,6 +233,7 @@ class JobQueue(Generic[J]):
         share.sheddable.pop(entry.job, None)
 
     def _insert(self, entry: _Entry[J]) -> None:
+        self._turns[_TIER_OF[entry.urgency]].setdefault(entry.engine)
         workers = self._classes[entry.urgency].setdefault(entry.engine, {})
         fifo = workers.setdefault(entry.worker, OrderedDict())
         # One that is hoisted late may be older than what was hoisted before it.
@@ -228,6 +251,9 @@ class JobQueue(Generic[J]):
             del workers[entry.worker]
         if not workers:
             del engines[entry.engine]
+            tier = _TIER_OF[entry.urgency]
+            if not any(entry.engine in self._classes[urgency] for urgency in _TIERS[tier]):
+                del self._turns[tier][entry.engine]
 
     def __repr__(self) -> str:
         waited, loads, stores = (sum(map(_length, e.values())) for e in self._classes)

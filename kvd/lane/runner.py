@@ -85,7 +85,7 @@ class Runner:
             nbytes=job.expected_bytes,
         )
         for victim in shed:
-            self.stop(victim, JobStatus.REFUSED, "queue full")
+            self.stop(victim, JobStatus.SHED, self._queue.full_text(binding.owner))
 
     def stop(self, job: LaneJob, status: JobStatus, text: str) -> None:
         """End a job as soon as nothing of it moves any more; that may be now."""

@@ -15,6 +15,7 @@ from typing import Any
 from kvd.errors import BadDatagram, ImportFailed, LaneError
 from kvd.lane.device import Device, Direction
 from kvd.lane.jobs import LaneJob, ReplyTo, refused_shares
+from kvd.lane.queue import Limits
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import Sockets, Woken
 from kvd.lane.stages import Stages
@@ -81,6 +82,7 @@ class LaneService:
         device: the backend.
         pool_bytes: size of the pool that the device maps.
         lifeline: the read end of this process's; see lifeline.py. Taken over.
+        limits: of what an engine may have waiting.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class LaneService:
         device: Device,
         pool_bytes: int,
         lifeline: int,
+        limits: Limits | None = None,
     ) -> None:
         self._name = name
         self._incarnation = incarnation
@@ -102,7 +105,7 @@ class LaneService:
         self._device = device
         self._pool_bytes = pool_bytes
         self._workers = Workers(device)
-        self._runner = Runner(device)
+        self._runner = Runner(device, limits)
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._moved: Counter[str] = Counter()

@@ -518,6 +518,10 @@ class ChunkTable:
         """Nothing is being written, draining or pinned."""
         return not (self._tickets or self._draining or self._leases.pins)
 
+    def leases_of(self, owner: int) -> int:
+        """How many of them an owner holds."""
+        return self._leases.held_by(owner)
+
     @property
     def leases(self) -> int:
         """Leases that have not ended."""

@@ -29,6 +29,11 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._last = 0
+        self._held: Counter[int] = Counter()
+
+    def held_by(self, owner: int) -> int:
+        """How many leases an owner has."""
+        return self._held[owner]
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -39,6 +44,7 @@ class Leases:
         pins = self.pins
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1
+        self._held[owner] += 1
         self._leases[self._last] = Lease(owner, tuple(slots), now, deadline)
         heapq.heappush(self._deadlines, (deadline, self._last))
         return self._last
@@ -71,7 +77,11 @@ class Leases:
 
     def _end(self, lease_id: int) -> list[int]:
         pins, unpinned = self.pins, []
-        for slot in self._leases.pop(lease_id).slots:
+        lease = self._leases.pop(lease_id)
+        self._held[lease.owner] -= 1
+        if not self._held[lease.owner]:
+            del self._held[lease.owner]
+        for slot in lease.slots:
             left = pins[slot] - 1
             if left:
                 pins[slot] = left
@@ -93,6 +103,8 @@ class Leases:
         pins = Counter(slot for lease in self._leases.values() for slot in lease.slots)
         if pins != self.pins:
             raise IntegrityError(f"pins {self.pins}, by the leases {dict(pins)}")
+        if Counter(lease.owner for lease in self._leases.values()) != self._held:
+            raise IntegrityError(f"owners hold {self._held} by count")
         deadlines = {(lease.deadline, number) for number, lease in self._leases.items()}
         if not deadlines <= set(self._deadlines):
             raise IntegrityError("a lease without a deadline")

@@ -273,6 +273,7 @@ class Namespaces:
                 ErrorCode.LIMIT,
                 f"{self.limit} namespaces are open and none may go: raise max_namespaces"
                 f" (now {self.limit}), or end engines that are not needed",
+                limit="max_namespaces",
             )
 
     def attach_engine(self, namespace: Namespace) -> None:

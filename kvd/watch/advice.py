@@ -276,14 +276,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "failed loads",
         "warning",
-        _jobs("load", ("failed", "refused", "timeout")),
+        _jobs("load", ("failed", "refused", "shed", "timeout")),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "The engine computes what it missed. If this goes on, read the log: journalctl -u kvd.",
     ),
     Rule(
         "failed stores",
         "warning",
-        _jobs("store", ("failed", "refused", "timeout")),
+        _jobs("store", ("failed", "refused", "shed", "timeout")),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "These chunks will be computed again. If this goes on, read the log: journalctl -u kvd.",
     ),

@@ -60,7 +60,8 @@ class JobStatus(StrEnum):
     STALE = "stale"  # a slot was evicted, given up or never this session's
     VOID = "void"  # the worker's epoch moved on while the job ran
     TIMEOUT = "timeout"  # the timeline did not reach the job's number in time
-    REFUSED = "refused"  # malformed, out of bounds, or shed because a queue is full
+    REFUSED = "refused"  # malformed or out of bounds
+    SHED = "shed"  # the engine's queue in the lane is full; stores go first
     FAILED = "failed"  # the device failed
 
 

@@ -158,7 +158,7 @@ def test_labels_are_few_and_never_keys_or_processes(daemon: Daemon) -> None:
         fresh_report(client)
         second = scrape(client)
     known = {"namespace", "model", "state", "answer", "device", "direction", "stage", "outcome"}
-    known |= {"engine", "by", "check", "type", "code", "kind", "path", "version", "le"}
+    known |= {"engine", "by", "limit", "check", "type", "code", "kind", "path", "version", "le"}
     assert {name for _, labels in second.samples for name, _ in labels} <= known
     new = {where for where in second.samples if where not in first.samples}
     assert new <= {w for w in new if w[0].startswith(("kvd_http_", "kvd_broker_requests"))}

@@ -74,6 +74,29 @@ def test_what_is_waited_for_goes_first() -> None:
     assert drain(queue) == ["s2", "s3", "l1", "s1"]
 
 
+def test_waiting_for_many_stores_does_not_hold_up_another_engines_loads() -> None:
+    """An engine that waits for its stores takes turns with others that load."""
+    queue: JobQueue[str] = JobQueue(WIDE)
+    for number in range(3):
+        queue.push(f"s{number}", engine=1, worker=1, load=False, nbytes=1)
+        queue.hoist(f"s{number}")
+    queue.push("own", engine=1, worker=1, load=True, nbytes=1)
+    queue.push("l1", engine=2, worker=2, load=True, nbytes=1)
+    queue.push("l2", engine=2, worker=2, load=True, nbytes=1)
+    assert drain(queue) == ["s0", "l1", "s1", "l2", "s2", "own"]
+
+
+def test_a_full_queue_of_one_engine_leaves_anothers_loads_their_place() -> None:
+    """However many stores one engine has queued, another's load is next and none of it is shed."""
+    queue: JobQueue[str] = JobQueue(Limits(jobs=50, nbytes=1000))
+    shed = [queue.push(f"s{n}", engine=1, worker=1, load=False, nbytes=1) for n in range(80)]
+    assert sum(map(len, shed)) == 30
+    queue.start("s30")
+    assert queue.push("l", engine=2, worker=2, load=True, nbytes=500) == []
+    assert queue.push("s", engine=2, worker=2, load=False, nbytes=1) == []
+    assert drain(queue)[:3] == ["l", "s30", "s"]
+
+
 def test_a_full_queue_sheds_the_oldest_stores_first() -> None:
     """A new load or store pushes out the oldest store that nobody waits for."""
     queue: JobQueue[str] = JobQueue(Limits(jobs=3, nbytes=1000))
@@ -187,7 +210,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        """The next job is the first of its worker in the most urgent class that has a ready one."""
+        """The next job is its engine's most urgent and oldest; a store only where nobody loads."""
 
         def ready(job: int) -> bool:
             return job not in self.blocked
@@ -201,15 +224,14 @@ class QueueMachine(RuleBasedStateMachine):
             assert got is None
             return
         assert got in able
-        best = min(self.model[job]["class"] for job in able)
-        assert self.model[got]["class"] == best
+        best = min(self.model[job]["class"] == 2 for job in able)  # stores go last
+        assert (self.model[got]["class"] == 2) == best
         same = [
-            job
+            (self.model[job]["class"], job)
             for job in able
-            if self.model[job]["class"] == best
-            and self.model[job]["engine"] == self.model[got]["engine"]
+            if self.model[job]["engine"] == self.model[got]["engine"]
         ]
-        assert got == min(same)
+        assert got == min(same)[1]
         self.queue.start(got)
         self.model[got]["started"] = True
 

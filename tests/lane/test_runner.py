@@ -275,12 +275,12 @@ def test_a_deadline_ends_queued_and_copying_jobs(bench: Bench) -> None:
 
 
 def test_a_full_queue_sheds_stores() -> None:
-    """The oldest queued store ends as REFUSED when the engine's queue overflows."""
+    """The oldest queued store ends as SHED when the engine's queue overflows."""
     bench = Bench(Limits(jobs=2))
     worker = bench.worker()
     for number in range(3):
         bench.submit(worker, make_job(Store, number, [1], [number], after=9))
-    assert bench.ended() == [(0, JobStatus.REFUSED)]
+    assert bench.ended() == [(0, JobStatus.SHED)]
     bench.close()
 
 

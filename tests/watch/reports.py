@@ -49,6 +49,7 @@ def empty_report(seconds: float = 0.0) -> dict[str, Any]:
             "loop_lag_max_seconds": 0.002,
             "requests": {"PrepareStore": int(40 * seconds), "Status": int(seconds)},
             "refusals": {},
+            "limits": {},
             "dropped_frames": 0,
             "cpu_seconds": 0.05 * seconds,
             "rss_bytes": 90 * 2**20,

@@ -1,0 +1,96 @@
+"""Every bound of the daemon: reached, answered in words with the setting, counted, harmless."""
+
+import pytest
+
+from kvd_client import Fingerprint, HostMemory, RegistrationError, Scheduler, Worker
+from kvd_client.errors import Unavailable
+from kvd_proto.messages import JobStatus
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_report import report_when
+
+
+def reached(daemon: Daemon) -> dict[str, int]:
+    """How often each limit turned somebody away."""
+    return {name: count for name, count in daemon.status()["broker"]["limits"].items() if count}
+
+
+def register(daemon: Daemon, model: str, timeout: float = 30.0) -> None:
+    """A worker that insists on its registration, and leaves."""
+    layout = make_layout()
+    memory = [HostMemory.allocate(size) for size in layout.storages]
+    with Worker(daemon.runtime_dir, model, 0, 1) as worker:
+        worker.register(memory, layout, Fingerprint(model=model), required=True, timeout=timeout)
+
+
+def test_more_sessions_than_allowed_are_turned_away_with_the_setting(
+    start_daemon: StartDaemon,
+) -> None:
+    """Who comes too late reads why, and gets in when another has left; who is in goes on."""
+    daemon = start_daemon("--max-sessions", "2")
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        with pytest.raises(Unavailable, match=r"raise max_sessions \(now 2\)"):
+            register(daemon, "late", timeout=1.0)
+        keys = keys_of("in", 2)
+        engine.store(keys)
+        wait_hit(engine, keys)
+    report = report_when(daemon, lambda report: report["sessions"]["open"] == 1)
+    assert report["broker"]["limits"]["max_sessions"] >= 1
+    assert report["broker"]["refusals"]["limit"] >= 1
+    with Scheduler(daemon.runtime_dir, "later") as later:
+        assert later.status() is not None
+
+
+def test_one_model_too_many_is_refused_with_the_setting(start_daemon: StartDaemon) -> None:
+    """While no namespace can give way another model is refused; afterwards it is taken."""
+    daemon = start_daemon("--max-namespaces", "1")
+    with Engine(daemon.runtime_dir, name="one", world_size=1, model="one").wait_attached():
+        with pytest.raises(RegistrationError, match=r"raise max_namespaces \(now 1\)"):
+            register(daemon, "two")
+        assert reached(daemon) == {"max_namespaces": 1}
+    report_when(daemon, lambda report: not report["engines"])
+    with Engine(daemon.runtime_dir, name="two", world_size=1, model="two").wait_attached():
+        assert [n["model"] for n in daemon.status()["namespaces"]] == ["two"]
+
+
+def test_one_lease_too_many_is_a_miss_and_counted(start_daemon: StartDaemon) -> None:
+    """An engine that gives no lease back gets no more; with one given back it loads again."""
+    daemon = start_daemon("--max-leases", "2")
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("pinned", 4)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        tickets = [engine.scheduler.prepare_load(keys) for _ in range(3)]
+        assert [len(ticket.keys) for ticket in tickets] == [4, 4, 0]
+        assert reached(daemon) == {"max_leases": 1}
+        engine.scheduler.complete_load(tickets[0])
+        assert engine.load(keys) == (4, 0)
+
+
+def test_a_lane_full_of_one_engines_stores_serves_the_other(start_daemon: StartDaemon) -> None:
+    """Above the bound the oldest stores are shed and counted; the other engine loads meanwhile."""
+    daemon = start_daemon("--max-queued-jobs", "3")
+    with (
+        Engine(daemon.runtime_dir, "greedy", 1, "greedy").wait_attached() as greedy,
+        Engine(daemon.runtime_dir, "quiet", 1, "quiet").wait_attached() as quiet,
+    ):
+        keys = keys_of("mine", 4)
+        quiet.store(keys)
+        wait_hit(quiet, keys)
+        worker = greedy.workers[0]
+        later = worker.timeline.reserve()  # kernels that have not ended
+        for job in range(8):
+            ticket = greedy.scheduler.prepare_store(keys_of(f"flood-{job}", 1))
+            worker.submit_store(
+                job, [1, 2], [2, 0], [0, 0], ticket.slots, ticket.generations, after=later
+            )
+        assert quiet.load(keys) == (4, 0)
+        report = report_when(daemon, lambda report: "store_shed" in report["counters"]["jobs"])
+        assert report["counters"]["jobs"]["store_shed"] == 5
+        assert report["lanes"][0]["queued_jobs"] == 3
+        assert report["lanes"][0]["restarts"] == 0
+        shed = greedy.results({0: 0})[0]
+        assert shed.status is JobStatus.SHED
+        assert "max_queued_jobs = 3" in shed.text
+        assert quiet.load(keys) == (4, 0)
