@@ -379,16 +379,15 @@ class LaneService:
 
     def _request(self, header: Header, frame: bytes, reply: ReplyTo) -> None:
         message = WIRE.decode_body(header, frame)
-        if isinstance(message, Ping):
-            self._send(reply, Pong(pid=os.getpid()))
-            return
-        handler = self._on_wire.get(type(message))
         worker = self._workers.by_token(header.session)
-        if handler is None:
+        handler = self._on_wire.get(type(message))
+        if worker is None:
+            self._refuse(reply, ErrorCode.BAD_SESSION, "no worker of this lane has this token")
+        elif isinstance(message, Ping):
+            self._send(reply, Pong(pid=os.getpid()))
+        elif handler is None:
             name = type(message).__name__
             self._refuse(reply, ErrorCode.BAD_STATE, f"a lane serves jobs, not {name}")
-        elif worker is None:
-            self._refuse(reply, ErrorCode.BAD_SESSION, "no worker of this lane has this token")
         else:
             handler(worker, message, reply)
 

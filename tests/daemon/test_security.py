@@ -27,6 +27,8 @@ from kvd_proto.messages import (
     Load,
     LoadCompleted,
     Message,
+    Ping,
+    Pong,
     Store,
     StoreCompleted,
 )
@@ -142,6 +144,8 @@ def test_jobs_without_the_sessions_token_are_refused(daemon: Daemon) -> None:
             for forged in (bytes(16), near, other.token, token[::-1]):
                 for kind in (Store, Load):
                     assert code_of(ask(job_of(engine, kind), forged)) is ErrorCode.BAD_SESSION
+                assert code_of(ask(Ping(), forged)) is ErrorCode.BAD_SESSION
+            assert isinstance(ask(Ping(), token), Pong)
         other.close()
 
 
