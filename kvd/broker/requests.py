@@ -89,7 +89,7 @@ class Requests:
             return self._refuse(identity, header, ErrorCode.INTERNAL, text)
 
     def _refuse(self, identity: bytes, header: Header, code: ErrorCode, text: str) -> list[Effect]:
-        self._send(identity, Error(code=code, text=text[:4096]), header.request_id, header.session)
+        self._send(identity, Error.of(code, text), header.request_id, header.session)
         return []
 
     def forbid(self, visitor: Visitor, text: str) -> None:
@@ -97,7 +97,7 @@ class Requests:
         peer = visitor.peer
         log.warning("pid %d is turned away: %s", peer.pid, text, extra={"pid": peer.pid})
         self._core.state.measures.refusals[ErrorCode.FORBIDDEN.value] += 1
-        error = Error(code=ErrorCode.FORBIDDEN, text=text)
+        error = Error.of(ErrorCode.FORBIDDEN, text)
         visitor.turn_away(WIRE.encode(error, 0, self._core.state.boot_id))
 
     def reply(self, effect: Reply) -> None:

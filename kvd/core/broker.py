@@ -194,9 +194,9 @@ class Broker:
             return handler(session, request_id, message, now)
         except Refused as refusal:
             self.state.measures.reached(refusal.limit)
-            return [Reply(session.number, request_id, Error(code=refusal.code, text=str(refusal)))]
+            return [Reply(session.number, request_id, Error.of(refusal.code, str(refusal)))]
         except IllegalTransition as error:
-            reply = Error(code=ErrorCode.BAD_STATE, text=str(error))
+            reply = Error.of(ErrorCode.BAD_STATE, str(error))
             return [Reply(session.number, request_id, reply)]
 
     def _hello(self, session: Session, request_id: int, message: Hello, now: float) -> list[Effect]:

@@ -139,7 +139,7 @@ class Registration:
             return [
                 ToLane(pending.message.device, ReleaseWorker(session=session.number)),
                 Reply(
-                    session.number, pending.request_id, Error(code=refusal.code, text=str(refusal))
+                    session.number, pending.request_id, Error.of(refusal.code, str(refusal))
                 ),
                 *self._forget_descriptors(session),
             ]
@@ -264,7 +264,7 @@ class Registration:
                 )
                 code = ErrorCode.BAD_LAYOUT
             session.pending = None
-            effects.append(Reply(session.number, pending.request_id, Error(code=code, text=text)))
+            effects.append(Reply(session.number, pending.request_id, Error.of(code, text)))
             effects += self._forget_descriptors(session)
             if pending.importing and self._state.lanes[pending.message.device].up:
                 effects.append(
@@ -332,7 +332,7 @@ class Registration:
     def _refused(self, error: Exception) -> Error:
         if isinstance(error, Refused):
             self._state.measures.reached(error.limit)
-            return Error(code=error.code, text=str(error))
+            return Error.of(error.code, str(error))
         return _refusal(str(error))
 
     def _forget_descriptors(self, session: Session) -> list[Effect]:
@@ -346,4 +346,4 @@ def in_words(freed: int) -> str:
 
 
 def _refusal(text: str) -> Error:
-    return Error(code=ErrorCode.BAD_LAYOUT, text=text)
+    return Error.of(ErrorCode.BAD_LAYOUT, text)

@@ -78,7 +78,7 @@ class Reloading:
         if isinstance(outcome, ConfigError):
             problems = "; ".join(str(outcome).splitlines())
             text = f"reload by {who} refused, the old settings hold: {problems}"
-            answer: Message = Error(code=ErrorCode.BAD_CONFIG, text=str(outcome)[:_TEXT_LIMIT])
+            answer: Message = Error.of(ErrorCode.BAD_CONFIG, str(outcome))
             effects: list[Effect] = [Event(text, "error")]
         else:
             effects, answer = self._take_up(outcome, who)

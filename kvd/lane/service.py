@@ -260,7 +260,7 @@ class LaneService:
             worker = self._workers.add(message, fds)
             _log.info("imported the memory of %s", worker.who, extra=worker.who.fields)
         except ImportFailed as problem:
-            error = str(problem)
+            error = str(problem)[:TEXT_LIMIT]
             who = who_is(message)
             _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
         self._tell(Imported(session=message.session, error=error))

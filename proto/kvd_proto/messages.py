@@ -19,9 +19,10 @@ PROTOCOL_VERSION = 1
 MAX_KEYS = 65536
 MAX_KEY_BYTES = 48
 MAX_RANKS = 64
+MAX_TEXT = 4096
 
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
-Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -375,6 +376,11 @@ class Error(Message, frozen=True):
 
     code: ErrorCode
     text: Text
+
+    @classmethod
+    def of(cls, code: ErrorCode, text: str) -> "Error":
+        """With a text that may quote what it was given: it is cut to what a message may hold."""
+        return cls(code=code, text=text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}...")
 
 
 # --------------------------------------------------------------- operations

@@ -1,0 +1,286 @@
+"""The broker's decisions in this process: every frame is decided on, every state checked."""
+
+import contextlib
+from collections import Counter
+
+from kvd.core.broker import Broker
+from kvd.core.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
+from kvd.core.sessions import Peer, Session
+from kvd.core.status import status_report
+from kvd.errors import IntegrityError, Refused
+from kvd.link import (
+    BindWorker,
+    Imported,
+    ImportWorker,
+    LanePing,
+    LanePong,
+    LaneCounters,
+    LaneFailed,
+    LaneReady,
+    Released,
+    ReleaseWorker,
+    Revoke,
+    Revoked,
+    ShareDone,
+)
+from kvd.settings import Settings
+from kvd.state.namespaces import Namespaces
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import NO_ID, WIRE
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import Handles, Message, Store
+from tests.fuzz.script import Marks, Script, Step
+from tests.fuzz.target import Finding
+
+POOL = 64 * 4096
+BOOT_ID = bytes(range(16))
+HOST = "host"
+QUIET_SECONDS = 60.0
+
+
+class CoreTarget:
+    """A new broker for each script; a lane that does at once what it is told."""
+
+    name = "core"
+
+    def play(self, script: Script) -> None:
+        """See Target."""
+        play = _Play()
+        for number, step in enumerate(script):
+            try:
+                play.do(step)
+                play.check()
+            except Finding:
+                raise
+            except Exception as error:
+                raise Finding(f"step {number}, {step.where}: {error!r}") from error
+        try:
+            play.end()
+        except IntegrityError as error:
+            raise Finding(f"in the end: {error!r}") from error
+
+
+class _Play:
+    """One broker's life."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.marks = Marks(BOOT_ID)
+        self.actors: dict[int, Session] = {}
+        self.bound: dict[int, BindWorker] = {}
+        self.answers: Counter[tuple[int, int]] = Counter()
+        self.asked: Counter[tuple[int, int]] = Counter()
+        self.came = 0
+        self.wanted = {HOST}
+        self.broker = Broker(
+            Settings(runtime_dir="/nowhere", cpu_bytes=POOL, max_namespaces=8, max_leases=16),
+            boot_id=BOOT_ID,
+            version="fuzz",
+            pid=1,
+            devices=[HOST],
+            open_namespaces=lambda n: Namespaces(
+                n, make_buffer=lambda _, size: bytearray(size), limit=8
+            ),
+            available_bytes=lambda: 2**30,
+        )
+        self.broker.state.allocated = 2**62
+        ready = LaneReady(
+            device=HOST, incarnation=1, pid=7, endpoint="ipc://lane", usable_bytes=2**62
+        )
+        self._lane_says(ready)
+
+    # ---------------------------------------------------------------- a step
+
+    def do(self, step: Step) -> None:
+        """Do what the step says, and what follows from it."""
+        match step.where:
+            case "open":
+                self._open(step.actor)
+            case "close":
+                self._close(step.actor)
+            case "time":
+                self._pass(step.actor)
+            case "door":
+                self._door(step)
+            case "broker":
+                self._request(step)
+            case "lane":
+                self._job(step)
+
+    def _open(self, actor: int) -> None:
+        self._close(actor)
+        self.came += 1
+        session, effects = self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
+        if session is not None:
+            self.actors[actor] = session
+            self.marks.came(actor, session.token)
+        self._carry_out(effects)
+
+    def _close(self, actor: int) -> None:
+        session = self.actors.pop(actor, None)
+        if session is not None:
+            self._carry_out(self.broker.lost(session))
+            for key in [key for key in self.asked if key[0] == session.number]:
+                del self.asked[key]
+                self.answers.pop(key, None)
+
+    def _pass(self, seconds: int) -> None:
+        self.now += seconds
+        self.broker.state.lanes[HOST].last_seen = self.now
+        self._carry_out(self.broker.tick(self.now))
+        while self.broker.busy:
+            self._carry_out(self.broker.work())
+
+    def _door(self, step: Step) -> None:
+        """As `kvd.broker.visitors` has it."""
+        session = self.actors.get(step.actor)
+        if session is None:
+            return
+        try:
+            frame = self.marks.resolve(step.parts[0] if step.parts else b"")
+            _, message = WIRE.decode(frame)
+            if not isinstance(message, Handles) or message.count != len(step.fds):
+                self._close(step.actor)
+                return
+            effects = self.broker.descriptors(session, message.first, message.count, self.now)
+        except (DecodeError, Refused):
+            self._close(step.actor)
+        else:
+            self._carry_out(effects)
+
+    def _request(self, step: Step) -> None:
+        """As `kvd.broker.requests` has it."""
+        if len(step.parts) != 1:
+            return
+        frame = self.marks.resolve(step.parts[0])
+        with contextlib.suppress(DecodeError):
+            header = WIRE.decode_header(frame)
+            session = self.broker.state.registry.by_token.get(header.session)
+            if header.boot_id not in (BOOT_ID, NO_ID) or session is None:
+                return
+            if session is not self.actors.get(step.actor):
+                return
+            message = WIRE.decode_body(header, frame)
+            self.asked[session.number, header.request_id] += 1
+            self._carry_out(self.broker.request(session, header.request_id, message, self.now))
+            if self.broker.reloading.begin():
+                loaded = self.broker.reloading.loaded
+                self._carry_out(self.broker.reloading.read(loaded))
+
+    def _job(self, step: Step) -> None:
+        """The lane copies what is asked for, if it is a store into slots that there are."""
+        frame = self.marks.resolve(step.parts[0] if step.parts else b"")
+        with contextlib.suppress(DecodeError):
+            header, message = WIRE.decode(frame)
+            session = self.broker.state.registry.by_token.get(header.session)
+            bound = self.bound.get(session.number) if session is not None else None
+            if bound is None or not isinstance(message, Store) or session is None:
+                return
+            slots, generations = message.slots.numpy(), message.generations.numpy()
+            registration = session.registration
+            if len(slots) != len(generations) or registration is None:
+                return
+            here = (slots >= 0) & (slots < bound.num_slots)
+            many = int(here.sum())
+            factor = registration.layout.blocks_per_chunk
+            share = ShareDone(
+                session=session.number,
+                rank=registration.rank,
+                namespace=bound.namespace,
+                slots=IntArray.of(slots[here], "u4"),
+                generations=IntArray.of(generations[here].astype("<u8"), "u8"),
+                first=IntArray.of([0] * many, "u2"),
+                count=IntArray.of([factor] * many, "u2"),
+                groups=IntArray.of([0] * many, "u2"),
+                ok=message.deadline_ms % 5 != 4,
+            )
+            self._lane_says(share)
+
+    # ------------------------------------------------------------- the rest
+
+    def _lane_says(self, message: Message, device: str = HOST) -> None:
+        self._carry_out(self.broker.lane_message(device, message, self.now))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Reply():
+                    self._reply(effect)
+                case Notify(message=message):
+                    self.marks.learn(_sent(message))
+                case ToLane():
+                    self._told(effect)
+                case StartLane(device=device):
+                    self.wanted.add(device)
+                    self._lane_says(LaneFailed(error="there is no such device"), device)
+                case DropLane(device=device):
+                    self.wanted.discard(device)
+                case KillLane():
+                    raise Finding(f"the lane is killed: {effect.reason}")
+                case _:
+                    pass
+
+    def _reply(self, effect: Reply) -> None:
+        self.answers[effect.session, effect.request_id] += 1
+        self.marks.learn(_sent(effect.message))
+
+    def _told(self, effect: ToLane) -> None:
+        match effect.message:
+            case ImportWorker(session=session, rank=rank):
+                error = "it cannot be mapped" if rank == 3 else ""
+                self._lane_says(Imported(session=session, error=error))
+            case BindWorker(session=session):
+                self.bound[session] = effect.message
+            case ReleaseWorker(session=session):
+                self.bound.pop(session, None)
+                self._lane_says(Released(session=session))
+            case Revoke(namespace=namespace, slots=slots, generations=generations):
+                self._lane_says(Revoked(namespace=namespace, slots=slots, generations=generations))
+            case LanePing(sequence=sequence):
+                pong = LanePong(
+                    sequence=sequence,
+                    queued_jobs=0,
+                    bytes_in_flight=0,
+                    workers=len(self.bound),
+                    counters=LaneCounters(),
+                )
+                self._lane_says(pong)
+            case _:
+                pass
+
+    def check(self) -> None:
+        """What holds after every step."""
+        self.broker.state.check_integrity()
+        for key, count in self.answers.items():
+            if count > self.asked[key]:
+                raise Finding(f"request {key} has {count} answers")
+
+    def end(self) -> None:
+        """When all is quiet every request is answered; when all are gone nothing is held."""
+        self._pass(int(QUIET_SECONDS))
+        for key, count in self.asked.items():
+            if self.answers[key] != count:
+                raise Finding(f"request {key} was asked {count}, answered {self.answers[key]} times")
+        status_report(self.broker.state, 1, "fuzz", self.now)
+        for actor in list(self.actors):
+            self._close(actor)
+        self._pass(int(QUIET_SECONDS))
+        state = self.broker.state
+        if state.registry.engines or state.registry.sessions or len(state.revocations):
+            raise Finding(f"left over: {state.registry!r}, {state.revocations!r}", leak=True)
+        for namespace in state.namespaces or ():
+            stats = namespace.table.stats()
+            if namespace.engines or namespace.temporary or namespace.table.leases:
+                raise Finding(f"left over: {namespace!r}", leak=True)
+            if stats["writing"] or stats["draining"] or stats["pinned"]:
+                raise Finding(f"left over: {stats}", leak=True)
+        state.check_integrity()
+
+
+def _sent(message: Message) -> Message:
+    """The message as the other side gets it.
+
+    Raises:
+        DecodeError: it is none that the other side would take.
+    """
+    return WIRE.decode(WIRE.encode(message))[1]

@@ -1,0 +1,227 @@
+"""A whole daemon with its host lane: scripts over its real sockets, a neighbour beside them."""
+
+import contextlib
+import json
+import re
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from kvd_proto.codec import HEADER_BYTES, MAGIC, WIRE
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import Clear, Hello, Message, Ping, Pong, Register, Resume, Status
+from kvd_proto.messages import StatusReport
+from tests.daemon.serving import Daemon, started_daemons
+from tests.fuzz.neighbour import Neighbour
+from tests.fuzz.raw import PATIENCE_MS, Actor
+from tests.fuzz.script import Marks, Script, Step
+from tests.fuzz.target import Finding
+
+REPLY_MS = 30
+REGISTER_MS = 300
+QUIET_SECONDS = 30.0
+POOL = "32MiB"
+RSS_SLACK_BYTES = 128 * 2**20
+
+
+class LiveTarget:
+    """A daemon, started with the block that this is used in.
+
+    Args:
+        runtime_dir: a short path that does not exist yet.
+    """
+
+    name = "live"
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+        self._stack = ExitStack()
+        self._request_id = 10_000
+        self._log_read = 0
+
+    def __enter__(self) -> Self:
+        start = self._stack.enter_context(started_daemons(self._runtime_dir))
+        self.daemon: Daemon = start("--log-level", "warning", cpu_bytes=POOL)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stack.callback(self._context.destroy, 0)
+        self._tool = Actor(999, self._runtime_dir, self._context)
+        self._stack.callback(self._tool.close)
+        hello = Hello(
+            kind="tool", engine="fuzz", pid=1, protocol_min=1, protocol_max=1, client="fuzz"
+        )
+        self._ask(hello)
+        self.neighbour = self._stack.enter_context(Neighbour(self._runtime_dir))
+        self._lane = self._status()["lanes"][0]["pid"]
+        self.neighbour.pause()
+        self._before = self._held(self._quiet())
+        self.neighbour.go_on()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    # ------------------------------------------------------------------ play
+
+    def play(self, script: Script) -> None:
+        """See Target. The daemon is asked after every script, for leaks by `look`."""
+        marks = Marks(self._tool.boot_id)
+        actors: dict[int, Actor] = {}
+        try:
+            for step in script:
+                self._do(step, actors, marks)
+        finally:
+            for actor in actors.values():
+                actor.close()
+        self.alive()
+
+    def _do(self, step: Step, actors: dict[int, Actor], marks: Marks) -> None:
+        if step.where in ("open", "close"):
+            old = actors.pop(step.actor, None)
+            if old is not None:
+                old.close()
+            if step.where == "open":
+                with contextlib.suppress(OSError, DecodeError):
+                    actors[step.actor] = Actor(step.actor, self._runtime_dir, self._context)
+                    marks.came(step.actor, actors[step.actor].token)
+            return
+        actor = actors.get(step.actor)
+        if actor is None or step.where == "time":
+            return
+        parts = [marks.resolve(part) for part in step.parts]
+        if step.where == "door":
+            actor.say(b"".join(parts), step.fds)
+        elif actor.send(step.where, parts) and len(parts) == 1:
+            self._hear_reply(actor, step.where, parts[0], marks)
+        actor.hear(marks)
+
+    def _hear_reply(self, actor: Actor, where: str, frame: bytes, marks: Marks) -> None:
+        """Wait a moment for the reply, if there must be one; some come much later."""
+        if len(frame) < HEADER_BYTES or not frame.startswith(MAGIC):
+            return
+        slow = frame[6:8] == _REGISTER
+        reply = actor.receive(where, REGISTER_MS if slow else REPLY_MS)
+        while reply is not None:
+            marks.learn(reply[1])
+            reply = actor.receive(where, 0)
+
+    # ------------------------------------------------------------------ look
+
+    def alive(self) -> None:
+        """The broker answers, in the process that it was.
+
+        Raises:
+            Finding: it does not, or the neighbour fares ill.
+        """
+        if self.daemon.process.poll() is not None:
+            raise Finding(f"the daemon has ended: {self.daemon.process.returncode}")
+        if not isinstance(self._ask(Ping()), Pong):
+            raise Finding("a PING is not answered by a PONG")
+        if self.neighbour.wrong:
+            raise Finding(f"{self.neighbour.wrong} wrong bytes were loaded")
+        if self.neighbour.error:
+            raise Finding(f"the neighbour fails: {self.neighbour.error}")
+        log = self.daemon.log.read_text(encoding="utf-8", errors="replace")
+        new, self._log_read = log[self._log_read :], len(log)
+        if "Traceback" in new:
+            raise Finding(f"the log has a traceback: {new[-4000:]}")
+
+    def look(self) -> None:
+        """All is quiet; the lane is the one that it was, and nothing is left of anybody.
+
+        Raises:
+            Finding: with what is left.
+        """
+        self.neighbour.pause()
+        try:
+            self._ask(Resume())
+            self._ask(Clear())
+            status = self._quiet()
+        finally:
+            self.neighbour.go_on()
+        lane = status["lanes"][0]
+        if len(status["lanes"]) != 1 or lane["restarts"] or lane["pid"] != self._lane:
+            raise Finding(f"the lane is not what it was: {lane}")
+        self.alive()
+
+    def _quiet(self) -> dict[str, Any]:
+        """The status once nobody but this tool and the neighbour is there and holds anything."""
+        end = time.monotonic() + QUIET_SECONDS
+        while True:
+            status = self._status()
+            left = self._left(status)
+            if not left:
+                return status
+            if time.monotonic() > end:
+                raise Finding(f"left over: {json.dumps(left)}", leak=True)
+            time.sleep(0.05)  # the lane's figures come twice a second
+
+    def _left(self, status: dict[str, Any]) -> dict[str, Any]:
+        """What is more than there should be when all is quiet."""
+        chunks: Counter[str] = Counter()
+        for namespace in status["namespaces"]:
+            chunks.update({k: namespace["chunks"][k] for k in ("writing", "draining", "pinned")})
+        lane = status["lanes"][0]
+        figures = {
+            **chunks,
+            "leases": status["leases"],
+            "sessions": status["sessions"]["open"] - 3,
+            "engines": len(status["engines"]) - 1,
+            "queued": lane["queued_jobs"],
+            "in flight": lane["bytes_in_flight"],
+            "workers": lane["workers"] - 1,
+        }
+        held, before = self._held(status), getattr(self, "_before", None)
+        if before is not None:
+            figures |= {name: max(0, held[name] - before[name]) for name in held}
+        return {name: value for name, value in figures.items() if value}
+
+    def _held(self, status: dict[str, Any]) -> dict[str, int]:
+        """Descriptors, mappings and memory of both processes, less what namespaces account for."""
+        lane = Path(f"/proc/{status['lanes'][0]['pid']}")
+        slack = 0 if not hasattr(self, "_before") else RSS_SLACK_BYTES
+        maps = (lane / "maps").read_text()
+        return {
+            # A directory is a descriptor and the broker's mapping's own.
+            "descriptors": status["broker"]["open_fds"] - 2 * len(status["namespaces"]),
+            "lane's descriptors": len(list((lane / "fd").iterdir())),
+            "lane's mappings": maps.count("memfd:fuzz"),
+            "memory": max(0, status["broker"]["rss_bytes"] - slack),
+            "lane's memory": max(0, _rss(lane) - slack),
+        }
+
+    def _status(self) -> dict[str, Any]:
+        report = self._ask(Status())
+        if not isinstance(report, StatusReport):
+            raise Finding(f"no status: {report!r}")
+        return report.status
+
+    def _ask(self, message: Message) -> Message:
+        """A request of the tool's, with its reply."""
+        self._request_id += 1
+        tool = self._tool
+        tool.send("broker", [WIRE.encode(message, self._request_id, tool.boot_id, tool.token)])
+        while (reply := tool.receive("broker", PATIENCE_MS)) is not None:
+            if reply[0].request_id == self._request_id:
+                return reply[1]
+        raise Finding(f"{type(message).__name__} is not answered within {PATIENCE_MS} ms")
+
+
+_REGISTER = next(
+    tag for tag in range(256) if WIRE._types.get(tag) is Register
+).to_bytes(2, "little")
+
+
+def _rss(process: Path) -> int:
+    """Resident memory of its own, without what it shares."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB", (process / "status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

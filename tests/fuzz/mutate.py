@@ -1,0 +1,252 @@
+"""Changes to a valid session: of single bytes, of fields by their types, of the order of things.
+
+Each is a function of a script and a source of randomness, so that a case is a seed
+and a list of (name, seed), which Hypothesis and the minimiser can make shorter.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgpack
+
+from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, NO_ID
+from kvd_proto.messages import TAGS
+from tests.fuzz.script import BOOT, Script, Step, Where, token_mark
+from tests.fuzz.sessions import session
+from tests.fuzz.values import JUNK, changed, fields_of
+
+SOCKETS: tuple[Where, ...] = ("door", "broker", "lane")
+FDS = ("mem:4096", "mem:0", "mem:1", "mem:65536", "mem:1099511627776", "pipe", "null", "zero")
+MORE_FDS = ("folder", "socket", "event", "write-only", "own door")
+Change = Callable[[Script, random.Random], Script]
+
+
+def _on_frame(change: Callable[[bytes, random.Random], bytes]) -> Change:
+    """A change of one frame somewhere in the script."""
+
+    def apply(script: Script, rng: random.Random) -> Script:
+        places = [i for i, step in enumerate(script) if step.parts]
+        if not places:
+            return script
+        place = rng.choice(places)
+        step = script[place]
+        frame = change(step.parts[0], rng)
+        return _with(script, place, replace(step, parts=(frame, *step.parts[1:])))
+
+    return apply
+
+
+def _with(script: Script, place: int, *steps: Step) -> Script:
+    return script[:place] + steps + script[place + 1 :]
+
+
+# ------------------------------------------------------------------- of frames
+
+
+def _flip(frame: bytes, rng: random.Random) -> bytes:
+    data = bytearray(frame)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        if data:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(data)
+
+
+def _overwrite(frame: bytes, rng: random.Random) -> bytes:
+    data = bytearray(frame)
+    place = rng.randrange(len(data) + 1)
+    data[place : place + rng.randint(1, 4)] = rng.choice(
+        [b"\xff", b"\0", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xc6\x7f\xff\xff\xff", b"\xdf" * 5]
+    )
+    return bytes(data)
+
+
+def _cut(frame: bytes, rng: random.Random) -> bytes:
+    return frame[: rng.randint(0, len(frame))]
+
+
+def _append(frame: bytes, rng: random.Random) -> bytes:
+    return frame + rng.choice([b"\0", frame, frame[HEADER_BYTES:], rng.randbytes(64)])
+
+
+def _field(frame: bytes, rng: random.Random) -> bytes:
+    """Another value for a field, chosen by what the message's definition says of it."""
+    declared = fields_of(int.from_bytes(frame[6:8], "little"))
+    try:
+        body = msgpack.unpackb(frame[HEADER_BYTES:])
+        new = changed(rng, body, declared) if declared is not None else rng.choice(JUNK)
+        return frame[:HEADER_BYTES] + bytes(msgpack.packb(new))
+    except (ValueError, OverflowError, msgpack.exceptions.UnpackException):
+        return _flip(frame, rng)
+
+
+def _header(frame: bytes, rng: random.Random) -> bytes:
+    """A wrong magic, version, tag, id, boot id or token."""
+    data = bytearray(frame.ljust(HEADER_BYTES, b"\0"))
+    match rng.randrange(6):
+        case 0:
+            data[rng.randrange(6)] ^= 1 << rng.randrange(8)
+        case 1 | 2:
+            tag = rng.choice([*TAGS, 0, 0x101, 0xFFFF])
+            data[6:8] = tag.to_bytes(2, "little")
+        case 3:
+            data[8:16] = rng.choice([0, 1, 2**63, 2**64 - 1]).to_bytes(8, "little")
+        case 4:
+            data[16:32] = rng.choice([NO_ID, BOOT, rng.randbytes(16)])
+        case _:
+            others = [token_mark(actor) for actor in (0, 1, 2, 9)]
+            data[32:48] = rng.choice([NO_ID, rng.randbytes(16), *others])
+    return bytes(data)
+
+
+def _large(frame: bytes, rng: random.Random) -> bytes:
+    """A body of absurd size, at the limits of arrays, maps, strings and messages."""
+    kind = rng.randrange(5)
+    many = rng.choice([65535, 65536, 65537])
+    if kind == 0:
+        body = {"keys": [b"k%d" % i for i in range(many)]}
+    elif kind == 1:
+        body = {"keys": [bytes(rng.choice([48, 49]))] * 2000, "jobs": list(range(1000))}
+    elif kind == 2:
+        body = {f"f{i}": i for i in range(rng.choice([1023, 1024, 1025]))}
+    elif kind == 3:
+        return frame[:HEADER_BYTES] + b"\x91" * many + b"\xc0"
+    else:
+        size = rng.choice([2**20, MAX_MESSAGE_BYTES - len(frame), MAX_MESSAGE_BYTES + 1])
+        return frame[:HEADER_BYTES] + bytes(size if rng.random() < 0.1 else 2**18)
+    return frame[:HEADER_BYTES] + bytes(msgpack.packb(body))
+
+
+# ----------------------------------------------------------------- of sequences
+
+
+def _drop(script: Script, rng: random.Random) -> Script:
+    return _with(script, rng.randrange(len(script))) if script else script
+
+
+def _duplicate(script: Script, rng: random.Random) -> Script:
+    place = rng.randrange(len(script))
+    return _with(script, place, *[script[place]] * rng.choice([2, 2, 3, 20]))
+
+
+def _move(script: Script, rng: random.Random) -> Script:
+    here, there = rng.randrange(len(script)), rng.randrange(len(script))
+    rest = script[:here] + script[here + 1 :]
+    return rest[:there] + (script[here],) + rest[there:]
+
+
+def _splice(script: Script, rng: random.Random) -> Script:
+    other = session(rng)
+    first = rng.randrange(len(other))
+    part = other[first : first + rng.randint(1, 8)]
+    place = rng.randint(0, len(script))
+    return script[:place] + part + script[place:]
+
+
+def _other_socket(script: Script, rng: random.Random) -> Script:
+    place = rng.randrange(len(script))
+    return _with(script, place, replace(script[place], where=rng.choice(SOCKETS)))
+
+
+def _other_actor(script: Script, rng: random.Random) -> Script:
+    place = rng.randrange(len(script))
+    return _with(script, place, replace(script[place], actor=rng.choice([0, 1, 2, 9])))
+
+
+def _multipart(script: Script, rng: random.Random) -> Script:
+    place = rng.randrange(len(script))
+    step = script[place]
+    parts = rng.choice([(), (b"",), (b"", *step.parts), (*step.parts, b""), step.parts * 3])
+    return _with(script, place, replace(step, parts=parts))
+
+
+def _descriptors(script: Script, rng: random.Random) -> Script:
+    """Other descriptors at the door: more, fewer, of another kind, smaller than was said."""
+    places = [i for i, step in enumerate(script) if step.where == "door"]
+    if not places:
+        return script
+    place = rng.choice(places)
+    fds = list(script[place].fds)
+    choice = rng.randrange(4)
+    if choice == 0 and fds:
+        fds[rng.randrange(len(fds))] = rng.choice(FDS + MORE_FDS)
+    elif choice == 1:
+        fds += [rng.choice(FDS + MORE_FDS)] * rng.choice([1, 1, 60, 64])
+    elif choice == 2:
+        fds = fds[: rng.randint(0, len(fds))]
+    else:
+        rng.shuffle(fds)
+    return _with(script, place, replace(script[place], fds=tuple(fds)))
+
+
+def _leave(script: Script, rng: random.Random) -> Script:
+    place = rng.randint(0, len(script))
+    return (*script[:place], Step(rng.choice([0, 1, 2]), "close"), *script[place:])
+
+
+def _wait(script: Script, rng: random.Random) -> Script:
+    place = rng.randint(0, len(script))
+    return (*script[:place], Step(rng.choice([1, 3, 30]), "time"), *script[place:])
+
+
+CHANGES: dict[str, Change] = {
+    "flip": _on_frame(_flip),
+    "overwrite": _on_frame(_overwrite),
+    "cut": _on_frame(_cut),
+    "append": _on_frame(_append),
+    "field": _on_frame(_field),
+    "header": _on_frame(_header),
+    "large": _on_frame(_large),
+    "drop": _drop,
+    "duplicate": _duplicate,
+    "move": _move,
+    "splice": _splice,
+    "other socket": _other_socket,
+    "other actor": _other_actor,
+    "multipart": _multipart,
+    "descriptors": _descriptors,
+    "leave": _leave,
+    "wait": _wait,
+}
+COMMON = ["field"] * 12 + ["flip"] * 2 + [name for name in CHANGES if name != "large"]
+
+
+def mutated(script: Script, changes: Sequence[tuple[str, int]]) -> Script:
+    """The script after these changes, each with a seed of its own."""
+    for name, seed in changes:
+        if script:
+            script = CHANGES[name](script, random.Random(seed))
+    return script
+
+
+def random_script(rng: random.Random) -> Script:
+    """A mutated session; now and then two, interleaved, or a frame of absurd size."""
+    script = session(rng)
+    if rng.random() < 0.2:
+        script = interleaved(script, session(rng), rng)
+    names = rng.choices(COMMON, k=rng.choice([0, 1, 1, 2, 3, 6]))
+    if rng.random() < 0.02:
+        names.append("large")
+    return mutated(script, [(name, rng.getrandbits(32)) for name in names])
+
+
+def interleaved(one: Script, other: Script, rng: random.Random) -> Script:
+    """Both, each in its own order; the second one's actors are others'."""
+    waiting = [list(one), [replace(step, actor=step.actor + 20) for step in _renamed(other)]]
+    steps: list[Step] = []
+    while waiting[0] or waiting[1]:
+        queue = rng.choice([queue for queue in waiting if queue])
+        steps.append(queue.pop(0))
+    return tuple(steps)
+
+
+def _renamed(script: Script) -> Script:
+    """The script with tokens of other actors."""
+    return tuple(
+        replace(step, parts=tuple(_retoken(part, step.actor) for part in step.parts))
+        for step in script
+    )
+
+
+def _retoken(frame: bytes, actor: int) -> bytes:
+    return frame.replace(token_mark(actor), token_mark(actor + 20))

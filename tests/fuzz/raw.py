@@ -1,0 +1,153 @@
+"""Sessions with a daemon whose bytes and descriptors are chosen freely."""
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import zmq
+
+from kvd_proto.codec import WIRE, Header
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import Error, ErrorCode, LaneUp, Message
+from tests.fuzz.script import Marks
+from tests.fuzz.target import Finding
+
+MAX_FDS = 250
+PATIENCE_MS = 10_000
+
+
+class Actor:
+    """One door connection with a request socket and a job socket.
+
+    Raises:
+        OSError: the daemon lets nobody in now.
+    """
+
+    def __init__(
+        self, number: int, runtime_dir: Path, context: "zmq.Context[zmq.Socket[bytes]]"
+    ) -> None:
+        self.number = number
+        self.token = b""
+        self._context = context
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._endpoints = {"broker": f"ipc://{runtime_dir / 'broker.sock'}"}
+        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.door.settimeout(PATIENCE_MS / 1000)
+        try:
+            self.door.connect(str(runtime_dir / "door.sock"))
+            frame = self.door.recv(65536)
+            header, _ = WIRE.decode(frame)
+        except BaseException:
+            self.door.close()
+            raise
+        self.boot_id, self.token = header.boot_id, header.session
+        self.door.setblocking(False)  # noqa: FBT003  # the socket API's own form
+
+    def send(self, where: str, parts: list[bytes]) -> bool:
+        """Send to the broker or the lane; whether there was a socket to send to."""
+        sock = self._socket(where)
+        if sock is None or not parts:
+            return False
+        with contextlib.suppress(zmq.Again):
+            sock.send_multipart(parts, zmq.NOBLOCK)
+            return True
+        return False
+
+    def receive(self, where: str, wait_ms: int) -> tuple[Header, Message] | None:
+        """The next reply from there.
+
+        Raises:
+            Finding: it is no message, or it says that there is a bug.
+        """
+        sock = self._sockets.get(where)
+        if sock is None or not sock.poll(wait_ms):
+            return None
+        frame = sock.recv()
+        try:
+            header, message = WIRE.decode(frame)
+        except DecodeError as error:
+            raise Finding(f"an unreadable reply from the {where}: {error}") from error
+        if isinstance(message, Error) and message.code is ErrorCode.INTERNAL:
+            raise Finding(f"the {where} says: {message.text}")
+        return header, message
+
+    def say(self, frame: bytes, fds: tuple[str, ...]) -> None:
+        """Send a datagram over the door; one that the kernel refuses is not sent."""
+        with descriptors(fds, self.door) as numbers, contextlib.suppress(OSError, ValueError):
+            socket.send_fds(self.door, [frame], numbers[:MAX_FDS])
+
+    def hear(self, marks: Marks) -> None:
+        """Take in what the door has said; descriptors that come are closed.
+
+        Raises:
+            Finding: a notice is no message.
+        """
+        while True:
+            try:
+                frame, fds, _, _ = socket.recv_fds(self.door, 65536, 8)
+            except OSError:
+                return
+            for fd in fds:
+                os.close(fd)
+            if not frame:
+                return
+            try:
+                _, message = WIRE.decode(frame)
+            except DecodeError as error:
+                raise Finding(f"an unreadable notice: {error}") from error
+            marks.learn(message)
+            if isinstance(message, LaneUp):
+                self._endpoints["lane"] = message.endpoint
+
+    def close(self) -> None:
+        """Leave."""
+        self.door.close()
+        for sock in self._sockets.values():
+            sock.close(0)
+
+    def _socket(self, where: str) -> "zmq.Socket[bytes] | None":
+        if where not in self._sockets and where in self._endpoints:
+            sock = self._context.socket(zmq.DEALER)
+            sock.linger = 0
+            sock.connect(self._endpoints[where])
+            self._sockets[where] = sock
+        return self._sockets.get(where)
+
+
+@contextmanager
+def descriptors(kinds: tuple[str, ...], door: socket.socket) -> Iterator[list[int]]:
+    """Open descriptors of these kinds; closed with the block."""
+    with ExitStack() as stack:
+        yield [_open(kind, door, stack) for kind in kinds]
+
+
+def _open(kind: str, door: socket.socket, stack: ExitStack) -> int:
+    """One descriptor; what belongs to it is closed with the stack."""
+    if kind == "own door":
+        return door.fileno()
+    if kind == "socket":
+        pair = socket.socketpair()
+        for end in pair:
+            stack.enter_context(end)
+        return pair[0].fileno()
+    if kind == "write-only":
+        file = stack.enter_context(tempfile.NamedTemporaryFile())
+        file.truncate(65536)
+        fd = os.open(file.name, os.O_WRONLY)
+    elif kind == "pipe":
+        fd, other = os.pipe()
+        stack.callback(os.close, other)
+    elif kind == "event":
+        fd = os.eventfd(0)
+    elif kind.startswith("mem:"):
+        fd = os.memfd_create("fuzz")
+        os.ftruncate(fd, int(kind.partition(":")[2]))
+    else:
+        path = {"null": os.devnull, "zero": "/dev/zero", "folder": "/"}[kind]
+        fd = os.open(path, os.O_RDONLY)
+    stack.callback(os.close, fd)
+    return fd

@@ -1,0 +1,177 @@
+"""Sessions as sequences of frames that can be kept, mutated, and played again.
+
+What only a running daemon knows (boot id, tokens, slots, a lease) stands in the
+frames as a mark; `Marks.resolve` puts the real thing there when a frame is sent. So
+a file of frames can be played against any daemon, and a mutation that hits a mark
+makes a wrong token, a wrong slot.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvd_proto.arrays import DType, IntArray
+from kvd_proto.codec import HEADER_BYTES, NO_ID, WIRE
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import (
+    Attached,
+    Clear,
+    CompleteLoad,
+    EvictOlderThan,
+    Hello,
+    Job,
+    LoadPrepared,
+    Message,
+    StorePrepared,
+)
+
+Where = Literal["open", "close", "door", "broker", "lane", "time"]
+
+BOOT = b"<boot id mark>.."
+NAMESPACE = b"<its namespace>."
+LEASE = 2**62
+SLOT = 2**32 - 256  # + i: the i-th slot of the last ticket
+GENERATION = 2**63  # + i: its generation
+
+
+def token_mark(actor: int) -> bytes:
+    """Stands for the token of an actor's session."""
+    return b"<token mark %03d>" % actor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that somebody does.
+
+    Attributes:
+        actor: who; each has a door connection and sockets of its own.
+        where: the socket. "open" and "close" are of the door, "time" passes `actor` seconds.
+        parts: of one multipart message; one part is what the protocol knows.
+        fds: descriptors that go along, by what they are: "mem:4096", "pipe", ...
+    """
+
+    actor: int
+    where: Where
+    parts: tuple[bytes, ...] = ()
+    fds: tuple[str, ...] = ()
+
+
+Script = tuple[Step, ...]
+
+
+def request(actor: int, where: Where, message: Message, request_id: int) -> Step:
+    """A valid frame, with marks in its header."""
+    boot = NO_ID if isinstance(message, Hello) else BOOT
+    return Step(actor, where, (WIRE.encode(message, request_id, boot, token_mark(actor)),))
+
+
+@dataclass(slots=True)
+class Marks:
+    """What marks stand for in one play."""
+
+    boot_id: bytes
+    tokens: dict[bytes, bytes] = field(default_factory=dict)
+    slots: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    lease: int = 0
+    namespace: bytes = NO_ID
+
+    def came(self, actor: int, token: bytes) -> None:
+        """An actor was greeted."""
+        self.tokens[token_mark(actor)] = token
+
+    def learn(self, message: Message) -> None:
+        """A reply or a notice has told something that marks stand for."""
+        if isinstance(message, (StorePrepared, LoadPrepared)) and len(message.slots):
+            self.slots = message.slots.numpy().tolist()
+            self.generations = message.generations.numpy().tolist()
+        if isinstance(message, LoadPrepared):
+            self.lease = message.lease
+        elif isinstance(message, Attached):
+            self.namespace = message.namespace
+
+    def resolve(self, frame: bytes) -> bytes:
+        """The frame as it is to be sent."""
+        if len(frame) < HEADER_BYTES:
+            return frame
+        boot, token = frame[16:32], frame[32:48]
+        boot = self.boot_id if boot == BOOT else boot
+        frame = frame[:16] + boot + self.tokens.get(token, token) + frame[48:]
+        try:
+            header, message = WIRE.decode(frame)
+        except DecodeError:
+            return frame
+        real = self._body(message)
+        if real is message:
+            return frame
+        return WIRE.encode(real, header.request_id, header.boot_id, header.session)
+
+    def _body(self, message: Message) -> Message:
+        match message:
+            case Job():
+                return msgspec.structs.replace(
+                    message,
+                    slots=_real(message.slots, SLOT, self.slots),
+                    generations=_real(message.generations, GENERATION, self.generations),
+                )
+            case CompleteLoad(lease=lease) if lease == LEASE:
+                return CompleteLoad(lease=self.lease)
+            case Clear(namespace=namespace) if namespace == NAMESPACE:
+                return Clear(namespace=self.namespace)
+            case EvictOlderThan(namespace=namespace) if namespace == NAMESPACE:
+                return msgspec.structs.replace(message, namespace=self.namespace)
+        return message
+
+
+def _real(marks: IntArray, first: int, values: Sequence[int]) -> IntArray:
+    found = marks.numpy().tolist()
+    real = [values[v - first] if 0 <= v - first < len(values) else v for v in found]
+    if real == found:
+        return marks
+    dtype: DType = "u8" if max(real, default=0) >= 2**32 else marks.dtype
+    return IntArray.of(real, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A script that a target did not take well, and what was seen."""
+
+    target: str
+    seed: int
+    problem: str
+    script: Script
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, frames in hex."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        steps = [
+            {
+                "actor": step.actor,
+                "where": step.where,
+                "parts": [part.hex() for part in step.parts],
+                "fds": list(step.fds),
+            }
+            for step in self.script
+        ]
+        document = {"target": self.target, "seed": self.seed, "problem": self.problem}
+        path.write_text(json.dumps(document | {"steps": steps}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "Case":
+        """Read what `save` wrote."""
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        steps: Iterable[dict[str, Any]] = document["steps"]
+        script = tuple(
+            Step(
+                step["actor"],
+                step["where"],
+                tuple(bytes.fromhex(part) for part in step["parts"]),
+                tuple(step["fds"]),
+            )
+            for step in steps
+        )
+        return cls(document["target"], document["seed"], document["problem"], script)

@@ -1,0 +1,216 @@
+"""Valid sessions, made from a seed: an engine's whole life, and an operator's tool."""
+
+import random
+from itertools import count
+
+from kvd_proto.arrays import IntArray
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import (
+    Cancel,
+    Clear,
+    CompleteLoad,
+    CompleteStore,
+    Drain,
+    EvictOlderThan,
+    Fingerprint,
+    Handles,
+    Hello,
+    HostHandle,
+    Kind,
+    Load,
+    Lookups,
+    Message,
+    Ping,
+    PrepareLoad,
+    PrepareStore,
+    Register,
+    ReloadConfig,
+    Reset,
+    Resume,
+    ShowConfig,
+    Status,
+    Store,
+    Touch,
+    Unregister,
+    Wait,
+)
+from tests.fuzz.script import GENERATION, LEASE, NAMESPACE, SLOT, Script, Step, Where, request
+
+NAMES = 4  # engines, and models, that one run knows
+
+
+class _Writer:
+    """Collects steps; request ids count up."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._ids = count(1)
+
+    def ask(self, actor: int, message: Message, where: Where = "broker") -> None:
+        self.steps.append(request(actor, where, message, next(self._ids)))
+
+    def enter(self, actor: int, kind: Kind, engine: str) -> None:
+        self.steps.append(Step(actor, "open"))
+        hello = Hello(
+            kind=kind, engine=engine, pid=4242, protocol_min=1, protocol_max=1, client="fuzz"
+        )
+        self.ask(actor, hello)
+
+    def descriptors(self, actor: int, fds: tuple[str, ...]) -> None:
+        frame = request(actor, "door", Handles(first=0, count=len(fds)), 0).parts
+        self.steps.append(Step(actor, "door", frame, fds))
+
+
+def random_layout(rng: random.Random) -> RankLayout:
+    """One of the kinds of memory that engines have, small."""
+    blocks, factor = rng.choice([4, 8, 16]), rng.choice([1, 1, 2, 4])
+    page, tensors = rng.choice([512, 4096, 8192]), rng.choice([1, 2, 3])
+    one_storage = rng.random() < 0.3
+    refs = tuple(TensorRef(i, page) for i in range(tensors))
+    groups = [GroupSpec(refs, 16)]
+    if rng.random() < 0.4:
+        groups.append(GroupSpec(refs[-1:], 16, "window", 64))
+    return RankLayout(
+        num_blocks=blocks,
+        blocks_per_chunk=factor,
+        hash_block_size=16,
+        storages=(blocks * page * tensors,) if one_storage else (blocks * page,) * tensors,
+        tensors=tuple(
+            TensorSpec(0, i * blocks * page, page, page)
+            if one_storage
+            else TensorSpec(i, 0, page, page)
+            for i in range(tensors)
+        ),
+        groups=tuple(groups),
+        replicated=rng.random() < 0.2,
+    )
+
+
+def engine_session(rng: random.Random) -> Script:
+    """A scheduler and its ranks: come, register, store, load, and mostly leave properly."""
+    out = _Writer()
+    name, model = f"fuzz-{rng.randrange(NAMES)}", f"model-{rng.randrange(NAMES)}"
+    world, layout = rng.choice([1, 1, 2]), random_layout(rng)
+    out.enter(0, "scheduler", name)
+    for rank in range(world):
+        _register(out, rng, rank, world, layout, name, model)
+    keys = tuple(f"key-{model}-{i:02d}".encode() for i in range(12))
+    for turn in range(rng.randint(1, 3)):
+        some = tuple(rng.sample(keys, rng.randint(1, 4)))
+        _store(out, rng, some, layout, world, 10 * turn)
+        _load(out, rng, some, layout, world, 10 * turn + 5)
+        out.ask(0, rng.choice(_ASIDE))
+    if rng.random() < 0.5:
+        for rank in range(world):
+            out.ask(1 + rank, Unregister())
+    return tuple(out.steps)
+
+
+def tool_session(rng: random.Random) -> Script:
+    """An operator's tool: looks, drains and resumes, clears."""
+    out = _Writer()
+    actor = 9
+    out.enter(actor, "tool", "fuzz tool")
+    for message in rng.sample(_ORDERS, rng.randint(1, 4)):
+        out.ask(actor, message)
+    out.ask(actor, Resume())
+    return tuple(out.steps)
+
+
+def session(rng: random.Random) -> Script:
+    """Any of them."""
+    return tool_session(rng) if rng.random() < 0.1 else engine_session(rng)
+
+
+_ASIDE: list[Message] = [
+    Ping(),
+    Ping(lookups=Lookups(chunks=9, hit_chunks=3, tokens=100, hit_tokens=50)),
+    Status(),
+    Touch(keys=(b"key-model-0-00", b"nobody's")),
+    Reset(),
+]
+_ORDERS: list[Message] = [
+    Status(),
+    Drain(),
+    Clear(),
+    Clear(namespace=NAMESPACE),
+    EvictOlderThan(seconds=3600.0),
+    EvictOlderThan(seconds=0.0, namespace=NAMESPACE),
+    ReloadConfig(),
+    ShowConfig(),
+]
+
+
+def _register(
+    out: _Writer,
+    rng: random.Random,
+    rank: int,
+    world: int,
+    layout: RankLayout,
+    name: str,
+    model: str,
+) -> None:
+    actor = 1 + rank
+    out.enter(actor, "worker", name)
+    out.descriptors(actor, ("mem:4096", *(f"mem:{size}" for size in layout.storages)))
+    out.ask(
+        actor,
+        Register(
+            rank=rank,
+            world_size=world,
+            device="host",
+            fingerprint=Fingerprint(model=model, dtype="bfloat16"),
+            layout=layout,
+            handles=tuple(HostHandle(fd_index=i + 1) for i in range(len(layout.storages))),
+            temporary=rng.random() < 0.05,
+        ),
+    )
+
+
+def _job(kind: type[Store | Load], number: int, chunks: int, layout: RankLayout) -> Message:
+    blocks = [i % layout.num_blocks for i in range(chunks * layout.blocks_per_chunk)]
+    others = [0] * (len(layout.groups) - 1)
+    return kind(
+        job=number,
+        block_ids=IntArray.of(blocks, "u4"),
+        group_sizes=IntArray.of([len(blocks), *others], "u4"),
+        block_indices=IntArray.of([0, *others], "u4"),
+        slots=IntArray.of(range(SLOT, SLOT + chunks), "u4"),
+        generations=IntArray.of(range(GENERATION, GENERATION + chunks), "u8"),
+        after=0,
+        epoch=0,
+        deadline_ms=5000,
+    )
+
+
+def _store(
+    out: _Writer,
+    rng: random.Random,
+    keys: tuple[bytes, ...],
+    layout: RankLayout,
+    world: int,
+    job: int,
+) -> None:
+    out.ask(0, PrepareStore(keys=keys))
+    for rank in range(world):
+        out.ask(1 + rank, _job(Store, job, len(keys), layout), "lane")
+    if rng.random() < 0.3:
+        out.ask(1, Cancel(jobs=(job,)), "lane")
+    out.ask(1, Wait(jobs=(job,)), "lane")
+    out.ask(0, CompleteStore(keys=keys, success=rng.random() < 0.9))
+
+
+def _load(
+    out: _Writer,
+    rng: random.Random,
+    keys: tuple[bytes, ...],
+    layout: RankLayout,
+    world: int,
+    job: int,
+) -> None:
+    out.ask(0, PrepareLoad(keys=keys, lease_ms=5000))
+    for rank in range(world):
+        out.ask(1 + rank, _job(Load, job, len(keys), layout), "lane")
+    out.ask(1, Ping(), "lane")
+    if rng.random() < 0.8:
+        out.ask(0, CompleteLoad(lease=LEASE))
