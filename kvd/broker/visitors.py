@@ -2,6 +2,7 @@
 
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterable
 
 import zmq
@@ -91,6 +92,9 @@ class Visitors:
                     name = type(message).__name__
                     text = f"{name} with {len(fds)} descriptors at the door"
                     raise Refused(ErrorCode.BAD_MESSAGE, text)
+                # Whoever sent his own end would be held here after he has gone.
+                if any(stat.S_ISSOCK(os.fstat(fd).st_mode) for fd in fds):
+                    raise Refused(ErrorCode.BAD_MESSAGE, "a socket at the door; it is no memory")
                 effects = self._core.descriptors(session, message.first, message.count, now)
                 self._carry_out(effects)
             alive = visitor.pidfd < 0 or not _readable(visitor.pidfd)

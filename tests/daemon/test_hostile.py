@@ -205,6 +205,15 @@ def test_a_registration_without_descriptors_is_refused(client: RawClient) -> Non
     assert "0 descriptors arrived" in text_of(reply)
 
 
+def test_a_door_that_is_sent_through_itself_holds_nobody_in(client: RawClient) -> None:
+    """A socket is no memory: whoever sends his own end is shown out, and not kept by it."""
+    client.hello()
+    frame = WIRE.encode(Handles(first=0, count=1), 0, client.boot_id, client.token)
+    socket.send_fds(client.door, [frame], [client.door.fileno()])
+    assert client.door.recv(100) == b""
+    assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
+
+
 def test_memory_smaller_than_claimed_is_refused(client: RawClient) -> None:
     """A descriptor whose file is shorter than the layout says is refused with both sizes."""
     client.hello(kind="worker")

@@ -12,10 +12,10 @@ from kvd.link import (
     BindWorker,
     Imported,
     ImportWorker,
-    LanePing,
-    LanePong,
     LaneCounters,
     LaneFailed,
+    LanePing,
+    LanePong,
     LaneReady,
     Released,
     ReleaseWorker,
@@ -260,7 +260,9 @@ class _Play:
         self._pass(int(QUIET_SECONDS))
         for key, count in self.asked.items():
             if self.answers[key] != count:
-                raise Finding(f"request {key} was asked {count}, answered {self.answers[key]} times")
+                raise Finding(
+                    f"request {key} was asked {count}, answered {self.answers[key]} times"
+                )
         status_report(self.broker.state, 1, "fuzz", self.now)
         for actor in list(self.actors):
             self._close(actor)

@@ -14,8 +14,18 @@ import zmq
 
 from kvd_proto.codec import HEADER_BYTES, MAGIC, WIRE
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import Clear, Hello, Message, Ping, Pong, Register, Resume, Status
-from kvd_proto.messages import StatusReport
+from kvd_proto.messages import (
+    TAGS,
+    Clear,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Register,
+    Resume,
+    Status,
+    StatusReport,
+)
 from tests.daemon.serving import Daemon, started_daemons
 from tests.fuzz.neighbour import Neighbour
 from tests.fuzz.raw import PATIENCE_MS, Actor
@@ -153,6 +163,10 @@ class LiveTarget:
             raise Finding(f"the lane is not what it was: {lane}")
         self.alive()
 
+    def jobs(self) -> Counter[str]:
+        """Jobs that have ended, by direction and outcome."""
+        return Counter(self._status()["counters"]["jobs"])
+
     def _quiet(self) -> dict[str, Any]:
         """The status once nobody but this tool and the neighbour is there and holds anything."""
         end = time.monotonic() + QUIET_SECONDS
@@ -187,16 +201,17 @@ class LiveTarget:
 
     def _held(self, status: dict[str, Any]) -> dict[str, int]:
         """Descriptors, mappings and memory of both processes, less what namespaces account for."""
+        broker = Path(f"/proc/{self.daemon.process.pid}")
         lane = Path(f"/proc/{status['lanes'][0]['pid']}")
         slack = 0 if not hasattr(self, "_before") else RSS_SLACK_BYTES
         maps = (lane / "maps").read_text()
         return {
             # A directory is a descriptor and the broker's mapping's own.
-            "descriptors": status["broker"]["open_fds"] - 2 * len(status["namespaces"]),
-            "lane's descriptors": len(list((lane / "fd").iterdir())),
+            "descriptors": _descriptors(broker) - 2 * len(status["namespaces"]),
+            "lane's descriptors": _descriptors(lane),
             "lane's mappings": maps.count("memfd:fuzz"),
-            "memory": max(0, status["broker"]["rss_bytes"] - slack),
-            "lane's memory": max(0, _rss(lane) - slack),
+            "memory": max(0, _memory(broker) - slack),
+            "lane's memory": max(0, _memory(lane) - slack),
         }
 
     def _status(self) -> dict[str, Any]:
@@ -216,12 +231,14 @@ class LiveTarget:
         raise Finding(f"{type(message).__name__} is not answered within {PATIENCE_MS} ms")
 
 
-_REGISTER = next(
-    tag for tag in range(256) if WIRE._types.get(tag) is Register
-).to_bytes(2, "little")
+_REGISTER = next(tag for tag, kind in TAGS.items() if kind is Register).to_bytes(2, "little")
 
 
-def _rss(process: Path) -> int:
+def _descriptors(process: Path) -> int:
+    return len(list((process / "fd").iterdir()))
+
+
+def _memory(process: Path) -> int:
     """Resident memory of its own, without what it shares."""
     found = re.search(r"^RssAnon:\s+(\d+) kB", (process / "status").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0

@@ -7,6 +7,7 @@ and a list of (name, seed), which Hypothesis and the minimiser can make shorter.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 
@@ -104,7 +105,7 @@ def _large(frame: bytes, rng: random.Random) -> bytes:
     kind = rng.randrange(5)
     many = rng.choice([65535, 65536, 65537])
     if kind == 0:
-        body = {"keys": [b"k%d" % i for i in range(many)]}
+        body: dict[str, Any] = {"keys": [b"k%d" % i for i in range(many)]}
     elif kind == 1:
         body = {"keys": [bytes(rng.choice([48, 49]))] * 2000, "jobs": list(range(1000))}
     elif kind == 2:
@@ -132,7 +133,7 @@ def _duplicate(script: Script, rng: random.Random) -> Script:
 def _move(script: Script, rng: random.Random) -> Script:
     here, there = rng.randrange(len(script)), rng.randrange(len(script))
     rest = script[:here] + script[here + 1 :]
-    return rest[:there] + (script[here],) + rest[there:]
+    return (*rest[:there], script[here], *rest[there:])
 
 
 def _splice(script: Script, rng: random.Random) -> Script:

@@ -45,7 +45,7 @@ class Actor:
             self.door.close()
             raise
         self.boot_id, self.token = header.boot_id, header.session
-        self.door.setblocking(False)  # noqa: FBT003  # the socket API's own form
+        self.door.setblocking(False)  # the socket API's own form
 
     def send(self, where: str, parts: list[bytes]) -> bool:
         """Send to the broker or the lane; whether there was a socket to send to."""
@@ -135,9 +135,11 @@ def _open(kind: str, door: socket.socket, stack: ExitStack) -> int:
             stack.enter_context(end)
         return pair[0].fileno()
     if kind == "write-only":
-        file = stack.enter_context(tempfile.NamedTemporaryFile())
-        file.truncate(65536)
-        fd = os.open(file.name, os.O_WRONLY)
+        whole, path = tempfile.mkstemp()
+        stack.callback(os.close, whole)
+        os.ftruncate(whole, 65536)
+        fd = os.open(path, os.O_WRONLY)
+        Path(path).unlink()
     elif kind == "pipe":
         fd, other = os.pipe()
         stack.callback(os.close, other)
