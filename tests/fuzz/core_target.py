@@ -221,7 +221,8 @@ class _Play:
                     pass
 
     def _reply(self, effect: Reply) -> None:
-        self.answers[effect.session, effect.request_id] += 1
+        if effect.session in self.broker.state.registry.sessions:  # nobody else hears it
+            self.answers[effect.session, effect.request_id] += 1
         self.marks.learn(_sent(effect.message))
 
     def _told(self, effect: ToLane) -> None:

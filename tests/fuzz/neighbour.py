@@ -41,13 +41,13 @@ class Neighbour:
 
     def pause(self) -> None:
         """Return when it holds nothing in the daemon: no lease, no job."""
-        self._rests.clear()
         self._may_run.clear()
         if not self._rests.wait(PATIENCE_SECONDS) and not self.error:
             self.error = f"a turn took longer than {PATIENCE_SECONDS} s"
 
     def go_on(self) -> None:
         """After `pause`."""
+        self._rests.clear()
         self._may_run.set()
 
     def _run(self) -> None:

@@ -28,7 +28,7 @@ from tests.fuzz.script import Case, Script
 from tests.fuzz.target import Finding, Target, inputs_of, shorter
 
 FOLDER = Path("build/fuzz")
-BATCH = 40  # scripts between two looks for leaks in the live daemon
+BATCH = 150  # scripts between two looks for leaks in the live daemon
 IN_PROCESS = 6  # scripts for the targets in this process for each one of the daemon's
 PURE_TRIES, LIVE_TRIES = 400, 12
 ENOUGH = 20  # findings, after which a run has shown that it cannot go on

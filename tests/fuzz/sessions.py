@@ -63,7 +63,7 @@ class _Writer:
 
 def random_layout(rng: random.Random) -> RankLayout:
     """One of the kinds of memory that engines have, small."""
-    blocks, factor = rng.choice([4, 8, 16]), rng.choice([1, 1, 2, 4])
+    blocks, factor = rng.choice([17, 32]), rng.choice([1, 1, 2, 4])
     page, tensors = rng.choice([512, 4096, 8192]), rng.choice([1, 2, 3])
     one_storage = rng.random() < 0.3
     refs = tuple(TensorRef(i, page) for i in range(tensors))
@@ -94,10 +94,10 @@ def engine_session(rng: random.Random) -> Script:
     out.enter(0, "scheduler", name)
     for rank in range(world):
         _register(out, rng, rank, world, layout, name, model)
-    keys = tuple(f"key-{model}-{i:02d}".encode() for i in range(12))
     for turn in range(rng.randint(1, 3)):
-        some = tuple(rng.sample(keys, rng.randint(1, 4)))
+        some = tuple(b"key-%08x" % rng.getrandbits(32) for _ in range(rng.randint(1, 4)))
         _store(out, rng, some, layout, world, 10 * turn)
+        out.steps.append(Step(1, "time"))  # until the lane has told the broker
         _load(out, rng, some, layout, world, 10 * turn + 5)
         out.ask(0, rng.choice(_ASIDE))
     if rng.random() < 0.5:
@@ -168,7 +168,7 @@ def _register(
 
 
 def _job(kind: type[Store | Load], number: int, chunks: int, layout: RankLayout) -> Message:
-    blocks = [i % layout.num_blocks for i in range(chunks * layout.blocks_per_chunk)]
+    blocks = range(1, 1 + chunks * layout.blocks_per_chunk)  # block 0 is the null block
     others = [0] * (len(layout.groups) - 1)
     return kind(
         job=number,

@@ -53,6 +53,8 @@ def test_valid_sessions_are_served(runtime_dir: Path) -> None:
     """What is mutated is worth mutating: unchanged, its stores and loads succeed."""
     with LiveTarget(runtime_dir) as live:
         live.neighbour.pause()
+        live.look()
+        live.neighbour.pause()
         before = live.jobs()
         for seed in range(8):
             live.play(engine_session(random.Random(seed)))
