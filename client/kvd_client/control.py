@@ -13,6 +13,7 @@ import os
 import threading
 from typing import Protocol
 
+from kvd_client.arguments import shown
 from kvd_client.errors import UsageError
 
 CONTROL_PAGE_BYTES = 4096
@@ -84,6 +85,8 @@ class Timeline:
     """
 
     def __init__(self, page: ControlPage) -> None:
+        if not isinstance(page, ControlPage):
+            raise UsageError(f"page={shown(page)}: take a worker's own, worker.timeline")
         self._page = page
         self._lock = threading.Lock()
         self._last = 0
@@ -113,12 +116,13 @@ class Timeline:
         """
         if self._signals is not None:
             raise UsageError(
-                f"signal({number!r}): this worker's memory is CUDA memory, where only streams know"
-                " what has finished; call signal_on(stream)"
+                f"signal({shown(number)}): this worker's memory is CUDA memory, where only streams"
+                " know what has finished; call signal_on(stream)"
             )
         if not isinstance(number, int) or not 0 < number <= self._last:
             raise UsageError(
-                f"signal({number!r}): numbers up to {self._last} are reserved; call reserve() first"
+                f"signal({shown(number)}): numbers up to {self._last} are reserved; call reserve()"
+                " first"
             )
         with self._lock:
             self._page.timeline = max(self._page.timeline, number)
@@ -135,7 +139,7 @@ class Timeline:
             CudaError: the driver refuses.
         """
         if not isinstance(stream, int) or stream < 0:
-            raise UsageError(f"stream={stream!r}: the handle of a CUDA stream is needed")
+            raise UsageError(f"stream={shown(stream)}: the handle of a CUDA stream is needed")
         with self._lock:
             if self._signals is None:
                 raise UsageError(

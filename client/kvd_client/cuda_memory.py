@@ -12,6 +12,7 @@ import weakref
 from typing import Self
 
 from kvd_client import cuda_driver
+from kvd_client.arguments import shown, size_of_file, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_proto.devices import cuda_device
 from kvd_proto.messages import IpcHandle, VmmHandle
@@ -49,6 +50,11 @@ class DeviceMemory:
         ipc: bytes = b"",
         fd: int = -1,
     ) -> None:
+        for name, number in (("allocation", allocation), ("nbytes", nbytes), ("fd", fd)):
+            if not isinstance(number, int):
+                raise UsageError(f"{name}={shown(number)}: a whole number; use DeviceMemory.at")
+        if fd >= 0:
+            size_of_file(fd)
         self.ordinal = ordinal
         self.device = device
         self.base = base
@@ -69,10 +75,9 @@ class DeviceMemory:
             UnsupportedMemory: memory that no other process can be given, or no CUDA driver.
             CudaError: the driver refuses; the address is no device memory of this process.
         """
-        if not isinstance(address, int) or address <= 0:
-            raise UsageError(f"address={address!r}: a device pointer is needed")
-        if not isinstance(nbytes, int) or nbytes <= 0:
-            raise UsageError(f"nbytes={nbytes!r}: a number of bytes above 0 is needed")
+        if not isinstance(address, int) or not 0 < address < 2**64:
+            raise UsageError(f"address={shown(address)}: a device pointer is needed")
+        whole("nbytes", nbytes, 1)
         ordinal = cuda_driver.device_of(address)
         device = cuda_device(cuda_driver.uuid_of(ordinal), mig=cuda_driver.is_mig(ordinal))
         context = cuda_driver.PrimaryContext(ordinal)
@@ -99,7 +104,13 @@ class DeviceMemory:
         return self.base
 
     def duplicate(self) -> "DeviceMemory":
-        """The same storage with a descriptor of its own."""
+        """The same storage with a descriptor of its own.
+
+        Raises:
+            UsageError: closed.
+        """
+        if self.closed:
+            raise UsageError(f"{self!r}: make it anew with DeviceMemory.at")
         return DeviceMemory(
             ordinal=self.ordinal,
             device=self.device,

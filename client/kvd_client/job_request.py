@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
+from kvd_client.arguments import shown
 from kvd_client.errors import UsageError
 from kvd_proto.arrays import DType, IntArray
 from kvd_proto.errors import ProtoError
@@ -37,8 +38,6 @@ def job_request(
     Raises:
         UsageError: values that are no whole numbers, or arrays that do not fit each other.
     """
-    if not isinstance(job_id, int) or not 0 <= job_id < 2**63:
-        raise UsageError(f"job_id={job_id!r}: a number from 0 on is needed")
     blocks = _array("block_ids", block_ids, "u4")
     sizes = _array("group_sizes", group_sizes, "u4")
     indices = _array("block_indices", block_indices, "u4")
@@ -80,4 +79,4 @@ def _array(name: str, values: Integers, dtype: DType) -> IntArray:
     try:
         return IntArray.of(values, dtype)
     except (ProtoError, TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"{name}={values!r}: whole numbers are needed: {error}") from error
+        raise UsageError(f"{name}={shown(values)}: whole numbers are needed: {error}") from error

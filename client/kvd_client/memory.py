@@ -1,5 +1,6 @@
 """Host memory that another process can map: by descriptor, without a name."""
 
+import math
 import mmap
 import os
 import weakref
@@ -8,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvd_client.arguments import collection, shown, size_of_file, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_proto.devices import HOST
 from kvd_proto.messages import HostHandle
@@ -23,6 +25,7 @@ class HostMemory:
         array: the storage as u8[nbytes] in this process, where numpy made it.
 
     Raises:
+        UsageError: no open descriptor, no numbers, or an array of another size.
         UnsupportedMemory: the file is smaller than offset + nbytes.
     """
 
@@ -31,10 +34,15 @@ class HostMemory:
     def __init__(
         self, fd: int, nbytes: int, offset: int = 0, array: npt.NDArray[np.uint8] | None = None
     ) -> None:
-        have = os.fstat(fd).st_size
+        for name, number in (("fd", fd), ("nbytes", nbytes), ("offset", offset)):
+            if not isinstance(number, int):
+                raise UsageError(f"{name}={shown(number)}: a whole number is needed")
+        if array is not None and not (isinstance(array, np.ndarray) and array.nbytes == nbytes):
+            raise UsageError(f"array={shown(array)}: u8[{nbytes}] is needed, or None")
+        have = size_of_file(fd)
         if offset < 0 or nbytes <= 0 or have < offset + nbytes:
             raise UnsupportedMemory(
-                f"{nbytes} bytes from offset {offset} do not lie inside a file of {have} bytes"
+                f"nbytes={nbytes} from offset={offset} do not lie inside a file of {have} bytes"
             )
         self.fd = fd
         self._closing = weakref.finalize(self, os.close, fd)
@@ -51,14 +59,14 @@ class HostMemory:
             UnsupportedMemory: the system has no room for it.
         """
         if not isinstance(nbytes, int) or nbytes <= 0:
-            raise UsageError(f"nbytes={nbytes!r}: a number of bytes above 0 is needed")
+            raise UsageError(f"nbytes={shown(nbytes)}: a number of bytes above 0 is needed")
         fd = os.memfd_create("kvd-memory", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
             array = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             os.close(fd)
-            raise UnsupportedMemory(f"{nbytes} bytes cannot be allocated: {error}") from error
+            raise UnsupportedMemory(f"nbytes={nbytes} cannot be allocated: {error}") from error
         return cls(fd, nbytes, array=array)
 
     def part(self, offset: int, nbytes: int) -> "HostMemory":
@@ -67,8 +75,13 @@ class HostMemory:
         Raises:
             UsageError: outside this memory; or closed.
         """
-        if self.fd < 0 or offset < 0 or nbytes <= 0 or offset + nbytes > self.nbytes:
-            raise UsageError(f"bytes {offset}..{offset + nbytes} of {self!r} are not there")
+        whole("offset", offset, 0)
+        whole("nbytes", nbytes, 1)
+        if self.fd < 0 or offset + nbytes > self.nbytes:
+            raise UsageError(
+                f"offset={offset}, nbytes={nbytes}: bytes {offset}..{offset + nbytes} of {self!r}"
+                " are not there"
+            )
         array = None if self._array is None else self._array[offset : offset + nbytes]
         return HostMemory(os.dup(self.fd), nbytes, self.offset + offset, array)
 
@@ -79,7 +92,13 @@ class HostMemory:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Equal for parts of one file."""
+        """Equal for parts of one file.
+
+        Raises:
+            UsageError: closed.
+        """
+        if self.fd < 0:
+            raise UsageError(f"{self!r}: allocate new memory")
         status = os.fstat(self.fd)
         return status.st_dev, status.st_ino
 
@@ -108,11 +127,19 @@ class HostMemory:
         Raises:
             UsageError: that does not fit.
         """
-        kind = np.dtype(dtype)
-        items = int(np.prod(shape, dtype=np.int64))
-        if min(shape, default=0) < 0 or items * kind.itemsize > self.nbytes:
-            raise UsageError(f"{kind}{list(shape)} does not fit {self.nbytes} bytes")
-        return self.array[: items * kind.itemsize].view(kind).reshape(shape)
+        try:
+            kind = np.dtype(dtype)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"dtype={shown(dtype)}: a dtype of numpy is needed") from error
+        sizes = collection("shape", shape, "sizes")
+        if kind.hasobject or not kind.itemsize:
+            raise UsageError(f"dtype={kind}: one whose items are plain bytes is needed")
+        for size in sizes:
+            whole("shape", size, 0)
+        items = math.prod(sizes)
+        if items * kind.itemsize > self.nbytes:
+            raise UsageError(f"{kind}{list(sizes)} does not fit {self.nbytes} bytes")
+        return self.array[: items * kind.itemsize].view(kind).reshape(sizes)
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays mapped. May be called again."""

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvd_client.arguments import collection, declared, shown
 from kvd_client.control import ControlPage
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.door import MAX_FDS
 from kvd_client.errors import UsageError
 from kvd_client.memory import HostMemory
+from kvd_proto.codec import WIRE
 from kvd_proto.devices import means_device
-from kvd_proto.errors import LayoutError
+from kvd_proto.errors import LayoutError, ProtoError
 from kvd_proto.layout import RankLayout, validate_layout
 from kvd_proto.messages import Error, Fingerprint, Handle, Register
 
@@ -57,13 +59,12 @@ def wanted_registration(
     Raises:
         UsageError: memory that is not that of the layout, or a layout that cannot be meant.
     """
-    if not isinstance(layout, RankLayout):
-        raise UsageError(f"layout={layout!r}: a RankLayout is needed")
-    if not isinstance(fingerprint, Fingerprint):
-        raise UsageError(f"fingerprint={fingerprint!r}: a Fingerprint is needed")
+    layout = declared("layout", layout, RankLayout)
+    fingerprint = declared("fingerprint", fingerprint, Fingerprint)
+    memory = collection("memory", memory, "memories")
     if len(memory) != len(layout.storages):
         raise UsageError(
-            f"{len(memory)} memories for {len(layout.storages)} storages of the layout;"
+            f"memory has {len(memory)} items, the layout {len(layout.storages)} storages;"
             " give one for each, in the layout's order"
         )
     try:
@@ -99,18 +100,31 @@ def wanted_registration(
         handles=tuple(handles),
         temporary=temporary,
     )
+    try:  # the keeper sends it, later and more than once, and has nobody to tell
+        WIRE.decode(WIRE.encode(message))
+    except (ProtoError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(
+            f"rank {rank}, stage={shown(stage)}, temporary={shown(temporary)}: this cannot be"
+            f" registered: {error}"
+        ) from error
     return Wanted(message, control, tuple(kept))
 
 
 def _one_device(memory: Sequence[Memory], device: str | None) -> str:
     for index, part in enumerate(memory):
         if not isinstance(part, (HostMemory, DeviceMemory)) or part.closed:
-            raise UsageError(f"memory[{index}]={part!r}: open HostMemory or DeviceMemory is needed")
+            raise UsageError(
+                f"memory[{index}]={shown(part)}: open HostMemory or DeviceMemory is needed"
+            )
         if part.device != memory[0].device:
             raise UsageError(
                 f"memory[{index}] is on {part.device}, memory[0] on {memory[0].device}: the memory"
                 " of one worker is on one device"
             )
-    if device is not None and not means_device(device, memory[0].device):
-        raise UsageError(f"device={device!r} for memory on {memory[0].device}; leave device out")
+    if device is not None and not (
+        isinstance(device, str) and means_device(device, memory[0].device)
+    ):
+        raise UsageError(
+            f"device={shown(device)} for memory on {memory[0].device}; leave device out"
+        )
     return memory[0].device

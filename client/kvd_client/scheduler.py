@@ -5,13 +5,14 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.door import Notice
 from kvd_client.errors import UsageError
 from kvd_client.lookup_counts import LookupCounts
@@ -42,6 +43,7 @@ from kvd_proto.messages import (
 )
 
 MAX_LEASE_SECONDS = 600.0
+MAX_TOKENS = 2**48  # of one request; totals have room for tens of thousands of such
 _ANSWERS = {int(answer): answer for answer in StoreAnswer}
 _MISS, _HIT = LookupResult.MISS, LookupResult.HIT
 M = TypeVar("M", bound=Message)
@@ -90,7 +92,7 @@ class Scheduler:
         self._attachment: Attachment | None = None
         # Swapped on attaching, detaching, silence, loss, close and fork: a lookup tests nothing.
         self._find: Callable[[bytes], LookupResult] = self._find_nothing
-        self._counts_tokens = counts_tokens
+        self._counts_tokens = flag("counts_tokens", counts_tokens)
         self._counts = LookupCounts(tokens=counts_tokens)
         self._session = Session(
             runtime_dir,
@@ -127,6 +129,8 @@ class Scheduler:
         Raises:
             UsageError: as `lookup`.
         """
+        if keys.__class__ is not list and keys.__class__ is not tuple:
+            keys = collection("keys", keys, "keys")
         for key in keys:
             _check_key(key)
         found = list(map(self._find, keys))
@@ -142,8 +146,12 @@ class Scheduler:
         Raises:
             UsageError: figures below zero, or more found than asked for.
         """
-        if not 0 <= found <= asked:
-            raise UsageError(f"asked={asked}, found={found}: 0 <= found <= asked is needed")
+        numbers = isinstance(asked, int) and isinstance(found, int)
+        if not numbers or not 0 <= found <= asked <= MAX_TOKENS:
+            raise UsageError(
+                f"asked={shown(asked)}, found={shown(found)}: whole numbers are needed,"
+                f" 0 <= found <= asked <= {MAX_TOKENS}"
+            )
         self._counts.tokens += asked
         self._counts.hit_tokens += found
 
@@ -191,7 +199,7 @@ class Scheduler:
         Raises:
             UsageError: keys that cannot be meant; or closed.
         """
-        message = CompleteStore(keys=_keys(keys), success=bool(success))
+        message = CompleteStore(keys=_keys(keys), success=flag("success", success))
         reply = self._ask(message, StoreCompleted)
         if reply is None:
             return StoreSummary()
@@ -211,7 +219,7 @@ class Scheduler:
             or not 0 < lease_seconds <= MAX_LEASE_SECONDS
         ):
             raise UsageError(
-                f"lease_seconds={lease_seconds!r}: above 0 and at most {MAX_LEASE_SECONDS:g}"
+                f"lease_seconds={shown(lease_seconds)}: above 0 and at most {MAX_LEASE_SECONDS:g}"
             )
         lease_ms = max(1, round(lease_seconds * 1000))
         reply = self._ask(PrepareLoad(keys=wanted, lease_ms=lease_ms), LoadPrepared)
@@ -240,7 +248,8 @@ class Scheduler:
             UsageError: not a LoadTicket; or closed.
         """
         if not isinstance(ticket, LoadTicket):
-            raise UsageError(f"ticket={ticket!r}: pass what prepare_load returned")
+            raise UsageError(f"ticket={shown(ticket)}: pass what prepare_load returned")
+        whole("ticket.lease", ticket.lease, 0)
         self._session.check_open()
         if ticket.lease:
             self._session.request(CompleteLoad(lease=ticket.lease))
@@ -311,8 +320,9 @@ class Scheduler:
             UsageError: closed.
         """
         self._session.check_open()
+        patience = seconds("timeout", timeout)
         with self._changed:
-            self._changed.wait_for(lambda: self.attached or self._session.closed, timeout)
+            self._changed.wait_for(lambda: self.attached or self._session.closed, patience)
         return self.attached
 
     def close(self) -> None:
@@ -418,7 +428,7 @@ def _map(message: Attached, notice: Notice) -> Attachment | None:
 
 def _check_key(key: object) -> None:
     if not isinstance(key, bytes):
-        raise UsageError(f"key={key!r}: bytes are needed, not {type(key).__name__}")
+        raise UsageError(f"key={shown(key)}: bytes are needed, not {type(key).__name__}")
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise UsageError(
             f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} are possible; hash longer ones"
@@ -426,9 +436,7 @@ def _check_key(key: object) -> None:
 
 
 def _keys(keys: object) -> tuple[bytes, ...]:
-    if isinstance(keys, (bytes, bytearray, memoryview, str)) or not isinstance(keys, Iterable):
-        raise UsageError(f"keys={keys!r}: a collection of keys is needed, such as [key]")
-    wanted = tuple(keys)
+    wanted = collection("keys", keys, "keys")
     if len(wanted) > MAX_KEYS:
         raise UsageError(f"{len(wanted)} keys in one call: {MAX_KEYS} at most; split the call")
     for key in wanted:

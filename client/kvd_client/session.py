@@ -21,6 +21,7 @@ from typing import Protocol
 
 import zmq
 
+from kvd_client.arguments import shown
 from kvd_client.connection import Connection, greeting_hello, socket_path
 from kvd_client.door import Notice
 from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
@@ -87,16 +88,18 @@ class Session:
         deadline: float = 1.0,
         news: Callable[[], Message | None] | None = None,
     ) -> None:
-        if not isinstance(engine, str) or not 1 <= len(engine) <= MAX_ENGINE_NAME:
+        if (
+            not isinstance(engine, str)
+            or not 1 <= len(engine) <= MAX_ENGINE_NAME
+            or not _is_text(engine)
+        ):
             raise UsageError(
-                f"engine={engine!r}: a name of 1 to {MAX_ENGINE_NAME} characters is needed,"
+                f"engine={shown(engine)}: a name of 1 to {MAX_ENGINE_NAME} characters is needed,"
                 " the same for the scheduler and all workers of one engine"
             )
         if not isinstance(deadline, (int, float)) or not 0 < deadline <= 3600:
-            raise UsageError(f"deadline={deadline!r}: seconds above 0 are needed, such as 1.0")
-        if not isinstance(runtime_dir, (str, os.PathLike)):
-            raise UsageError(f"runtime_dir={runtime_dir!r}: the path of a directory is needed")
-        self.runtime_dir = Path(runtime_dir)
+            raise UsageError(f"deadline={shown(deadline)}: seconds above 0 are needed, such as 1.0")
+        self.runtime_dir = _directory(runtime_dir)
         socket_path(self.runtime_dir, "broker.sock")
         self.engine = engine
         self.deadline = float(deadline)
@@ -361,6 +364,24 @@ class Session:
         connection = self._connection
         state = self._closed or ("silent" if self._silent else connection) or "no daemon"
         return f"<Session {self.engine!r} at {self.runtime_dir}: {state}>"
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be sent: half a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _directory(path: object) -> Path:
+    if isinstance(path, (str, os.PathLike)):
+        with contextlib.suppress(TypeError, ValueError):
+            found = Path(path)
+            if b"\0" not in os.fsencode(found):
+                return found
+    raise UsageError(f"runtime_dir={shown(path)}: the path of a directory is needed, as text")
 
 
 _LEVELS = {

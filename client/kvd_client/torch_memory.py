@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvd_client.arguments import collection, shown, whole
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_client.memory import HostMemory
@@ -81,7 +82,11 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
             or CUDA memory that no other process can map.
         CudaError: the CUDA driver refuses.
     """
-    given = [t if isinstance(t, BlockTensor) else BlockTensor(t) for t in tensors]
+    passed: object = tensors
+    if isinstance(passed, torch.Tensor):  # which would be taken for a sequence of its rows
+        raise UsageError(f"tensors has shape {tuple(passed.shape)}: give a list of tensors")
+    several = collection("tensors", passed, "tensors")
+    given = [t if isinstance(t, BlockTensor) else BlockTensor(t) for t in several]
     if not given:
         raise UsageError("no tensors: give the engine's KV-cache tensors")
     numbers: dict[int, int] = {}
@@ -133,9 +138,21 @@ def _check(name: str, item: BlockTensor) -> None:
         )
     if not tensor.numel():
         raise UsageError(f"{name} of shape {tuple(tensor.shape)} is empty")
-    if not -tensor.dim() <= item.block_dim < tensor.dim():
+    if not (isinstance(item.block_dim, int) and -tensor.dim() <= item.block_dim < tensor.dim()):
         raise UsageError(
-            f"{name}: block_dim={item.block_dim} of a tensor of {tensor.dim()} dimensions"
+            f"{name}: block_dim={shown(item.block_dim)} of a tensor of {tensor.dim()} dimensions"
+        )
+
+    for what, number in (("page_bytes", item.page_bytes), ("block_stride", item.block_stride)):
+        if number is not None:
+            whole(f"{name}: {what}", number, 1)
+    ends = tensor.storage_offset() + 1
+    ends += sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    have = tensor.untyped_storage().nbytes()
+    if ends * tensor.element_size() > have:
+        raise UsageError(
+            f"{name} of shape {tuple(tensor.shape)} has a storage of {have} bytes only: its memory"
+            " was freed or resized; share tensors while they are in use"
         )
 
 

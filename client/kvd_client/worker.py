@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.control import ControlPage, Timeline
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.door import Notice
@@ -72,16 +73,17 @@ class Worker:
         job_timeout: float = 30.0,
     ) -> None:
         if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
-            raise UsageError(f"world_size={world_size!r}: 1 to {MAX_RANKS} ranks are possible")
+            raise UsageError(f"world_size={shown(world_size)}: 1 to {MAX_RANKS} ranks are possible")
         if not isinstance(rank, int) or not 0 <= rank < world_size:
-            raise UsageError(f"rank={rank!r} in a world of {world_size}: ranks count from 0")
+            raise UsageError(f"rank={shown(rank)} in a world of {world_size}: ranks count from 0")
         if not isinstance(job_timeout, (int, float)) or not 0 < job_timeout <= MAX_JOB_SECONDS:
             raise UsageError(
-                f"job_timeout={job_timeout!r}: seconds above 0, at most {MAX_JOB_SECONDS:g}"
+                f"job_timeout={shown(job_timeout)}: seconds above 0, at most {MAX_JOB_SECONDS:g}"
             )
         self.rank = rank
         self.world_size = world_size
         self.job_timeout = float(job_timeout)
+        self._session = Session(runtime_dir, "worker", engine, self, deadline=deadline)
         self._control = ControlPage()
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
@@ -90,7 +92,6 @@ class Worker:
         self._registered = False
         self._attached = False
         self._refused = ""
-        self._session = Session(runtime_dir, "worker", engine, self, deadline=deadline)
         self._session.start()
 
     # ----------------------------------------------------------- registration
@@ -142,9 +143,10 @@ class Worker:
             world_size=self.world_size,
             device=device,
             stage=stage,
-            temporary=temporary,
+            temporary=flag("temporary", temporary),
         )
-        end = time.monotonic() + timeout
+        required = flag("required", required)
+        end = time.monotonic() + seconds("timeout", timeout)
         with self._changed:
             if self._wanted is not None:
                 raise UsageError("this worker is registered already; close it and make a new one")
@@ -197,9 +199,10 @@ class Worker:
             UsageError: closed.
         """
         self._session.check_open()
+        patience = seconds("timeout", timeout)
         with self._changed:
             self._changed.wait_for(
-                lambda: (self._attached and self._ready) or self._session.closed, timeout
+                lambda: (self._attached and self._ready) or self._session.closed, patience
             )
             return self._attached and self._ready
 
@@ -295,19 +298,19 @@ class Worker:
             Loads that have not ended, whose blocks must not be touched yet; empty as a rule.
 
         Raises:
-            UsageError: closed.
+            UsageError: no numbers of jobs, no seconds; or closed.
         """
         self._session.check_open()
-        return self._jobs.wait(job_ids, timeout)
+        return self._jobs.wait(_jobs(job_ids), seconds("timeout", timeout))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """Ask the lane to stop these jobs; each is still reported when it has ended.
 
         Raises:
-            UsageError: closed.
+            UsageError: no numbers of jobs; or closed.
         """
         self._session.check_open()
-        self._jobs.cancel(job_ids)
+        self._jobs.cancel(_jobs(job_ids))
 
     @property
     def unfinished(self) -> int:
@@ -361,11 +364,14 @@ class Worker:
         generations: Integers,
     ) -> bool:
         self._session.check_open()
+        whole("job_id", job_id, 0)
         if after is not None and not (
-            isinstance(after, int) and 0 <= after <= self.timeline.reserved
+            isinstance(after, int)
+            and not isinstance(after, bool)
+            and 0 <= after <= self.timeline.reserved
         ):
             raise UsageError(
-                f"after={after!r}: numbers up to {self.timeline.reserved} are reserved;"
+                f"after={shown(after)}: numbers up to {self.timeline.reserved} are reserved;"
                 " take one from timeline.reserve(), or None"
             )
         wanted = self._wanted
@@ -461,3 +467,16 @@ class Worker:
                     log.warning("registration refused, tried again later: %s", reply.text)
             self._changed.notify_all()
             return self._registered
+
+
+def _jobs(job_ids: Iterable[int]) -> frozenset[int]:
+    """The jobs' numbers.
+
+    Raises:
+        UsageError: no collection, or of something else than numbers.
+    """
+    numbers = collection("job_ids", job_ids, "job numbers")
+    for number in numbers:
+        if not isinstance(number, int):
+            raise UsageError(f"job_ids has {shown(number)}: numbers of jobs are needed")
+    return frozenset(numbers)

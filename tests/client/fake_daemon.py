@@ -288,7 +288,10 @@ class FakeDaemon:
 
     def _hear(self, fd: int) -> None:
         visitor = self.visitors[fd]
-        frame, fds, _, _ = socket.recv_fds(visitor.sock, 2**16, 250)
+        try:
+            frame, fds, _, _ = socket.recv_fds(visitor.sock, 2**16, 250)
+        except ConnectionResetError:  # it has left without reading all
+            frame, fds = b"", []
         if not frame:
             del self.visitors[fd]
             visitor.sock.close()

@@ -363,7 +363,7 @@ def test_wrong_registrations_raise(runtime_dir: Path, memory: HostMemory) -> Non
     with pytest.raises(UsageError, match="job_timeout"):
         Worker(runtime_dir, "e", 0, 1, job_timeout=0)
     with Worker(runtime_dir, "e", 0, 1) as worker:
-        with pytest.raises(UsageError, match="0 memories for 1"):
+        with pytest.raises(UsageError, match="memory has 0 items, the layout 1"):
             worker.register([], LAYOUT, FINGERPRINT)
         with pytest.raises(UsageError, match="HostMemory"):
             worker.register([np.zeros(4096)], LAYOUT, FINGERPRINT)  # type: ignore[list-item]

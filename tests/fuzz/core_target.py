@@ -27,7 +27,7 @@ from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import NO_ID, WIRE
-from kvd_proto.errors import DecodeError
+from kvd_proto.errors import DecodeError, ProtoError
 from kvd_proto.messages import Handles, Message, Store
 from tests.fuzz.script import Marks, Script, Step
 from tests.fuzz.target import Finding
@@ -284,6 +284,9 @@ def _sent(message: Message) -> Message:
     """The message as the other side gets it.
 
     Raises:
-        DecodeError: it is none that the other side would take.
+        Finding: it is none that the other side would take.
     """
-    return WIRE.decode(WIRE.encode(message))[1]
+    try:
+        return WIRE.decode(WIRE.encode(message))[1]
+    except ProtoError as error:
+        raise Finding(f"a {type(message).__name__} that cannot be read: {error}") from error
