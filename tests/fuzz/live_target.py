@@ -58,6 +58,14 @@ class LiveTarget:
         self._log_read = 0
 
     def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def _begin(self) -> None:
         start = self._stack.enter_context(started_daemons(self._runtime_dir))
         self.daemon: Daemon = start("--log-level", "warning", cpu_bytes=POOL)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -71,9 +79,9 @@ class LiveTarget:
         self.neighbour = self._stack.enter_context(Neighbour(self._runtime_dir))
         self._lane = self._status()["lanes"][0]["pid"]
         self.neighbour.pause()
+        self._before: dict[str, int] | None = None
         self._before = self._held(self._quiet())
         self.neighbour.go_on()
-        return self
 
     def __exit__(
         self,
@@ -204,16 +212,16 @@ class LiveTarget:
             "in flight": lane["bytes_in_flight"],
             "workers": lane["workers"] - 1,
         }
-        held, before = self._held(status), getattr(self, "_before", None)
-        if before is not None:
-            figures |= {name: max(0, held[name] - before[name]) for name in held}
+        if self._before is not None:
+            held = self._held(status)
+            figures |= {name: max(0, held[name] - self._before[name]) for name in held}
         return {name: value for name, value in figures.items() if value}
 
     def _held(self, status: dict[str, Any]) -> dict[str, int]:
         """Descriptors, mappings and memory of both processes, less what namespaces account for."""
         broker = Path(f"/proc/{self.daemon.process.pid}")
         lane = Path(f"/proc/{status['lanes'][0]['pid']}")
-        slack = 0 if not hasattr(self, "_before") else RSS_SLACK_BYTES
+        slack = 0 if self._before is None else RSS_SLACK_BYTES
         maps = (lane / "maps").read_text()
         return {
             # A directory is a descriptor and the broker's mapping's own.

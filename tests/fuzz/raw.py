@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ class Actor:
         self.token = b""
         self._context = context
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._owed: Counter[tuple[str, int]] = Counter()  # replies, by socket and request id
         self._endpoints = {"broker": f"ipc://{runtime_dir / 'broker.sock'}"}
         self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.door.settimeout(PATIENCE_MS / 1000)
@@ -54,6 +56,8 @@ class Actor:
             return False
         with contextlib.suppress(zmq.Again):
             sock.send_multipart(parts, zmq.NOBLOCK)
+            with contextlib.suppress(DecodeError):
+                self._owed[where, WIRE.decode_header(parts[-1]).request_id] += 1
             return True
         return False
 
@@ -61,7 +65,7 @@ class Actor:
         """The next reply from there.
 
         Raises:
-            Finding: it is no message, or it says that there is a bug.
+            Finding: it is no message, nobody has asked, or it says that there is a bug.
         """
         sock = self._sockets.get(where)
         if sock is None or not sock.poll(wait_ms):
@@ -73,6 +77,9 @@ class Actor:
             raise Finding(f"an unreadable reply from the {where}: {error}") from error
         if isinstance(message, Error) and message.code is ErrorCode.INTERNAL:
             raise Finding(f"the {where} says: {message.text}")
+        self._owed[where, header.request_id] -= 1
+        if self._owed[where, header.request_id] < 0:
+            raise Finding(f"an answer of the {where} too many: {header}, {message}")
         return header, message
 
     def say(self, frame: bytes, fds: tuple[str, ...]) -> None:

@@ -2,11 +2,14 @@
 
 import random
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.core.sessions import Registry
+from kvd.state.chunks import ChunkTable
 from kvd_proto.messages import REPLY_OF, TAGS, Handles
 from tests.fuzz.codec_target import CodecTarget
 from tests.fuzz.core_target import CoreTarget
@@ -21,7 +24,7 @@ CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 SEEDS = st.integers(0, 2**32)
 COMMON = st.tuples(st.sampled_from(sorted(set(CHANGES) - {"large"})), SEEDS)
 SHORT = settings(derandomize=True, database=None, max_examples=150)
-LIVE_SCRIPTS = 60
+LIVE_SCRIPTS = 40
 
 
 @SHORT
@@ -96,6 +99,33 @@ def test_a_finding_is_made_shorter() -> None:
 
     script = tuple(Step(number, "time") for number in range(40))
     assert [step.actor for step in shorter(script, Pair(), 200)] == [3, 17]
+
+
+def _raises(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted", "leak"),
+    [
+        (ChunkTable, "touch", _raises, False),
+        (ChunkTable, "drop_owner", lambda *_: [], True),
+        (Registry, "remove", lambda *_: None, True),
+    ],
+)
+def test_planted_faults_are_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, planted: object, leak: bool
+) -> None:
+    """A handler that raises is a crash; what is not given back is a leak."""
+    monkeypatch.setattr(owner, name, planted)
+    found = []
+    for seed in range(60):
+        try:
+            CoreTarget().play(random_script(random.Random(seed)))
+        except Finding as finding:
+            found.append(finding)
+    assert found
+    assert any(finding.leak for finding in found) == leak
 
 
 def test_every_request_is_generated() -> None:
