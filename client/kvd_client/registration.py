@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvd_client.arguments import collection, declared, shown
+from kvd_client.arguments import declared, shown
 from kvd_client.control import ControlPage
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.door import MAX_FDS
@@ -61,7 +61,6 @@ def wanted_registration(
     """
     layout = declared("layout", layout, RankLayout)
     fingerprint = declared("fingerprint", fingerprint, Fingerprint)
-    memory = collection("memory", memory, "memories")
     if len(memory) != len(layout.storages):
         raise UsageError(
             f"memory has {len(memory)} items, the layout {len(layout.storages)} storages;"

@@ -134,6 +134,7 @@ class Worker:
             CudaError: the memory is CUDA memory, and its streams cannot be made to signal.
         """
         self._session.check_open()
+        memory = collection("memory", memory, "memories")
         wanted = wanted_registration(
             self._control,
             memory,
