@@ -1,6 +1,7 @@
 """What all tests share: daemons that are always ended."""
 
 import importlib.util
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ pytest_plugins = ["tests.fakecuda.plugin"]
 
 # The engine has an environment of its own: make test-vllm.
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+
+# A shell ignores Ctrl-C in what it runs in the background, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("kvd", deadline=None, max_examples=60)
 settings.load_profile("kvd")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import Metric
 
 from kvd.http.families import Report, counter, gauge, histogram
+from kvd_proto.messages import JobStatus
 
 WAYS = ("store", "load")
 
@@ -77,10 +78,10 @@ def _jobs(lanes: Sequence[Report]) -> Iterator[Metric]:
     yield counter(
         "kvd_jobs_total",
         "Jobs that have ended, by how.",
-        [
-            ((lane["device"], *outcome.split("_", 1)), count)
-            for lane in lanes
-            for outcome, count in lane["counters"]["jobs"].items()
+        [  # every outcome from the start, so that the first of its kind is a rise
+            ((*where, outcome.value), counters["jobs"].get(f"{where[1]}_{outcome}", 0))
+            for where, counters, _ in ways
+            for outcome in JobStatus
         ],
         [*labels, "outcome"],
     )
