@@ -3,14 +3,16 @@
 import random
 from itertools import count
 
+from msgspec.structs import fields
+
 from kvd_proto.arrays import IntArray
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
+    REPLY_OF,
     Cancel,
     Clear,
     CompleteLoad,
     CompleteStore,
-    Drain,
     EvictOlderThan,
     Fingerprint,
     Handles,
@@ -24,10 +26,8 @@ from kvd_proto.messages import (
     PrepareLoad,
     PrepareStore,
     Register,
-    ReloadConfig,
     Reset,
     Resume,
-    ShowConfig,
     Status,
     Store,
     Touch,
@@ -130,14 +130,11 @@ _ASIDE: list[Message] = [
     Reset(),
 ]
 _ORDERS: list[Message] = [
-    Status(),
-    Drain(),
-    Clear(),
+    # All that need no field, whoever may send them.
+    *(kind() for kind in REPLY_OF if not any(field.required for field in fields(kind))),
     Clear(namespace=NAMESPACE),
     EvictOlderThan(seconds=3600.0),
     EvictOlderThan(seconds=0.0, namespace=NAMESPACE),
-    ReloadConfig(),
-    ShowConfig(),
 ]
 
 
