@@ -138,9 +138,7 @@ class Registration:
         except Refused as refusal:
             return [
                 ToLane(pending.message.device, ReleaseWorker(session=session.number)),
-                Reply(
-                    session.number, pending.request_id, Error.of(refusal.code, str(refusal))
-                ),
+                Reply(session.number, pending.request_id, Error.of(refusal.code, str(refusal))),
                 *self._forget_descriptors(session),
             ]
         session.machine.fire(SessionEvent.REGISTER)
