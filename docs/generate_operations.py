@@ -115,7 +115,7 @@ def session(root: Path) -> str:
             real = re.sub(r"(?<![\w/.])/(opt|etc|run|var|tmp)\b", rf"{root}/\1", step)
             shell.stdin.write(f"{real}\necho {DONE}$?\n")
             shell.stdin.flush()
-            lines = []
+            lines: list[str] = []
             while not (line := shell.stdout.readline()).startswith(DONE):
                 if not line:
                     raise SystemExit(f"the shell ended at: {step}\n{''.join(lines)}")
