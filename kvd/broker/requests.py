@@ -1,5 +1,6 @@
 """The request socket: frames in, exactly one reply each out."""
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvd_proto.messages import Error, ErrorCode, Message
 
 log = logging.getLogger("kvd.broker")
 _BATCH = 64
+HANDSHAKE_MS = 5000  # whoever says nothing that makes sense for so long is disconnected
 
 
 class Requests:
@@ -33,11 +35,20 @@ class Requests:
         self.socket.maxmsgsize = MAX_MESSAGE_BYTES
         self.socket.sndhwm = 4096
         self.socket.rcvhwm = 4096
+        self.socket.handshake_ivl = HANDSHAKE_MS
         self.socket.bind(f"ipc://{path}")
         path.chmod(0o660)
+        # libzmq accepts by itself: this tells that it has.
+        self.arrivals = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
         self._core = core
         self._visitors = visitors
         self.dropped = 0
+
+    def hear_arrivals(self) -> None:
+        """Take in what is told of new connections."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.arrivals.recv_multipart(zmq.NOBLOCK)
 
     def receive(self, now: float) -> Iterator[list[Effect]]:
         """Serve what has arrived, a batch at most; the effects of each request."""
@@ -126,6 +137,8 @@ class Requests:
 
     def close(self) -> None:
         """Close the socket and its context."""
+        self.socket.disable_monitor()
+        self.arrivals.close(0)
         self.socket.close(0)
         self._context.term()
 

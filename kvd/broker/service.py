@@ -51,6 +51,7 @@ from kvd.core.effects import (
 )
 from kvd.errors import PoolError
 from kvd.filling import FillOrder
+from kvd.gate import Gate
 from kvd.state.namespaces import Keeping, Namespaces
 from kvd_proto.devices import HOST
 from kvd_proto.sizes import format_size
@@ -58,6 +59,10 @@ from kvd_proto.sizes import format_size
 log = logging.getLogger("kvd.broker")
 TICK_SECONDS = 0.25
 HELD_UP_SECONDS = 0.01
+_NO_DESCRIPTORS = (
+    "hardly any file descriptors are left, nobody new is let in: raise LimitNOFILE (ulimit -n),"
+    " or end engines that are not needed"
+)
 DEVICES = (HOST,)
 
 
@@ -111,8 +116,10 @@ class Service:
         self._door = Door(self._runtime.door_socket)
         self._visitors = Visitors(self._door, self.core, self._poller, self._carry_out)
         self._requests = Requests(self._runtime.broker_socket, self.core, self._visitors.open)
+        self._gate = Gate(self._runtime.broker_socket)
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._poller.register(self._requests.socket, zmq.POLLIN)
+        for heard in (self._requests.socket, self._requests.arrivals):
+            self._poller.register(heard, zmq.POLLIN)
         for fd in (self._door.fileno(), self._wake_read):
             self._poller.register(fd, zmq.POLLIN)
 
@@ -147,6 +154,9 @@ class Service:
         if self._requests.socket in ready:
             for effects in self._requests.receive(now):
                 self._carry_out(effects)
+        if self._requests.arrivals in ready:
+            self._requests.hear_arrivals()
+            self._watch_gate()
         self._visitors.turn(ready, now)
         if self._door.fileno() in ready:
             self._visitors.accept(self._turned_away, lambda peer: peer.pid == self._http.pid)
@@ -156,6 +166,7 @@ class Service:
             self._pool_turn(pool)
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS / 2
+            self._watch_gate()
             self._carry_out(self.core.tick(now))
             self._carry_out(self._config.turn(self.core.reloading))
             self.settings = self.core.state.settings
@@ -214,7 +225,21 @@ class Service:
         objection = self._allowed.objection(visitor.peer)
         if objection:
             self._requests.forbid(visitor, objection)
-        return bool(objection)
+            return True
+        if visitor.peer.pid != self._http.pid:
+            self._watch_gate()
+            if not self._gate.is_open:
+                self._visitors.no_room(visitor, "descriptors", _NO_DESCRIPTORS)
+                return True
+        return False
+
+    def _watch_gate(self) -> None:
+        """Nobody new comes in while few descriptors are left: see kvd.gate."""
+        if self._gate.turn():
+            if self._gate.is_open:
+                self._note(Event("descriptors are free again: newcomers are let in"))
+            else:
+                self._note(Event(_NO_DESCRIPTORS, "error"))
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -56,7 +56,7 @@ class Visitors:
             peer = visitor.peer
             session, effects = self._core.connected(os.urandom(16), peer, own=own(peer))
             if session is None:
-                self._no_room(visitor)
+                self.no_room(visitor, "", self._core.state.registry.full)
             else:
                 visitor.session = session
                 self.open[session.number] = visitor
@@ -66,11 +66,18 @@ class Visitors:
                         self._poller.register(fd, zmq.POLLIN)
             self._carry_out(effects)
 
-    def _no_room(self, visitor: Visitor) -> None:
-        """Tell a visitor that the house is full, and what would make room."""
+    def no_room(self, visitor: Visitor, limit: str, text: str) -> None:
+        """Tell a visitor that the house is full, and what would make room.
+
+        Args:
+            visitor: not let in yet; closed afterwards.
+            limit: to be counted under this name; empty where that was done.
+            text: what he reads.
+        """
         state = self._core.state
         state.measures.refusals[ErrorCode.LIMIT.value] += 1
-        error = Error(code=ErrorCode.LIMIT, text=state.registry.full)
+        state.measures.reached(limit)
+        error = Error(code=ErrorCode.LIMIT, text=text)
         visitor.turn_away(WIRE.encode(error, 0, state.boot_id))
 
     def turn(self, ready: Iterable[object], now: float) -> None:

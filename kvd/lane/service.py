@@ -71,6 +71,10 @@ SHARES_WAIT_SECONDS = 1e-3
 BREATH_EVERY = 1e-3
 BREATH_SECONDS = 30e-6
 FILLING_MS = 10
+_GATE = {
+    True: (logging.INFO, "descriptors are free again: new workers can connect"),
+    False: (logging.ERROR, "hardly any file descriptors are left: new workers cannot connect"),
+}
 
 
 class LaneService:
@@ -323,6 +327,9 @@ class LaneService:
         self._runner.when_ended(writing, lambda: self._tell(answer))
 
     def _answer_broker(self, message: LanePing, _fds: tuple[int, ...]) -> None:
+        if self._sockets.gate.turn():  # as often as the broker asks
+            opened = self._sockets.gate.is_open
+            _log.log(*_GATE[opened])
         self._tell(
             LanePong(
                 sequence=message.sequence,

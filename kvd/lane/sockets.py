@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 
 import zmq
 
+from kvd.gate import Gate
 from kvd.seqpacket import Channel
 from kvd_proto.codec import MAX_MESSAGE_BYTES
 
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 REPLIES_WAITING = 65536  # per worker that does not read; beyond, replies are dropped
 REQUESTS_WAITING = 16384
 LINGER_MS = 500
+HANDSHAKE_MS = 5000
 
 
 class Woken(NamedTuple):
@@ -48,8 +50,10 @@ class Sockets:
         self._router.setsockopt(zmq.SNDHWM, REPLIES_WAITING)
         self._router.setsockopt(zmq.RCVHWM, REQUESTS_WAITING)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._router.bind(endpoint)
-        Path(endpoint.removeprefix("ipc://")).chmod(0o660)  # as the broker's sockets
+        self.gate = Gate(Path(endpoint.removeprefix("ipc://")))
+        self.gate.path.chmod(0o660)  # as the broker's sockets
         self._router_fd = cast(int, self._router.getsockopt(zmq.FD))
         self._maybe_more = True
         self._poll = select.poll()
