@@ -27,6 +27,8 @@ MAX_KEPT_BYTES = 256 * 2**20
 MAX_UNPROVEN = 1024
 MAX_CONNECTIONS = 8192
 BACKLOG = 1024
+LIMITS = ("message_bytes", "message_parts", "kept_bytes", "connections", "open_files")
+"""Bounds above which connections are closed."""
 _UCRED = struct.Struct("iII")
 
 log = logging.getLogger("kvd.router")
@@ -107,7 +109,7 @@ class Router:
         self._scratch = memoryview(bytearray(READ_BYTES))
         self.dropped = 0
         """Messages of several parts."""
-        self.limits: Counter[str] = Counter()
+        self.limits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
         """Connections that were closed, by the bound that they were above."""
 
     def fileno(self) -> int:
@@ -198,7 +200,9 @@ class Router:
         return True
 
     def close(self, linger: float = 0.0) -> None:
-        """Close everything; replies get so many seconds to leave."""
+        """Close everything; replies get so many seconds to leave. May be called again."""
+        if self._epoll.closed:
+            return
         end = time.monotonic() + linger
         self._epoll.unregister(self._listener)
         while any(c.outgoing for c in self._by_fd.values()):

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvd.broker.door import Visitor
 from kvd.core.broker import Broker
 from kvd.core.effects import Effect, Reply
-from kvd.router import Router
+from kvd.router import LIMITS, Router
 from kvd_proto.codec import MAX_MESSAGE_BYTES, NO_ID, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
 from kvd_proto.messages import Error, ErrorCode, Message
@@ -28,6 +28,7 @@ class Requests:
     def __init__(self, path: Path, core: Broker, visitors: Mapping[int, Visitor]) -> None:
         self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
         self._core = core
+        core.state.measures.limits.update(dict.fromkeys(LIMITS, 0))
         self._visitors = visitors
         self._dropped = 0
         self._warned = 0

@@ -69,6 +69,10 @@ class Visitors:
                         self._poller.register(fd, zmq.POLLIN)
             self._carry_out(effects)
 
+        if self._door.turned_away:
+            self._core.state.measures.limits["open_files"] += self._door.turned_away
+            self._door.turned_away = 0
+
     def _no_room(self, visitor: Visitor) -> None:
         """Tell a visitor that the house is full, and what would make room."""
         state = self._core.state

@@ -150,11 +150,20 @@ class Broker:
         Raises:
             Refused: out of order or too many.
         """
-        if first != session.descriptors or first + count > MAX_DESCRIPTORS:
+        last = first + count - 1
+        if first != session.descriptors:
             raise Refused(
                 ErrorCode.BAD_LAYOUT,
-                f"descriptors {first}..{first + count - 1} after {session.descriptors};"
-                f" they must follow each other, {MAX_DESCRIPTORS} at most",
+                f"descriptors {first}..{last} after {session.descriptors} others; they must follow"
+                " each other",
+            )
+        if last >= MAX_DESCRIPTORS:
+            self.state.measures.reached("descriptors")
+            raise Refused(
+                ErrorCode.LIMIT,
+                f"descriptors {first}..{last}: a session has {MAX_DESCRIPTORS} at most; put"
+                " several tensors into one storage",
+                limit="descriptors",
             )
         session.descriptors += count
         return self._registration.advance(session, now)
