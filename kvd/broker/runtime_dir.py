@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 from kvd.errors import AlreadyRunning, ConfigError
-from kvd.gate import Gate
 
 # sockaddr_un holds 108 bytes with its final zero; the longest name is a lane's socket.
 MAX_DIRECTORY_BYTES = 107 - len("/lane-host-9999999999.sock")
@@ -76,7 +75,7 @@ class RuntimeDir:
 
     def _clear(self) -> None:
         stale = [self.broker_socket, self.door_socket, self.http_socket]
-        stale += [*self.path.glob("lane-*.sock*"), Gate(self.broker_socket).hidden]
+        stale += self.path.glob("lane-*.sock")
         for path in stale:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()

@@ -51,7 +51,6 @@ from kvd.core.effects import (
 )
 from kvd.errors import PoolError
 from kvd.filling import FillOrder
-from kvd.gate import Gate
 from kvd.state.namespaces import Keeping, Namespaces
 from kvd_proto.devices import HOST
 from kvd_proto.sizes import format_size
@@ -59,10 +58,6 @@ from kvd_proto.sizes import format_size
 log = logging.getLogger("kvd.broker")
 TICK_SECONDS = 0.25
 HELD_UP_SECONDS = 0.01
-_NO_DESCRIPTORS = (
-    "hardly any file descriptors are left, nobody new is let in: raise LimitNOFILE (ulimit -n),"
-    " or end engines that are not needed"
-)
 DEVICES = (HOST,)
 
 
@@ -116,11 +111,9 @@ class Service:
         self._door = Door(self._runtime.door_socket)
         self._visitors = Visitors(self._door, self.core, self._poller, self._carry_out)
         self._requests = Requests(self._runtime.broker_socket, self.core, self._visitors.open)
-        self._gate = Gate(self._runtime.broker_socket)
+        self._visitors.on_leave = self._requests.forget
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        for heard in (self._requests.socket, self._requests.arrivals):
-            self._poller.register(heard, zmq.POLLIN)
-        for fd in (self._door.fileno(), self._wake_read):
+        for fd in (self._requests.router.fileno(), self._door.fileno(), self._wake_read):
             self._poller.register(fd, zmq.POLLIN)
 
     # ----------------------------------------------------------------- loop
@@ -148,15 +141,12 @@ class Service:
             self._lanes.start_due(pool, now)
         if self._polled:
             self.core.state.measures.turn(time.monotonic() - self._polled, now)
-        ready = dict(self._poller.poll(0 if self.core.busy else int(self._patience * 1000)))
+        ready = dict(self._poller.poll(0 if self._busy else int(self._patience * 1000)))
         now = self._polled = time.monotonic()
         self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
-        if self._requests.socket in ready:
+        if self._requests.router.fileno() in ready or self._requests.router.pending:
             for effects in self._requests.receive(now):
                 self._carry_out(effects)
-        if self._requests.arrivals in ready:
-            self._requests.hear_arrivals()
-            self._watch_gate()
         self._visitors.turn(ready, now)
         if self._door.fileno() in ready:
             self._visitors.accept(self._turned_away, lambda peer: peer.pid == self._http.pid)
@@ -166,7 +156,6 @@ class Service:
             self._pool_turn(pool)
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS / 2
-            self._watch_gate()
             self._carry_out(self.core.tick(now))
             self._carry_out(self._config.turn(self.core.reloading))
             self.settings = self.core.state.settings
@@ -174,6 +163,10 @@ class Service:
         self._visitors.flush()
         self._http.turn(self._poller, ready, now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
+
+    @property
+    def _busy(self) -> bool:
+        return self.core.busy or self._requests.router.pending
 
     @property
     def _patience(self) -> float:
@@ -225,21 +218,7 @@ class Service:
         objection = self._allowed.objection(visitor.peer)
         if objection:
             self._requests.forbid(visitor, objection)
-            return True
-        if visitor.peer.pid != self._http.pid:
-            self._watch_gate()
-            if not self._gate.is_open:
-                self._visitors.no_room(visitor, "descriptors", _NO_DESCRIPTORS)
-                return True
-        return False
-
-    def _watch_gate(self) -> None:
-        """Nobody new comes in while few descriptors are left: see kvd.gate."""
-        if self._gate.turn():
-            if self._gate.is_open:
-                self._note(Event("descriptors are free again: newcomers are let in"))
-            else:
-                self._note(Event(_NO_DESCRIPTORS, "error"))
+        return bool(objection)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:

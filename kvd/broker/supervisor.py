@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.broker.child import ChildProcess
-from kvd.gate import Gate
 from kvd.link import lane_socket
 from kvd.seqpacket import Channel
 from kvd.settings import Settings
@@ -71,7 +70,9 @@ class LaneProcess(ChildProcess):
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
-        Gate(self._runtime_dir / lane_socket(self.device, self.incarnation)).remove()
+        socket_path = self._runtime_dir / lane_socket(self.device, self.incarnation)
+        with contextlib.suppress(FileNotFoundError):
+            socket_path.unlink()
         return reason
 
     def __repr__(self) -> str:

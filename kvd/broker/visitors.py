@@ -27,6 +27,8 @@ class Visitors:
         core: who is told of comings, descriptors and goings.
         poller: where their descriptors are registered.
         carry_out: does what the core wants done.
+
+    `on_leave` is told of everybody whose session has ended.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Visitors:
         self._core = core
         self._poller = poller
         self._carry_out = carry_out
+        self.on_leave: Callable[[Visitor], None] = lambda _visitor: None
 
     def accept(self, turned_away: Callable[[Visitor], bool], own: Callable[[Peer], bool]) -> None:
         """Let in all who wait at the door.
@@ -56,7 +59,7 @@ class Visitors:
             peer = visitor.peer
             session, effects = self._core.connected(os.urandom(16), peer, own=own(peer))
             if session is None:
-                self.no_room(visitor, "", self._core.state.registry.full)
+                self._no_room(visitor)
             else:
                 visitor.session = session
                 self.open[session.number] = visitor
@@ -66,18 +69,15 @@ class Visitors:
                         self._poller.register(fd, zmq.POLLIN)
             self._carry_out(effects)
 
-    def no_room(self, visitor: Visitor, limit: str, text: str) -> None:
-        """Tell a visitor that the house is full, and what would make room.
+        if self._door.turned_away:
+            self._core.state.measures.limits["open_files"] += self._door.turned_away
+            self._door.turned_away = 0
 
-        Args:
-            visitor: not let in yet; closed afterwards.
-            limit: to be counted under this name; empty where that was done.
-            text: what he reads.
-        """
+    def _no_room(self, visitor: Visitor) -> None:
+        """Tell a visitor that the house is full, and what would make room."""
         state = self._core.state
         state.measures.refusals[ErrorCode.LIMIT.value] += 1
-        state.measures.reached(limit)
-        error = Error(code=ErrorCode.LIMIT, text=text)
+        error = Error(code=ErrorCode.LIMIT, text=state.registry.full)
         visitor.turn_away(WIRE.encode(error, 0, state.boot_id))
 
     def turn(self, ready: Iterable[object], now: float) -> None:
@@ -123,6 +123,7 @@ class Visitors:
                 del self._by_fd[fd]
                 self._poller.unregister(fd)
         self._carry_out(self._core.lost(session))
+        self.on_leave(visitor)
         visitor.close()
 
     def notify(self, effect: Notify, resolve: Callable[[FdName | None], list[int]]) -> None:
