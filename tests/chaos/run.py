@@ -9,11 +9,13 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.chaos.faults import Fault
 from tests.chaos.injections import INJECTIONS, Skip
 from tests.chaos.invariants import Invariants
 from tests.chaos.place import place
@@ -98,7 +100,8 @@ class Run:
             if client.started:
                 self.world.thaw(client.pid)
                 client.kill()
-        self.world.daemon.end(9)
+        self.world.proxy.close()
+        self.world.daemon.end(signal.SIGKILL)
 
     def report(self, seconds: float) -> dict[str, object]:
         """As one JSON object."""
@@ -109,6 +112,7 @@ class Run:
             "seed": world.seed,
             "steps": self.steps,
             "injected": dict(sorted(world.injected.items())),
+            "messages": {fault.name.lower(): world.faults[1 + fault] for fault in Fault},
             "skipped": world.skipped,
             "verified_bytes": world.total(Count.VERIFIED_BYTES, ranks),
             "untouched_bytes": world.total(Count.UNTOUCHED_BYTES, ranks),
@@ -132,7 +136,7 @@ def soak(seconds: float, seed: int) -> dict[str, object]:
     """One run; its report. Logs are kept under build/soak where something is wrong."""
     began = time.monotonic()
     with place() as where:
-        run = Run(World(seed, where, {}))
+        run = Run(World(seed, where))
         try:
             run.go(seconds)
         finally:
