@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from kvd_proto.codec import HEADER_BYTES
 
-CHANCE = 0.08  # for each message
+CHANCE = 0.25  # for each message
 LONGEST_DELAY = 1.5
 MOMENT = 0.03  # enough for the next message to overtake
 
