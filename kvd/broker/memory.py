@@ -48,14 +48,11 @@ class PoolMemory:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self.fd = os.open(path, flags, 0o600)
             held = os.fstat(self.fd).st_blocks * 512
-            if filesystem.room + held < self.nbytes:
+            problem = lack_of_room(filesystem, path.parent, nbytes, held)
+            if problem:
                 os.close(self.fd)
                 path.unlink()
-                raise PoolError(
-                    f"a pool of {format_size(nbytes)} does not fit {path.parent}, which has"
-                    f" {format_size(filesystem.room + held)} left;"
-                    f" {filesystem.remedy(nbytes, path.parent)}"
-                )
+                raise PoolError(problem)
             os.ftruncate(self.fd, self.nbytes)
         except OSError as error:
             raise PoolError(f"{path}: the pool cannot be made: {error.strerror}") from error
@@ -133,6 +130,24 @@ class PoolMemory:
 
     def __repr__(self) -> str:
         return f"<PoolMemory {format_size(self.allocated)} of {format_size(self.nbytes)}>"
+
+
+def lack_of_room(filesystem: Filesystem, directory: Path, nbytes: int, held: int) -> str:
+    """Why a pool of `nbytes` cannot be had, with figures and remedy; empty where it can.
+
+    Args:
+        filesystem: what `directory` is on.
+        directory: where the pool's file goes.
+        nbytes: the pool's size.
+        held: bytes that a file there takes now and the pool uses again.
+    """
+    room = filesystem.room + held
+    if room >= filesystem.whole_pages(nbytes):
+        return ""
+    return (
+        f"a pool of {format_size(nbytes)} does not fit {directory}, which has"
+        f" {format_size(room)} left; {filesystem.remedy(nbytes, directory)}"
+    )
 
 
 class DirectoryMemory:

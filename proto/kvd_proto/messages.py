@@ -435,6 +435,24 @@ class OlderEvicted(Message, frozen=True):
     bytes: Count
 
 
+class HandOver(Message, frozen=True):
+    """Leave to the daemon that asks; its door connection's end undoes that until it is done.
+
+    boot_id: of the daemon that is to leave, which no other can be by mistake.
+    pid: of the new one, as it sees itself.
+    """
+
+    boot_id: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    pid: Count
+
+
+class HandingOver(Message, frozen=True):
+    """The daemon leaves within `seconds`; `kept` says whether its chunks stay for the new one."""
+
+    seconds: Annotated[float, Meta(ge=0, le=1e9)]
+    kept: bool
+
+
 # ------------------------------------------------------------ configuration
 
 
@@ -556,6 +574,8 @@ TAGS: dict[int, type[Message]] = {
     0x55: Cleared,
     0x56: EvictOlderThan,
     0x57: OlderEvicted,
+    0x58: HandOver,
+    0x59: HandingOver,
     0x60: ReloadConfig,
     0x61: ConfigReloaded,
     0x62: ShowConfig,
@@ -583,6 +603,7 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Resume: Resumed,
     Clear: Cleared,
     EvictOlderThan: OlderEvicted,
+    HandOver: HandingOver,
     ReloadConfig: ConfigReloaded,
     ShowConfig: ConfigShown,
 }

@@ -28,7 +28,9 @@ from kvd_proto.messages import (
     EvictOlderThan,
     Fingerprint,
     Greeting,
+    HandingOver,
     Handles,
+    HandOver,
     Hello,
     HostHandle,
     JobStatus,
@@ -150,6 +152,8 @@ EXAMPLES: tuple[Message, ...] = (
     Cleared(chunks=412, bytes=6750208, deferred=3),
     EvictOlderThan(seconds=3600.0),
     OlderEvicted(chunks=7, bytes=114688),
+    HandOver(boot_id=bytes(range(16, 32)), pid=4212),
+    HandingOver(seconds=10.0, kept=True),
     ReloadConfig(),
     ConfigReloaded(
         file="/etc/kvd/kvd.toml",
