@@ -26,7 +26,7 @@ from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.broker")
 
-_CHILDREN = ("kvd.lane.__main__", "kvd.http.__main__")
+_CHILDREN = ("kvd.lane.__main__", "kvd.http.__main__", "kvd.http.app", "uvicorn")
 _START_SECONDS = 60.0
 
 
@@ -164,6 +164,6 @@ def _start_children() -> None:
         problem = str(error)
     if problem:
         raise HandoverFailed(
-            f"this installation cannot start a lane ({problem}); the daemon that serves is left as"
-            " it is: repair the installation, then try again"
+            f"this installation cannot start its processes ({problem}); the daemon that serves is"
+            " left as it is: repair the installation, then try again"
         )
