@@ -53,8 +53,8 @@ class RuntimeDir:
             fd = _locked(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise AlreadyRunning(
-                f"a daemon with pid {self.holder()} serves {self.path}; stop it, have it leave to"
-                " the new one with --handover, or choose another directory with --runtime-dir"
+                f"a daemon with pid {self.holder()} serves {self.path}; stop it, or choose another"
+                " directory with --runtime-dir"
             ) from None
         except OSError as error:
             raise ConfigError(
@@ -73,6 +73,7 @@ class RuntimeDir:
     def lock_after(self, turn: "Turn") -> None:
         """Take the directory with a lock that was waited for."""
         self._own(turn.fd)
+        turn.close()
 
     def release(self, *, to_another: bool = False) -> None:
         """Remove what this daemon made and give the directory back.
@@ -127,6 +128,10 @@ class Turn:
         poller = select.poll()
         poller.register(self.done_fd, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
+
+    def close(self) -> None:
+        """Wait no more; the lock is somebody's own now."""
+        os.close(self.done_fd)
 
     def _take(self) -> None:
         try:

@@ -204,7 +204,7 @@ def test_loads_go_on_until_the_old_one_stops(old: Daemon, start_daemon: StartDae
 
 
 def test_sigterm_to_the_old_one_hastens_it(old: Daemon, start_daemon: StartDaemon) -> None:
-    """It ends as ever, and the one that waits has the directory, though the lock was removed."""
+    """It ends as ever, without a second look at what has begun; the one that waits serves."""
     with Engine(old.runtime_dir).wait_attached() as engine, unfinished_store(engine):
         new = start_daemon(*OVER, ready=False)
         wait_log(old, "handing over to pid")
