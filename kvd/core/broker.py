@@ -424,11 +424,11 @@ class Broker:
     @property
     def busy(self) -> bool:
         """There is `work` to do, with or without news from outside."""
-        return bool(self._operations.sweeps)
+        return self._operations.busy
 
     def work(self) -> list[Effect]:
         """One piece of what takes too long to be done in one go; a few milliseconds at most."""
-        return self._operations.sweeps.work()
+        return self._operations.work()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""

@@ -582,6 +582,36 @@ class ChunkTable:
             ):
                 raise IntegrityError(f"slot {slot} has all shares and is not READY")
 
+    def check_slots(self, first: int, count: int) -> int:
+        """All say the same about each of `count` slots from `first` on; how many hold a chunk.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        states = self.directory.states(first, count)
+        tickets = set(self._tickets)
+        free = self.space.free_among(first, first + len(states))
+        for slot, state in enumerate(states, first):
+            ordered, doomed = slot in self._policy, slot in self._doomed
+            claims = {
+                SlotState.WRITING: slot in tickets,
+                SlotState.READY: ordered != doomed,
+                SlotState.DRAINING: slot in self._draining,
+            }
+            if [claimed for claimed, yes in claims.items() if yes] != [state] * (state != 0):
+                raise IntegrityError(f"slot {slot} is {SlotState(state).name}, claimed: {claims}")
+            if (slot in free) != (state == SlotState.FREE):
+                raise IntegrityError(
+                    f"slot {slot} is {SlotState(state).name}, but not so in {free}"
+                )
+            if (doomed or slot in self._leases.pins) and state != SlotState.READY:
+                raise IntegrityError(f"slot {slot} is pinned and {SlotState(state).name}")
+            if (ordered or slot in tickets) and self.directory.find(
+                self.directory.key(slot)
+            ) != slot:
+                raise IntegrityError(f"the chunk in slot {slot} cannot be found by its key")
+        return sum(state != SlotState.FREE for state in states)
+
     def _check_counters(self) -> None:
         self.ages.at_eviction.check_integrity()
         c = self._counters

@@ -453,6 +453,18 @@ class HandingOver(Message, frozen=True):
     kept: bool
 
 
+class Check(Message, frozen=True):
+    """Look whether all that the broker believes fits together; nothing is changed."""
+
+
+class Checked(Message, frozen=True):
+    """The first contradiction, or nothing; chunks looked at, and whether all in one moment."""
+
+    violation: Text
+    chunks: Count
+    whole: bool
+
+
 # ------------------------------------------------------------ configuration
 
 
@@ -576,6 +588,8 @@ TAGS: dict[int, type[Message]] = {
     0x57: OlderEvicted,
     0x58: HandOver,
     0x59: HandingOver,
+    0x5A: Check,
+    0x5B: Checked,
     0x60: ReloadConfig,
     0x61: ConfigReloaded,
     0x62: ShowConfig,
@@ -604,6 +618,7 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Clear: Cleared,
     EvictOlderThan: OlderEvicted,
     HandOver: HandingOver,
+    Check: Checked,
     ReloadConfig: ConfigReloaded,
     ShowConfig: ConfigShown,
 }

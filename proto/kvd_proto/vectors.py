@@ -12,6 +12,8 @@ from kvd_proto.messages import (
     Attached,
     Cancel,
     CancelDone,
+    Check,
+    Checked,
     Clear,
     Cleared,
     CompleteLoad,
@@ -154,6 +156,8 @@ EXAMPLES: tuple[Message, ...] = (
     OlderEvicted(chunks=7, bytes=114688),
     HandOver(boot_id=bytes(range(16, 32)), pid=4212),
     HandingOver(seconds=10.0, kept=True),
+    Check(),
+    Checked(violation="", chunks=412, whole=True),
     ReloadConfig(),
     ConfigReloaded(
         file="/etc/kvd/kvd.toml",

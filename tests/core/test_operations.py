@@ -9,6 +9,8 @@ from kvd.core.sweeps import MAX_SWEEPS, PIECE_SLOTS
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.messages import (
+    Check,
+    Checked,
     Clear,
     Cleared,
     Drain,
@@ -27,7 +29,7 @@ from kvd_proto.messages import (
 )
 
 OWNER = 1
-OPERATIONS = [Drain(), Resume(), Clear(), EvictOlderThan(seconds=0)]
+OPERATIONS = [Drain(), Resume(), Clear(), EvictOlderThan(seconds=0), Check()]
 
 
 class Bench:
@@ -321,3 +323,43 @@ def test_too_many_sweeps_at_a_time_are_refused(bench: Bench) -> None:
     while bench.broker.busy:
         answered += [e.request_id for e in bench.broker.work() if isinstance(e, Reply)]
     assert answered == list(range(100, 100 + MAX_SWEEPS))
+
+
+def test_a_check_looks_at_every_chunk(bench: Bench) -> None:
+    """READY, being written and pinned: nothing contradicts itself, and nothing changes."""
+    namespace = bench.namespace()
+    bench.store(namespace, [b"a", b"b", b"c"])
+    bench.store(namespace, [b"d"], finish=False)
+    namespace.table.prepare_load([b"a"], OWNER, bench.now, 10.0)
+    before = namespace.table.stats()
+    assert bench.ask(Check()) == Checked(violation="", chunks=4, whole=True)
+    assert namespace.table.stats() == before
+
+
+def test_a_check_goes_in_pieces(bench: Bench) -> None:
+    """Of a large namespace each turn looks at some slots; what is wrong in one is found."""
+    bench = Bench(chunks=3 * 1024)
+    namespace = bench.namespace()
+    bench.store(namespace, [b"%d" % n for n in range(2500)])
+    assert bench.ask(Check()) == Checked(violation="", chunks=2500, whole=False)
+    assert bench.turns >= 3
+    namespace.table._policy.remove(2000)
+    effects = bench.broker.request(bench.tool, 8, Check(), bench.now)
+    while bench.broker.busy:
+        effects += bench.broker.work()
+    (reply,) = [effect.message for effect in effects if isinstance(effect, Reply)]
+    assert isinstance(reply, Checked)
+    assert "slot 2000 is READY" in reply.violation
+
+
+def test_only_some_checks_at_a_time(bench: Bench) -> None:
+    """Whoever asks again and again is told to wait."""
+    replies = [
+        effect.message
+        for _ in range(5)
+        for effect in bench.broker.request(bench.tool, 9, Check(), bench.now)
+        if isinstance(effect, Reply)
+    ]
+    (reply,) = replies
+    assert isinstance(reply, Error)
+    assert reply.code is ErrorCode.LIMIT
