@@ -12,12 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from harness import Daemon, Figures, engine_name, fresh_keys, median
+from harness import Daemon, Figures, engine_name, fresh_keys, median, wait_found
 
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker
-from kvd_proto.answers import LookupResult
 from kvd_proto.expand import Copies, Expander
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
 from kvd_proto.messages import Fingerprint
@@ -133,16 +132,8 @@ class Engine:
         slots, generations = ticket.slots[order], ticket.generations[order]
         gbps = rate(lambda: self._run(self.worker.submit_store, blocks, slots, generations))
         self.scheduler.complete_store(keys)
-        self._wait_ready(keys)
+        wait_found(self.scheduler, keys)
         return [keys[i] for i in order.tolist()], gbps
-
-    def _wait_ready(self, keys: list[bytes]) -> None:
-        """The lane reports to the broker after it has answered the worker."""
-        end = time.monotonic() + SECONDS
-        while set(self.scheduler.lookup_many(keys)) != {LookupResult.HIT}:
-            if time.monotonic() > end:
-                raise RuntimeError("what was stored is not found")
-            self.scheduler.status()
 
     def load(self, keys: list[bytes], blocks: Ints) -> tuple[Ints, float]:
         """Load these chunks into these blocks: the slots that they were in, GB/s."""

@@ -1,5 +1,7 @@
 """Dropping many chunks, a piece at a time, so that engines are served in between.
 
+Operators clear and evict; engines reset their namespace.
+
 A sweep goes once over the slots of its namespaces. What is stored behind it stays,
 what is stored before it may go too; all that was there when it began is gone when
 it is answered.
@@ -14,11 +16,13 @@ from kvd.core.effects import DropDirectory, Effect, Event, Reply
 from kvd.core.state import BrokerState
 from kvd.errors import Refused
 from kvd.state.namespaces import Namespace
+from kvd.who import Fields
 from kvd_proto.messages import ErrorCode, Message
 from kvd_proto.sizes import format_size
 
 MAX_SWEEPS = 16
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
+EMPTY_PIECES = 16  # so many that hold none are looked at in one go
 
 
 @dataclass(slots=True)
@@ -42,7 +46,8 @@ class Sweep:
     """Chunks of `namespaces` on their way out, and who is waiting for the end of it.
 
     unused_for: only those that were of no use for so many seconds; None: all.
-    what: for the log, in words, such as "cleared by uid 0 pid 7".
+    what: for the log, in words, such as "cleared by uid 0 pid 7"; empty where nobody needs to know.
+    by_engine: an engine resets its namespace, it is no operator's order.
     """
 
     session: int
@@ -51,6 +56,8 @@ class Sweep:
     answer: Answer
     namespaces: tuple[Namespace, ...]
     unused_for: float | None = None
+    by_engine: bool = False
+    fields: Fields = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     index: int = 0
     position: int = 0
@@ -75,8 +82,8 @@ class Sweeps:
         if len(self._sweeps) >= MAX_SWEEPS:
             raise Refused(
                 ErrorCode.LIMIT,
-                f"{MAX_SWEEPS} clears and evictions are under way, no more are allowed; try again"
-                " when they have ended",
+                f"{MAX_SWEEPS} clears, evictions and resets are under way, no more are allowed; try"
+                " again when they have ended",
                 limit="sweeps",
             )
         effects: list[Effect] = []
@@ -106,7 +113,8 @@ class Sweeps:
         if tally.deferred:
             text += f"; {tally.deferred} more go when their leases end"
         reply = Reply(sweep.session, sweep.request_id, sweep.answer(tally))
-        return [reply, Event(text), *effects]
+        told = [Event(text, fields=sweep.fields)] if sweep.what else []
+        return [reply, *told, *effects]
 
     def _piece(self, sweep: Sweep, namespace: Namespace) -> None:
         slots = namespace.geometry.num_slots
@@ -115,13 +123,22 @@ class Sweeps:
             sweep.position = 0
             return
         table = namespace.table
-        gone, kept = table.remove(sweep.position, PIECE_SLOTS, unused_for=sweep.unused_for)
-        sweep.position += PIECE_SLOTS
-        sweep.tally.chunks += gone
-        sweep.tally.bytes += gone * namespace.geometry.bytes_per_chunk
-        sweep.tally.deferred += kept
-        if sweep.position >= slots:
-            table.give_back()
+        for _ in range(EMPTY_PIECES):
+            gone, kept = table.remove(
+                sweep.position,
+                PIECE_SLOTS,
+                unused_for=sweep.unused_for,
+                by_engine=sweep.by_engine,
+            )
+            sweep.position += PIECE_SLOTS
+            sweep.tally.chunks += gone
+            sweep.tally.bytes += gone * namespace.geometry.bytes_per_chunk
+            sweep.tally.deferred += kept
+            if sweep.position >= slots:
+                table.give_back()
+                return
+            if gone or kept:
+                return
 
     def _is_open(self, namespace: Namespace) -> bool:
         namespaces = self._state.namespaces

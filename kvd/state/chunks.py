@@ -427,7 +427,7 @@ class ChunkTable:
         return self._give_up(self._tickets.of(owner))
 
     def reset(self) -> ResetOutcome:
-        """Drop every chunk; those that are pinned go when their leases end."""
+        """Drop every chunk, in one go; those that are pinned go when their leases end."""
         pins = self._leases.pins
         kept: list[int] = []
         gone: list[int] = []
@@ -452,8 +452,15 @@ class ChunkTable:
             self._filter.clear()
         return self._give_up(list(self._tickets))
 
-    def remove(self, first: int, count: int, *, unused_for: float | None = None) -> tuple[int, int]:
-        """Drop the READY chunks in `count` slots from `first` on, for an operator.
+    def remove(
+        self,
+        first: int,
+        count: int,
+        *,
+        unused_for: float | None = None,
+        by_engine: bool = False,
+    ) -> tuple[int, int]:
+        """Drop the READY chunks in `count` slots from `first` on, for an operator or an engine.
 
         With `unused_for` only those that were of no use for so many seconds, and none
         that is pinned.
@@ -475,7 +482,10 @@ class ChunkTable:
         for slot in kept:
             self.directory.unindex(slot)
         self._doomed.update(kept)
-        self._counters.removed += len(slots)
+        if by_engine:
+            self._counters.reset += len(slots)
+        else:
+            self._counters.removed += len(slots)
         return len(gone), len(kept)
 
     def give_back(self) -> None:
