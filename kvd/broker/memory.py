@@ -33,6 +33,9 @@ class PoolMemory:
         path: where it lies; a file of the right size that is there is used with what it holds.
         nbytes: its size at least; it has whole pages.
 
+    Attributes:
+        fresh: nothing of it was there, so all of it is zero.
+
     Raises:
         PoolError: it cannot be made, with the figures.
     """
@@ -48,6 +51,7 @@ class PoolMemory:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self.fd = os.open(path, flags, 0o600)
             held = os.fstat(self.fd).st_blocks * 512
+            self.fresh = not held
             if filesystem.room + held < self.nbytes:
                 os.close(self.fd)
                 path.unlink()

@@ -120,7 +120,7 @@ class Scrubber:
         return len(made)
 
     def next(self, device: str) -> Piece | None:
-        """A piece that the lane of `device` is to wipe now; None: it has enough, or all is clean."""
+        """A piece that the lane of `device` is to wipe now; None: enough, or there is none."""
         if len(self._wiping) >= IN_FLIGHT:
             return None
         if self._queue:
