@@ -144,7 +144,8 @@ def test_the_rest_of_a_kept_pool_is_wiped_around_what_is_in_use() -> None:
     kept = add(namespaces, 1, MIB, MIB)
     store(kept, 0, 10)
     namespaces.pool.scrub_rest()
-    assert namespaces.pool.clean_bytes == 0
+    clean = namespaces.pool.clean_bytes
+    assert clean == 0
     used = {
         run
         for slot in range(128)
@@ -153,17 +154,18 @@ def test_the_rest_of_a_kept_pool_is_wiped_around_what_is_in_use() -> None:
     }
     assert len(used) == 20
     wiped = np.zeros(256 * MIB, bool)
-    before = 0
     while (piece := namespaces.pool.next_piece("host")) is not None:
-        assert len(kept.table.prepare_store([b"x"], 1, 0.0, namespaces.pool.clean_bytes).slots) <= 1
+        new = kept.table.prepare_store([b"new %d" % piece.number], 1, 0.0, clean)
+        for run in (run for slot in new.slots.tolist() for run in kept.geometry.shares(slot)):
+            assert wiped[slice(*run)].all()  # before; and nothing is wiped twice
         for begin, end in piece.runs:
             assert not wiped[begin:end].any()
             wiped[begin:end] = True
         namespaces.pool.wiped(piece.number)
-        clean = namespaces.pool.clean_bytes
-        assert clean is None or clean >= before
-        before = clean or 0
-    assert namespaces.pool.clean_bytes is None
+        clean, before = namespaces.pool.clean_bytes, clean
+        assert clean is None or (before is not None and clean >= before)
+    assert clean is None
+    assert kept.table.stats()["writing"] > 0
     for begin, end in used:
         assert not wiped[begin:end].any()
     assert (~wiped).sum() <= sum(end - begin for begin, end in used) + 2 * MIB
