@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz
+.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +78,9 @@ restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to r
 
 fuzz: $(STAMP) ## mutated sessions for SECONDS against codec, broker and a live daemon (SEED=n to repeat)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/run.py $(or $(SECONDS),600) $(SEED)
+
+soak: $(STAMP) ## break everything at random for SECONDS while engines work (SEED=n to repeat)
+	PYTHONPATH=. $(BIN)/python tests/chaos/run.py $(or $(SECONDS),1800) $(SEED)
 
 gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packages
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from harness import Daemon, Figures, engine_name, fresh_keys, median
+from harness import Daemon, Figures, engine_name, fresh_keys, median, wait_found
 
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
@@ -132,6 +132,7 @@ class Engine:
         slots, generations = ticket.slots[order], ticket.generations[order]
         gbps = rate(lambda: self._run(self.worker.submit_store, blocks, slots, generations))
         self.scheduler.complete_store(keys)
+        wait_found(self.scheduler, keys)
         return [keys[i] for i in order.tolist()], gbps
 
     def load(self, keys: list[bytes], blocks: Ints) -> tuple[Ints, float]:

@@ -17,11 +17,14 @@ import psutil
 
 from kvd.control import Control
 from kvd.errors import NotRunning
+from kvd_client.scheduler import Scheduler
+from kvd_proto.answers import LookupResult
 from kvd_proto.messages import Status, StatusReport
 
 MIB = 2**20
 READY_SECONDS = 30.0
 POLL_SECONDS = 0.001
+FOUND_SECONDS = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MARKS = ("/pool", "memfd:kvd-memory", "/dev/shm/")  # the pool's and the workers' memory
 
@@ -123,3 +126,16 @@ def own_memory(pid: int) -> float:
 def engine_name() -> str:
     """A name that no other engine of this run has."""
     return f"bench-{os.getpid()}-{next(_numbers)}"
+
+
+def wait_found(scheduler: Scheduler, keys: list[bytes]) -> None:
+    """Wait until all of these can be loaded: lanes tell the broker after they tell the worker.
+
+    Raises:
+        RuntimeError: they are not found within a minute.
+    """
+    end = time.monotonic() + FOUND_SECONDS
+    while set(scheduler.lookup_many(keys)) != {LookupResult.HIT}:
+        if time.monotonic() > end:
+            raise RuntimeError("what was stored is not found")
+        scheduler.status()

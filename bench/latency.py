@@ -10,7 +10,7 @@ import sys
 import time
 
 import numpy as np
-from harness import MIB, Daemon, Figures, engine_name, fresh_keys
+from harness import MIB, Daemon, Figures, engine_name, fresh_keys, wait_found
 
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
@@ -68,6 +68,7 @@ def measure() -> Figures:
                     stores = scheduler.prepare_store(keys)
                     series["store"] += ask(ranks, "store", stores.slots, stores.generations)
                     scheduler.complete_store(keys)
+                    wait_found(scheduler, keys)
                     loads = scheduler.prepare_load(keys)
                     series["load"] += ask(ranks, "load", loads.slots, loads.generations)
                     scheduler.complete_load(loads)

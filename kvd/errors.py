@@ -10,6 +10,7 @@
     ├── LedgerDamaged        what was kept of a namespace cannot be believed
     ├── ChannelFull          the peer of a channel does not read
     ├── BadDatagram          a datagram that cannot be sent or was cut off
+    ├── BadFrame             bytes of a request socket that are no ZMTP, or above a bound
     ├── LaneError            a lane cannot do what was asked
     │   ├── ImportFailed     a worker's memory cannot be mapped as described
     │   ├── CudaMissing      the driver, its bindings or the device named is not there
@@ -52,6 +53,14 @@ class ChannelFull(KvdError):
 
 class BadDatagram(KvdError):
     """A datagram above a channel's limits."""
+
+
+class BadFrame(KvdError):
+    """A peer of a request socket speaks no ZMTP, or goes above a bound, which `limit` names."""
+
+    def __init__(self, text: str, limit: str = "") -> None:
+        super().__init__(text)
+        self.limit = limit
 
 
 class LaneError(KvdError):

@@ -184,6 +184,7 @@ class LaneCounters(Message, frozen=True):
     """What one lane has done since it started.
 
     jobs: by direction and outcome, such as "store_ok"; stages: by direction and stage, seconds.
+    limits: connections that were closed, by the bound that they were above.
     """
 
     store_bytes: Count = 0
@@ -194,6 +195,7 @@ class LaneCounters(Message, frozen=True):
     dropped_frames: Count = 0
     dropped_replies: Count = 0
     stages: dict[str, dict[str, Spread]] = {}  # noqa: RUF012  # msgspec copies defaults
+    limits: dict[str, Count] = {}  # noqa: RUF012  # msgspec copies defaults
 
 
 class LanePong(Message, frozen=True):

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from kvd_client.arguments import shown
 from kvd_client.errors import UsageError
 from kvd_proto.arrays import DType, IntArray
-from kvd_proto.errors import ProtoError
+from kvd_proto.errors import Oversize, ProtoError
 from kvd_proto.expand import chunks_per_group
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Load, Store
@@ -36,7 +36,8 @@ def job_request(
     is how long the job may wait for the timeline.
 
     Raises:
-        UsageError: values that are no whole numbers, or arrays that do not fit each other.
+        UsageError: values that are no whole numbers, arrays that do not fit each other or
+            one job.
     """
     blocks = _array("block_ids", block_ids, "u4")
     sizes = _array("group_sizes", group_sizes, "u4")
@@ -78,5 +79,9 @@ def job_request(
 def _array(name: str, values: Integers, dtype: DType) -> IntArray:
     try:
         return IntArray.of(values, dtype)
+    except Oversize as error:
+        raise UsageError(
+            f"{name}: {error}; submit several jobs, split between two chunks"
+        ) from error
     except (ProtoError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{name}={shown(values)}: whole numbers are needed: {error}") from error

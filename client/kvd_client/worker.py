@@ -241,7 +241,8 @@ class Worker:
             submitted job is reported once, whatever is returned here.
 
         Raises:
-            UsageError: arrays that do not fit each other, a job id in use; or closed.
+            UsageError: arrays that do not fit each other or have above 65,536 items, a job id
+                in use; or closed.
         """
         return self._submit(
             Store,

@@ -72,6 +72,8 @@ class Door:
         # Given up to turn a visitor away when no descriptor is left to let it in.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._socket.setblocking(False)  # the socket API's own form
+        self.turned_away = 0
+        """Visitors for whom no descriptor was left, since that was last looked at."""
 
     def fileno(self) -> int:
         """For polling."""
@@ -101,6 +103,7 @@ class Door:
 
     def _turn_away(self) -> None:
         log.error("no file descriptor is left for a new session; raise LimitNOFILE")
+        self.turned_away += 1
         os.close(self._spare)
         with contextlib.suppress(OSError):
             self._socket.accept()[0].close()

@@ -4,11 +4,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import zmq
-
 from kvd.broker.door import Visitor
 from kvd.core.broker import Broker
 from kvd.core.effects import Effect, Reply
+from kvd.router import LIMITS, Router
 from kvd_proto.codec import MAX_MESSAGE_BYTES, NO_ID, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
 from kvd_proto.messages import Error, ErrorCode, Message
@@ -18,44 +17,55 @@ _BATCH = 64
 
 
 class Requests:
-    """The broker's ROUTER.
+    """The broker's socket for requests.
 
     Args:
-        path: where to bind, as an ipc endpoint.
+        path: where to listen.
         core: who decides.
         visitors: open sessions by number; each learns its socket identity here.
     """
 
     def __init__(self, path: Path, core: Broker, visitors: Mapping[int, Visitor]) -> None:
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.maxmsgsize = MAX_MESSAGE_BYTES
-        self.socket.sndhwm = 4096
-        self.socket.rcvhwm = 4096
-        self.socket.bind(f"ipc://{path}")
-        path.chmod(0o660)
+        self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
         self._core = core
+        core.state.measures.limits.update(dict.fromkeys(LIMITS, 0))
         self._visitors = visitors
-        self.dropped = 0
+        self._dropped = 0
+        self._warned = 0
+
+    @property
+    def dropped(self) -> int:
+        """Frames that were no messages, and replies that nobody read."""
+        return self._dropped + self.router.dropped
 
     def receive(self, now: float) -> Iterator[list[Effect]]:
         """Serve what has arrived, a batch at most; the effects of each request."""
+        self.router.look()
         for _ in range(_BATCH):
+            received = self.router.take()
+            if received is None:
+                break
             try:
-                parts = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                header = WIRE.decode_header(parts[1]) if len(parts) == 2 else None
-            except DecodeError:
-                header = None
-            if header is None:  # nobody to answer: not even a request id
-                self.dropped += 1
-                if self.dropped & (self.dropped - 1) == 0:
-                    log.warning("%d frames dropped that are no kvd messages", self.dropped)
+                header = WIRE.decode_header(received.frame)
+            except DecodeError:  # nobody to answer: not even a request id
+                self._dropped += 1
                 continue
-            yield self._serve(parts[0], header, parts[1], now)
+            yield self._serve(received.identity, header, received.frame, now)
+        self._account()
+
+    def _account(self) -> None:
+        """Count who was shown out for which bound, and say how much is dropped."""
+        for limit, times in self.router.limits.items():
+            self._core.state.measures.limits[limit] += times
+        self.router.limits.clear()
+        if self.dropped >= 2 * self._warned + 1:
+            self._warned = self.dropped
+            log.warning("%d frames dropped that are no kvd messages", self.dropped)
+
+    def forget(self, visitor: Visitor) -> None:
+        """The session has ended: its socket gives way to newcomers like any other."""
+        if visitor.identity:
+            self.router.disown(visitor.identity)
 
     def _serve(self, identity: bytes, header: Header, frame: bytes, now: float) -> list[Effect]:
         boot_id = self._core.state.boot_id
@@ -72,7 +82,9 @@ class Requests:
                 ErrorCode.BAD_SESSION,
                 "no such session; connect at the door first",
             )
-        visitor.identity = identity
+        if not visitor.identity:
+            visitor.identity = identity
+            self.router.prove(identity)
         try:
             message = WIRE.decode_body(header, frame)
         except DecodeError as error:
@@ -119,15 +131,12 @@ class Requests:
                 self._core.state.boot_id,
                 token,
             )
-        try:
-            self.socket.send_multipart([identity, frame], zmq.NOBLOCK)
-        except zmq.ZMQError:  # a peer that does not read loses its replies, nobody else does
-            self.dropped += 1
+        if not self.router.send(identity, frame):
+            self._dropped += 1  # who does not read loses its replies, nobody else does
 
     def close(self) -> None:
-        """Close the socket and its context."""
-        self.socket.close(0)
-        self._context.term()
+        """Close the socket."""
+        self.router.close()
 
     def __repr__(self) -> str:
         return f"<Requests, {self.dropped} dropped>"

@@ -111,9 +111,9 @@ class Service:
         self._door = Door(self._runtime.door_socket)
         self._visitors = Visitors(self._door, self.core, self._poller, self._carry_out)
         self._requests = Requests(self._runtime.broker_socket, self.core, self._visitors.open)
+        self._visitors.on_leave = self._requests.forget
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._poller.register(self._requests.socket, zmq.POLLIN)
-        for fd in (self._door.fileno(), self._wake_read):
+        for fd in (self._requests.router.fileno(), self._door.fileno(), self._wake_read):
             self._poller.register(fd, zmq.POLLIN)
 
     # ----------------------------------------------------------------- loop
@@ -141,10 +141,10 @@ class Service:
             self._lanes.start_due(pool, now)
         if self._polled:
             self.core.state.measures.turn(time.monotonic() - self._polled, now)
-        ready = dict(self._poller.poll(0 if self.core.busy else int(self._patience * 1000)))
+        ready = dict(self._poller.poll(0 if self._busy else int(self._patience * 1000)))
         now = self._polled = time.monotonic()
         self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
-        if self._requests.socket in ready:
+        if self._requests.router.fileno() in ready or self._requests.router.pending:
             for effects in self._requests.receive(now):
                 self._carry_out(effects)
         self._visitors.turn(ready, now)
@@ -163,6 +163,10 @@ class Service:
         self._visitors.flush()
         self._http.turn(self._poller, ready, now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
+
+    @property
+    def _busy(self) -> bool:
+        return self.core.busy or self._requests.router.pending
 
     @property
     def _patience(self) -> float:

@@ -27,6 +27,8 @@ class Visitors:
         core: who is told of comings, descriptors and goings.
         poller: where their descriptors are registered.
         carry_out: does what the core wants done.
+
+    `on_leave` is told of everybody whose session has ended.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Visitors:
         self._core = core
         self._poller = poller
         self._carry_out = carry_out
+        self.on_leave: Callable[[Visitor], None] = lambda _visitor: None
 
     def accept(self, turned_away: Callable[[Visitor], bool], own: Callable[[Peer], bool]) -> None:
         """Let in all who wait at the door.
@@ -65,6 +68,10 @@ class Visitors:
                         self._by_fd[fd] = visitor
                         self._poller.register(fd, zmq.POLLIN)
             self._carry_out(effects)
+
+        if self._door.turned_away:
+            self._core.state.measures.limits["open_files"] += self._door.turned_away
+            self._door.turned_away = 0
 
     def _no_room(self, visitor: Visitor) -> None:
         """Tell a visitor that the house is full, and what would make room."""
@@ -116,6 +123,7 @@ class Visitors:
                 del self._by_fd[fd]
                 self._poller.unregister(fd)
         self._carry_out(self._core.lost(session))
+        self.on_leave(visitor)
         visitor.close()
 
     def notify(self, effect: Notify, resolve: Callable[[FdName | None], list[int]]) -> None:

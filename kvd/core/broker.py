@@ -21,7 +21,7 @@ from kvd.core.scrubbing import Scrubbing
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
 from kvd.core.status import status_report
-from kvd.core.sweeps import close_unused
+from kvd.core.sweeps import Sweep, close_unused
 from kvd.errors import Refused
 from kvd.link import (
     Imported,
@@ -153,11 +153,20 @@ class Broker:
         Raises:
             Refused: out of order or too many.
         """
-        if first != session.descriptors or first + count > MAX_DESCRIPTORS:
+        last = first + count - 1
+        if first != session.descriptors:
             raise Refused(
                 ErrorCode.BAD_LAYOUT,
-                f"descriptors {first}..{first + count - 1} after {session.descriptors};"
-                f" they must follow each other, {MAX_DESCRIPTORS} at most",
+                f"descriptors {first}..{last} after {session.descriptors} others; they must follow"
+                " each other",
+            )
+        if last >= MAX_DESCRIPTORS:
+            self.state.measures.reached("descriptors")
+            raise Refused(
+                ErrorCode.LIMIT,
+                f"descriptors {first}..{last}: a session has {MAX_DESCRIPTORS} at most; put"
+                " several tensors into one storage",
+                limit="descriptors",
             )
         session.descriptors += count
         return self._registration.advance(session, now)
@@ -291,18 +300,20 @@ class Broker:
         return [Reply(session.number, request_id, Touched(found=found))]
 
     def _reset(self, session: Session, request_id: int, message: Reset, now: float) -> list[Effect]:
+        """In pieces, for a large namespace takes seconds; answered when all of it is gone."""
         del message, now
         _, namespace = self.state.attached_namespace(session.engine)
-        result = namespace.table.reset()
-        reply = ResetDone(dropped=result.dropped, deferred=result.deferred)
-        effects = [
-            Reply(session.number, request_id, reply),
-            *self.state.revoke(namespace, result.revoke),
-        ]
-        if not namespace.temporary:  # a self-test's own affair
-            text = f"{session.who} reset its namespace: {result.dropped} chunks dropped"
-            effects.append(Event(text, fields=session.who.fields))
-        return effects
+        sweep = Sweep(
+            session.number,
+            request_id,
+            # That of a self-test is its own affair.
+            "" if namespace.temporary else f"{session.who} reset its namespace",
+            lambda done: ResetDone(dropped=done.chunks, deferred=done.deferred),
+            (namespace,),
+            by_engine=True,
+            fields=session.who.fields,
+        )
+        return self._operations.sweeps.start(sweep)
 
     def _ping(self, session: Session, request_id: int, message: Ping, now: float) -> list[Effect]:
         del now
@@ -425,11 +436,11 @@ class Broker:
     @property
     def busy(self) -> bool:
         """There is `work` to do, with or without news from outside."""
-        return self._operations.sweeps.moving
+        return self._operations.busy
 
     def work(self) -> list[Effect]:
         """One piece of what takes too long to be done in one go; a few milliseconds at most."""
-        return self._operations.sweeps.work() + self._scrubbing.work()
+        return self._operations.work() + self._scrubbing.work()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""

@@ -71,19 +71,21 @@ class Lane:
 
 def add_counters(left: LaneCounters, right: LaneCounters) -> LaneCounters:
     """The sum, field by field."""
-    jobs = dict(left.jobs)
-    for name, count in right.jobs.items():
-        jobs[name] = jobs.get(name, 0) + count
     return LaneCounters(
         store_bytes=left.store_bytes + right.store_bytes,
         load_bytes=left.load_bytes + right.load_bytes,
         store_ns=left.store_ns + right.store_ns,
         load_ns=left.load_ns + right.load_ns,
-        jobs=jobs,
+        jobs=_sum(left.jobs, right.jobs),
         dropped_frames=left.dropped_frames + right.dropped_frames,
         dropped_replies=left.dropped_replies + right.dropped_replies,
         stages=_add_stages(left.stages, right.stages),
+        limits=_sum(left.limits, right.limits),
     )
+
+
+def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
+    return {name: left.get(name, 0) + right.get(name, 0) for name in (*left, *right)}
 
 
 def histogram(spread: Spread) -> Histogram:

@@ -1,4 +1,4 @@
-"""What operators tell a running daemon: drain and resume, clear and evict.
+"""What operators tell a running daemon: drain and resume, clear and evict, check.
 
 File rights and the settings allow_users and allow_groups decide who may come here at
 all; of those that do, only sessions of kind `tool` may say these things, so that an engine
@@ -8,6 +8,7 @@ cannot by mistake. Each becomes a line of the log with the peer's uid and pid.
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from kvd.core.checking import Checking
 from kvd.core.effects import Effect, Event, Reply
 from kvd.core.sessions import Peer, Session
 from kvd.core.state import BrokerState, OperatorDrain
@@ -16,6 +17,7 @@ from kvd.errors import Refused
 from kvd.state.namespaces import Namespace
 from kvd_proto.durations import format_duration
 from kvd_proto.messages import (
+    Check,
     Clear,
     Cleared,
     Drain,
@@ -37,6 +39,7 @@ class Operations:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self.sweeps = Sweeps(state)
+        self.checking = Checking(state)
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Who serves which request; each refuses sessions that are no tools."""
@@ -45,6 +48,7 @@ class Operations:
             Resume: for_tools(self._resume),
             Clear: for_tools(self._clear),
             EvictOlderThan: for_tools(self._evict),
+            Check: for_tools(self._check),
         }
 
     def _drain(self, session: Session, request_id: int, message: Drain, now: float) -> list[Effect]:
@@ -111,6 +115,21 @@ class Operations:
                 unused_for=message.seconds,
             )
         )
+
+    def _check(self, session: Session, request_id: int, message: Check, now: float) -> list[Effect]:
+        """Answered when it has ended; see kvd.core.checking."""
+        del message, now
+        self.checking.start(session.number, request_id)
+        return []
+
+    @property
+    def busy(self) -> bool:
+        """Something is under way that goes on in pieces."""
+        return self.sweeps.moving or bool(self.checking)
+
+    def work(self) -> list[Effect]:
+        """A piece of it."""
+        return self.sweeps.work() + self.checking.work()
 
     def _named(self, ns_id: bytes | None) -> tuple[tuple[Namespace, ...], str]:
         """The namespaces that are meant, and what logs call them."""

@@ -142,6 +142,7 @@ def _moved(counters: LaneCounters) -> dict[str, Any]:
         "jobs": dict(counters.jobs),
         "dropped_frames": counters.dropped_frames,
         "dropped_replies": counters.dropped_replies,
+        "limits": dict(counters.limits),
     }
 
 

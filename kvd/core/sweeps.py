@@ -1,8 +1,10 @@
 """Dropping many chunks, a piece at a time, so that engines are served in between.
 
+Operators clear and evict; engines reset their namespace.
+
 A sweep goes once over the slots of its namespaces. What is stored behind it stays,
 what is stored before it may go too; all that was there when it began is gone when
-it is answered. Where freed slots are scrubbed, it is answered when they are clean.
+it is answered. Where freed slots are scrubbed, an operator's is answered when they are clean.
 """
 
 from collections import deque
@@ -15,11 +17,13 @@ from kvd.core.state import BrokerState
 from kvd.errors import Refused
 from kvd.state.namespaces import Namespace
 from kvd.state.scrubbing import Scrubber
+from kvd.who import Fields
 from kvd_proto.messages import ErrorCode, Message
 from kvd_proto.sizes import format_size
 
 MAX_SWEEPS = 16
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
+EMPTY_PIECES = 16  # so many that hold none are looked at in one go
 
 
 @dataclass(slots=True)
@@ -43,7 +47,8 @@ class Sweep:
     """Chunks of `namespaces` on their way out, and who is waiting for the end of it.
 
     unused_for: only those that were of no use for so many seconds; None: all.
-    what: for the log, in words, such as "cleared by uid 0 pid 7".
+    what: for the log, in words, such as "cleared by uid 0 pid 7"; empty where nobody needs to know.
+    by_engine: an engine resets its namespace, it is no operator's order.
     """
 
     session: int
@@ -52,6 +57,8 @@ class Sweep:
     answer: Answer
     namespaces: tuple[Namespace, ...]
     unused_for: float | None = None
+    by_engine: bool = False
+    fields: Fields = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     index: int = 0
     position: int = 0
@@ -83,8 +90,8 @@ class Sweeps:
         if len(self) >= MAX_SWEEPS:
             raise Refused(
                 ErrorCode.LIMIT,
-                f"{MAX_SWEEPS} clears and evictions are under way, no more are allowed; try again"
-                " when they have ended",
+                f"{MAX_SWEEPS} clears, evictions and resets are under way, no more are allowed; try"
+                " again when they have ended",
                 limit="sweeps",
             )
         effects: list[Effect] = []
@@ -113,9 +120,12 @@ class Sweeps:
         text = f"{sweep.what}: {tally.chunks} chunks dropped, {format_size(tally.bytes)}"
         if tally.deferred:
             text += f"; {tally.deferred} more go when their leases end"
+        told = [Event(text, fields=sweep.fields)] if sweep.what else []
+        if sweep.by_engine:  # which has deadlines
+            return [self._reply(sweep), *told, *effects]
         scrubber = self._scrubber
         self._unclean.append((scrubber.soiled_slots if scrubber is not None else 0, sweep))
-        return [*effects, Event(text), *self._clean_now()]
+        return [*self._clean_now(), *told, *effects]
 
     def _clean_now(self) -> list[Effect]:
         """The replies of those that are over and whose slots are clean."""
@@ -123,9 +133,12 @@ class Sweeps:
         clean = scrubber.clean_slots if scrubber is not None else 0
         effects: list[Effect] = []
         while self._unclean and self._unclean[0][0] <= clean:
-            _, sweep = self._unclean.popleft()
-            effects.append(Reply(sweep.session, sweep.request_id, sweep.answer(sweep.tally)))
+            effects.append(self._reply(self._unclean.popleft()[1]))
         return effects
+
+    @staticmethod
+    def _reply(sweep: Sweep) -> Reply:
+        return Reply(sweep.session, sweep.request_id, sweep.answer(sweep.tally))
 
     @property
     def _scrubber(self) -> Scrubber | None:
@@ -139,13 +152,22 @@ class Sweeps:
             sweep.position = 0
             return
         table = namespace.table
-        gone, kept = table.remove(sweep.position, PIECE_SLOTS, unused_for=sweep.unused_for)
-        sweep.position += PIECE_SLOTS
-        sweep.tally.chunks += gone
-        sweep.tally.bytes += gone * namespace.geometry.bytes_per_chunk
-        sweep.tally.deferred += kept
-        if sweep.position >= slots:
-            table.give_back()
+        for _ in range(EMPTY_PIECES):
+            gone, kept = table.remove(
+                sweep.position,
+                PIECE_SLOTS,
+                unused_for=sweep.unused_for,
+                by_engine=sweep.by_engine,
+            )
+            sweep.position += PIECE_SLOTS
+            sweep.tally.chunks += gone
+            sweep.tally.bytes += gone * namespace.geometry.bytes_per_chunk
+            sweep.tally.deferred += kept
+            if sweep.position >= slots:
+                table.give_back()
+                return
+            if gone or kept:
+                return
 
     def _is_open(self, namespace: Namespace) -> bool:
         namespaces = self._state.namespaces

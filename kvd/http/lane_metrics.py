@@ -54,6 +54,16 @@ def _lanes(lanes: Sequence[Report]) -> Iterator[Metric]:
         ],
         ["device", "kind"],
     )
+    yield counter(
+        "kvd_lane_limits_reached_total",
+        "Connections that the lane closed, by the limit that they were above.",
+        [
+            ((*where, limit), count)
+            for where, lane in named
+            for limit, count in lane["counters"]["limits"].items()
+        ],
+        ["device", "limit"],
+    )
 
 
 def _jobs(lanes: Sequence[Report]) -> Iterator[Metric]:

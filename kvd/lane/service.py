@@ -357,9 +357,10 @@ class LaneService:
                     store_ns=self._moved["store_ns"],
                     load_ns=self._moved["load_ns"],
                     jobs=dict(self._counts),
-                    dropped_frames=self._dropped_frames,
+                    dropped_frames=self._dropped_frames + self._sockets.dropped_messages,
                     dropped_replies=self._sockets.dropped_replies,
                     stages=self._stages.spreads(),
+                    limits=dict(self._sockets.limits),
                 ),
                 oldest_job_ns=self._runner.oldest_job_ns,
             )
@@ -372,13 +373,10 @@ class LaneService:
 
     def _read_workers(self) -> None:
         for _ in range(FRAMES_PER_TURN):
-            parts = self._sockets.recv()
-            if parts is None:
+            received = self._sockets.recv()
+            if received is None:
                 return
-            if len(parts) == 2:
-                self._frame(parts[0], parts[1])
-            else:
-                self._dropped_frames += 1
+            self._frame(received.identity, received.frame)
             self._report()
 
     def _frame(self, identity: bytes, frame: bytes) -> None:
@@ -405,7 +403,9 @@ class LaneService:
         handler = self._on_wire.get(type(message))
         if worker is None:
             self._refuse(reply, ErrorCode.BAD_SESSION, "no worker of this lane has this token")
-        elif isinstance(message, Ping):
+            return
+        self._sockets.prove(reply.identity)
+        if isinstance(message, Ping):
             self._send(reply, Pong(pid=os.getpid()))
         elif handler is None:
             name = type(message).__name__

@@ -1,26 +1,22 @@
 """The lane's two sockets and the one place where it waits.
 
 Between two pieces of a copy the sockets are looked at with one poll system
-call (about 1 µs; zmq's own poller takes ten times that). The price is ZeroMQ's
-rule about its descriptor: it signals a change, once, so before trusting its
-silence `recv` must have been driven to empty, and every `send` may swallow a signal.
+call (about 1 µs), however many workers are connected.
 """
 
 import logging
 import select
+from collections import Counter
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-import zmq
-
+from kvd.router import Received, Router
 from kvd.seqpacket import Channel
 from kvd_proto.codec import MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
 
-REPLIES_WAITING = 65536  # per worker that does not read; beyond, replies are dropped
-REQUESTS_WAITING = 16384
-LINGER_MS = 500
+LINGER_SECONDS = 0.5
 
 
 class Woken(NamedTuple):
@@ -31,31 +27,31 @@ class Woken(NamedTuple):
 
 
 class Sockets:
-    """The ROUTER that workers send to, and the link to the broker.
+    """The socket that workers send to, and the link to the broker.
 
     Args:
-        endpoint: where to bind the ROUTER.
+        endpoint: where to listen, as workers are told.
         link: the broker.
     """
 
     def __init__(self, endpoint: str, link: Channel) -> None:
         self.link = link
         self.dropped_replies = 0
-        self._context = zmq.Context()
-        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.SNDHWM, REPLIES_WAITING)
-        self._router.setsockopt(zmq.RCVHWM, REQUESTS_WAITING)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._router.bind(endpoint)
-        Path(endpoint.removeprefix("ipc://")).chmod(0o660)  # as the broker's sockets
-        self._router_fd = cast(int, self._router.getsockopt(zmq.FD))
-        self._maybe_more = True
+        self._router = Router(Path(endpoint.removeprefix("ipc://")), max_bytes=MAX_MESSAGE_BYTES)
         self._poll = select.poll()
-        self._poll.register(self._router_fd, select.POLLIN)
+        self._poll.register(self._router, select.POLLIN)
         self._poll.register(link, select.POLLIN)
         self._link_writes = False
+
+    @property
+    def dropped_messages(self) -> int:
+        """Messages of workers that had several parts."""
+        return self._router.dropped
+
+    @property
+    def limits(self) -> Counter[str]:
+        """Connections that were closed, by the bound that they were above."""
+        return self._router.limits
 
     def wait(self, milliseconds: int | None) -> Woken:
         """Wait until there is something to do, at most so long; None: for ever."""
@@ -63,37 +59,29 @@ class Sockets:
             self._link_writes = self.link.wants_write
             mask = select.POLLIN | (select.POLLOUT if self._link_writes else 0)
             self._poll.modify(self.link, mask)
-        workers = self._maybe_more and self._readable()
-        self._maybe_more = workers
-        ready = {fd for fd, _ in self._poll.poll(0 if workers else milliseconds)}
-        return Woken(self.link.fileno() in ready, workers or self._router_fd in ready)
+        waiting = self._router.pending
+        ready = {fd for fd, _ in self._poll.poll(0 if waiting else milliseconds)}
+        if self._router.fileno() in ready:
+            self._router.look()
+        return Woken(self.link.fileno() in ready, self._router.pending)
 
-    def _readable(self) -> bool:
-        return bool(cast(int, self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    def recv(self) -> Received | None:
+        """The next message from a worker; None where there is none."""
+        return self._router.take()
 
-    def recv(self) -> list[bytes] | None:
-        """The next message from a worker, identity first; None where there is none."""
-        try:
-            parts = self._router.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            self._maybe_more = False
-            return None
-        self._maybe_more = True
-        return parts
+    def prove(self, identity: bytes) -> None:
+        """This peer is a worker of this lane."""
+        self._router.prove(identity)
 
     def send(self, identity: bytes, frame: bytes) -> None:
         """Send to a worker, or count the reply as dropped: it is gone, or never reads."""
-        self._maybe_more = True
-        try:
-            self._router.send_multipart([identity, frame], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+        if not self._router.send(identity, frame):
             self.dropped_replies += 1
-            _log.debug("a reply is dropped: %s", error)
+            _log.debug("a reply is dropped: its worker is gone, or does not read")
 
     def close(self, *, deliver: bool) -> None:
         """Close both; with `deliver`, replies get half a second to leave."""
-        self._router.close(linger=LINGER_MS if deliver else 0)
-        self._context.term()
+        self._router.close(linger=LINGER_SECONDS if deliver else 0.0)
         self.link.close()
 
     def __repr__(self) -> str:

@@ -427,7 +427,7 @@ class ChunkTable:
         return self._give_up(self._tickets.of(owner))
 
     def reset(self) -> ResetOutcome:
-        """Drop every chunk; those that are pinned go when their leases end."""
+        """Drop every chunk, in one go; those that are pinned go when their leases end."""
         pins = self._leases.pins
         kept: list[int] = []
         gone: list[int] = []
@@ -452,8 +452,15 @@ class ChunkTable:
             self._filter.clear()
         return self._give_up(list(self._tickets))
 
-    def remove(self, first: int, count: int, *, unused_for: float | None = None) -> tuple[int, int]:
-        """Drop the READY chunks in `count` slots from `first` on, for an operator.
+    def remove(
+        self,
+        first: int,
+        count: int,
+        *,
+        unused_for: float | None = None,
+        by_engine: bool = False,
+    ) -> tuple[int, int]:
+        """Drop the READY chunks in `count` slots from `first` on, for an operator or an engine.
 
         With `unused_for` only those that were of no use for so many seconds, and none
         that is pinned.
@@ -475,7 +482,10 @@ class ChunkTable:
         for slot in kept:
             self.directory.unindex(slot)
         self._doomed.update(kept)
-        self._counters.removed += len(slots)
+        if by_engine:
+            self._counters.reset += len(slots)
+        else:
+            self._counters.removed += len(slots)
         return len(gone), len(kept)
 
     def give_back(self) -> None:
@@ -582,6 +592,36 @@ class ChunkTable:
                 slot
             ):
                 raise IntegrityError(f"slot {slot} has all shares and is not READY")
+
+    def check_slots(self, first: int, count: int) -> int:
+        """All say the same about each of `count` slots from `first` on; how many hold a chunk.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        states = self.directory.states(first, count)
+        tickets = set(self._tickets)
+        free = self.space.free_among(first, first + len(states))
+        for slot, state in enumerate(states, first):
+            ordered, doomed = slot in self._policy, slot in self._doomed
+            claims = {
+                SlotState.WRITING: slot in tickets,
+                SlotState.READY: ordered != doomed,
+                SlotState.DRAINING: slot in self._draining,
+            }
+            if [claimed for claimed, yes in claims.items() if yes] != [state] * (state != 0):
+                raise IntegrityError(f"slot {slot} is {SlotState(state).name}, claimed: {claims}")
+            if (slot in free) != (state == SlotState.FREE):
+                raise IntegrityError(
+                    f"slot {slot} is {SlotState(state).name}, but not so in {free}"
+                )
+            if (doomed or slot in self._leases.pins) and state != SlotState.READY:
+                raise IntegrityError(f"slot {slot} is pinned and {SlotState(state).name}")
+            if (ordered or slot in tickets) and self.directory.find(
+                self.directory.key(slot)
+            ) != slot:
+                raise IntegrityError(f"the chunk in slot {slot} cannot be found by its key")
+        return sum(state != SlotState.FREE for state in states)
 
     def _check_counters(self) -> None:
         self.ages.at_eviction.check_integrity()

@@ -123,6 +123,11 @@ class DirectoryWriter(DirectoryView):
             for state in (SlotState.WRITING, SlotState.READY, SlotState.DRAINING)
         }
 
+    def states(self, first: int, count: int) -> list[int]:
+        """The states of up to `count` slots from `first` on."""
+        states: list[int] = self._columns["state"][first : first + count].tolist()
+        return states
+
     def ready_slots(self, first: int, count: int) -> list[int]:
         """The READY slots among `count` from `first` on, ascending."""
         states = self._columns["state"][first : first + count]

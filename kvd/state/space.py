@@ -211,6 +211,14 @@ class Space:
         free = set(self._free[column])
         return [slot for slot in self.geometry.column_range(column) if slot not in free]
 
+    def free_among(self, first: int, end: int) -> set[int]:
+        """The slots from `first` to before `end` without a chunk: free, soiled, or not claimed."""
+        free = self._soiled.intersection(range(first, end))
+        for column in range(first // self._width, -(-end // self._width)):
+            slots = self._free.get(column)
+            free.update(self.geometry.column_range(column) if slots is None else slots)
+        return free
+
     def open_column(self, column: int) -> None:
         """A column was claimed: its slots are free."""
         slots = self.geometry.column_range(column)

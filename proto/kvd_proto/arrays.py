@@ -13,7 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.errors import WrongType
+from kvd_proto.errors import Oversize, WrongType
+
+MAX_ARRAY_ITEMS = 65536
+"""Items of an array or a list in one message, at most."""
 
 DType = Literal["u1", "u2", "u4", "u8", "i4", "i8"]
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -24,7 +27,12 @@ _TYPECODES = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i4": "i", "i8": "q"}
 
 
 class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A one-dimensional integer array: `[dtype, little-endian bytes]`."""
+    """A one-dimensional integer array: `[dtype, little-endian bytes]`.
+
+    Raises:
+        ValueError: the bytes are no whole number of items, or hold above `MAX_ARRAY_ITEMS`; on
+            decoding the codec makes its own errors of it.
+    """
 
     dtype: DType
     data: bytes
@@ -35,6 +43,8 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
             raise ValueError(
                 f"{len(self.data)} bytes are no whole number of {self.dtype} items ({width} bytes)"
             )
+        if len(self.data) > MAX_ARRAY_ITEMS * width:
+            raise ValueError(_too_many(len(self.data) // width))
 
     @classmethod
     def of(cls, values: Iterable[int] | npt.NDArray[Any], dtype: DType) -> "IntArray":
@@ -42,11 +52,14 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
         Raises:
             WrongType: a value is no integer or lies outside the dtype's range.
+            Oversize: above `MAX_ARRAY_ITEMS` values.
         """
         if not isinstance(values, np.ndarray):
             return cls._of_numbers(values, dtype)
         if values.ndim != 1:
             raise WrongType(f"an array of {values.ndim} dimensions, one is needed")
+        if values.size > MAX_ARRAY_ITEMS:
+            raise Oversize(_too_many(values.size))
         target = _DTYPES[dtype]
         if values.dtype != target:
             if values.size and values.dtype.kind not in "iu":
@@ -66,6 +79,8 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
             numbers = array(_TYPECODES[dtype], iter(values))
         except (TypeError, OverflowError) as error:
             raise WrongType(f"integers that fit {dtype} are needed: {error}") from error
+        if len(numbers) > MAX_ARRAY_ITEMS:
+            raise Oversize(_too_many(len(numbers)))
         if sys.byteorder == "big":
             numbers.byteswap()
         return cls(dtype, numbers.tobytes())
@@ -79,3 +94,7 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     def __repr__(self) -> str:
         return f"<IntArray {self.dtype}[{len(self)}]>"
+
+
+def _too_many(count: int) -> str:
+    return f"an array of {count} items, at most {MAX_ARRAY_ITEMS} fit a message"

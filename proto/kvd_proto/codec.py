@@ -25,6 +25,7 @@ from typing import Any
 import msgpack
 import msgspec
 
+from kvd_proto.arrays import MAX_ARRAY_ITEMS
 from kvd_proto.errors import (
     BadHeader,
     ExtraField,
@@ -40,7 +41,6 @@ from kvd_proto.messages import PROTOCOL_VERSION, TAGS, Message
 MAGIC = b"kvd\x00"
 NO_ID = bytes(16)
 MAX_MESSAGE_BYTES = 16 * 2**20
-MAX_ARRAY_ITEMS = 65536
 MAX_MAP_ITEMS = 1024
 _HEADER = struct.Struct("<4sHHQ16s16s")
 HEADER_BYTES = _HEADER.size
@@ -164,7 +164,7 @@ def _convert(kind: type[Message], fields: dict[str, Any]) -> Message:
             raise MissingField(where) from error
         if "contains unknown field" in text:
             raise ExtraField(where) from error
-        if "length <=" in text:
+        if "length <=" in text or "fit a message" in text:
             raise Oversize(where) from error
         raise WrongType(where) from error
 

@@ -435,6 +435,18 @@ class OlderEvicted(Message, frozen=True):
     bytes: Count
 
 
+class Check(Message, frozen=True):
+    """Look whether all that the broker believes fits together; nothing is changed."""
+
+
+class Checked(Message, frozen=True):
+    """The first contradiction, or nothing; chunks looked at, and whether all in one moment."""
+
+    violation: Text
+    chunks: Count
+    whole: bool
+
+
 # ------------------------------------------------------------ configuration
 
 
@@ -556,6 +568,8 @@ TAGS: dict[int, type[Message]] = {
     0x55: Cleared,
     0x56: EvictOlderThan,
     0x57: OlderEvicted,
+    0x5A: Check,
+    0x5B: Checked,
     0x60: ReloadConfig,
     0x61: ConfigReloaded,
     0x62: ShowConfig,
@@ -583,6 +597,7 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Resume: Resumed,
     Clear: Cleared,
     EvictOlderThan: OlderEvicted,
+    Check: Checked,
     ReloadConfig: ConfigReloaded,
     ShowConfig: ConfigShown,
 }

@@ -12,6 +12,8 @@ from kvd_proto.messages import (
     Attached,
     Cancel,
     CancelDone,
+    Check,
+    Checked,
     Clear,
     Cleared,
     CompleteLoad,
@@ -150,6 +152,8 @@ EXAMPLES: tuple[Message, ...] = (
     Cleared(chunks=412, bytes=6750208, deferred=3),
     EvictOlderThan(seconds=3600.0),
     OlderEvicted(chunks=7, bytes=114688),
+    Check(),
+    Checked(violation="", chunks=412, whole=True),
     ReloadConfig(),
     ConfigReloaded(
         file="/etc/kvd/kvd.toml",

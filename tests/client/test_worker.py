@@ -342,6 +342,8 @@ def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
         ({"slots": [1]}, "1 slots with 2"),
         ({"slots": [1], "generations": [1]}, "2 chunks .* 1 slots"),
         ({"group_sizes": [3, 0], "block_indices": [1, 0]}, "1 groups"),
+        ({"block_ids": range(1, 65_538)}, "block_ids: .* 65537 items, .* submit several jobs"),
+        ({"slots": np.ones(400_000, np.uint32)}, "slots: .* 400000 items, .* submit several jobs"),
     ]
     for change, text in wrong:
         with pytest.raises(UsageError, match=text):

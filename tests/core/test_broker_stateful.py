@@ -425,7 +425,6 @@ class BrokerMachine(RuleBasedStateMachine):
                 Ping(),
                 PING,
                 Status(),
-                Reset(),
                 Touch(keys=tuple(KEYS[:3])),
                 Drain(),
                 Resume(),
@@ -442,6 +441,13 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert self.broker.state.draining == drained
             else:
                 assert self.broker.state.draining == isinstance(message, Drain)
+
+    @rule(session=sessions)
+    def reset(self, session: Session) -> None:
+        """A scheduler drops all chunks of its namespace; the answer comes later."""
+        if self.alive(session):
+            reply = self.ask(session, Reset())
+            assert reply is None or isinstance(reply, Error)
 
     @rule(
         session=sessions,

@@ -3,12 +3,15 @@
 import pytest
 
 from kvd.core.broker import Broker
-from kvd.core.effects import Event, Reply
+from kvd.core.effects import Effect, Event, Reply
 from kvd.core.sessions import Peer, Session
 from kvd.core.sweeps import MAX_SWEEPS, PIECE_SLOTS
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespace, Namespaces
+from kvd_proto.answers import LookupResult
 from kvd_proto.messages import (
+    Check,
+    Checked,
     Clear,
     Cleared,
     Drain,
@@ -20,6 +23,8 @@ from kvd_proto.messages import (
     Message,
     OlderEvicted,
     PrepareStore,
+    Reset,
+    ResetDone,
     Resume,
     Resumed,
     Status,
@@ -27,7 +32,7 @@ from kvd_proto.messages import (
 )
 
 OWNER = 1
-OPERATIONS = [Drain(), Resume(), Clear(), EvictOlderThan(seconds=0)]
+OPERATIONS = [Drain(), Resume(), Clear(), EvictOlderThan(seconds=0), Check()]
 
 
 class Bench:
@@ -321,3 +326,85 @@ def test_too_many_sweeps_at_a_time_are_refused(bench: Bench) -> None:
     while bench.broker.busy:
         answered += [e.request_id for e in bench.broker.work() if isinstance(e, Reply)]
     assert answered == list(range(100, 100 + MAX_SWEEPS))
+
+
+def test_a_check_looks_at_every_chunk(bench: Bench) -> None:
+    """READY, being written and pinned: nothing contradicts itself, and nothing changes."""
+    namespace = bench.namespace()
+    bench.store(namespace, [b"a", b"b", b"c"])
+    bench.store(namespace, [b"d"], finish=False)
+    namespace.table.prepare_load([b"a"], OWNER, bench.now, 10.0)
+    before = namespace.table.stats()
+    assert bench.ask(Check()) == Checked(violation="", chunks=4, whole=True)
+    assert namespace.table.stats() == before
+
+
+def test_a_check_goes_in_pieces(bench: Bench) -> None:
+    """Of a large namespace each turn looks at some slots; what is wrong in one is found."""
+    bench = Bench(chunks=3 * 1024)
+    namespace = bench.namespace()
+    bench.store(namespace, [b"%d" % n for n in range(2500)])
+    assert bench.ask(Check()) == Checked(violation="", chunks=2500, whole=False)
+    assert bench.turns >= 3
+    namespace.table._policy.remove(2000)
+    effects = bench.broker.request(bench.tool, 8, Check(), bench.now)
+    while bench.broker.busy:
+        effects += bench.broker.work()
+    (reply,) = [effect.message for effect in effects if isinstance(effect, Reply)]
+    assert isinstance(reply, Checked)
+    assert "slot 2000 is READY" in reply.violation
+
+
+def test_only_some_checks_at_a_time(bench: Bench) -> None:
+    """Whoever asks again and again is told to wait."""
+    replies = [
+        effect.message
+        for _ in range(5)
+        for effect in bench.broker.request(bench.tool, 9, Check(), bench.now)
+        if isinstance(effect, Reply)
+    ]
+    (reply,) = replies
+    assert isinstance(reply, Error)
+    assert reply.code is ErrorCode.LIMIT
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_reset_goes_in_pieces_and_is_answered_when_all_is_gone(policy: str) -> None:
+    """Others are served in between; after the answer nothing of before is a hit, what came is."""
+    bench = Bench(chunks=4 * PIECE_SLOTS, policy=policy)
+    namespace = bench.namespace()
+    bench.engine(namespace)
+    scheduler = bench.session("scheduler")
+    assert scheduler.engine is not None
+    scheduler.engine.namespace = namespace
+    table = namespace.table
+    keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
+    bench.store(namespace, keys)
+    lease = table.prepare_load([b"3000"], OWNER, bench.now, 60.0)
+    bench.store(namespace, [b"begun"], finish=False)
+    assert not [
+        effect
+        for effect in bench.broker.request(scheduler, 8, Reset(), bench.now)
+        if isinstance(effect, Reply)
+    ]
+    assert table.directory.lookup(b"begun") is LookupResult.MISS
+    effects: list[Effect] = []
+    turns = 0
+    while not any(isinstance(effect, Reply) for effect in effects):
+        effects += bench.broker.work()
+        turns += 1
+        if turns == 2:
+            bench.store(namespace, [b"new, far behind"])  # takes the slot that is free first
+        assert isinstance(bench.broker.request(bench.tool, 9, Status(), bench.now)[0], Reply)
+        table.check_integrity()
+    assert turns > 3
+    (reply,) = [effect.message for effect in effects if isinstance(effect, Reply)]
+    assert isinstance(reply, ResetDone)
+    assert set(table.directory.lookup_many([*keys, b"begun"])) == {LookupResult.MISS}
+    assert not table.prepare_load(keys, OWNER, bench.now, 60.0).found.any()
+    assert reply.deferred == table.stats()["doomed"] == 1
+    assert reply.dropped >= len(keys)  # but for the pinned one, and with the one that was begun
+    assert table.counters()["reset"] >= len(keys)
+    assert table.counters()["removed"] == 0
+    assert table.complete_load(lease.lease_id, OWNER)
+    assert table.stats()["doomed"] == 0

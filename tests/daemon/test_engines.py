@@ -279,3 +279,15 @@ def test_files_of_an_engine_leave_no_names(daemon: Daemon) -> None:
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         engine.store(keys_of("nameless", 2))
         assert {p for p in Path("/dev/shm").iterdir() if "kvd" in p.name} <= before
+
+
+def test_a_request_of_a_hundred_thousand_tokens_is_one_job(start_daemon: StartDaemon) -> None:
+    """6,250 blocks of 16 tokens are stored by one job, loaded by another, and are all right."""
+    blocks, page = 6_250, 512
+    daemon = start_daemon(cpu_bytes="32MiB")
+    layout = make_layout(blocks=2 * blocks + 1, page=page)
+    keys = keys_of("long", blocks // layout.blocks_per_chunk)
+    with Engine(daemon.runtime_dir, world_size=1, layout=layout).wait_attached() as engine:
+        assert len(engine.store(keys)) == len(keys)
+        wait_hit(engine, keys)
+        assert engine.load(keys, first_block=blocks + 1) == (len(keys), 0)

@@ -381,6 +381,7 @@ def test_running_out_of_descriptors_turns_newcomers_away(start_daemon: StartDaem
     for door in crowd:
         door.close()
     assert isinstance(first.ask(Ping()), Pong)
+    assert daemon.wait_ready()["broker"]["limits"]["open_files"] >= 1
     again = RawClient(daemon.runtime_dir)
     again.hello()
     for raw in (again, first):

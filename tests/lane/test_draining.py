@@ -1,5 +1,6 @@
 """What the lane tells the broker while copies are still in flight: nothing too early."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import cast
 
@@ -34,7 +35,8 @@ class Wires:
 
     def __init__(self) -> None:
         self.link = Link()
-        self.dropped_replies = 0
+        self.dropped_replies = self.dropped_messages = 0
+        self.limits: Counter[str] = Counter()
 
     def send(self, identity: bytes, frame: bytes) -> None:
         """Nobody listens."""

@@ -3,15 +3,17 @@
 import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_proto.arrays import IntArray
-from kvd_proto.codec import HEADER_BYTES, MAX_ARRAY_ITEMS, MAX_MESSAGE_BYTES, WIRE, Codec
+from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray
+from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, WIRE, Codec
 from kvd_proto.errors import (
     BadHeader,
     DecodeError,
@@ -23,7 +25,7 @@ from kvd_proto.errors import (
     VersionMismatch,
     WrongType,
 )
-from kvd_proto.messages import REPLY_OF, TAGS, Message, Ping, PrepareStore, Register, Touch
+from kvd_proto.messages import REPLY_OF, TAGS, Message, Ping, PrepareStore, Register, Store, Touch
 from kvd_proto.vectors import BOOT_ID, EXAMPLES, REQUEST_ID, SESSION, vector
 
 PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -204,3 +206,20 @@ def test_array_bytes_must_be_whole_items() -> None:
                 },
             )
         )
+
+
+@pytest.mark.parametrize("field", ["block_ids", "group_sizes", "block_indices", "slots"])
+def test_an_array_above_the_documented_number_of_items_is_refused(field: str) -> None:
+    """A job with 400,000 of anything is too large, and the error names both figures."""
+    job = next(example for example in EXAMPLES if isinstance(example, Store))
+    fields = msgspec.to_builtins(job, builtin_types=(bytes,))
+    assert WIRE.decode(frame_of(0x20, fields | {field: ["u4", bytes(4 * MAX_ARRAY_ITEMS)]}))
+    with pytest.raises(Oversize, match=r"400000 items, at most 65536"):
+        WIRE.decode(frame_of(0x20, fields | {field: ["u4", bytes(4 * 400_000)]}))
+
+
+@pytest.mark.parametrize("values", [range(MAX_ARRAY_ITEMS + 1), np.zeros(MAX_ARRAY_ITEMS + 1)])
+def test_an_array_that_fits_no_message_is_not_made(values: Any) -> None:
+    """One value above the limit is refused where the array is made, before anything is sent."""
+    with pytest.raises(Oversize, match=f"{MAX_ARRAY_ITEMS + 1} items, at most {MAX_ARRAY_ITEMS}"):
+        IntArray.of(values, "u4")

@@ -142,10 +142,18 @@ def wait_for(what: str, test: Callable[[], Any], seconds: float = PATIENCE) -> A
 
 
 def wait_attached(daemon: Daemon, engines: int = 1) -> None:
-    """Until so many engines have all their ranks registered."""
+    """Until so many engines have all their ranks registered, and their schedulers are there.
+
+    After an outage each of an engine's processes finds the daemon by itself.
+    """
+
+    def whole(engine: dict[str, Any]) -> bool:
+        kinds = [session["kind"] for session in engine["sessions"]]
+        return engine["attached"] and "scheduler" in kinds
+
     wait_for(
         f"{engines} engines attached",
-        lambda: sum(e["attached"] for e in daemon.status()["engines"]) >= engines,
+        lambda: sum(map(whole, daemon.status()["engines"])) >= engines,
     )
 
 

@@ -11,9 +11,11 @@ import pytest
 
 from kvd_client.demo.errors import EngineDied
 from kvd_client.demo.vllm.engine import EngineProcess, comparable
+from kvd_client.demo.vllm.rounds import warm_up
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
+    BLOCK,
     CACHED_TOKENS,
     References,
     Setting,
@@ -107,6 +109,7 @@ def store_all(engine: EngineProcess, daemon: Daemon, known: References) -> None:
 def check_hits(engine: EngineProcess, daemon: Daemon, known: References) -> None:
     """What is stored from now on is found, and is right to the last bit."""
     wait_attached(daemon)
+    warm_up(engine, known.prompts[0][:BLOCK])  # less than a chunk
     store_all(engine, daemon, known)
     warm = ask_all(engine, known.prompts)
     assert [answer.cached_tokens for answer in warm] == [CACHED_TOKENS] * len(warm)

@@ -198,6 +198,7 @@ def _lane(device: str, done: int) -> dict[str, Any]:
             "jobs": {"store_ok": 20 * done, "load_ok": 80 * done},
             "dropped_frames": 0,
             "dropped_replies": 0,
+            "limits": {},
         },
         "stages": {"store": stages, "load": copy.deepcopy(stages)},
     }

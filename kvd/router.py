@@ -1,0 +1,363 @@
+"""Connections of ZeroMQ's DEALER sockets to one Unix socket, each within bounds.
+
+Everybody who connects gets his turn: one message each, round after round. What is
+kept of all of them together, unfinished messages and replies that nobody reads, is
+bounded; above that whoever has most kept is shown out. Who does not read his
+replies is not read either.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import struct
+import time
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+from kvd.errors import BadFrame
+from kvd.zmtp import Incoming, frame_header, opening
+
+READ_BYTES = 256 * 1024
+UNREAD_BYTES = 2**20  # replies that wait for a peer, before it is not read any more
+MAX_KEPT_BYTES = 256 * 2**20
+MAX_UNPROVEN = 1024
+MAX_CONNECTIONS = 8192
+BACKLOG = 1024
+LIMITS = ("message_bytes", "message_parts", "kept_bytes", "connections", "open_files")
+"""Bounds above which connections are closed."""
+_UCRED = struct.Struct("iII")
+
+log = logging.getLogger("kvd.router")
+
+
+class Received(NamedTuple):
+    """A message, and what to call its sender when it is answered."""
+
+    identity: bytes
+    frame: bytes
+
+
+class _Connection:
+    """One peer: its socket, what it has begun to say, and what it has not read."""
+
+    __slots__ = ("incoming", "kept", "number", "outgoing", "proven", "sock", "unread")
+
+    def __init__(self, number: int, sock: socket.socket, max_bytes: int) -> None:
+        self.number = number
+        self.sock = sock
+        self.incoming = Incoming(max_bytes)
+        self.outgoing: list[memoryview] = []
+        self.unread = 0
+        self.kept = 0
+        self.proven = False
+
+    @property
+    def identity(self) -> bytes:
+        return self.number.to_bytes(8, "little")
+
+    def __repr__(self) -> str:
+        return f"<_Connection {self.number}, {self.kept} bytes kept>"
+
+
+class Router:
+    """The listening end. One thread.
+
+    Args:
+        path: where to listen; a file there is replaced.
+        max_bytes: of a message.
+        max_kept: bytes of unfinished messages and unread replies, all peers together.
+        max_unproven: connections that have not been called proven; above, the oldest goes.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_bytes: int,
+        max_kept: int = MAX_KEPT_BYTES,
+        max_unproven: int = MAX_UNPROVEN,
+    ) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._max_kept = max_kept
+        self._max_unproven = max_unproven
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listener.setblocking(False)  # the socket API's own form
+        path.unlink(missing_ok=True)
+        self._listener.bind(str(path))
+        path.chmod(0o660)
+        self._inode = path.stat().st_ino
+        self._listener.listen(BACKLOG)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        # Given up to close a connection that no descriptor is left for.
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._by_fd: dict[int, _Connection] = {}
+        self._by_identity: dict[bytes, _Connection] = {}
+        self._unproven: OrderedDict[int, _Connection] = OrderedDict()
+        self._hot: OrderedDict[int, _Connection] = OrderedDict()
+        self._kept = 0
+        self._next = 1
+        self._opening = opening(b"ROUTER")
+        self._scratch = memoryview(bytearray(READ_BYTES))
+        self.dropped = 0
+        """Messages of several parts."""
+        self.limits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
+        """Connections that were closed, by the bound that they were above."""
+
+    def fileno(self) -> int:
+        """For polling: readable where `look` has something to do."""
+        return self._epoll.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """There may be messages that were read already, of which polling knows nothing."""
+        return bool(self._hot)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of unfinished messages and of replies that were not read."""
+        return self._kept
+
+    def __len__(self) -> int:
+        return len(self._by_fd)
+
+    def look(self) -> None:
+        """Let in who has come, send on what waited, and see who has something to say."""
+        for fd, events in self._epoll.poll(0):
+            connection = self._by_fd.get(fd)
+            if connection is None:
+                if fd == self._listener.fileno():
+                    self._accept()
+                continue
+            if events & select.EPOLLOUT:
+                self._flush(connection)
+            if events & ~select.EPOLLOUT and connection.sock.fileno() >= 0:
+                self._hot[connection.number] = connection
+
+    def take(self) -> Received | None:
+        """The next message of those who have something to say, who take turns."""
+        while self._hot:
+            _, connection = self._hot.popitem(last=False)
+            try:
+                frame = connection.incoming.take()
+                if frame is None and self._read(connection):
+                    frame = connection.incoming.take()
+                self._weigh(connection)
+            except BadFrame as error:
+                self._give_up(connection, str(error), error.limit)
+                continue
+            if connection.incoming.dropped:
+                self.dropped += connection.incoming.dropped
+                connection.incoming.dropped = 0
+            if frame is not None:
+                if len(connection.incoming) and connection.unread <= UNREAD_BYTES:
+                    self._hot[connection.number] = connection
+                return Received(connection.identity, frame)
+        return None
+
+    def prove(self, identity: bytes) -> None:
+        """This peer has shown who it is: it does not give way to newcomers."""
+        connection = self._by_identity.get(identity)
+        if connection is not None and not connection.proven:
+            connection.proven = True
+            del self._unproven[connection.number]
+
+    def disown(self, identity: bytes) -> None:
+        """Undo `prove`."""
+        connection = self._by_identity.get(identity)
+        if connection is not None and connection.proven:
+            connection.proven = False
+            self._unproven[connection.number] = connection
+
+    def send(self, identity: bytes, frame: bytes) -> bool:
+        """Send a message of one part; false where the peer is gone, or reads nothing."""
+        connection = self._by_identity.get(identity)
+        if connection is None or connection.unread > UNREAD_BYTES + self._max_bytes:
+            return False
+        header = frame_header(len(frame))
+        sent = 0
+        if not connection.outgoing:
+            try:
+                sent = connection.sock.sendmsg([header, frame], [], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._close(connection)
+                return False
+        rest = len(header) + len(frame) - sent
+        if rest:
+            connection.outgoing.append(memoryview(header + frame)[sent:])
+            self._waits(connection, rest)
+            self._weigh(connection)
+        return True
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close everything; replies get so many seconds to leave. May be called again."""
+        if self._epoll.closed:
+            return
+        end = time.monotonic() + linger
+        self._epoll.unregister(self._listener)
+        while any(c.outgoing for c in self._by_fd.values()):
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            for fd, events in self._epoll.poll(left):
+                connection = self._by_fd.get(fd)
+                if connection is None:
+                    continue
+                if events & select.EPOLLOUT:
+                    self._flush(connection)
+                elif events & (select.EPOLLHUP | select.EPOLLERR):
+                    self._close(connection)
+                else:  # what it says is not heard any more
+                    self._epoll.modify(fd, select.EPOLLOUT)
+        for connection in list(self._by_fd.values()):
+            self._close(connection)
+        self._listener.close()
+        self._epoll.close()
+        os.close(self._spare)
+        try:
+            if self._path.stat().st_ino == self._inode:  # another daemon may listen there by now
+                self._path.unlink()
+        except FileNotFoundError:
+            pass
+
+    # ------------------------------------------------------------ connections
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if not self._make_room("open_files"):
+                    self._refuse_one()
+                return
+            if len(self._by_fd) >= MAX_CONNECTIONS:
+                self.limits["connections"] += 1
+                sock.close()
+                continue
+            self._welcome(sock)
+            if len(self._unproven) > self._max_unproven:
+                self._make_room("connections")
+
+    def _welcome(self, sock: socket.socket) -> None:
+        sock.setblocking(False)  # the socket API's own form
+        try:
+            sock.send(self._opening, socket.MSG_NOSIGNAL)  # a new socket has room for 100 bytes
+        except OSError:
+            sock.close()
+            return
+        connection = _Connection(self._next, sock, self._max_bytes)
+        self._next += 1
+        self._by_fd[sock.fileno()] = self._by_identity[connection.identity] = connection
+        self._unproven[connection.number] = connection
+        self._epoll.register(sock, select.EPOLLIN)
+
+    def _make_room(self, limit: str) -> bool:
+        """Show out the oldest of those who have not said who they are; whether there was one."""
+        oldest = next(iter(self._unproven.values()), None)
+        if oldest is not None:
+            self._give_up(oldest, "others want its place, and it has shown no token", limit)
+        return oldest is not None
+
+    def _refuse_one(self) -> None:
+        self.limits["open_files"] += 1
+        log.error("no file descriptor is left for a connection; raise LimitNOFILE")
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _read(self, connection: _Connection) -> bool:
+        """Read once; whether anything has come. Whoever has hung up is forgotten."""
+        try:
+            count = connection.sock.recv_into(self._scratch)
+        except BlockingIOError:
+            return False
+        except OSError:
+            count = 0
+        if not count:
+            self._close(connection)
+            return False
+        connection.incoming.feed(self._scratch[:count])
+        if count == READ_BYTES:  # else epoll tells of what comes later
+            self._hot[connection.number] = connection
+        return True
+
+    def _flush(self, connection: _Connection) -> None:
+        while connection.outgoing:
+            head = connection.outgoing[0]
+            try:
+                sent = connection.sock.send(head, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._close(connection)
+                return
+            if sent < len(head):
+                connection.outgoing[0] = head[sent:]
+            else:
+                del connection.outgoing[0]
+            self._waits(connection, -sent)
+            self._weigh(connection)
+
+    def _waits(self, connection: _Connection, change: int) -> None:
+        """So many bytes more wait for the peer to read."""
+        connection.unread += change
+        events = 0 if connection.unread > UNREAD_BYTES else select.EPOLLIN
+        if connection.unread:
+            events |= select.EPOLLOUT
+        self._epoll.modify(connection.sock, events)
+        if not events & select.EPOLLIN:
+            self._hot.pop(connection.number, None)
+        elif len(connection.incoming):
+            self._hot[connection.number] = connection
+
+    def _weigh(self, connection: _Connection) -> None:
+        """Count what is kept of a peer; above the bound whoever has most kept goes."""
+        if connection.sock.fileno() < 0:
+            return
+        kept = len(connection.incoming) + connection.unread
+        self._kept += kept - connection.kept
+        connection.kept = kept
+        while self._kept > self._max_kept:
+            most = max(self._by_fd.values(), key=lambda other: other.kept)
+            text = f"it has {most.kept} bytes of {self._kept} that are kept of all"
+            self._give_up(most, text, "kept_bytes")
+
+    def _give_up(self, connection: _Connection, why: str, limit: str) -> None:
+        if limit:
+            self.limits[limit] += 1
+        else:
+            self.dropped += 1
+        credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, _ = _UCRED.unpack(credentials)
+        log.warning("a connection of pid %d (uid %d) is closed: %s", pid, uid, why)
+        self._close(connection)
+
+    def _close(self, connection: _Connection) -> None:
+        fd = connection.sock.fileno()
+        if fd < 0:
+            return
+        self._epoll.unregister(fd)
+        del self._by_fd[fd]
+        del self._by_identity[connection.identity]
+        self._unproven.pop(connection.number, None)
+        self._hot.pop(connection.number, None)
+        self._kept -= connection.kept
+        connection.sock.close()
+
+    def __repr__(self) -> str:
+        return f"<Router {self._path}, {len(self)} connections, {self._kept} bytes kept>"

@@ -1,0 +1,172 @@
+"""ZMTP 3.0, the bytes of ZeroMQ's sockets, as one server connection hears and speaks them. No I/O.
+
+libzmq puts a message of several parts together before it hands it over, however
+many there are, and has a bound for the part alone: one client could fill the
+daemon's memory. Messages of kvd have one part. So here a part that others follow is
+skipped as it arrives, and what is kept of a connection is one unfinished frame.
+
+Specification: https://rfc.zeromq.org/spec/23/ (ZMTP 3.0, NULL mechanism).
+"""
+
+import struct
+from enum import Enum
+
+from kvd.errors import BadFrame
+
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_GREETING_BYTES = 64
+_MAX_COMMAND_BYTES = 4096
+MAX_PARTS = 64
+"""Parts of a message that is skipped, before its sender is given up."""
+
+
+def _command(name: bytes, body: bytes) -> bytes:
+    content = bytes((len(name),)) + name + body
+    return bytes((_COMMAND, len(content))) + content
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes((len(name),)) + name + struct.pack(">I", len(value)) + value
+
+
+def opening(kind: bytes) -> bytes:
+    """What one side says first: version 3.0, no mechanism, and the kind of its socket."""
+    signature = b"\xff" + bytes(8) + b"\x7f"
+    greeting = signature + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    return greeting + _command(b"READY", _property(b"Socket-Type", kind))
+
+
+def frame_header(nbytes: int) -> bytes:
+    """What goes before a message of one part."""
+    return bytes((0, nbytes)) if nbytes < 256 else struct.pack(">BQ", _LONG, nbytes)
+
+
+class _State(Enum):
+    GREETING = "greeting"
+    READY = "ready"
+    OPEN = "open"
+
+
+class Incoming:
+    """What one peer says, from its first byte on.
+
+    Args:
+        max_bytes: of a message.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+        self._at = 0
+        self._state = _State.GREETING
+        self._skip = 0  # bytes to come of a part that is skipped
+        self._parts = 0  # parts of the message that is skipped so far
+        self._skipped = 0  # their bytes
+        self.dropped = 0
+        """Messages of several parts, none of which was kept."""
+
+    def __len__(self) -> int:
+        """Bytes that are kept."""
+        return len(self._buffer) - self._at
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Bytes that have arrived."""
+        if self._at:
+            del self._buffer[: self._at]
+            self._at = 0
+        if self._skip:
+            passed = min(self._skip, len(data))
+            self._skip -= passed
+            data = data[passed:]
+        self._buffer += data
+
+    def take(self) -> bytes | None:
+        """The next message, or None where it has not arrived in full.
+
+        Raises:
+            BadFrame: this is no ZMTP, or a message above its bounds; the connection is of no
+                use any more.
+        """
+        if self._state is _State.GREETING and not self._greeted():
+            return None
+        while not self._skip:
+            head = self._head()
+            if head is None:
+                return None
+            flags, size, start = head
+            buffer = self._buffer
+            if flags & _COMMAND:
+                if not self._command(flags, size, start):
+                    return None
+            elif self._state is not _State.OPEN or flags & ~(_MORE | _LONG):
+                raise BadFrame(f"a frame with flags 0x{flags:02x} that has no place here")
+            elif flags & _MORE or self._parts:
+                self._pass_over(flags, size, start)
+            elif size > self._max_bytes:
+                raise BadFrame(
+                    f"a message of {size} bytes, the limit is {self._max_bytes}",
+                    limit="message_bytes",
+                )
+            elif len(buffer) - start < size:
+                return None
+            else:
+                self._at = start + size
+                return bytes(memoryview(buffer)[start : start + size])
+        return None
+
+    def _head(self) -> tuple[int, int, int] | None:
+        """Flags, size and place of the next frame's body; None where they have not arrived."""
+        buffer, at = self._buffer, self._at
+        have = len(buffer) - at
+        if have < 2:
+            return None
+        flags = buffer[at]
+        if not flags & _LONG:
+            return flags, buffer[at + 1], at + 2
+        if have < 9:
+            return None
+        return flags, int.from_bytes(buffer[at + 1 : at + 9], "big"), at + 9
+
+    def _greeted(self) -> bool:
+        seen = bytes(self._buffer[:_GREETING_BYTES])
+        wrong = (seen[:1] not in (b"", b"\xff")) or (len(seen) > 10 and seen[10] < 3)
+        whole = len(seen) == _GREETING_BYTES
+        if wrong or (whole and (not seen[9] & 1 or seen[12:32].rstrip(b"\0") != b"NULL")):
+            raise BadFrame("no greeting of ZMTP 3 without a mechanism")
+        if whole:
+            self._at += _GREETING_BYTES
+            self._state = _State.READY
+        return whole
+
+    def _command(self, flags: int, size: int, start: int) -> bool:
+        """Take a command in; false where it has not arrived in full. Only READY has a meaning."""
+        if size > _MAX_COMMAND_BYTES or flags & _MORE:
+            raise BadFrame(f"a command of {size} bytes, flags 0x{flags:02x}")
+        if len(self._buffer) - start < size:
+            return False
+        if self._state is _State.READY:
+            if self._buffer[start : start + 6] != b"\x05READY":
+                raise BadFrame("the first command is not READY")
+            self._state = _State.OPEN
+        self._at = start + size
+        return True
+
+    def _pass_over(self, flags: int, size: int, start: int) -> None:
+        """Skip a part of a message that has several."""
+        self._parts += 1
+        self._skipped += size
+        if self._parts > MAX_PARTS or self._skipped > self._max_bytes:
+            raise BadFrame(
+                f"a message of {self._parts} parts, {self._skipped} bytes, and no end; one part is"
+                " needed",
+                limit="message_parts",
+            )
+        here = min(size, len(self._buffer) - start)
+        self._at = start + here
+        self._skip = size - here
+        if not flags & _MORE:
+            self._parts = self._skipped = 0
+            self.dropped += 1
+
+    def __repr__(self) -> str:
+        return f"<Incoming {self._state.value}, {len(self)} bytes kept>"

@@ -1,0 +1,168 @@
+"""What must hold after every step, when all is quiet."""
+
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvd.errors import NotRunning, Refused
+from kvd_proto.messages import Check, Checked
+from tests.chaos.shared import Count, Phase
+from tests.chaos.world import World
+
+RECOVERY_SECONDS = 45.0
+REST_SECONDS = 30.0
+QUIET_SECONDS = 20.0  # leases and tickets last 2 s
+NAP_SECONDS = 0.05
+RSS_SLACK_BYTES = 64 * 2**20
+FD_SLACK = 12
+FDS_PER_SESSION = 8  # door, pidfd, request socket, and what it has sent
+FDS_PER_NAMESPACE = 3
+MOST_ENTRIES = 40
+TROUBLE = re.compile(r"Traceback|hit a bug|Assertion|SIGSEGV|IntegrityError|a bug in the lane")
+
+
+@dataclass
+class Held:
+    """What a process held in its first quiet moment."""
+
+    fds: int
+    rss: int
+
+
+@dataclass
+class Invariants:
+    """Looks at a world; what is wrong is told to it."""
+
+    world: World
+    looks: int = 0
+    most_recovery: float = 0.0
+    most_quiet: float = 0.0
+    first: dict[tuple[str, int], Held] = field(default_factory=dict)
+    _complaints_read: int = 0
+    _log_read: int = 0
+
+    def look(self) -> None:
+        """Wait until all has recovered, have everybody rest, and look."""
+        world = self.world
+        self.looks += 1
+        began = time.monotonic()
+        self._recovered()
+        self.most_recovery = max(self.most_recovery, time.monotonic() - began)
+        world.phase[0] = Phase.REST
+        try:
+            for client in world.wait_for(Count.RESTS, REST_SECONDS):
+                world.violated(f"{client.name} (pid {client.pid}) does not come to rest")
+            began = time.monotonic()
+            report = self._quiet()
+            self.most_quiet = max(self.most_quiet, time.monotonic() - began)
+            if report:
+                self._integrity()
+                self._bounded(report)
+        finally:
+            world.phase[0] = Phase.RUN
+        self._said()
+
+    def _recovered(self) -> None:
+        """Daemon and engines are back within a bounded time, whatever was done to them."""
+        world = self.world
+        end = time.monotonic() + RECOVERY_SECONDS
+        while time.monotonic() < end:
+            world.revive()
+            if world.daemon.report().get("ready") and not world.wait_for(Count.ATTACHED, 1.0):
+                return
+        late = [client.name for client in world.wait_for(Count.ATTACHED, 0.0)]
+        report = world.daemon.report()
+        engines = [(e["name"], e["missing_ranks"]) for e in report.get("engines", [])]
+        world.violated(
+            f"no recovery within {RECOVERY_SECONDS:g} s: ready {report.get('ready')}"
+            f" {report.get('not_ready')}, not attached {late}, engines {engines}"
+        )
+
+    def _quiet(self) -> dict[str, Any]:
+        """The status when nothing is under way any more; empty where that does not come."""
+        end = time.monotonic() + QUIET_SECONDS
+        left: dict[str, Any] = {"answer": "none"}
+        while time.monotonic() < end:
+            report = self.world.daemon.report()
+            if report:
+                left = _left(report)
+                if not left:
+                    return report
+            time.sleep(NAP_SECONDS)
+        self.world.violated(f"left over after {QUIET_SECONDS:g} s of quiet: {left}")
+        return {}
+
+    def _integrity(self) -> None:
+        try:
+            checked = self.world.daemon.ask(Check(), Checked)
+        except (NotRunning, Refused) as error:
+            self.world.violated(f"integrity cannot be checked: {error}")
+            return
+        if checked.violation:
+            self.world.violated(f"integrity: {checked.violation}")
+
+    def _bounded(self, report: dict[str, Any]) -> None:
+        sessions, namespaces = report["sessions"]["open"], len(report["namespaces"])
+        allowed = FD_SLACK + FDS_PER_SESSION * sessions + FDS_PER_NAMESPACE * namespaces
+        pids = {"broker": report["pid"]} | {
+            f"lane {lane['device']}": lane["pid"] for lane in report["lanes"]
+        }
+        for name, pid in pids.items():
+            try:
+                process = psutil.Process(pid)
+                held = Held(process.num_fds(), process.memory_info().rss)
+            except psutil.Error:
+                continue
+            first = self.first.setdefault((name, pid), held)
+            if held.fds > first.fds + allowed:
+                self.world.violated(f"{name} has {held.fds} descriptors, {first.fds} at first")
+            if held.rss > first.rss + RSS_SLACK_BYTES:
+                self.world.violated(f"{name} has {held.rss} bytes, {first.rss} at first")
+        for where in (self.world.place.runtime_dir, self.world.place.pool_dir):
+            entries = [path for path in where.rglob("*") if not path.name.startswith("filler")]
+            if len(entries) > MOST_ENTRIES:
+                self.world.violated(f"{len(entries)} entries in {where}: {entries[:5]}...")
+
+    def _said(self) -> None:
+        """What clients complain of, and trouble in the daemon's log."""
+        complaints = self.world.place.folder / "complaints"
+        for line in _news(complaints, self._complaints_read):
+            self.world.violated(f"a client says: {line}")
+        self._complaints_read = _size(complaints)
+        log = self.world.daemon.log
+        for line in _news(log, self._log_read):
+            if TROUBLE.search(line):
+                self.world.violated(f"the log says: {line[:500]}")
+        self._log_read = _size(log)
+        for client in self.world.clients.values():
+            if TROUBLE.search("\n".join(_news(client.log, 0))):
+                self.world.violated(f"{client.name} failed: {client.log.read_text()[-1500:]}")
+                client.log.write_text("")
+
+
+def _left(report: dict[str, Any]) -> dict[str, Any]:
+    """What is more than there may be when all is quiet."""
+    left: dict[str, int] = {"leases": report["leases"]}
+    for namespace in report["namespaces"]:
+        for state in ("writing", "draining", "pinned"):
+            left[state] = left.get(state, 0) + namespace["chunks"][state]
+    for lane in report["lanes"]:
+        for name in ("queued_jobs", "bytes_in_flight"):
+            left[name] = left.get(name, 0) + lane[name]
+    return {name: value for name, value in left.items() if value}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _news(path: Path, begin: int) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace").splitlines()

@@ -1,0 +1,134 @@
+"""A rank's KV memory, and what every page of it must hold."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client import HostMemory
+from kvd_client.demo.content import POISON, PageContent, page_seed
+from tests.chaos.specs import BLOCKS, Spec
+
+Place = tuple[int, int]  # tensor, block
+
+
+class Memory:
+    """Pages with known content: a key's, or poison.
+
+    Blocks are lent to jobs and come back; while they are lent nothing is known of them.
+    Everything else is expected to stay as it is, whatever the daemon does.
+    """
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        self._layout = spec.layout
+        self._who = 0 if spec.replicated else rank
+        self._page = spec.page
+        self._content = PageContent(spec.page)
+        self.storages = [HostMemory.allocate(size) for size in self._layout.storages]
+        self._seeds: dict[Place, int] = {}  # what is not here is poison
+        self._free = list(range(1, BLOCKS))  # block 0 is the engine's null block
+        self._lent: set[int] = set()
+        for storage in self.storages:
+            storage.array[:] = POISON
+
+    def lend(self, chunks: int) -> list[int] | None:
+        """Blocks for so many chunks, those longest at home first; None where too few are left."""
+        count = chunks * self._layout.blocks_per_chunk
+        if count > len(self._free):
+            return None
+        blocks, self._free = self._free[:count], self._free[count:]
+        self._lent.update(blocks)
+        return blocks
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """The blocks of a job that can write to them no more: poisoned at once."""
+        for block in blocks:
+            for tensor in range(len(self.storages)):
+                self._seeds.pop((tensor, block), None)
+                self._view(tensor, block)[:] = POISON
+        self._lent.difference_update(blocks)
+        self._free += blocks
+
+    def fill(self, keys: Sequence[bytes], blocks: Sequence[int], group: int) -> None:
+        """Compute the chunks' content."""
+        for place, seed in self._wanted(keys, blocks, group):
+            self._content.fill(self._view(*place), seed)
+            self._seeds[place] = seed
+
+    def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int], group: int) -> int:
+        """Bytes of blocks that are not the chunks', or of other tensors that were touched."""
+        wanted = dict(self._wanted(keys, blocks, group))
+        wrong = 0
+        for block in blocks:
+            for tensor in range(len(self.storages)):
+                page, seed = self._view(tensor, block), wanted.get((tensor, block))
+                wrong += (
+                    int((page != POISON).sum())
+                    if seed is None
+                    else self._content.mismatches(page, seed)
+                )
+        return wrong
+
+    def describe(
+        self, keys: Sequence[bytes], blocks: Sequence[int], group: int, slots: Sequence[int]
+    ) -> str:
+        """The wrong pages of a load, in words."""
+        said = []
+        factor = self._layout.blocks_per_chunk
+        for place, seed in self._wanted(keys, blocks, group):
+            page = self._view(*place)
+            if self._content.mismatches(page, seed):
+                at = blocks.index(place[1])
+                what = "poison" if (page == POISON).all() else f"{page[:8].tobytes().hex()}..."
+                said.append(
+                    f"{keys[at // factor][:16].decode()} slot {slots[at // factor]}"
+                    f" block {at % factor} tensor {place[0]} is {what}"
+                )
+        return "; ".join(said)
+
+    def touched_bytes(self) -> tuple[int, int]:
+        """Bytes that changed where nothing was to write, and how many were looked at."""
+        wrong = looked = 0
+        for block in range(BLOCKS):
+            if block in self._lent:
+                continue
+            for tensor in range(len(self.storages)):
+                page, seed = self._view(tensor, block), self._seeds.get((tensor, block))
+                looked += self._page
+                if seed is None:
+                    wrong += int((page != POISON).sum())
+                else:
+                    wrong += self._content.mismatches(page, seed)
+        return wrong, looked
+
+    def bytes_of(self, chunks: int, group: int) -> int:
+        """Of so many chunks of a group, this rank's share."""
+        refs = self._layout.groups[group].refs
+        return chunks * self._layout.blocks_per_chunk * sum(ref.page_bytes for ref in refs)
+
+    def _wanted(
+        self, keys: Sequence[bytes], blocks: Sequence[int], group: int
+    ) -> list[tuple[Place, int]]:
+        factor = self._layout.blocks_per_chunk
+        return [
+            (
+                (ref.tensor, block),
+                page_seed(keys[at // factor], self._who, ref.tensor, at % factor),
+            )
+            for at, block in enumerate(blocks)
+            for ref in self._layout.groups[group].refs
+        ]
+
+    def _view(self, tensor: int, block: int) -> npt.NDArray[np.uint8]:
+        view: npt.NDArray[np.uint8] = self.storages[tensor].array[
+            block * self._page : (block + 1) * self._page
+        ]
+        return view
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        for storage in self.storages:
+            storage.close()
+
+    def __repr__(self) -> str:
+        return f"<Memory {len(self._free)} blocks at home, {len(self._lent)} lent>"

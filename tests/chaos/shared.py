@@ -1,0 +1,81 @@
+"""Words in shared memory: what a process has counted outlives its SIGKILL."""
+
+import mmap
+import os
+import struct
+from enum import IntEnum
+from pathlib import Path
+from typing import Self
+
+_WORD = struct.Struct("<Q")
+
+
+class Words:
+    """A file of 64-bit words; each has one writer at a time.
+
+    Args:
+        path: the file; made with zeros where it is not there.
+        count: how many words.
+    """
+
+    def __init__(self, path: Path, count: int) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, count * _WORD.size)
+            self._memory = mmap.mmap(fd, count * _WORD.size)
+        finally:
+            os.close(fd)
+
+    def __getitem__(self, index: int) -> int:
+        value: int = _WORD.unpack_from(self._memory, index * _WORD.size)[0]
+        return value
+
+    def __setitem__(self, index: int, value: int) -> None:
+        _WORD.pack_into(self._memory, index * _WORD.size, value)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Count(IntEnum):
+    """What each client process counts."""
+
+    STORES = 0  # chunks' shares stored
+    LOADS = 1  # chunks' shares loaded
+    VERIFIED_BYTES = 2
+    UNTOUCHED_BYTES = 3  # of blocks that were looked at because nothing may have written to them
+    MISSES = 4  # loads and stores that failed, which they may
+    CALLS = 5
+    VOIDED = 6  # stores whose blocks were taken back in the midst
+    STOPPED_NS = 7  # how long the process was frozen; written by the harness
+    RESTS = 8  # not 0: it holds nothing that it will give back
+    ATTACHED = 9  # not 0: its engine is complete, as far as it knows
+    TURNS = 10
+    PIN = 11  # not 0: pin all that can be pinned, and hold it; written by the harness
+    PINNED = 12  # chunks that it pinned when it was told to
+    FULL = 13  # keys that were refused for want of room
+
+
+class Phase(IntEnum):
+    """What all client processes are to do; word 0 of the run's own file."""
+
+    RUN = 0
+    REST = 1
+    END = 2
+
+
+def counts(folder: Path, name: str) -> Words:
+    """The counters of the process of this name."""
+    return Words(folder / f"{name}.counts", len(Count))
+
+
+def phase_word(folder: Path) -> Words:
+    """The run's phase."""
+    return Words(folder / "phase", 1)

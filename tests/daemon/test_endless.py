@@ -1,0 +1,122 @@
+"""Clients that say too much at the request sockets: of the broker, and of a lane."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvd.core.broker import MAX_DESCRIPTORS
+from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
+from kvd_proto.messages import Handles, Ping, Pong
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of
+from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_hostile import RawClient
+from tests.daemon.test_report import report_when
+from tests.raw_zmtp import connect, part, unfinished
+
+MIB = 2**20
+ROOM = 64 * MIB  # for what else a process may need meanwhile
+
+
+def counted(daemon: Daemon, where: str, limit: str) -> None:
+    """Wait until a limit was reached, as the report has it."""
+
+    def reached(report: dict[str, Any]) -> bool:
+        (lane,) = report["lanes"]
+        limits = report["broker"]["limits"] if where == "broker" else lane["counters"]["limits"]
+        return bool(limits[limit])
+
+    report_when(daemon, reached)
+
+
+def place(daemon: Daemon, where: str) -> tuple[Path, psutil.Process]:
+    """The socket of the broker or the lane, and its process."""
+    if where == "broker":
+        return daemon.runtime_dir / "broker.sock", psutil.Process(daemon.process.pid)
+    lane = daemon.status()["lanes"][0]
+    return daemon.runtime_dir / f"lane-host-{lane['incarnation']}.sock", psutil.Process(lane["pid"])
+
+
+def pour(sock: socket.socket, data: bytes, times: int) -> bool:
+    """Send it so often; false where the other side has hung up."""
+    try:
+        for _ in range(times):
+            sock.sendall(data)
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("where", ["broker", "lane"])
+@pytest.mark.parametrize("nbytes", [0, MIB])
+def test_a_message_of_endless_parts_costs_its_sender_the_connection(
+    start_daemon: StartDaemon, where: str, nbytes: int
+) -> None:
+    """Parts without an end, empty or large: nothing of them is kept, and others are served."""
+    daemon = start_daemon()
+    path, process = place(daemon, where)
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        keys = keys_of("kept", 4)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        before = process.memory_info().rss
+        with connect(path) as endless:
+            assert not pour(endless, part(nbytes), 100_000 if nbytes == 0 else 200)
+        counted(daemon, where, "message_parts")
+        assert process.memory_info().rss < before + ROOM
+        assert engine.load(keys) == (4, 0)
+
+
+@pytest.mark.parametrize("where", ["broker", "lane"])
+def test_a_message_above_the_largest_size_costs_its_sender_the_connection(
+    start_daemon: StartDaemon, where: str
+) -> None:
+    """The length that it announces is enough; it is counted and others are served."""
+    daemon = start_daemon()
+    path, _ = place(daemon, where)
+    with connect(path) as large, Engine(daemon.runtime_dir).wait_attached() as engine:
+        pour(large, unfinished(MAX_MESSAGE_BYTES + 1, 0), 1)
+        counted(daemon, where, "message_bytes")
+        assert engine.store(keys_of("after", 2))
+
+
+@pytest.mark.parametrize("where", ["broker", "lane"])
+def test_unfinished_messages_of_many_connections_are_bounded(
+    start_daemon: StartDaemon, where: str
+) -> None:
+    """Forty messages of 15 MiB that nobody ends: 256 MiB of them are kept at most."""
+    daemon = start_daemon()
+    path, process = place(daemon, where)
+    before = process.memory_info().rss
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        crowd = [connect(path) for _ in range(40)]
+        for sock in crowd:
+            pour(sock, unfinished(MAX_MESSAGE_BYTES, 15 * MIB), 1)
+        counted(daemon, where, "kept_bytes")
+        assert process.memory_info().rss < before + 256 * MIB + ROOM
+        assert engine.store(keys_of("after", 2))
+        for sock in crowd:
+            sock.close()
+
+
+def test_one_descriptor_too_many_ends_the_session_and_is_counted(daemon: Daemon) -> None:
+    """Above the bound the sender is shown out, its descriptors are closed, others stay."""
+    greedy, other = RawClient(daemon.runtime_dir), RawClient(daemon.runtime_dir)
+    greedy.hello()
+    other.hello()
+    process = psutil.Process(daemon.process.pid)
+    before = process.num_fds()
+    with Path("/dev/null").open("rb") as null:
+        for first in range(0, MAX_DESCRIPTORS + 1, 50):
+            count = min(50, MAX_DESCRIPTORS + 1 - first)
+            frame = WIRE.encode(Handles(first=first, count=count), 0, greedy.boot_id, greedy.token)
+            socket.send_fds(greedy.door, [frame], [null.fileno()] * count)
+    assert greedy.door.recv(100) == b""
+    counted(daemon, "broker", "descriptors")
+    assert process.num_fds() <= before
+    assert isinstance(other.ask(Ping()), Pong)
+    greedy.close()
+    other.close()
