@@ -29,9 +29,10 @@ from pathlib import Path
 import msgspec
 
 from kvd.broker.filesystem import Filesystem
-from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged
+from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError, Refused
 from kvd.settings import Settings
 from kvd.state.ledger import MAGIC
+from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.broker")
@@ -175,6 +176,9 @@ class Keep:
         """From here on the next daemon may go on with this pool.
 
         Call it when its file is there and before any chunk is kept.
+
+        Raises:
+            PoolError: there is no room for the manifest.
         """
         status = os.fstat(pool_fd)
         self._write(
@@ -190,14 +194,27 @@ class Keep:
         )
 
     def make_ledger(self, name: str, nbytes: int) -> mmap.mmap:
-        """Zeroed memory of `nbytes` for the ledger of a namespace, by its id in hex."""
+        """Zeroed memory of `nbytes` for the ledger of a namespace, by its id in hex.
+
+        All of it is allocated: a page that a full filesystem has not would be a SIGBUS later.
+
+        Raises:
+            Refused: NOT_READY where there is no room or descriptor for it now.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self._notes / f"{name}{_LEDGER}", flags, 0o600)
         try:
-            os.ftruncate(fd, nbytes)
-            return mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
+            fd = os.open(self._notes / f"{name}{_LEDGER}", flags, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+                return mmap.mmap(fd, nbytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise Refused(
+                ErrorCode.NOT_READY,
+                f"no ledger of {format_size(nbytes)} can be made in {self._notes} now:"
+                f" {error.strerror}; make room there, it is tried again",
+            ) from error
 
     def drop_ledger(self, name: str) -> None:
         """The namespace is closed."""
@@ -331,9 +348,15 @@ class Keep:
     def _write(self, manifest: _Manifest) -> None:
         """All of it or nothing, whenever this process is killed."""
         draft = self._manifest_file.with_suffix(".new")
-        draft.touch(mode=0o600)
-        draft.write_bytes(msgspec.json.encode(manifest))
-        draft.rename(self._manifest_file)
+        try:
+            draft.touch(mode=0o600)
+            draft.write_bytes(msgspec.json.encode(manifest))
+            draft.rename(self._manifest_file)
+        except OSError as error:
+            raise PoolError(
+                f"{draft} cannot be written: {error.strerror}; make room there, or choose another"
+                " --pool-dir"
+            ) from error
 
     def __repr__(self) -> str:
         return f"<Keep {self._place}{'' if self.keeps else ', not kept'}>"
