@@ -29,9 +29,10 @@ from pathlib import Path
 import msgspec
 
 from kvd.broker.filesystem import Filesystem
-from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged
+from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError, Refused
 from kvd.settings import Settings
 from kvd.state.ledger import MAGIC
+from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.broker")
@@ -85,6 +86,7 @@ class Keep:
         keeps: leave it all to the next daemon; else it goes with this one, and nothing that is
             there is used.
         cold: begin without what is there.
+        scrub: where nothing is gone on with, give the pool back, so that the kernel zeroes it.
 
     Raises:
         ConfigError: pool_dir is none, or cannot be written.
@@ -92,7 +94,13 @@ class Keep:
     """
 
     def __init__(
-        self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
+        self,
+        pool_dir: Path,
+        runtime_dir: Path,
+        *,
+        keeps: bool,
+        cold: bool = False,
+        scrub: bool = False,
     ) -> None:
         if not pool_dir.is_dir():
             raise ConfigError(
@@ -100,6 +108,7 @@ class Keep:
             )
         self.keeps = keeps
         self._cold = cold
+        self._scrub = scrub
         name = area_name(runtime_dir)
         self._filesystem = Filesystem.of(pool_dir)
         notes_dir = pool_dir if self._filesystem.writable else NOTES_DIR
@@ -127,8 +136,8 @@ class Keep:
     @classmethod
     def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "Keep":
         """As the settings say; see above."""
-        keeps = settings.keep_pool == "yes"
-        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold)
+        keeps, scrub = settings.keep_pool == "yes", settings.scrub == "yes"
+        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold, scrub=scrub)
 
     # ---------------------------------------------------------------- start
 
@@ -169,6 +178,9 @@ class Keep:
         """From here on the next daemon may go on with this pool.
 
         Call it when its file is there and before any chunk is kept.
+
+        Raises:
+            PoolError: there is no room for the manifest.
         """
         status = os.fstat(pool_fd)
         self._write(
@@ -184,14 +196,27 @@ class Keep:
         )
 
     def make_ledger(self, name: str, nbytes: int) -> mmap.mmap:
-        """Zeroed memory of `nbytes` for the ledger of a namespace, by its id in hex."""
+        """Zeroed memory of `nbytes` for the ledger of a namespace, by its id in hex.
+
+        All of it is allocated: a page that a full filesystem has not would be a SIGBUS later.
+
+        Raises:
+            Refused: NOT_READY where there is no room or descriptor for it now.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self._notes / f"{name}{_LEDGER}", flags, 0o600)
         try:
-            os.ftruncate(fd, nbytes)
-            return mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
+            fd = os.open(self._notes / f"{name}{_LEDGER}", flags, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+                return mmap.mmap(fd, nbytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise Refused(
+                ErrorCode.NOT_READY,
+                f"no ledger of {format_size(nbytes)} can be made in {self._notes} now:"
+                f" {error.strerror}; make room there, it is tried again",
+            ) from error
 
     def drop_ledger(self, name: str) -> None:
         """The namespace is closed."""
@@ -259,7 +284,10 @@ class Keep:
         return manifest
 
     def _check_pool_file(self, cpu_bytes: int) -> None:
-        """Without chunks the file's memory is worth keeping, if it is ours and of that size."""
+        """Without chunks the file's memory is worth keeping, if it is ours and of that size.
+
+        Not where it is to be scrubbed: the kernel gives pages that are zero.
+        """
         try:
             status = self.pool_file.lstat()
         except OSError:
@@ -268,6 +296,7 @@ class Keep:
             not stat.S_ISREG(status.st_mode)
             or status.st_uid != os.geteuid()
             or status.st_size != self._filesystem.whole_pages(cpu_bytes)
+            or self._scrub
         ):
             _remove_tree(self.pool_file)
 
@@ -303,9 +332,15 @@ class Keep:
     def _write(self, manifest: Manifest) -> None:
         """All of it or nothing, whenever this process is killed."""
         draft = self._manifest_file.with_suffix(".new")
-        draft.touch(mode=0o600)
-        draft.write_bytes(msgspec.json.encode(manifest))
-        draft.rename(self._manifest_file)
+        try:
+            draft.touch(mode=0o600)
+            draft.write_bytes(msgspec.json.encode(manifest))
+            draft.rename(self._manifest_file)
+        except OSError as error:
+            raise PoolError(
+                f"{draft} cannot be written: {error.strerror}; make room there, or choose another"
+                " --pool-dir"
+            ) from error
 
     def __repr__(self) -> str:
         return f"<Keep {self._place}{'' if self.keeps else ', not kept'}>"

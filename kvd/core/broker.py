@@ -18,6 +18,7 @@ from kvd.core.measures import Surroundings
 from kvd.core.operations import Operations
 from kvd.core.registration import Registration, in_words
 from kvd.core.reloading import Reloading
+from kvd.core.scrubbing import Scrubbing
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
 from kvd.core.status import status_report
@@ -33,6 +34,7 @@ from kvd.link import (
     Released,
     Revoked,
     ShareDone,
+    Wiped,
 )
 from kvd.settings import Settings
 from kvd_proto.arrays import IntArray
@@ -116,6 +118,7 @@ class Broker:
         self._ticked = 0.0
         self._registration = Registration(self.state)
         self._operations = Operations(self.state)
+        self._scrubbing = Scrubbing(self.state)
         self.reloading = Reloading(self.state)
         self.handover = Handover(self.state, self._operations.sweeps, way_out or WayOut())
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
@@ -248,7 +251,7 @@ class Broker:
     ) -> list[Effect]:
         self._open_for_work(session, len(message.keys))
         engine, namespace = self.state.attached_namespace(session.engine)
-        usable = self.state.usable_bytes(engine)
+        usable = self.state.storable_bytes(engine)
         decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
         reply = StorePrepared(
             answers=IntArray.of(decision.answers, "u1"),
@@ -367,6 +370,9 @@ class Broker:
                 return []
             case ShareDone():
                 return self._share_done(message)
+            case Wiped():
+                self._scrubbing.wiped(message)
+                return []
             case LanePong():
                 lane.pong = message
                 return []
@@ -388,6 +394,7 @@ class Broker:
         freed = 0
         for namespace_id, free in self.state.revocations.lane_lost(device).items():
             self._free(namespace_id, free)
+        self._scrubbing.lane_lost(device)
         for engine in self.state.registry.engines.values():
             uses = any(
                 w.registration and w.registration.device == device for w in engine.workers.values()
@@ -439,7 +446,7 @@ class Broker:
 
     def work(self) -> list[Effect]:
         """One piece of what takes too long to be done in one go; a few milliseconds at most."""
-        return self._operations.work()
+        return self._operations.work() + self._scrubbing.work()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""
