@@ -38,13 +38,15 @@ from kvd_proto.sizes import format_size
 log = logging.getLogger("kvd.broker")
 
 _VERSION = 1
-_NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
+MANIFEST = "manifest.json"
+POOL = "pool"
+NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
 _LEDGER = ".ledger"
 _ASIDE = ".damaged-"
 _EPOCH_SHIFT = 32
 
 
-class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which pool this is.
 
     inode, bytes: of the pool's file, so that no other file is taken for it.
@@ -109,7 +111,7 @@ class Keep:
         self._scrub = scrub
         name = area_name(runtime_dir)
         self._filesystem = Filesystem.of(pool_dir)
-        notes_dir = pool_dir if self._filesystem.writable else _NOTES_DIR
+        notes_dir = pool_dir if self._filesystem.writable else NOTES_DIR
         for litter in {*pool_dir.glob(f"{name}-*"), *notes_dir.glob(f"{name}-*")}:
             _remove_tree(litter)
         try:
@@ -128,8 +130,8 @@ class Keep:
         except BlockingIOError:
             os.close(self._lock_fd)
             raise AlreadyRunning(f"another daemon uses the pool in {self._notes}") from None
-        self.pool_file = self._place / "pool"
-        self._manifest_file = self._notes / "manifest.json"
+        self.pool_file = self._place / POOL
+        self._manifest_file = self._notes / MANIFEST
 
     @classmethod
     def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "Keep":
@@ -182,7 +184,7 @@ class Keep:
         """
         status = os.fstat(pool_fd)
         self._write(
-            _Manifest(
+            Manifest(
                 version=_VERSION,
                 pool=found.pool,
                 cpu_bytes=cpu_bytes,
@@ -263,41 +265,23 @@ class Keep:
         self.keeps = False
         return other
 
-    def _believable(self) -> _Manifest | None:
+    def _believable(self) -> Manifest | None:
         """The manifest, where the pool it speaks of is there and may be used."""
         if self._cold or not self.keeps:
             return None
         try:
-            manifest = msgspec.json.decode(self._manifest_file.read_bytes(), type=_Manifest)
+            manifest = msgspec.json.decode(self._manifest_file.read_bytes(), type=Manifest)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
             self._set_aside(self._manifest_file, f"it cannot be read: {error}")
             return None
-        reason = self._objection(manifest)
+        reason = objection(manifest, self.pool_file)
         if reason:
             log.warning("what is kept in %s is not used: %s", self._notes, reason)
             self._manifest_file.unlink()
             return None
         return manifest
-
-    def _objection(self, manifest: _Manifest) -> str:
-        if manifest.version != _VERSION:
-            return f"it has version {manifest.version}, this daemon reads {_VERSION}"
-        if manifest.kernel != _kernel_boot():
-            return "the machine was started anew since"
-        try:
-            status = self.pool_file.lstat()
-        except OSError as error:
-            return f"its pool cannot be found: {error.strerror}"
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            return "its pool is no file of this user's"
-        if (status.st_ino, status.st_size) != (manifest.inode, manifest.bytes):
-            return (
-                f"its pool is another file: inode {status.st_ino} of {status.st_size} bytes,"
-                f" not {manifest.inode} of {manifest.bytes}"
-            )
-        return ""
 
     def _check_pool_file(self, cpu_bytes: int) -> None:
         """Without chunks the file's memory is worth keeping, if it is ours and of that size.
@@ -345,7 +329,7 @@ class Keep:
         file.rename(aside)
         log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
 
-    def _write(self, manifest: _Manifest) -> None:
+    def _write(self, manifest: Manifest) -> None:
         """All of it or nothing, whenever this process is killed."""
         draft = self._manifest_file.with_suffix(".new")
         try:
@@ -366,6 +350,26 @@ def area_name(runtime_dir: Path) -> str:
     """What the directory of this runtime directory's pool is called."""
     digest = hashlib.blake2b(os.fsencode(runtime_dir), digest_size=6).hexdigest()
     return f"kvd-{digest}"
+
+
+def objection(manifest: Manifest, pool_file: Path) -> str:
+    """Why the pool that a manifest speaks of cannot be used; empty where it can."""
+    if manifest.version != _VERSION:
+        return f"it has version {manifest.version}, this daemon reads {_VERSION}"
+    if manifest.kernel != _kernel_boot():
+        return "the machine was started anew since"
+    try:
+        status = pool_file.lstat()
+    except OSError as error:
+        return f"its pool cannot be found: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        return "its pool is no file of this user's"
+    if (status.st_ino, status.st_size) != (manifest.inode, manifest.bytes):
+        return (
+            f"its pool is another file: inode {status.st_ino} of {status.st_size} bytes,"
+            f" not {manifest.inode} of {manifest.bytes}"
+        )
+    return ""
 
 
 def _kernel_boot() -> str:

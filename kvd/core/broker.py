@@ -12,6 +12,7 @@ from kvd.core.admission import check_leases
 from kvd.core.attachment import attached_notice
 from kvd.core.demand import lane_ended, lane_failed
 from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
+from kvd.core.handover import Handover, WayOut
 from kvd.core.lanes import NOTHING_SAID, Lane, add_counters, arrays
 from kvd.core.measures import Surroundings
 from kvd.core.operations import Operations
@@ -83,6 +84,7 @@ class Broker:
         pid: the daemon's process id.
         devices: names of the devices that have a lane from the start.
         open_namespaces, available_bytes, surroundings, kept_bytes: see `BrokerState`.
+        way_out: whether another daemon may take over.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Broker:
         available_bytes: Callable[[], int],
         kept_bytes: Callable[[], int | None] = lambda: None,
         surroundings: Callable[[], Surroundings] = Surroundings,
+        way_out: WayOut | None = None,
     ) -> None:
         self.state = BrokerState(
             settings,
@@ -117,6 +120,7 @@ class Broker:
         self._operations = Operations(self.state)
         self._scrubbing = Scrubbing(self.state)
         self.reloading = Reloading(self.state)
+        self.handover = Handover(self.state, self._operations.sweeps, way_out or WayOut())
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
             Hello: self._hello,
             Register: self._registration.register,
@@ -131,6 +135,7 @@ class Broker:
             Status: self._status,
             **self._operations.handlers(),
             **self.reloading.handlers(),
+            **self.handover.handlers(),
         }
 
     # ------------------------------------------------------------- sessions
@@ -184,6 +189,7 @@ class Broker:
             freed += len(dropped)
         if engine is not None:
             effects.append(Event(f"{who} is gone{in_words(freed)}", fields=who.fields))
+        effects += self.handover.lost(session)
         session.machine.fire(SessionEvent.LOST)
         self.state.registry.remove(session)
         return effects
