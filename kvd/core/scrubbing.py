@@ -20,9 +20,9 @@ class Scrubbing:
         self._state = state
 
     def work(self) -> list[Effect]:
-        """Keep a lane supplied."""
+        """Keep a lane supplied; not one that ends, for the next daemon wipes what is left."""
         pool, lane = self._pool, self._lane
-        if pool is None or lane is None:
+        if pool is None or lane is None or self._state.stopping:
             return []
         effects: list[Effect] = []
         while (piece := pool.next_piece(lane.device)) is not None:
