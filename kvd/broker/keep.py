@@ -38,7 +38,9 @@ from kvd_proto.sizes import format_size
 log = logging.getLogger("kvd.broker")
 
 _VERSION = 1
-_NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
+MANIFEST = "manifest.json"
+POOL = "pool"
+NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
 _LEDGER = ".ledger"
 _ASIDE = ".damaged-"
 _EPOCH_SHIFT = 32
@@ -46,7 +48,7 @@ _LAST_EPOCH = 2**32 - 1
 _LAST_CLOCK = 2**32 - 2**24
 
 
-class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which pool this is.
 
     inode, bytes: of the pool's file, so that no other file is taken for it.
@@ -86,6 +88,7 @@ class Keep:
         keeps: leave it all to the next daemon; else it goes with this one, and nothing that is
             there is used.
         cold: begin without what is there.
+        scrub: where nothing is gone on with, give the pool back, so that the kernel zeroes it.
 
     Raises:
         ConfigError: pool_dir is none, or cannot be written.
@@ -93,7 +96,13 @@ class Keep:
     """
 
     def __init__(
-        self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
+        self,
+        pool_dir: Path,
+        runtime_dir: Path,
+        *,
+        keeps: bool,
+        cold: bool = False,
+        scrub: bool = False,
     ) -> None:
         if not pool_dir.is_dir():
             raise ConfigError(
@@ -101,9 +110,10 @@ class Keep:
             )
         self.keeps = keeps
         self._cold = cold
+        self._scrub = scrub
         name = area_name(runtime_dir)
         self._filesystem = Filesystem.of(pool_dir)
-        notes_dir = pool_dir if self._filesystem.writable else _NOTES_DIR
+        notes_dir = pool_dir if self._filesystem.writable else NOTES_DIR
         for litter in {*pool_dir.glob(f"{name}-*"), *notes_dir.glob(f"{name}-*")}:
             _remove_tree(litter)
         try:
@@ -122,14 +132,14 @@ class Keep:
         except BlockingIOError:
             os.close(self._lock_fd)
             raise AlreadyRunning(f"another daemon uses the pool in {self._notes}") from None
-        self.pool_file = self._place / "pool"
-        self._manifest_file = self._notes / "manifest.json"
+        self.pool_file = self._place / POOL
+        self._manifest_file = self._notes / MANIFEST
 
     @classmethod
     def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "Keep":
         """As the settings say; see above."""
-        keeps = settings.keep_pool == "yes"
-        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold)
+        keeps, scrub = settings.keep_pool == "yes", settings.scrub == "yes"
+        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold, scrub=scrub)
 
     # ---------------------------------------------------------------- start
 
@@ -177,7 +187,7 @@ class Keep:
         """
         status = os.fstat(pool_fd)
         self._write(
-            _Manifest(
+            Manifest(
                 version=_VERSION,
                 pool=found.pool,
                 cpu_bytes=cpu_bytes,
@@ -258,46 +268,29 @@ class Keep:
         self.keeps = False
         return other
 
-    def _believable(self) -> _Manifest | None:
+    def _believable(self) -> Manifest | None:
         """The manifest, where the pool it speaks of is there and may be used."""
         if self._cold or not self.keeps:
             return None
         try:
-            manifest = msgspec.json.decode(self._manifest_file.read_bytes(), type=_Manifest)
+            manifest = msgspec.json.decode(self._manifest_file.read_bytes(), type=Manifest)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
             self._set_aside(self._manifest_file, f"it cannot be read: {error}")
             return None
-        reason = self._objection(manifest)
+        reason = objection(manifest, self.pool_file)
         if reason:
             log.warning("what is kept in %s is not used: %s", self._notes, reason)
             self._manifest_file.unlink()
             return None
         return manifest
 
-    def _objection(self, manifest: _Manifest) -> str:
-        if manifest.version != _VERSION:
-            return f"it has version {manifest.version}, this daemon reads {_VERSION}"
-        if not 0 <= manifest.epoch < _LAST_EPOCH:
-            return f"its epoch {manifest.epoch} is the last one, or none"
-        if manifest.kernel != _kernel_boot():
-            return "the machine was started anew since"
-        try:
-            status = self.pool_file.lstat()
-        except OSError as error:
-            return f"its pool cannot be found: {error.strerror}"
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            return "its pool is no file of this user's"
-        if (status.st_ino, status.st_size) != (manifest.inode, manifest.bytes):
-            return (
-                f"its pool is another file: inode {status.st_ino} of {status.st_size} bytes,"
-                f" not {manifest.inode} of {manifest.bytes}"
-            )
-        return ""
-
     def _check_pool_file(self, cpu_bytes: int) -> None:
-        """Without chunks the file's memory is worth keeping, if it is ours and of that size."""
+        """Without chunks the file's memory is worth keeping, if it is ours and of that size.
+
+        Not where it is to be scrubbed: the kernel gives pages that are zero.
+        """
         try:
             status = self.pool_file.lstat()
         except OSError:
@@ -306,6 +299,7 @@ class Keep:
             not stat.S_ISREG(status.st_mode)
             or status.st_uid != os.geteuid()
             or status.st_size != self._filesystem.whole_pages(cpu_bytes)
+            or self._scrub
         ):
             _remove_tree(self.pool_file)
 
@@ -338,7 +332,7 @@ class Keep:
         file.rename(aside)
         log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
 
-    def _write(self, manifest: _Manifest) -> None:
+    def _write(self, manifest: Manifest) -> None:
         """All of it or nothing, whenever this process is killed."""
         draft = self._manifest_file.with_suffix(".new")
         try:
@@ -359,6 +353,28 @@ def area_name(runtime_dir: Path) -> str:
     """What the directory of this runtime directory's pool is called."""
     digest = hashlib.blake2b(os.fsencode(runtime_dir), digest_size=6).hexdigest()
     return f"kvd-{digest}"
+
+
+def objection(manifest: Manifest, pool_file: Path) -> str:
+    """Why the pool that a manifest speaks of cannot be used; empty where it can."""
+    if manifest.version != _VERSION:
+        return f"it has version {manifest.version}, this daemon reads {_VERSION}"
+    if not 0 <= manifest.epoch < _LAST_EPOCH:
+        return f"its epoch {manifest.epoch} is the last one, or none"
+    if manifest.kernel != _kernel_boot():
+        return "the machine was started anew since"
+    try:
+        status = pool_file.lstat()
+    except OSError as error:
+        return f"its pool cannot be found: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        return "its pool is no file of this user's"
+    if (status.st_ino, status.st_size) != (manifest.inode, manifest.bytes):
+        return (
+            f"its pool is another file: inode {status.st_ino} of {status.st_size} bytes,"
+            f" not {manifest.inode} of {manifest.bytes}"
+        )
+    return ""
 
 
 def _kernel_boot() -> str:

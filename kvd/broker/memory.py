@@ -34,6 +34,9 @@ class PoolMemory:
         path: where it lies; a file of the right size that is there is used with what it holds.
         nbytes: its size at least; it has whole pages.
 
+    Attributes:
+        fresh: nothing of it was there, so all of it is zero.
+
     Raises:
         PoolError: it cannot be made, with the figures.
     """
@@ -49,14 +52,12 @@ class PoolMemory:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self.fd = os.open(path, flags, 0o600)
             held = os.fstat(self.fd).st_blocks * 512
-            if filesystem.room + held < self.nbytes:
+            self.fresh = not held
+            problem = lack_of_room(filesystem, path.parent, nbytes, held)
+            if problem:
                 os.close(self.fd)
                 path.unlink()
-                raise PoolError(
-                    f"a pool of {format_size(nbytes)} does not fit {path.parent}, which has"
-                    f" {format_size(filesystem.room + held)} left;"
-                    f" {filesystem.remedy(nbytes, path.parent)}"
-                )
+                raise PoolError(problem)
             os.ftruncate(self.fd, self.nbytes)
         except OSError as error:
             raise PoolError(f"{path}: the pool cannot be made: {error.strerror}") from error
@@ -134,6 +135,24 @@ class PoolMemory:
 
     def __repr__(self) -> str:
         return f"<PoolMemory {format_size(self.allocated)} of {format_size(self.nbytes)}>"
+
+
+def lack_of_room(filesystem: Filesystem, directory: Path, nbytes: int, held: int) -> str:
+    """Why a pool of `nbytes` cannot be had, with figures and remedy; empty where it can.
+
+    Args:
+        filesystem: what `directory` is on.
+        directory: where the pool's file goes.
+        nbytes: the pool's size.
+        held: bytes that a file there takes now and the pool uses again.
+    """
+    room = filesystem.room + held
+    if room >= filesystem.whole_pages(nbytes):
+        return ""
+    return (
+        f"a pool of {format_size(nbytes)} does not fit {directory}, which has"
+        f" {format_size(room)} left; {filesystem.remedy(nbytes, directory)}"
+    )
 
 
 class DirectoryMemory:
