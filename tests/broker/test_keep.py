@@ -147,7 +147,7 @@ def test_a_clock_that_is_wrong_loses_nothing(
 ) -> None:
     """Before the epoch or past 32 bits of seconds: chunks come back, generations grow."""
     right = time.time()
-    generations = []
+    generations: list[int] = []
     for offset in (0, years, 0, years):
         monkeypatch.setattr(time, "time", lambda offset=offset: right + offset * 365 * 86_400)
         table = start().open(0).table
