@@ -25,22 +25,24 @@ Sending = tuple[float, bytes]
 
 
 def mangle(
-    frame: bytes, chance: random.Random, *, reply: bool
+    frame: bytes, chance: random.Random, *, headed: bool
 ) -> tuple[Fault | None, list[Sending]]:
     """What becomes of a message: as a rule it is sent on as it is.
 
-    A reply keeps its header. Without one it would be a lost message, which a connection
-    over a Unix socket knows no more than a reordered one, but which nobody could answer
-    in the sender's place either.
+    Args:
+        frame: the message.
+        chance: decides.
+        headed: it keeps its header. Without one it would be a lost message: a job that is
+            never answered, since Unix sockets lose nothing, and nobody asks again.
     """
     if chance.random() >= CHANCE:
         return None, [(0.0, frame)]
     fault = chance.choice(list(Fault))
-    return fault, list(_sendings(fault, frame, chance, reply=reply))
+    return fault, list(_sendings(fault, frame, chance, headed=headed))
 
 
 def _sendings(
-    fault: Fault, frame: bytes, chance: random.Random, *, reply: bool
+    fault: Fault, frame: bytes, chance: random.Random, *, headed: bool
 ) -> Iterator[Sending]:
     if fault is Fault.DELAYED:
         yield chance.uniform(0.0, LONGEST_DELAY), frame
@@ -48,7 +50,7 @@ def _sendings(
         yield 0.0, frame
         yield chance.choice((0.0, chance.uniform(0.0, LONGEST_DELAY))), frame
     elif fault is Fault.TRUNCATED:
-        least = min(len(frame), HEADER_BYTES) if reply else 0
+        least = min(len(frame), HEADER_BYTES) if headed else 0
         yield 0.0, frame[: chance.randint(least, len(frame))]
     else:
         yield MOMENT, frame

@@ -55,12 +55,12 @@ class Wire:
         """One more."""
         self._words[1 + fault] += 1
 
-    def carry(self, frame: bytes, send: Callable[[bytes], None], *, reply: bool) -> None:
+    def carry(self, frame: bytes, send: Callable[[bytes], None], *, headed: bool) -> None:
         """Send the frame on, now or later, whole or not."""
         if not self.bad:
             self._push(0.0, frame, send)
             return
-        fault, sendings = mangle(frame, self.chance, reply=reply)
+        fault, sendings = mangle(frame, self.chance, headed=headed)
         if fault is not None:
             self.count(fault)
         for delay, part in sendings:
@@ -90,6 +90,7 @@ class Relay:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", own: Path, real: Path) -> None:
         self._context = context
         self._real = real
+        self._lane = real.name != "broker.sock"
         own.unlink(missing_ok=True)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.linger = 0
@@ -103,13 +104,13 @@ class Relay:
             while True:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)
                 if len(parts) == 2:
-                    wire.carry(parts[1], self._to_daemon(parts[0]), reply=False)
+                    wire.carry(parts[1], self._to_daemon(parts[0]), headed=self._lane)
                 moved = True
         for identity, peer in list(self.peers.items()):
             with contextlib.suppress(zmq.Again):
                 while True:
                     frame = peer.recv(zmq.NOBLOCK)
-                    wire.carry(frame, self._to_client(identity), reply=True)
+                    wire.carry(frame, self._to_client(identity), headed=True)
                     moved = True
         return moved
 

@@ -5,7 +5,7 @@ import pytest
 
 from kvd.core.admission import check_rank
 from kvd.core.broker import Broker
-from kvd.core.effects import Effect, OpenPool, Reply, ToLane
+from kvd.core.effects import DropDirectory, Effect, OpenPool, Reply, ToLane
 from kvd.core.identity import namespace_id
 from kvd.core.sessions import Engine, Peer, Session
 from kvd.errors import Refused
@@ -23,6 +23,7 @@ from kvd_proto.messages import (
     Message,
     PrepareStore,
     Register,
+    Registered,
     StorePrepared,
 )
 
@@ -206,3 +207,50 @@ def test_a_temporary_engine_shares_with_its_own_kind_only() -> None:
     passing = msgspec.structs.replace(lasting, temporary=True)
     assert namespace_id([lasting]) != namespace_id([passing])
     assert namespace_id([passing]) == namespace_id([passing])
+
+
+def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
+    """No table for a namespace: refused for now, what gave way goes, and a second try works."""
+    missing = ["no descriptor is left"]
+
+    def make_buffer(_: str, size: int) -> bytearray:
+        if missing:
+            raise Refused(ErrorCode.NOT_READY, missing.pop())
+        return bytearray(size)
+
+    broker = Broker(
+        Settings(runtime_dir="/nowhere", cpu_bytes=2**20, max_namespaces=1),
+        boot_id=bytes(16),
+        version="test",
+        pid=1,
+        devices=["host"],
+        open_namespaces=lambda n: Namespaces(n, make_buffer=make_buffer, limit=1),
+        available_bytes=lambda: 2**30,
+    )
+    ready = LaneReady(
+        device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62
+    )
+    broker.lane_message("host", ready, 0.0)
+    namespaces = broker.state.namespaces
+    assert namespaces is not None
+    unused, taken = bytes([9]) * 16, missing.pop()
+    namespaces.open(unused, (PAGE,), world_size=1, replicated=False, boot_id=bytes(16))
+    missing.append(taken)
+    session = worker(broker)
+    message = msgspec.structs.replace(register(), world_size=1)
+    for request_id, refused in ((2, True), (3, False)):
+        broker.descriptors(session, 0, 2, 0.0)
+        broker.request(session, request_id, message, 0.0)
+        effects = broker.lane_message("host", Imported(session=session.number, error=""), 0.0)
+        (reply,) = replies(effects)
+        dropped = {each.namespace for each in effects if isinstance(each, DropDirectory)}
+        broker.state.check_integrity()
+        if refused:
+            assert isinstance(reply.message, Error)
+            assert reply.message.code is ErrorCode.NOT_READY
+            assert unused in dropped
+            assert len(dropped) == 2
+            assert len(namespaces) == 0
+        else:
+            assert isinstance(reply.message, Registered)
+            assert len(namespaces) == 1
