@@ -98,26 +98,41 @@ def flood(runtime_dir: Path, name: str) -> None:
                 )
 
 
+def store(scheduler: Scheduler, worker: Worker, keys: list[bytes], job: int) -> None:
+    """Store LOAD_CHUNKS keys, until all are hits."""
+    ticket = scheduler.prepare_store(keys)
+    blocks = list(range(1, 1 + LOAD_CHUNKS * BLOCKS_PER_CHUNK))
+    worker.submit_store(job, blocks, [len(blocks)], [0], ticket.slots, ticket.generations)
+    worker.wait([job], SECONDS)
+    worker.get_finished()
+    scheduler.complete_store(keys)
+    while any(hit is not LookupResult.HIT for hit in scheduler.lookup_many(keys)):
+        time.sleep(NAP)
+
+
 def loads(scheduler: Scheduler, worker: Worker, keys: list[bytes], first: int) -> list[float]:
     """Milliseconds of each load, from the question to the bytes.
 
     Raises:
         RuntimeError: one brought less than all.
     """
+    return [one_load(scheduler, worker, keys, job) for job in range(first, first + LOADS)]
+
+
+def one_load(scheduler: Scheduler, worker: Worker, keys: list[bytes], job: int) -> float:
+    """The same of one load."""
     blocks = list(range(1, 1 + LOAD_CHUNKS * BLOCKS_PER_CHUNK))
-    took = []
-    for job in range(first, first + LOADS):
-        started = time.perf_counter()
-        ticket = scheduler.prepare_load(keys)
-        if len(ticket.keys) != len(keys):
-            raise RuntimeError(f"{len(ticket.keys)} of {len(keys)} chunks are there")
-        worker.submit_load(job, blocks, [len(blocks)], [0], ticket.slots, ticket.generations)
-        worker.wait([job], SECONDS)
-        (result,) = worker.get_finished()
-        took.append((time.perf_counter() - started) * 1e3)
-        scheduler.complete_load(ticket)
-        if not result.success:
-            raise RuntimeError(f"a load failed: {result}")
+    started = time.perf_counter()
+    ticket = scheduler.prepare_load(keys)
+    if len(ticket.keys) != len(keys):
+        raise RuntimeError(f"{len(ticket.keys)} of {len(keys)} chunks are there")
+    worker.submit_load(job, blocks, [len(blocks)], [0], ticket.slots, ticket.generations)
+    worker.wait([job], SECONDS)
+    (result,) = worker.get_finished()
+    took = (time.perf_counter() - started) * 1e3
+    scheduler.complete_load(ticket)
+    if not result.success:
+        raise RuntimeError(f"a load failed: {result}")
     return took
 
 
@@ -136,14 +151,7 @@ def measure() -> Figures:
             tell(child)
             with engine(daemon.runtime_dir, engine_name(), "quiet") as (scheduler, worker):
                 keys = fresh_keys(LOAD_CHUNKS)
-                ticket = scheduler.prepare_store(keys)
-                blocks = list(range(1, 1 + LOAD_CHUNKS * BLOCKS_PER_CHUNK))
-                worker.submit_store(0, blocks, [len(blocks)], [0], ticket.slots, ticket.generations)
-                worker.wait([0], SECONDS)
-                worker.get_finished()
-                scheduler.complete_store(keys)
-                while any(hit is not LookupResult.HIT for hit in scheduler.lookup_many(keys)):
-                    time.sleep(NAP)
+                store(scheduler, worker, keys, 0)
                 for number in range(ROUNDS + 1):
                     figures = one_round(child, scheduler, worker, keys, 1 + 2 * LOADS * number)
                     for name, value in figures.items() if number else ():  # the first warms up

@@ -45,22 +45,23 @@ def fresh_keys(count: int) -> list[bytes]:
 
 
 class Daemon:
-    """A `kvd serve` of its own with a pool of `cpu_bytes`; ended with the context."""
+    """A `kvd serve` of its own with a pool of `cpu_bytes` and `options`; ended with the context."""
 
-    def __init__(self, cpu_bytes: int) -> None:
+    def __init__(self, cpu_bytes: int, *options: str) -> None:
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > cpu_bytes
         self._place = Path(
             tempfile.mkdtemp(prefix="kvd-bench-", dir=SHARED_MEMORY if roomy else None)
         )
         self.runtime_dir = self._place / "run"
         self._cpu_bytes = cpu_bytes
+        self._options = options
         self.start_ms = 0.0
 
     def __enter__(self) -> Self:
         started = time.perf_counter()
         command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
         command += ["--cpu-bytes", str(self._cpu_bytes), "--pool-dir", str(self._place)]
-        command += ["--http-listen", "off", "--keep-pool", "no"]
+        command += ["--http-listen", "off", "--keep-pool", "no", *self._options]
         self._log = (self._place / "log").open("w")
         self._process = subprocess.Popen(command, stderr=self._log, start_new_session=True)
         try:

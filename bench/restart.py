@@ -53,12 +53,12 @@ class Place:
     cpu_bytes: int
     log: Path
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """A daemon."""
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        """A daemon, with these options beside."""
         command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
         command += ["--pool-dir", str(self.pool_dir), "--cpu-bytes", str(self.cpu_bytes)]
         with self.log.open("a") as sink:
-            return subprocess.Popen([*command, "--http-listen", "off"], stderr=sink)
+            return subprocess.Popen([*command, "--http-listen", "off", *options], stderr=sink)
 
 
 def key(number: int) -> bytes:

@@ -9,10 +9,11 @@ from typing import Self, TypeVar
 
 import zmq
 
-from kvd.errors import NotRunning, Refused
+from kvd.errors import HungUp, NotRunning, Refused, TurnedAway
 from kvd.seqpacket import Channel, close_all
 from kvd.version import VERSION
-from kvd_proto.codec import WIRE
+from kvd_proto.codec import WIRE, Header
+from kvd_proto.errors import DecodeError
 from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message
 
 M = TypeVar("M", bound=Message)
@@ -23,6 +24,7 @@ class Control:
 
     Raises:
         NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds.
+        TurnedAway: one answers and does not let this process in, or speaks another protocol.
     """
 
     def __init__(self, runtime_dir: Path, timeout: float = 5.0) -> None:
@@ -36,14 +38,14 @@ class Control:
             door.connect(str(self._runtime_dir / "door.sock"))
             self._door = Channel(door)
             greeting = self._greeting()
-            header, greeted = WIRE.decode(greeting)
+            header, greeted = self._decode(greeting)
             if isinstance(greeted, Error):
-                raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
-            self._boot_id, self._session = header.boot_id, header.session
+                raise TurnedAway(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
+            self.boot_id, self._session = header.boot_id, header.session
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.linger = 0
             self._socket.connect(f"ipc://{self._runtime_dir / 'broker.sock'}")
-            self.request(
+            welcome = self.request(
                 Hello(
                     kind="tool",
                     engine=f"tool-{os.getpid()}",
@@ -53,6 +55,8 @@ class Control:
                     client=f"kvd {VERSION}",
                 )
             )
+            if isinstance(welcome, Error):
+                raise TurnedAway(f"the daemon in {self._runtime_dir} refuses: {welcome.text}")
         except (OSError, EOFError) as error:
             door.close()
             self._context.destroy(0)
@@ -72,11 +76,12 @@ class Control:
             timeout: seconds to wait, where that differs from the connection's own.
 
         Raises:
-            NotRunning: no reply in time, or the daemon has hung up.
+            NotRunning: no reply in time.
+            HungUp: the daemon has closed the connection.
         """
         seconds = self._timeout if timeout is None else timeout
         self._request_id += 1
-        frame = WIRE.encode(message, self._request_id, self._boot_id, self._session)
+        frame = WIRE.encode(message, self._request_id, self.boot_id, self._session)
         self._socket.send(frame)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -85,7 +90,7 @@ class Control:
         while (left := deadline - time.monotonic()) > 0:
             ready = dict(poller.poll(int(left * 1000) + 1))
             if self._socket in ready:
-                header, reply = WIRE.decode(self._socket.recv())
+                header, reply = self._decode(self._socket.recv())
                 if header.request_id == self._request_id:
                     return reply
             elif self._door.fileno() in ready:
@@ -112,12 +117,39 @@ class Control:
             )
         return reply
 
+    def wait(self, fd: int, seconds: float) -> bool:
+        """Until `fd` can be read; False where it cannot after `seconds`.
+
+        Raises:
+            HungUp: the daemon has closed the connection.
+        """
+        poller = zmq.Poller()
+        for each in (fd, self._door.fileno()):
+            poller.register(each, zmq.POLLIN)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            if fd in ready:
+                return True
+            if ready:
+                self._hear()
+        return False
+
+    def _decode(self, frame: bytes) -> tuple[Header, Message]:
+        try:
+            return WIRE.decode(frame)
+        except DecodeError as error:
+            raise TurnedAway(
+                f"the daemon in {self._runtime_dir} says what kvd {VERSION} does not understand"
+                f" ({error}); is it of another version?"
+            ) from error
+
     def _hear(self) -> None:
         """Take what came over the door: a notice, which tools ignore, or the daemon's end."""
         try:
             received = self._door.recv()
         except EOFError as error:
-            raise NotRunning(f"the daemon in {self._runtime_dir} has hung up") from error
+            raise HungUp(f"the daemon in {self._runtime_dir} has hung up") from error
         if received is not None:
             close_all(received[1])
 

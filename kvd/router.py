@@ -223,7 +223,8 @@ class Router:
             self._close(connection)
         self._listener.close()
         self._epoll.close()
-        os.close(self._spare)
+        if self._spare >= 0:
+            os.close(self._spare)
         try:
             if self._path.stat().st_ino == self._inode:  # another daemon may listen there by now
                 self._path.unlink()
@@ -275,10 +276,13 @@ class Router:
     def _refuse_one(self) -> None:
         self.limits["open_files"] += 1
         log.error("no file descriptor is left for a connection; raise LimitNOFILE")
-        os.close(self._spare)
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # somebody else was faster; then without one
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _read(self, connection: _Connection) -> bool:
         """Read once; whether anything has come. Whoever has hung up is forgotten."""

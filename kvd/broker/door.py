@@ -104,15 +104,19 @@ class Door:
     def _turn_away(self) -> None:
         log.error("no file descriptor is left for a new session; raise LimitNOFILE")
         self.turned_away += 1
-        os.close(self._spare)
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
         with contextlib.suppress(OSError):
             self._socket.accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # somebody else was faster; then without one
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Let nobody in any more."""
         self._socket.close()
-        os.close(self._spare)
+        if self._spare >= 0:
+            os.close(self._spare)
 
     def __repr__(self) -> str:
         return f"<Door {self.fileno()}>"

@@ -1,5 +1,6 @@
 """This process's own figures, as the system has them."""
 
+import contextlib
 import resource
 import time
 
@@ -23,7 +24,8 @@ class OwnFigures:
         now = time.monotonic()
         if now >= self._until:
             self._until = now + _KEPT_SECONDS
-            self._known = self._ask()
+            with contextlib.suppress(OSError, psutil.Error):  # no descriptor left to ask with
+                self._known = self._ask()
         known = self._known
         return Surroundings(
             time=time.time(),

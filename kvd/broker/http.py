@@ -91,7 +91,12 @@ class HttpProcess:
         for fd in self._watched:
             poller.unregister(fd)
         self._watched = []
-        self._beat, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._beat, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            log.error("the HTTP process cannot be started: %s", error)  # noqa: TRY400  # expected when descriptors run out
+            self._child.start_at = now + _LOOK_SECONDS
+            return
         fds = [theirs, self._unix.fileno()]
         arguments = ["--runtime-dir", str(self._runtime_dir), "--beat-fd", str(theirs)]
         arguments += ["--unix-fd", str(self._unix.fileno())]

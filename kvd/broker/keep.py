@@ -29,21 +29,24 @@ from pathlib import Path
 import msgspec
 
 from kvd.broker.filesystem import Filesystem
-from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged
+from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError, Refused
 from kvd.settings import Settings
 from kvd.state.ledger import MAGIC
+from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.broker")
 
 _VERSION = 1
-_NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
+MANIFEST = "manifest.json"
+POOL = "pool"
+NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
 _LEDGER = ".ledger"
 _ASIDE = ".damaged-"
 _EPOCH_SHIFT = 32
 
 
-class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which pool this is.
 
     inode, bytes: of the pool's file, so that no other file is taken for it.
@@ -83,6 +86,7 @@ class Keep:
         keeps: leave it all to the next daemon; else it goes with this one, and nothing that is
             there is used.
         cold: begin without what is there.
+        scrub: where nothing is gone on with, give the pool back, so that the kernel zeroes it.
 
     Raises:
         ConfigError: pool_dir is none, or cannot be written.
@@ -90,7 +94,13 @@ class Keep:
     """
 
     def __init__(
-        self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
+        self,
+        pool_dir: Path,
+        runtime_dir: Path,
+        *,
+        keeps: bool,
+        cold: bool = False,
+        scrub: bool = False,
     ) -> None:
         if not pool_dir.is_dir():
             raise ConfigError(
@@ -98,9 +108,10 @@ class Keep:
             )
         self.keeps = keeps
         self._cold = cold
+        self._scrub = scrub
         name = area_name(runtime_dir)
         self._filesystem = Filesystem.of(pool_dir)
-        notes_dir = pool_dir if self._filesystem.writable else _NOTES_DIR
+        notes_dir = pool_dir if self._filesystem.writable else NOTES_DIR
         for litter in {*pool_dir.glob(f"{name}-*"), *notes_dir.glob(f"{name}-*")}:
             _remove_tree(litter)
         try:
@@ -119,14 +130,14 @@ class Keep:
         except BlockingIOError:
             os.close(self._lock_fd)
             raise AlreadyRunning(f"another daemon uses the pool in {self._notes}") from None
-        self.pool_file = self._place / "pool"
-        self._manifest_file = self._notes / "manifest.json"
+        self.pool_file = self._place / POOL
+        self._manifest_file = self._notes / MANIFEST
 
     @classmethod
     def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "Keep":
         """As the settings say; see above."""
-        keeps = settings.keep_pool == "yes"
-        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold)
+        keeps, scrub = settings.keep_pool == "yes", settings.scrub == "yes"
+        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold, scrub=scrub)
 
     # ---------------------------------------------------------------- start
 
@@ -167,10 +178,13 @@ class Keep:
         """From here on the next daemon may go on with this pool.
 
         Call it when its file is there and before any chunk is kept.
+
+        Raises:
+            PoolError: there is no room for the manifest.
         """
         status = os.fstat(pool_fd)
         self._write(
-            _Manifest(
+            Manifest(
                 version=_VERSION,
                 pool=found.pool,
                 cpu_bytes=cpu_bytes,
@@ -182,14 +196,27 @@ class Keep:
         )
 
     def make_ledger(self, name: str, nbytes: int) -> mmap.mmap:
-        """Zeroed memory of `nbytes` for the ledger of a namespace, by its id in hex."""
+        """Zeroed memory of `nbytes` for the ledger of a namespace, by its id in hex.
+
+        All of it is allocated: a page that a full filesystem has not would be a SIGBUS later.
+
+        Raises:
+            Refused: NOT_READY where there is no room or descriptor for it now.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self._notes / f"{name}{_LEDGER}", flags, 0o600)
         try:
-            os.ftruncate(fd, nbytes)
-            return mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
+            fd = os.open(self._notes / f"{name}{_LEDGER}", flags, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+                return mmap.mmap(fd, nbytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise Refused(
+                ErrorCode.NOT_READY,
+                f"no ledger of {format_size(nbytes)} can be made in {self._notes} now:"
+                f" {error.strerror}; make room there, it is tried again",
+            ) from error
 
     def drop_ledger(self, name: str) -> None:
         """The namespace is closed."""
@@ -238,44 +265,29 @@ class Keep:
         self.keeps = False
         return other
 
-    def _believable(self) -> _Manifest | None:
+    def _believable(self) -> Manifest | None:
         """The manifest, where the pool it speaks of is there and may be used."""
         if self._cold or not self.keeps:
             return None
         try:
-            manifest = msgspec.json.decode(self._manifest_file.read_bytes(), type=_Manifest)
+            manifest = msgspec.json.decode(self._manifest_file.read_bytes(), type=Manifest)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
             self._set_aside(self._manifest_file, f"it cannot be read: {error}")
             return None
-        reason = self._objection(manifest)
+        reason = objection(manifest, self.pool_file)
         if reason:
             log.warning("what is kept in %s is not used: %s", self._notes, reason)
             self._manifest_file.unlink()
             return None
         return manifest
 
-    def _objection(self, manifest: _Manifest) -> str:
-        if manifest.version != _VERSION:
-            return f"it has version {manifest.version}, this daemon reads {_VERSION}"
-        if manifest.kernel != _kernel_boot():
-            return "the machine was started anew since"
-        try:
-            status = self.pool_file.lstat()
-        except OSError as error:
-            return f"its pool cannot be found: {error.strerror}"
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            return "its pool is no file of this user's"
-        if (status.st_ino, status.st_size) != (manifest.inode, manifest.bytes):
-            return (
-                f"its pool is another file: inode {status.st_ino} of {status.st_size} bytes,"
-                f" not {manifest.inode} of {manifest.bytes}"
-            )
-        return ""
-
     def _check_pool_file(self, cpu_bytes: int) -> None:
-        """Without chunks the file's memory is worth keeping, if it is ours and of that size."""
+        """Without chunks the file's memory is worth keeping, if it is ours and of that size.
+
+        Not where it is to be scrubbed: the kernel gives pages that are zero.
+        """
         try:
             status = self.pool_file.lstat()
         except OSError:
@@ -284,6 +296,7 @@ class Keep:
             not stat.S_ISREG(status.st_mode)
             or status.st_uid != os.geteuid()
             or status.st_size != self._filesystem.whole_pages(cpu_bytes)
+            or self._scrub
         ):
             _remove_tree(self.pool_file)
 
@@ -316,12 +329,18 @@ class Keep:
         file.rename(aside)
         log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
 
-    def _write(self, manifest: _Manifest) -> None:
+    def _write(self, manifest: Manifest) -> None:
         """All of it or nothing, whenever this process is killed."""
         draft = self._manifest_file.with_suffix(".new")
-        draft.touch(mode=0o600)
-        draft.write_bytes(msgspec.json.encode(manifest))
-        draft.rename(self._manifest_file)
+        try:
+            draft.touch(mode=0o600)
+            draft.write_bytes(msgspec.json.encode(manifest))
+            draft.rename(self._manifest_file)
+        except OSError as error:
+            raise PoolError(
+                f"{draft} cannot be written: {error.strerror}; make room there, or choose another"
+                " --pool-dir"
+            ) from error
 
     def __repr__(self) -> str:
         return f"<Keep {self._place}{'' if self.keeps else ', not kept'}>"
@@ -331,6 +350,26 @@ def area_name(runtime_dir: Path) -> str:
     """What the directory of this runtime directory's pool is called."""
     digest = hashlib.blake2b(os.fsencode(runtime_dir), digest_size=6).hexdigest()
     return f"kvd-{digest}"
+
+
+def objection(manifest: Manifest, pool_file: Path) -> str:
+    """Why the pool that a manifest speaks of cannot be used; empty where it can."""
+    if manifest.version != _VERSION:
+        return f"it has version {manifest.version}, this daemon reads {_VERSION}"
+    if manifest.kernel != _kernel_boot():
+        return "the machine was started anew since"
+    try:
+        status = pool_file.lstat()
+    except OSError as error:
+        return f"its pool cannot be found: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        return "its pool is no file of this user's"
+    if (status.st_ino, status.st_size) != (manifest.inode, manifest.bytes):
+        return (
+            f"its pool is another file: inode {status.st_ino} of {status.st_size} bytes,"
+            f" not {manifest.inode} of {manifest.bytes}"
+        )
+    return ""
 
 
 def _kernel_boot() -> str:

@@ -18,8 +18,9 @@ import threading
 from pathlib import Path
 
 from kvd.broker.filesystem import Filesystem
-from kvd.errors import PoolError
+from kvd.errors import PoolError, Refused
 from kvd.filling import FillOrder
+from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; not in Python's fcntl
@@ -32,6 +33,9 @@ class PoolMemory:
     Args:
         path: where it lies; a file of the right size that is there is used with what it holds.
         nbytes: its size at least; it has whole pages.
+
+    Attributes:
+        fresh: nothing of it was there, so all of it is zero.
 
     Raises:
         PoolError: it cannot be made, with the figures.
@@ -48,14 +52,12 @@ class PoolMemory:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self.fd = os.open(path, flags, 0o600)
             held = os.fstat(self.fd).st_blocks * 512
-            if filesystem.room + held < self.nbytes:
+            self.fresh = not held
+            problem = lack_of_room(filesystem, path.parent, nbytes, held)
+            if problem:
                 os.close(self.fd)
                 path.unlink()
-                raise PoolError(
-                    f"a pool of {format_size(nbytes)} does not fit {path.parent}, which has"
-                    f" {format_size(filesystem.room + held)} left;"
-                    f" {filesystem.remedy(nbytes, path.parent)}"
-                )
+                raise PoolError(problem)
             os.ftruncate(self.fd, self.nbytes)
         except OSError as error:
             raise PoolError(f"{path}: the pool cannot be made: {error.strerror}") from error
@@ -135,6 +137,24 @@ class PoolMemory:
         return f"<PoolMemory {format_size(self.allocated)} of {format_size(self.nbytes)}>"
 
 
+def lack_of_room(filesystem: Filesystem, directory: Path, nbytes: int, held: int) -> str:
+    """Why a pool of `nbytes` cannot be had, with figures and remedy; empty where it can.
+
+    Args:
+        filesystem: what `directory` is on.
+        directory: where the pool's file goes.
+        nbytes: the pool's size.
+        held: bytes that a file there takes now and the pool uses again.
+    """
+    room = filesystem.room + held
+    if room >= filesystem.whole_pages(nbytes):
+        return ""
+    return (
+        f"a pool of {format_size(nbytes)} does not fit {directory}, which has"
+        f" {format_size(room)} left; {filesystem.remedy(nbytes, directory)}"
+    )
+
+
 class DirectoryMemory:
     """Makes directory buffers and keeps the read-only descriptors, by namespace."""
 
@@ -142,7 +162,21 @@ class DirectoryMemory:
         self._fds: dict[str, int] = {}
 
     def make(self, name: str, nbytes: int) -> mmap.mmap:
-        """A zeroed writable buffer of `nbytes`; its read-only descriptor is kept under `name`."""
+        """A zeroed writable buffer of `nbytes`; its read-only descriptor is kept under `name`.
+
+        Raises:
+            Refused: NOT_READY where there is no descriptor or memory for it now.
+        """
+        try:
+            return self._make(name, nbytes)
+        except OSError as error:
+            raise Refused(
+                ErrorCode.NOT_READY,
+                f"no directory of {format_size(nbytes)} can be made now: {error.strerror};"
+                " raise LimitNOFILE (ulimit -n) or free memory, it is tried again",
+            ) from error
+
+    def _make(self, name: str, nbytes: int) -> mmap.mmap:
         fd = os.memfd_create(f"kvd-directory-{name[:8]}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
@@ -162,8 +196,10 @@ class DirectoryMemory:
         return self._fds[name]
 
     def drop(self, name: str) -> None:
-        """Close one namespace's descriptor."""
-        os.close(self._fds.pop(name))
+        """Close one namespace's descriptor, if there is one."""
+        fd = self._fds.pop(name, None)
+        if fd is not None:
+            os.close(fd)
 
     def close(self) -> None:
         """Close the descriptors; mappings live on where they are."""

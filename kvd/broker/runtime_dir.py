@@ -1,15 +1,21 @@
 """The runtime directory: one daemon at a time, and no litter of a dead one.
 
 The lock is an flock on ``kvd.lock``: the kernel drops it with the process, so
-a SIGKILLed daemon never keeps its successor out.
+a SIGKILLed daemon never keeps its successor out. A daemon that ends removes the
+file, so whoever gets a lock looks whether its file is still the one at that path.
 """
 
 import contextlib
 import fcntl
+import logging
 import os
+import select
+import threading
 from pathlib import Path
 
 from kvd.errors import AlreadyRunning, ConfigError
+
+log = logging.getLogger("kvd.broker")
 
 # sockaddr_un holds 108 bytes with its final zero; the longest name is a lane's socket.
 MAX_DIRECTORY_BYTES = 107 - len("/lane-host-9999999999.sock")
@@ -44,34 +50,50 @@ class RuntimeDir:
         """
         try:
             self.path.mkdir(mode=0o750, parents=True, exist_ok=True)
-            fd = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            fd = _locked(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AlreadyRunning(
+                f"a daemon with pid {self.holder()} serves {self.path}; stop it, or choose another"
+                " directory with --runtime-dir"
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"runtime_dir = {self.path}: {error.strerror}; choose a directory that this user"
                 " may write, with --runtime-dir"
             ) from error
+        self._own(fd)
+
+    def holder(self) -> str:
+        """The pid of the daemon that has the lock, as that daemon sees itself."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(fd)
-            raise AlreadyRunning(
-                f"a daemon with pid {pid} serves {self.path}; stop it, or choose another"
-                " directory with --runtime-dir"
-            ) from None
+            return self.lock_file.read_text("ascii", "replace").strip() or "unknown"
+        except OSError:
+            return "unknown"
+
+    def lock_after(self, turn: "Turn") -> None:
+        """Take the directory with a lock that was waited for."""
+        self._own(turn.fd)
+        turn.close()
+
+    def release(self, *, to_another: bool = False) -> None:
+        """Remove what this daemon made and give the directory back.
+
+        Args:
+            to_another: somebody waits for the lock, whose file therefore stays.
+        """
+        self._clear()
+        if self._lock_fd >= 0:
+            if not to_another:
+                with contextlib.suppress(FileNotFoundError):
+                    self.lock_file.unlink()
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _own(self, fd: int) -> None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock_fd = fd
         self._clear()
-
-    def release(self) -> None:
-        """Remove what this daemon made and give the directory back."""
-        self._clear()
-        if self._lock_fd >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                self.lock_file.unlink()
-            os.close(self._lock_fd)
-            self._lock_fd = -1
 
     def _clear(self) -> None:
         stale = [self.broker_socket, self.door_socket, self.http_socket]
@@ -82,3 +104,63 @@ class RuntimeDir:
 
     def __repr__(self) -> str:
         return f"<RuntimeDir {self.path} {'locked' if self._lock_fd >= 0 else 'free'}>"
+
+
+class Turn:
+    """Waits for a runtime directory's lock, and has it the moment it is free.
+
+    A thread is blocked in the kernel for that. Nothing calls it back: it ends with the lock or
+    with the process.
+
+    Attributes:
+        fd: the locked file; -1 until then.
+        done_fd: readable when the lock is there.
+    """
+
+    def __init__(self, runtime: RuntimeDir) -> None:
+        self.fd = -1
+        self.done_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._file = runtime.lock_file
+        threading.Thread(target=self._take, name="kvd-lock", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the lock is there, within `seconds`."""
+        poller = select.poll()
+        poller.register(self.done_fd, select.POLLIN)
+        return bool(poller.poll(seconds * 1000))
+
+    def close(self) -> None:
+        """Wait no more; the lock is somebody's own now."""
+        os.close(self.done_fd)
+
+    def _take(self) -> None:
+        try:
+            self.fd = _locked(self._file, fcntl.LOCK_EX)
+        except OSError as error:  # then nobody may have the lock, and whoever waits gives up
+            log.error("%s: %s", self._file, error.strerror)  # noqa: TRY400  # the reason is said
+            return
+        os.eventfd_write(self.done_fd, 1)
+
+    def __repr__(self) -> str:
+        return f"<Turn at {self._file} {'taken' if self.fd >= 0 else 'waiting'}>"
+
+
+def _locked(file: Path, how: int) -> int:
+    """The file, made if need be, with a lock on what is at that path now.
+
+    Raises:
+        BlockingIOError: somebody has the lock, and `how` does not wait.
+        OSError: the file cannot be opened.
+    """
+    while True:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(fd, how)
+            if os.path.samestat(os.fstat(fd), file.stat()):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)

@@ -28,6 +28,7 @@ from kvd.broker.reloading import ConfigReader
 from kvd.broker.reopen import open_pool
 from kvd.broker.requests import Requests
 from kvd.broker.runtime_dir import RuntimeDir
+from kvd.broker.takeover import take_over
 from kvd.broker.visitors import Visitors
 from kvd.config.loaded import Loaded
 from kvd.config.sources import Sources
@@ -45,10 +46,12 @@ from kvd.core.effects import (
     Notify,
     OpenPool,
     Reply,
+    RunLanes,
     SessionFds,
     StartLane,
     ToLane,
 )
+from kvd.core.handover import WayOut
 from kvd.errors import PoolError
 from kvd.filling import FillOrder
 from kvd.state.namespaces import Keeping, Namespaces
@@ -64,18 +67,36 @@ DEVICES = (HOST,)
 class Service:
     """One running daemon.
 
+    Args:
+        loaded: the settings.
+        sources: where they came from, for readings to come.
+        version: name and version, for those who ask.
+        cold: begin without what is kept.
+        handover: have a daemon that serves there leave to this one, once all that can fail
+            without that has been tried.
+
     Raises:
         KvdError: it cannot start, with the remedy.
     """
 
     def __init__(
-        self, loaded: Loaded, sources: Sources, version: str, *, cold: bool = False
+        self,
+        loaded: Loaded,
+        sources: Sources,
+        version: str,
+        *,
+        cold: bool = False,
+        handover: bool = False,
     ) -> None:
         self.settings = settings = loaded.settings
         self._config = ConfigReader(sources)
         self._allowed = allow_list(settings.allow_users, settings.allow_groups)
+        self._notifier = Notifier.from_environment(os.environ)
         self._runtime = RuntimeDir(Path(settings.runtime_dir))
-        self._runtime.lock()
+        if handover:
+            take_over(self._runtime, settings, cold=cold)
+        else:
+            self._runtime.lock()
         self._keep = Keep.of(settings, self._runtime.path, cold=cold)
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen
@@ -88,7 +109,6 @@ class Service:
         self._figures = OwnFigures()
         self._polled = 0.0
         self._poller = zmq.Poller()
-        self._notifier = Notifier.from_environment(os.environ)
         self._boot_id = os.urandom(16)
         self.core = Broker(
             settings,
@@ -102,6 +122,11 @@ class Service:
             ),
             kept_bytes=self._keep.kept_bytes,
             surroundings=lambda: self._figures.read(self._requests.dropped),
+            way_out=WayOut(
+                uid=os.geteuid(),
+                managed=bool(self._notifier.address),
+                keeps=lambda: self._keep.keeps,
+            ),
         )
         self.core.reloading.loaded = loaded
         self.core.state.measures.started = time.time()
@@ -160,6 +185,7 @@ class Service:
             self._carry_out(self._config.turn(self.core.reloading))
             self.settings = self.core.state.settings
         self._carry_out(self.core.work())
+        self._carry_out(self.core.handover.turn(now, lanes_running=self._lanes.running))
         self._visitors.flush()
         self._http.turn(self._poller, ready, now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
@@ -184,6 +210,7 @@ class Service:
                 lease_seconds=self.settings.lease_seconds,
                 ticket_seconds=self.settings.ticket_seconds,
                 quotas=self.settings.quotas(cpu_bytes),
+                scrub=self.settings.scrub == "yes",
                 limit=self.settings.max_namespaces,
                 make_buffer=self._directories.make,
                 keeping=keeping,
@@ -237,6 +264,8 @@ class Service:
                     text = f"lane {effect.device} is killed: {effect.reason}"
                     self._note(Event(text, "error", {"lane": effect.device}))
                     self._lanes.kill(effect.device)
+                case RunLanes(wanted=wanted):
+                    (self._lanes.start_again if wanted else self._lanes.stop)()
                 case OpenPool():
                     self._note(Event(f"cpu_bytes auto: {effect.explanation}"))
                 case DropFds():
@@ -271,14 +300,16 @@ class Service:
 
     def _finished(self) -> bool:
         if not self._signals:
-            return False
+            return self.core.handover.leaving
         now = time.monotonic()
         if self._stop_at is None:
             self._note(Event("stopping: a signal came"))
             self._notifier.stopping(self.settings.drain_seconds)
-            self.core.state.stopping = True
+            self.core.handover.overtaken()
             self._stop_at = now + self.settings.drain_seconds
-            self._lanes.stop()
+            if not self.core.state.stopping:
+                self.core.state.stopping = True
+                self._lanes.stop()
         if not self._lanes.running or self._signals > 1:
             return True
         if now >= self._stop_at:
@@ -289,15 +320,16 @@ class Service:
     def _shutdown(self) -> None:
         self._http.close()
         self._notifier.stopping(0.0)
-        self._lanes.close()
-        self._visitors.close()
+        self._visitors.close()  # a daemon that waits for this one knows now that it leaves
         self._door.close()
         self._requests.close()
+        self._lanes.close()
         self._directories.close()
         if self._pool is not None:
             self._pool.close()
         self._keep.close()
-        self._runtime.release()
+        # Last: with the lock a daemon that waits has all of it, and nothing here touches it again.
+        self._runtime.release(to_another=self.core.state.successor is not None)
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._notifier.close()

@@ -11,8 +11,9 @@ from kvd.cli.options import runtime_dir_option
 from kvd_proto.messages import Clear, Cleared, EvictOlderThan, OlderEvicted
 from kvd_proto.sizes import format_size
 
-# The daemon drops chunks between other things; millions of them take it some seconds.
-_PATIENCE_SECONDS = 120.0
+# The daemon drops chunks between other things; millions of them take it some seconds. With
+# `scrub` it zeroes their bytes too before it answers.
+_PATIENCE_SECONDS = 600.0
 
 _namespace_option = click.option(
     "--namespace",

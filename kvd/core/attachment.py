@@ -20,33 +20,43 @@ from kvd_proto.messages import Attached, LaneUp, Register
 from kvd_proto.sizes import format_size, size_pool, tokens_per_chunk
 
 
-def attach(state: BrokerState, engine: Engine) -> list[Effect]:
+def attach(state: BrokerState, engine: Engine, effects: list[Effect]) -> None:
     """Open the namespace of a complete engine, bind its workers, tell its sessions.
 
     Nothing happens while ranks are missing.
+
+    Args:
+        state: of the broker.
+        engine: whose last rank has come.
+        effects: what is to be done is added here, also where it fails half-way.
 
     Raises:
         LayoutError: the ranks' layouts make no pool.
         Refused: the namespace cannot be opened.
     """
     if engine.missing_ranks or state.namespaces is None:
-        return []
+        return
     workers = [engine.workers[rank] for rank in range(engine.world_size)]
     registrations = [w.registration for w in workers if w.registration is not None]
     layouts = [r.layout for r in registrations]
     sizes = size_pool(layouts, state.namespaces.cpu_bytes)
     shared = state.settings.share_between_users == "yes"
     ns_id = namespace_id(registrations, None if shared else engine.uid)
-    effects = _make_room(state, ns_id)
-    namespace = state.namespaces.open(
-        ns_id,
-        sizes.slot_bytes,
-        world_size=engine.world_size,
-        replicated=layouts[0].replicated,
-        boot_id=state.boot_id,
-        label=registrations[0].fingerprint.model,
-        temporary=registrations[0].temporary,
-    )
+    effects += _make_room(state, ns_id)
+    try:
+        namespace = state.namespaces.open(
+            ns_id,
+            sizes.slot_bytes,
+            world_size=engine.world_size,
+            replicated=layouts[0].replicated,
+            boot_id=state.boot_id,
+            label=registrations[0].fingerprint.model,
+            temporary=registrations[0].temporary,
+        )
+    except KvdError:
+        if state.namespaces.get(ns_id) is None:  # what was made of its memory
+            effects.append(DropDirectory(ns_id))
+        raise
     namespace.tokens_per_chunk = tokens_per_chunk(layouts[0])
     state.namespaces.attach_engine(namespace)
     engine.namespace = namespace
@@ -59,7 +69,6 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
             fields={"engine": engine.name, "namespace": namespace.id.hex()},
         )
     )
-    return effects
 
 
 def attached_notice(engine: Engine, session: int) -> Notify:

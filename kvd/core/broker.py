@@ -12,11 +12,13 @@ from kvd.core.admission import check_leases
 from kvd.core.attachment import attached_notice
 from kvd.core.demand import lane_ended, lane_failed
 from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
+from kvd.core.handover import Handover, WayOut
 from kvd.core.lanes import NOTHING_SAID, Lane, add_counters, arrays
 from kvd.core.measures import Surroundings
 from kvd.core.operations import Operations
 from kvd.core.registration import Registration, in_words
 from kvd.core.reloading import Reloading
+from kvd.core.scrubbing import Scrubbing
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
 from kvd.core.status import status_report
@@ -32,6 +34,7 @@ from kvd.link import (
     Released,
     Revoked,
     ShareDone,
+    Wiped,
 )
 from kvd.settings import Settings
 from kvd_proto.arrays import IntArray
@@ -81,6 +84,7 @@ class Broker:
         pid: the daemon's process id.
         devices: names of the devices that have a lane from the start.
         open_namespaces, available_bytes, surroundings, kept_bytes: see `BrokerState`.
+        way_out: whether another daemon may take over.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Broker:
         available_bytes: Callable[[], int],
         kept_bytes: Callable[[], int | None] = lambda: None,
         surroundings: Callable[[], Surroundings] = Surroundings,
+        way_out: WayOut | None = None,
     ) -> None:
         self.state = BrokerState(
             settings,
@@ -113,7 +118,9 @@ class Broker:
         self._ticked = 0.0
         self._registration = Registration(self.state)
         self._operations = Operations(self.state)
+        self._scrubbing = Scrubbing(self.state)
         self.reloading = Reloading(self.state)
+        self.handover = Handover(self.state, self._operations.sweeps, way_out or WayOut())
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
             Hello: self._hello,
             Register: self._registration.register,
@@ -128,6 +135,7 @@ class Broker:
             Status: self._status,
             **self._operations.handlers(),
             **self.reloading.handlers(),
+            **self.handover.handlers(),
         }
 
     # ------------------------------------------------------------- sessions
@@ -181,6 +189,7 @@ class Broker:
             freed += len(dropped)
         if engine is not None:
             effects.append(Event(f"{who} is gone{in_words(freed)}", fields=who.fields))
+        effects += self.handover.lost(session)
         session.machine.fire(SessionEvent.LOST)
         self.state.registry.remove(session)
         return effects
@@ -242,7 +251,7 @@ class Broker:
     ) -> list[Effect]:
         self._open_for_work(session, len(message.keys))
         engine, namespace = self.state.attached_namespace(session.engine)
-        usable = self.state.usable_bytes(engine)
+        usable = self.state.storable_bytes(engine)
         decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
         reply = StorePrepared(
             answers=IntArray.of(decision.answers, "u1"),
@@ -361,6 +370,9 @@ class Broker:
                 return []
             case ShareDone():
                 return self._share_done(message)
+            case Wiped():
+                self._scrubbing.wiped(message)
+                return []
             case LanePong():
                 lane.pong = message
                 return []
@@ -382,6 +394,7 @@ class Broker:
         freed = 0
         for namespace_id, free in self.state.revocations.lane_lost(device).items():
             self._free(namespace_id, free)
+        self._scrubbing.lane_lost(device)
         for engine in self.state.registry.engines.values():
             uses = any(
                 w.registration and w.registration.device == device for w in engine.workers.values()
@@ -433,7 +446,7 @@ class Broker:
 
     def work(self) -> list[Effect]:
         """One piece of what takes too long to be done in one go; a few milliseconds at most."""
-        return self._operations.work()
+        return self._operations.work() + self._scrubbing.work()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""

@@ -55,6 +55,7 @@ class Operations:
         """No new stores. Loads go on: what is cached is of use until the daemon stops."""
         del message
         state = self._state
+        _refuse_in_handover(state)
         if state.stopping:
             raise Refused(ErrorCode.DRAINING, "the daemon is stopping and takes no stores already")
         effects: list[Effect] = []
@@ -62,7 +63,7 @@ class Operations:
             state.drain = OperatorDrain(session.peer, now)
             text = f"drained by {by(session.peer)}: no new stores until resumed"
             effects.append(Event(text, fields=session.who.fields))
-        stores, leases = in_flight(state)
+        stores, leases = in_flight(state, state.drain.since)
         return [Reply(session.number, request_id, Drained(stores=stores, leases=leases)), *effects]
 
     def _resume(
@@ -70,6 +71,7 @@ class Operations:
     ) -> list[Effect]:
         state = self._state
         del message
+        _refuse_in_handover(state)
         if state.stopping:
             raise Refused(
                 ErrorCode.DRAINING,
@@ -125,7 +127,7 @@ class Operations:
     @property
     def busy(self) -> bool:
         """Something is under way that goes on in pieces."""
-        return bool(self.sweeps) or bool(self.checking)
+        return self.sweeps.moving or bool(self.checking)
 
     def work(self) -> list[Effect]:
         """A piece of it."""
@@ -150,13 +152,12 @@ def by(peer: Peer) -> str:
     return f"uid {peer.uid} pid {peer.pid}"
 
 
-def in_flight(state: BrokerState) -> tuple[int, int]:
-    """What began before the drain and has not ended: chunks being written, and leases.
+def in_flight(state: BrokerState, since: float) -> tuple[int, int]:
+    """What began before a drain and has not ended: chunks being written, and leases.
 
     Leases that were taken later do not count: loads go on in a drain, so that with
     them it would never end.
     """
-    since = state.drain.since if state.drain is not None else 0.0
     stores = leases = 0
     for namespace in state.namespaces or ():
         counts = namespace.table.stats()
@@ -169,7 +170,7 @@ def drain_report(state: BrokerState, now: float) -> dict[str, Any] | None:
     """The operator's drain as the status tells it; None where there is none."""
     if state.drain is None:
         return None
-    stores, leases = in_flight(state)
+    stores, leases = in_flight(state, state.drain.since)
     peer = state.drain.by
     return {
         "uid": peer.uid,
@@ -178,6 +179,15 @@ def drain_report(state: BrokerState, now: float) -> dict[str, Any] | None:
         "stores_in_flight": stores,
         "leases_in_flight": leases,
     }
+
+
+def _refuse_in_handover(state: BrokerState) -> None:
+    if state.successor is not None:
+        raise Refused(
+            ErrorCode.DRAINING,
+            f"the daemon hands over to pid {state.successor.pid}, which will serve in a moment;"
+            " tell that one",
+        )
 
 
 def for_tools(handler: Handler) -> Handler:

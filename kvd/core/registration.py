@@ -155,8 +155,9 @@ class Registration:
                 fields=session.who.fields,
             )
         ]
+        made: list[Effect] = []
         try:
-            effects += attach(self._state, engine)
+            attach(self._state, engine, made)
         except (LayoutError, KvdError) as error:
             del engine.workers[pending.message.rank]
             session.machine.fire(SessionEvent.UNREGISTER)
@@ -166,8 +167,9 @@ class Registration:
                 ToLane(lane.device, ReleaseWorker(session=session.number)),
                 Reply(session.number, pending.request_id, self._refused(error)),
                 *self._forget_descriptors(session),
+                *made,
             ]
-        return [Reply(session.number, pending.request_id, reply), *effects]
+        return [Reply(session.number, pending.request_id, reply), *effects, *made]
 
     def released(self, message: Released) -> list[Effect]:
         """A lane touches a worker's memory no more."""

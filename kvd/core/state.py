@@ -34,6 +34,16 @@ class OperatorDrain:
     since: float
 
 
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """A daemon that is taking over: its session, its pid as it says, who it is, since when."""
+
+    session: int
+    pid: int
+    by: Peer
+    since: float
+
+
 @dataclass(slots=True)
 class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
@@ -42,7 +52,8 @@ class BrokerState:
     `failed_lanes` says when a device's lane could last not start, and why.
     `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
 
-    `stopping`: SIGTERM has come; nothing undoes that. `drain` is undone by Resume.
+    `stopping`: lanes end, because SIGTERM has come, which nothing undoes, or for `successor`.
+    `drain` is undone by Resume, `successor` by the end of its session (`kvd.core.handover`).
 
     `kept_bytes` is the size of the pool that the daemon before left, if it can be used.
     `open_namespaces` supplies directory memory, `available_bytes` what the machine has to
@@ -65,6 +76,7 @@ class BrokerState:
     allocated: int = 0
     stopping: bool = False
     drain: OperatorDrain | None = None
+    successor: Successor | None = None
     surroundings: Callable[[], Surroundings] = Surroundings
     measures: Measures = field(default_factory=Measures)
     events: EventLog = field(default_factory=EventLog)
@@ -72,8 +84,8 @@ class BrokerState:
 
     @property
     def draining(self) -> bool:
-        """No new stores are taken: the daemon stops, or an operator said so."""
-        return self.stopping or self.drain is not None
+        """No new stores are taken: the daemon stops, hands over, or an operator said so."""
+        return self.stopping or self.drain is not None or self.successor is not None
 
     @property
     def ready(self) -> bool:
@@ -113,6 +125,14 @@ class BrokerState:
             if worker.registration is not None:
                 usable = min(usable, self.lanes[worker.registration.device].usable_bytes)
         return None if usable >= self.namespaces.pool.fill.nbytes else usable
+
+    def storable_bytes(self, engine: Engine) -> int | None:
+        """The same for new chunks, which must not lie where something is to be scrubbed yet."""
+        usable = self.usable_bytes(engine)
+        clean = self.namespaces.pool.clean_bytes if self.namespaces is not None else None
+        if usable is None or clean is None:
+            return clean if usable is None else usable
+        return min(usable, clean)
 
     @property
     def pinning(self) -> list[Lane]:

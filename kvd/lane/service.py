@@ -19,6 +19,7 @@ from kvd.lane.queue import Limits
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import Sockets, Woken
 from kvd.lane.stages import Stages
+from kvd.lane.wiping import Wiping
 from kvd.lane.workers import Binding, Worker, Workers, who_is
 from kvd.link import (
     LINK,
@@ -38,6 +39,8 @@ from kvd.link import (
     ShareDone,
     StopLane,
     UnbindWorker,
+    Wipe,
+    Wiped,
 )
 from kvd.logs.setup import set_level
 from kvd.seqpacket import close_all
@@ -108,6 +111,7 @@ class LaneService:
         self._pool_bytes = pool_bytes
         self._workers = Workers(device)
         self._runner = Runner(device, limits)
+        self._wiping = Wiping(device, pool_bytes)
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._moved: Counter[str] = Counter()
@@ -123,6 +127,7 @@ class LaneService:
             UnbindWorker: self._unbind,
             ReleaseWorker: self._release,
             Revoke: self._revoke,
+            Wipe: self._take_wipe,
             LanePing: self._answer_broker,
             StopLane: self._stop,
             LaneLog: lambda message, _fds: set_level(message.level),
@@ -143,7 +148,7 @@ class LaneService:
         try:
             self._announce()
             nap = breathed = 0.0
-            while not (self._stopping and not len(self._runner)):
+            while not (self._stopping and not len(self._runner) and not len(self._wiping)):
                 woken = self._sockets.wait(self._patience(nap))
                 if self._usable < self._pool_bytes:
                     self._tell_usable()
@@ -155,8 +160,10 @@ class LaneService:
                     self._read_workers()
                 moved = self._runner.turn()
                 self._report()
-                nap = self._rest(nap, busy=moved or woken.link or woken.workers)
-                if moved and self._runner.stores_only and not self._device.pins:
+                wiped = self._wipe()
+                nap = self._rest(nap, busy=moved or wiped or woken.link or woken.workers)
+                stores = moved and self._runner.stores_only
+                if (stores or wiped) and not self._device.pins:
                     breathed = self._breathe(breathed)
         except EOFError:
             _log.warning("the broker is gone: ending")
@@ -172,6 +179,8 @@ class LaneService:
         if self._shares:
             return 0
         if not len(self._runner):
+            if len(self._wiping):
+                return 0
             return FILLING_MS if self._usable < self._pool_bytes else None
         return 1 if nap >= LONGEST_NAP else 0
 
@@ -184,11 +193,18 @@ class LaneService:
             time.sleep(nap)
         return nap
 
+    def _wipe(self) -> bool:
+        """Zero a little of what is to be zeroed, and say what is done; whether there was any."""
+        some, finished = self._wiping.turn(self._runner.now, jobs=bool(len(self._runner)))
+        if finished is not None:
+            self._tell(Wiped(number=finished))
+        return some
+
     def _breathe(self, last: float) -> float:
         """Sleep a little where the last time is a while ago; when it was the last time.
 
-        Stores that this CPU copies without a pause keep those that share the CPU waiting,
-        the thread first of all that sends replies to engines that load.
+        Stores that this CPU copies without a pause, or bytes that it zeroes, keep those that
+        share the CPU waiting, the thread first of all that sends replies to engines that load.
         """
         if time.monotonic() - last < BREATH_EVERY:
             return last
@@ -321,6 +337,12 @@ class LaneService:
             namespace=message.namespace, slots=message.slots, generations=message.generations
         )
         self._runner.when_ended(writing, lambda: self._tell(answer))
+
+    def _take_wipe(self, message: Wipe, _fds: tuple[int, ...]) -> None:
+        try:
+            self._wiping.add(message)
+        except LaneError:
+            _log.exception("piece %d is not wiped", message.number)
 
     def _answer_broker(self, message: LanePing, _fds: tuple[int, ...]) -> None:
         self._tell(

@@ -575,7 +575,8 @@ class ChunkTable:
         for state, (slots, what) in claims.items():
             if sorted(slots) != by_state[state]:
                 raise IntegrityError(f"{state.name} slots {by_state[state]}, {what} say {slots}")
-        used = sorted(s for column in self.space.claimed for s in self.space.used_slots(column))
+        taken = {s for column in self.space.claimed for s in self.space.used_slots(column)}
+        used = sorted(taken - self.space.soiled_slots)
         if used != sorted(s for state in claims for s in by_state[state]):
             raise IntegrityError(f"slots in use by the space: {used}; {self!r}")
         pins = self._leases.pins.keys()

@@ -15,11 +15,16 @@ Quotas (`kvd.state.quotas`) bound all of it: nobody claims beyond a cap, nobody
 takes what leaves another model below its floor, and who is below its own may take
 from anybody else.
 
+Where freed slots are scrubbed (`kvd.state.scrubbing`), a column goes back when all of it
+is clean. What is taken from others comes later then: its extents are promised to the
+taker, who gets the column with the last clean slot; one such move is under way at a time.
+
 While the pool's memory is still coming into being (see `kvd.filling`) only columns
-whose bytes are all there are given away, and nothing is taken or evicted for them.
+whose bytes are all there are given away, and nothing is taken or evicted for them. So it
+is while the rest of a kept pool is being scrubbed.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,6 +36,7 @@ from kvd.filling import FillOrder
 from kvd.quota import Quota
 from kvd.state.geometry import Extents, Geometry
 from kvd.state.quotas import Group, Quotas
+from kvd.state.scrubbing import Piece, Run, Scrubber
 from kvd.state.space import Space, Tenant
 
 
@@ -42,10 +48,30 @@ class _Take:
     others: tuple[tuple[Space, int], ...]
 
 
-class Pool:
-    """Who owns which extent of a pool of `cpu_bytes`, whose memory is filled in order `fill`."""
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A take whose columns are shut and not clean yet; `extents` are promised to `taker`."""
 
-    def __init__(self, cpu_bytes: int, fill: FillOrder | None = None) -> None:
+    taker: Space
+    column: int
+    extents: frozenset[int]
+    waits: tuple[tuple[Space, int], ...]
+
+    @property
+    def is_over(self) -> bool:
+        """The others' columns have all gone."""
+        return not any(column in space.shut for space, column in self.waits)
+
+
+class Pool:
+    """Who owns which extent of a pool of `cpu_bytes`, whose memory is filled in order `fill`.
+
+    With `scrub` what was in use is zeroed before it is free: see `next_piece` and `wiped`.
+    """
+
+    def __init__(
+        self, cpu_bytes: int, fill: FillOrder | None = None, *, scrub: bool = False
+    ) -> None:
         self.extents = Extents(cpu_bytes)
         self.fill = fill or FillOrder.of(cpu_bytes)
         self._owner: list[Space | None] = [None] * self.extents.count
@@ -58,6 +84,11 @@ class Pool:
         self.quotas = Quotas(self.extents)
         self._capped: dict[int, int] = {}  # space -> moves when its cap let it take no column
         self._moves = 0
+        self.scrubber = Scrubber() if scrub else None
+        self._move: _Move | None = None
+        self._rest: deque[int] = deque()  # pieces of the filling that nobody has looked at yet
+        self._rest_pending = 0  # pieces of the scrubber for the last one that somebody has
+        self._clean_bytes = self.fill.nbytes
 
     @property
     def cpu_bytes(self) -> int:
@@ -90,7 +121,7 @@ class Pool:
     def trim(self) -> None:
         """Bring every model down to its cap: the columns used least recently go, if they may."""
         for group in self.quotas:
-            if group.room >= 0:
+            if self.room_for(group) >= 0:
                 continue
             columns = [
                 (column not in space.empty, space.used_at(column), space.number, column, space)
@@ -100,26 +131,39 @@ class Pool:
                 if column not in busy
             ]
             for *_, column, space in sorted(columns, key=lambda entry: entry[:4]):
-                if group.room >= 0:
+                if self.room_for(group) >= 0:
                     break
                 self._empty_out(space, column)
 
+    def room_for(self, group: Group) -> int:
+        """Extents up to the cap, once the columns that are shut have gone."""
+        return group.room + self._losses(self._shut)[group.model]
+
     def join(self, geometry: Geometry, tenant: Tenant, model: str = "") -> Space:
         """A new space, which owns nothing yet; `model` says whose quota counts, if any."""
-        space = Space(geometry, tenant, self._joined, self.fill, model)
+        space = Space(geometry, tenant, self._joined, self.fill, model, self.scrubber)
         self._joined += 1
         self._spaces.append(space)
         self.quotas.add(space)
         return space
 
     def leave(self, space: Space) -> None:
-        """A space ends; none of its slots may be in use.
+        """A space ends, at once or when all that it held is clean; none of its slots may be in use.
 
         Raises:
             IntegrityError: some are.
         """
-        for column in space.claimed:
-            self._release(space, column)
+        self.give_back(space)
+        if space.shut != set(space.claimed):
+            raise IntegrityError(f"slots of {space!r} are in use")
+        space.leaving = True
+        space.active = False
+        if self._move is not None and self._move.taker is space:
+            self._move = None
+        if not space.claimed:
+            self._forget(space)
+
+    def _forget(self, space: Space) -> None:
         self._spaces.remove(space)
         self.quotas.remove(space)
         self._barren.pop(space.number, None)
@@ -171,17 +215,99 @@ class Pool:
             column = self._claimable(space)
             if column is None:
                 take = self._plan_take(space)
-                if take is None:
+                if take is None or not self._take(space, take):
                     return
-                for other, theirs in take.others:
-                    self._empty_out(other, theirs)
                 column = take.column
             self._claim(space, column)
 
+    def _take(self, space: Space, take: _Take) -> bool:
+        """Make room for a column; False where it comes later, when it is clean."""
+        for other, theirs in take.others:
+            self._empty_out(other, theirs)
+        waits = tuple((other, theirs) for other, theirs in take.others if theirs in other.shut)
+        if waits:
+            extents = frozenset(space.column_extents[take.column])
+            self._move = _Move(space, take.column, extents, waits)
+        return not waits
+
     def give_back(self, space: Space) -> None:
-        """Release every column of a space that holds no chunk."""
-        for column in list(space.empty):
+        """Release every column of a space that holds no chunk, or have it go when it is clean."""
+        for column in space.claimed:
+            if column in space.empty:
+                self._release(space, column)
+            elif column not in space.shut and space.is_left(column):
+                space.shut_column(column)
+
+    # ---------------------------------------------------------------- scrubbing
+
+    def scrub_rest(self) -> None:
+        """What lies in the pool beside the chunks in use may be anybody's: it must go.
+
+        Until then nobody gets new room but in what is clean already, in the order of filling.
+        """
+        self._rest = deque(self.fill.order)
+        self._clean_bytes = 0
+
+    @property
+    def clean_bytes(self) -> int | None:
+        """How much of the pool may be given out, in the order of filling; None: all of it."""
+        return None if self._clean_bytes >= self.fill.nbytes else self._clean_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """What is to be wiped still, at most: of the rest it is known when its turn comes."""
+        known = self.scrubber.left_bytes if self.scrubber is not None else 0
+        return known + sum(end - begin for begin, end in map(self.fill.span, self._rest))
+
+    def next_piece(self, device: str) -> Piece | None:
+        """What the lane of `device` is to wipe now, if anything."""
+        if self.scrubber is None:
+            return None
+        piece = self.scrubber.next(device)
+        while piece is None and self._rest and not self._rest_pending:
+            position = self._rest.popleft()
+            self._rest_pending = self.scrubber.add_rest(self._idle_runs(position))
+            if not self._rest_pending:
+                self._clean_bytes = self.fill.filled_with[position]
+            piece = self.scrubber.next(device)
+        return piece
+
+    def _idle_runs(self, position: int) -> list[Run]:
+        """Bytes of a piece of the filling in which no slot is in use."""
+        begin, end = self.fill.span(position)
+        runs = []
+        for used, after in sorted(run for s in self._spaces for run in s.used_runs(begin, end)):
+            if begin < used:
+                runs.append((begin, used))
+            begin = after
+        return [*runs, (begin, end)] if begin < end else runs
+
+    def wiped(self, number: int) -> None:
+        """A lane has wiped the piece of this number."""
+        piece = self.scrubber.wiped(number) if self.scrubber is not None else None
+        if piece is None:
+            return
+        space = piece.space
+        if space is None:
+            self._rest_pending -= 1
+            if not self._rest_pending:
+                done = self.fill.order[len(self.fill.order) - len(self._rest) - 1]
+                self._clean_bytes = self.fill.filled_with[done]
+            return
+        space.cleaned(piece.slots)
+        for column in space.shut & space.empty:
             self._release(space, column)
+        if space.leaving and not space.claimed:
+            self._forget(space)
+        move = self._move
+        if move is not None and move.is_over:
+            self._move = None
+            if self._is_claimable(move.taker, move.column):
+                self._claim(move.taker, move.column)
+
+    @property
+    def _shut(self) -> list[tuple[Space, int]]:
+        return [(space, column) for space in self._spaces for column in space.shut]
 
     def _order(self, space: Space) -> range:
         # Every other namespace starts at the far end, so that two that grow meet once
@@ -230,21 +356,27 @@ class Pool:
         return not loss or group.model == taker.model or group.held - loss >= group.floor
 
     def _empty_out(self, space: Space, column: int) -> None:
+        """Evict what is in a column and let it go, at once or when it is clean."""
         used = space.used_slots(column)
         if used:
             space.tenant.yield_slots(used)
-        self._release(space, column)
+        if column in space.empty:
+            self._release(space, column)
+        else:
+            space.shut_column(column)
 
     def _is_free_for(self, space: Space, column: int) -> bool:
-        owner = self._owner
+        owner, extents = self._owner, space.column_extents[column]
+        move = self._move
+        if move is not None and move.taker is not space and not move.extents.isdisjoint(extents):
+            return False
         return column not in space and all(
-            owner[extent] is None or owner[extent] is space
-            for extent in space.column_extents[column]
+            owner[extent] is None or owner[extent] is space for extent in extents
         )
 
     def _plan_take(self, space: Space) -> _Take | None:
         """The best column to take from others, or None. Changes nothing."""
-        if self._capped.get(space.number) == self._moves:
+        if self._capped.get(space.number) == self._moves or self._move is not None:
             return None
         fair = self.quotas.fair(self._spaces)
         own, group = fair[space.number], self.quotas.of(space)
@@ -255,13 +387,13 @@ class Pool:
         rich = {other.number for other in others if other.held > fair[other.number]}
         busy = {other.number: _busy_columns(other) for other in others}
         counted = group is not None or self.quotas.has_floors
-        fits = False
+        shut, fits = self._shut, False
         best: tuple[tuple[bool, bool, int, int], _Take] | None = None
         for column in self._order(space):
             if column in space:
                 continue
             theirs = self._overlapped(space, column)
-            losses = self._losses(theirs) if counted else Counter[str]()
+            losses = self._losses([*theirs, *shut]) if counted else Counter[str]()
             if not self._fits_cap(space, column, losses[space.model] if group else 0):
                 continue
             fits = True
@@ -339,11 +471,45 @@ class Pool:
         if owner != self._owner or claims != self._claims:
             raise IntegrityError("extents are not owned as the claimed columns say")
         self.quotas.check_integrity(self._spaces)
+        self._check_soil()
         end = 0
         for first, after, number, slot in sorted(shares):
             if first < end or after > self.cpu_bytes:
                 raise IntegrityError(f"slot {slot} of space {number} overlaps or leaves the pool")
             end = after
+
+    def _check_soil(self) -> None:
+        """Every soiled slot waits for a lane once, and only what is shut goes by itself."""
+        if self.scrubber is None:
+            return
+        self.scrubber.check_integrity()
+        soil: Counter[tuple[int, int]] = Counter()
+        for space, slots in self.scrubber:
+            soil.update((space.number, slot) for slot in slots)
+        known = {(space.number, slot) for space in self._spaces for slot in space.soiled_slots}
+        if soil.keys() != known or soil.total() != len(known):
+            raise IntegrityError(f"soiled slots {sorted(known)} wait as {sorted(soil.items())}")
+        if any(space.leaving and set(space.claimed) != space.shut for space in self._spaces):
+            raise IntegrityError("a space that leaves has columns that do not")
+        move = self._move
+        if move is not None and (
+            move.is_over
+            or any(
+                owner not in (None, move.taker) and (owner, extent) not in self._going(move)
+                for extent in move.extents
+                for owner in (self._owner[extent],)
+            )
+        ):
+            raise IntegrityError(f"promised extents that nobody lets go of: {move}")
+
+    def _going(self, move: _Move) -> set[tuple[Space, int]]:
+        """The extents, with their owners, that the columns hold that a move waits for."""
+        return {
+            (space, extent)
+            for space, column in move.waits
+            if column in space.shut
+            for extent in space.column_extents[column]
+        }
 
     def __repr__(self) -> str:
         free = sum(owner is None for owner in self._owner)
@@ -354,5 +520,6 @@ class Pool:
 
 
 def _busy_columns(space: Space) -> set[int]:
-    """Columns in which something is pinned, being written or draining."""
-    return {slot // space.geometry.column_slots for slot in space.tenant.busy_slots()}
+    """Columns in which something is pinned, being written, draining or soiled."""
+    busy = {slot // space.geometry.column_slots for slot in space.tenant.busy_slots()}
+    return busy | space.soiled_columns

@@ -542,7 +542,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
         lambda **_: [SimpleNamespace(mountpoint=str(huge), fstype="hugetlbfs")],
     )
     monkeypatch.setattr(filesystem, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
-    monkeypatch.setattr(keep, "_NOTES_DIR", notes)
+    monkeypatch.setattr(keep, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
     assert found == Filesystem(2**21, 3 * 2**21, writable=False)
     assert found.whole_pages(2**21 + 1) == 2**22

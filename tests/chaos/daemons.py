@@ -127,6 +127,10 @@ class Daemon:
         self._ended_by_us = True
         return f"the broker ended by itself, with status {self._process.returncode}"
 
+    def refused_to_start(self) -> bool:
+        """Whether the last daemon ended with status 1 before it served, with a reason."""
+        return self._process is not None and self._process.returncode == 1 and not self._serves()
+
     def ask(self, message: Message, kind: type[M], seconds: float = ASK_SECONDS) -> M:
         """A request as an operator's tool makes it.
 

@@ -4,10 +4,13 @@ A function gets the world and the planned action, does its harm, and returns how
 which is called after `action.hold` seconds, or raises `Skip` where it cannot be done here.
 """
 
+import contextlib
 import os
+import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.chaos.children import Client
 from tests.chaos.daemons import CHANGES
@@ -111,6 +114,50 @@ def _restart(number: int) -> Inject:
     return inject
 
 
+# ------------------------------------------------------------ nothing is left
+
+
+def _starve(pids: Callable[[World], list[int]]) -> Inject:
+    """A process may open hardly any descriptor more than it has."""
+
+    def inject(world: World, action: Action) -> Undo:
+        pid = action.pick(pids(world))
+        more = 1 + int(action.draws[1] * 20)
+        with contextlib.suppress(OSError):
+            _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            count = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(most, count + more), most))
+
+        def undo() -> None:  # lanes that were started meanwhile have inherited it
+            for each in {pid, world.daemon.pid, *world.daemon.lane_pids()}:
+                with contextlib.suppress(OSError):
+                    _, most = resource.prlimit(each, resource.RLIMIT_NOFILE)
+                    resource.prlimit(each, resource.RLIMIT_NOFILE, (most, most))
+
+        return undo
+
+    return inject
+
+
+def _broker(world: World) -> list[int]:
+    if not world.daemon.running:
+        raise Skip("no broker ran at that moment")
+    return [world.daemon.pid]
+
+
+def _fill_pool_dir(world: World, action: Action) -> Undo:
+    """Not a page is left where the pool and the ledgers lie."""
+    del action
+    if not world.place.own_tmpfs:
+        raise Skip("this user may not mount a tmpfs, and nobody else's is filled")
+    filler = world.place.pool_dir / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+    return lambda: filler.unlink(missing_ok=True)
+
+
 # ----------------------------------------------------------------------- pins
 
 
@@ -138,6 +185,9 @@ INJECTIONS: dict[str, Injection] = {
     "stop scheduler": Injection(_stop_client(World.schedulers), 2),
     "restart with SIGTERM": Injection(_restart(signal.SIGTERM), 1),
     "restart with SIGKILL": Injection(_restart(signal.SIGKILL), 1),
+    "starve broker of descriptors": Injection(_starve(_broker), 1.5),
+    "starve lane of descriptors": Injection(_starve(_lanes), 1.5),
+    "fill pool directory": Injection(_fill_pool_dir, 1.5),
     "pin everything": Injection(_pin_everything, 2),
 }
 """Every kind by its name in the report."""

@@ -78,7 +78,7 @@ class World:
         """Start what does not run."""
         if not self.daemon.running:
             died = self.daemon.died()
-            if died:
+            if died and not (self.daemon.refused_to_start() and "fill pool" in self.now_doing):
                 self.violated(died)
             self.daemon.start()
         for client in self.clients.values():

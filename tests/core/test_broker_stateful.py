@@ -33,6 +33,8 @@ from kvd.link import (
     Revoke,
     Revoked,
     ShareDone,
+    Wipe,
+    Wiped,
 )
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
@@ -93,6 +95,7 @@ class BrokerMachine(RuleBasedStateMachine):
     """Two models, engines of two ranks, two lanes that answer when they like."""
 
     sessions = Bundle("sessions")
+    scrub = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +107,11 @@ class BrokerMachine(RuleBasedStateMachine):
             pid=1,
             devices=["host"],
             open_namespaces=lambda n: Namespaces(
-                n, make_buffer=lambda _, size: bytearray(size), lease_seconds=5, ticket_seconds=5
+                n,
+                make_buffer=lambda _, size: bytearray(size),
+                lease_seconds=5,
+                ticket_seconds=5,
+                scrub=self.scrub,
             ),
             available_bytes=lambda: 2**30,
         )
@@ -212,6 +219,8 @@ class BrokerMachine(RuleBasedStateMachine):
                     answer = Released(session=session)
                 case Revoke(namespace=namespace, slots=slots, generations=generations):
                     answer = Revoked(namespace=namespace, slots=slots, generations=generations)
+                case Wipe(number=number):
+                    answer = Wiped(number=number)
                 case BindWorker() | _:
                     pass
             if answer is not None:
@@ -503,18 +512,30 @@ class BrokerMachine(RuleBasedStateMachine):
             assert totals[name] >= value, name
         self.totals = totals
 
+    def settle(self) -> None:
+        """The lanes and the broker do all that is to be done."""
+        self.lanes_work()
+        while self.broker.busy or self.unclean_bytes:
+            self.turn(turns=1)
+            self.lanes_work()
+
+    @property
+    def unclean_bytes(self) -> int:
+        """What is to be wiped still."""
+        namespaces = self.broker.state.namespaces
+        return 0 if namespaces is None else namespaces.pool.left_bytes
+
     def teardown(self) -> None:
         """When all is quiet, every request is answered and nothing is held."""
         self.lanes_work()
         self.time_passes(30.0)
         self.lanes_work()
-        while self.broker.busy:
-            self.turn(turns=1)
+        self.settle()
         for key in self.asked:
             assert self.answered[key] == 1, f"request {key} was never answered"
         for session in list(self.broker.state.registry.sessions.values()):
             self.carry_out(self.broker.lost(session))
-        self.lanes_work()
+        self.settle()
         assert not self.broker.state.registry.engines
         assert len(self.broker.state.revocations) == 0
         self.carry_out(self.broker.tick(self.now))
@@ -526,8 +547,16 @@ class BrokerMachine(RuleBasedStateMachine):
         self.broker.state.check_integrity()
 
 
+class ScrubbingBrokerMachine(BrokerMachine):
+    """The same where freed slots are scrubbed."""
+
+    scrub = True
+
+
 TestBroker = BrokerMachine.TestCase
 TestBroker.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestScrubbingBroker = ScrubbingBrokerMachine.TestCase
+TestScrubbingBroker.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
 def test_errors_are_never_silent() -> None:

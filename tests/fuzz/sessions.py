@@ -16,6 +16,7 @@ from kvd_proto.messages import (
     EvictOlderThan,
     Fingerprint,
     Handles,
+    HandOver,
     Hello,
     HostHandle,
     Kind,
@@ -135,6 +136,7 @@ _ORDERS: list[Message] = [
     Clear(namespace=NAMESPACE),
     EvictOlderThan(seconds=3600.0),
     EvictOlderThan(seconds=0.0, namespace=NAMESPACE),
+    HandOver(boot_id=b"another daemon..", pid=1),
 ]
 
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -130,9 +131,13 @@ class Loop:
             timer.join()
         self.tally.stops += number == signal.SIGTERM
         self.tally.kills += number == signal.SIGKILL
+        self.meet(self.begin)
+
+    def meet(self, begin: Callable[[], Daemon]) -> None:
+        """The daemon has ended: hold what `begin` gives against it."""
         ready = [client.records(SlotState.READY) for client in self.clients]
         writing = [client.records(SlotState.WRITING) for client in self.clients]
-        self.daemon = self.begin()
+        self.daemon = begin()
         began = time.monotonic()
         for client in self.clients:
             client.attach()

@@ -1,0 +1,123 @@
+"""File descriptors, memory for tables and room for ledgers run out: nobody is disturbed."""
+
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of
+from tests.daemon.test_engines import wait_hit
+
+PATIENCE = 20.0
+
+
+@contextmanager
+def descriptors_limited(pid: int, more: int) -> Iterator[None]:
+    """The process may open so many descriptors more than it has now."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    count = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (count + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def fill_up(path: Path) -> None:
+    """Write to a file until its filesystem has no page left."""
+    with path.open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 3, 9])
+def test_whoever_is_here_works_on_without_descriptors(daemon: Daemon, more: int) -> None:
+    """Newcomers at every socket find no descriptor; nobody ends, and later all are let in."""
+    door, requests = (daemon.runtime_dir / name for name in ("door.sock", "broker.sock"))
+    with Engine(daemon.runtime_dir).wait_attached() as engine, ExitStack() as stack:
+        engine.store(keys_of("known", 1))  # lanes know it now by its token
+        keys = keys_of("kept", 4)
+        lane = daemon.status()["lanes"][0]
+        jobs = next(daemon.runtime_dir.glob("lane-host-*.sock"))
+        with descriptors_limited(daemon.process.pid, more), descriptors_limited(lane["pid"], more):
+            for path, kind in (
+                (door, socket.SOCK_SEQPACKET),
+                (requests, socket.SOCK_STREAM),
+                (jobs, socket.SOCK_STREAM),
+            ):
+                for _ in range(20):
+                    visitor = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+                    visitor.settimeout(PATIENCE)
+                    visitor.connect(str(path))
+            with Engine(daemon.runtime_dir, name="late") as late:
+                assert not late.scheduler.wait_attached(0.5)
+            assert engine.store(keys) == keys
+            wait_hit(engine, keys)
+            assert engine.load(keys) == (4, 0)
+            assert engine.scheduler.status()
+        stack.close()
+        with Engine(daemon.runtime_dir, name="another").wait_attached() as another:
+            assert another.load(keys) == (4, 0)
+        assert daemon.status()["lanes"][0]["pid"] == lane["pid"]
+    assert daemon.process.poll() is None
+    assert "Traceback" not in daemon.log.read_text()
+
+
+def test_a_ledger_that_finds_no_room_refuses_its_engine(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    """No room for its ledger: the engine waits without a cache, others work; then it has one."""
+    pool_dir = tmp_path / "pool"
+    pool_dir.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=12M", "tmpfs", str(pool_dir)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        daemon = start_daemon("--pool-dir", str(pool_dir), "--keep-pool", "yes", cpu_bytes="8MiB")
+        with Engine(daemon.runtime_dir).wait_attached() as engine:
+            fill_up(pool_dir / "filler")
+            keys = keys_of("kept", 4)
+            assert engine.store(keys) == keys
+            with Engine(daemon.runtime_dir, name="other", model="other") as other:
+                assert not other.scheduler.wait_attached(0.5)
+                wait_hit(engine, keys)
+                assert engine.load(keys) == (4, 0)
+                (pool_dir / "filler").unlink()
+                other.wait_attached()
+                assert other.store(keys_of("late", 2))
+            assert daemon.process.poll() is None
+        daemon.stop()
+    finally:
+        subprocess.run(["umount", "--lazy", str(pool_dir)], check=False)
+
+
+def test_a_daemon_without_room_for_its_manifest_says_so(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    """The pool fits, the manifest does not: one sentence with the remedy, and status 1."""
+    pool_dir = tmp_path / "pool"
+    pool_dir.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4M", "tmpfs", str(pool_dir)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        extra = ("--pool-dir", str(pool_dir), "--keep-pool", "yes")
+        daemon = start_daemon(*extra, cpu_bytes="2MiB")
+        daemon.stop()
+        (area,) = pool_dir.iterdir()
+        (area / "manifest.json").unlink()
+        fill_up(pool_dir / "filler")
+        daemon = start_daemon(*extra, cpu_bytes="2MiB", ready=False)
+        assert daemon.process.wait(PATIENCE) == 1
+        said = daemon.log.read_text()
+        assert "cannot be written: No space left on device; make room there" in said
+        assert "Traceback" not in said
+    finally:
+        subprocess.run(["umount", "--lazy", str(pool_dir)], check=False)
