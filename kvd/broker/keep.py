@@ -44,6 +44,8 @@ NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
 _LEDGER = ".ledger"
 _ASIDE = ".damaged-"
 _EPOCH_SHIFT = 32
+_LAST_EPOCH = 2**32 - 1
+_LAST_CLOCK = 2**32 - 2**24
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -163,8 +165,9 @@ class Keep:
                 format_size(cpu_bytes),
             )
             manifest = None
-        # The clock makes epochs grow even where no manifest is left to tell the last one.
-        now = int(time.time())
+        # The clock makes epochs grow even where no manifest is left to tell the last one. It may
+        # be wrong by any number of years: they must fit 32 bits, with room for more restarts.
+        now = max(0, min(int(time.time()), _LAST_CLOCK))
         if manifest is None:
             self._forget_chunks()
             self._check_pool_file(cpu_bytes)
@@ -356,6 +359,8 @@ def objection(manifest: Manifest, pool_file: Path) -> str:
     """Why the pool that a manifest speaks of cannot be used; empty where it can."""
     if manifest.version != _VERSION:
         return f"it has version {manifest.version}, this daemon reads {_VERSION}"
+    if not 0 <= manifest.epoch < _LAST_EPOCH:
+        return f"its epoch {manifest.epoch} is the last one, or none"
     if manifest.kernel != _kernel_boot():
         return "the machine was started anew since"
     try:

@@ -32,17 +32,18 @@ def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
     Engines go on; what they look for is a miss and computed anew. Stores that are
     under way are given up. Chunks that a load has pinned are found by nobody any
     more and go when the load has ended. Namespaces that no engine uses are closed.
+    With the setting scrub the command ends when the bytes are zero.
 
     \b
     Examples:
       kvd clear --namespace llama-70b
       kvd clear --yes
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    with control(runtime_dir, _PATIENCE_SECONDS) as daemon:
+    with control(runtime_dir) as daemon:
         ns_id, name = find_namespace(daemon, namespace)
         if not yes:
             _confirm(f"Drop every chunk of {name}?")
-        done = daemon.ask(Clear(namespace=ns_id), Cleared)
+        done = daemon.ask(Clear(namespace=ns_id), Cleared, _PATIENCE_SECONDS)
     deferred = f"; {done.deferred} more go when their leases end" if done.deferred else ""
     print(f"{name}: {done.chunks} chunks dropped, {format_size(done.bytes)}{deferred}")
 
@@ -62,16 +63,17 @@ def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> Non
 
     A chunk is of use when it is stored, loaded, or touched by its engine. Pinned
     chunks are in use and stay. Room that becomes free by it is free for every
-    namespace.
+    namespace. With the setting scrub the command ends when the bytes are zero.
 
     \b
     Examples:
       kvd evict --older-than 1h
       kvd evict --older-than 2d --namespace llama-70b
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    with control(runtime_dir, _PATIENCE_SECONDS) as daemon:
+    with control(runtime_dir) as daemon:
         ns_id, name = find_namespace(daemon, namespace)
-        done = daemon.ask(EvictOlderThan(seconds=older_than, namespace=ns_id), OlderEvicted)
+        order = EvictOlderThan(seconds=older_than, namespace=ns_id)
+        done = daemon.ask(order, OlderEvicted, _PATIENCE_SECONDS)
     print(f"{name}: {done.chunks} chunks evicted, {format_size(done.bytes)}")
 
 

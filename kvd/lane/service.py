@@ -387,8 +387,12 @@ class LaneService:
             return
         # The token proves that the sender means this boot of the daemon: it was made by it.
         reply = ReplyTo(identity, header.request_id, header.boot_id)
+        worker = self._workers.by_token(header.session)
+        if worker is not None and not worker.requests.is_new(header.request_id):
+            self._dropped_frames += 1
+            return
         try:
-            self._request(header, frame, reply)
+            self._request(worker, header, frame, reply)
         except VersionMismatch as error:
             self._refuse(reply, ErrorCode.BAD_VERSION, str(error))
         except DecodeError as error:
@@ -397,9 +401,8 @@ class LaneService:
             _log.exception("request %d could not be served", header.request_id)
             self._refuse(reply, ErrorCode.INTERNAL, "a bug in the lane; its log has the details")
 
-    def _request(self, header: Header, frame: bytes, reply: ReplyTo) -> None:
+    def _request(self, worker: Worker | None, header: Header, frame: bytes, reply: ReplyTo) -> None:
         message = WIRE.decode_body(header, frame)
-        worker = self._workers.by_token(header.session)
         handler = self._on_wire.get(type(message))
         if worker is None:
             self._refuse(reply, ErrorCode.BAD_SESSION, "no worker of this lane has this token")

@@ -7,10 +7,11 @@ have a place and a directory), perhaps unbound and bound again, and released.
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Device, MemoryId
+from kvd.lane.once import Once
 from kvd.link import BindWorker, ImportWorker
 from kvd.who import Who
 from kvd_proto.directory import DirectoryView
@@ -142,6 +143,7 @@ class Worker:
     expander: Expander
     binding: Binding | None = None
     leaving: bool = False
+    requests: Once = field(default_factory=Once)
 
     def __repr__(self) -> str:
         bound = "bound" if self.binding is not None else "not bound"

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +139,22 @@ def ready_keys(table: ChunkTable) -> set[bytes]:
 def area(tmp_path: Path) -> Path:
     """Where it is kept."""
     return tmp_path / area_name(RUNTIME)
+
+
+@pytest.mark.parametrize("years", [-100, -57, -1, 79, 81, 100, 10_000])
+def test_a_clock_that_is_wrong_loses_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """Before the epoch or past 32 bits of seconds: chunks come back, generations grow."""
+    right = time.time()
+    generations: list[int] = []
+    for offset in (0, years, 0, years):
+        monkeypatch.setattr(time, "time", lambda offset=offset: right + offset * 365 * 86_400)
+        table = start().open(0).table
+        (slot,) = store(table, [str(len(generations)).encode()])
+        assert len(ready_keys(table)) == len(generations) + 1
+        generations.append(int(table.directory.generation(slot)))
+    assert generations == sorted(set(generations))
 
 
 def test_chunks_of_every_namespace_come_back(start: Start) -> None:

@@ -37,6 +37,43 @@ class Freezer:
             os.kill(pid, signal.SIGCONT)
 
 
+class Proxy:
+    """The process between some engines and the daemon."""
+
+    def __init__(self, folder: Path, real: Path, own: Path, seed: int) -> None:
+        self.log = folder / "proxy.log"
+        self._arguments = [str(folder), str(real), str(own), str(seed)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """It ends with the run, or with this process."""
+        self._process = start_module("tests.chaos.proxy_process", self._arguments, self.log)
+
+    def close(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(END_SECONDS)
+
+
+def start_module(module: str, arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
+    """Run a module of this harness; the kernel ends it with this process."""
+    tether = ["-m", "kvd_client.demo.tether", str(os.getpid())]
+    with log.open("ab") as sink:
+        return subprocess.Popen(
+            [sys.executable, *tether, module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+        )
+
+
 class Client:
     """A scheduler or a rank: one process after the other under the same name.
 
@@ -87,15 +124,7 @@ class Client:
         arguments = [str(self._folder), str(self._runtime_dir), self.spec.name]
         arguments += [] if self.rank is None else [str(self.rank)]
         arguments += [str(self._seed + self.started)]
-        tether = ["-m", "kvd_client.demo.tether", str(os.getpid())]
-        with self.log.open("ab") as sink:
-            self._process = subprocess.Popen(
-                [sys.executable, *tether, f"tests.chaos.{kind}_process", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-            )
+        self._process = start_module(f"tests.chaos.{kind}_process", arguments, self.log)
 
     def kill(self) -> None:
         """End it without asking."""

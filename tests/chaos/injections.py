@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.children import Client
+from tests.chaos.clock import JUMPS
 from tests.chaos.daemons import CHANGES
 from tests.chaos.plan import Action
 from tests.chaos.shared import Count
@@ -174,6 +175,24 @@ def _pin_everything(world: World, action: Action) -> Undo:
     return undo
 
 
+# ------------------------------------------------------- messages and clocks
+
+
+def _garble_messages(world: World, action: Action) -> Undo:
+    """The engines behind the proxy have a bad connection until the step is over."""
+    del action
+    world.faults[0] = 1
+    return _nothing
+
+
+def _jump_clock(world: World, action: Action) -> Undo:
+    """Forward or back, by seconds or by decades; then back to where it was."""
+    if world.clock.missing:
+        raise Skip(world.clock.missing)
+    world.clock.jump(action.pick(JUMPS))
+    return lambda: world.clock.jump(0)
+
+
 INJECTIONS: dict[str, Injection] = {
     "kill broker": Injection(_kill_broker, 2),
     "stop broker": Injection(_stop_broker, 2),
@@ -188,6 +207,8 @@ INJECTIONS: dict[str, Injection] = {
     "starve broker of descriptors": Injection(_starve(_broker), 1.5),
     "starve lane of descriptors": Injection(_starve(_lanes), 1.5),
     "fill pool directory": Injection(_fill_pool_dir, 1.5),
+    "garble messages": Injection(_garble_messages, 4),
+    "jump wall clock": Injection(_jump_clock, 2),
     "pin everything": Injection(_pin_everything, 2),
 }
 """Every kind by its name in the report."""

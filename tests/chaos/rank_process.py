@@ -69,7 +69,7 @@ class Rank:
             self._calls.counters[Count.RESTS] = 0
             success = self._do(worker, order)
             self._answer(Answer(order.number, self.rank, success))
-        if self._random.random() < LOOK_AT_ALL:
+        if self._phase[0] == Phase.REST or self._random.random() < LOOK_AT_ALL:
             self._look()
 
     def _register(self) -> Worker | None:

@@ -9,11 +9,13 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.chaos.faults import Fault
 from tests.chaos.injections import INJECTIONS, Skip
 from tests.chaos.invariants import Invariants
 from tests.chaos.place import place
@@ -29,8 +31,9 @@ WARM_SECONDS = 0.3
 class Run:
     """One run over a world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, only: str = "") -> None:
         self.world = world
+        self._weights = {kind: each.weight for kind, each in INJECTIONS.items() if only in kind}
         self.invariants = Invariants(world)
         self.steps = 0
         self._log: list[str] = []
@@ -42,7 +45,7 @@ class Run:
         world.now_doing = "at the start"
         world.revive()
         self.invariants.look()
-        for step in plan(world.seed, {kind: each.weight for kind, each in INJECTIONS.items()}):
+        for step in plan(world.seed, self._weights):
             if time.monotonic() >= end or len(world.violations) >= ENOUGH:
                 break
             self.steps = step.number
@@ -98,7 +101,8 @@ class Run:
             if client.started:
                 self.world.thaw(client.pid)
                 client.kill()
-        self.world.daemon.end(9)
+        self.world.proxy.close()
+        self.world.daemon.end(signal.SIGKILL)
 
     def report(self, seconds: float) -> dict[str, object]:
         """As one JSON object."""
@@ -109,6 +113,7 @@ class Run:
             "seed": world.seed,
             "steps": self.steps,
             "injected": dict(sorted(world.injected.items())),
+            "messages": {fault.name.lower(): world.faults[1 + fault] for fault in Fault},
             "skipped": world.skipped,
             "verified_bytes": world.total(Count.VERIFIED_BYTES, ranks),
             "untouched_bytes": world.total(Count.UNTOUCHED_BYTES, ranks),
@@ -128,11 +133,17 @@ class Run:
         }
 
 
-def soak(seconds: float, seed: int) -> dict[str, object]:
-    """One run; its report. Logs are kept under build/soak where something is wrong."""
+def soak(seconds: float, seed: int, only: str = "") -> dict[str, object]:
+    """One run; its report. Logs are kept under build/soak where something is wrong.
+
+    Args:
+        seconds: after which no step begins.
+        seed: of the plan.
+        only: kinds whose name has this text; empty for all.
+    """
     began = time.monotonic()
     with place() as where:
-        run = Run(World(seed, where, {}))
+        run = Run(World(seed, where), only)
         try:
             run.go(seconds)
         finally:
@@ -152,10 +163,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("seconds", type=float, nargs="?", default=1800.0)
     parser.add_argument("seed", type=int, nargs="?", default=None)
+    parser.add_argument("--only", default="", help="kinds whose name has this text")
     chosen = parser.parse_args()
+    if not any(chosen.only in kind for kind in INJECTIONS):
+        parser.error(f"--only {chosen.only}: no such kind; there are {', '.join(INJECTIONS)}")
     seed = random.SystemRandom().randrange(2**31) if chosen.seed is None else chosen.seed
     print(f"seed {seed}, {chosen.seconds:g} s", flush=True)
-    report = soak(chosen.seconds, seed)
+    report = soak(chosen.seconds, seed, chosen.only)
     print(json.dumps(report))
     return 1 if report["violations"] else 0
 

@@ -45,7 +45,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         Spec("one", "split", 2),
-        Spec("two", "split", 2),
+        Spec("two", "split", 2, proxied=True),
         Spec("alike", "alike", 2, page=8192, replicated=True),
     )
 }

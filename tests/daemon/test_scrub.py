@@ -188,6 +188,26 @@ def test_a_killed_daemon_leaves_it_to_the_next(start_daemon: StartDaemon) -> Non
         stored(two, half)
 
 
+def test_a_daemon_that_takes_over_wipes_what_the_other_gave_up(start_daemon: StartDaemon) -> None:
+    """A chunk that was half stored at the handover is zeroed, and one that was whole is kept."""
+    first = start_daemon(*KEEP, "--drain-seconds", "1", cpu_bytes=POOL)
+    half, kept = keys_of("half", 5), keys_of("kept", 20)
+    with Engine(first.runtime_dir).wait_attached() as engine:
+        stored(engine, kept)
+        ticket = engine.scheduler.prepare_store(half)
+        jobs = engine.submit("store", [0], engine.fill(half, 1), ticket.slots, ticket.generations)
+        engine.results(jobs)
+        assert len(pages_left(first, half)) == 5
+        second = start_daemon(*KEEP, "--handover", cpu_bytes=POOL, ready=False)
+        assert first.process.wait(timeout=30) == 0
+        second.wait_ready()
+        wait_clean(second)
+        assert not pages_left(second, half)
+        engine.wait_attached()
+        assert engine.load(kept[:10]) == (10, 0)
+        assert engine.load(kept[10:]) == (10, 0)
+
+
 def test_a_pool_that_is_not_gone_on_with_is_given_back(start_daemon: StartDaemon) -> None:
     """Started cold, the daemon takes fresh memory, of which the kernel has zeroed every page."""
     first = start_daemon(*KEEP, cpu_bytes=POOL)

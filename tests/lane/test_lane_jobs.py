@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from kvd.link import ShareDone, UnbindWorker
+from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
 from kvd_proto.messages import JobStatus, Load, Store
-from tests.lane.support import Directory, FakeWorker, Lane, simple_layout
+from tests.lane.support import BOOT, Directory, FakeWorker, Lane, make_job, simple_layout
 
 SLOTS = 16
 
@@ -59,6 +60,27 @@ def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, worker: FakeWork
     np.testing.assert_array_equal(slot, worker.pages([7, 8]).reshape(-1))
     lane.pool.bytes[3 * size : 4 * size] = 0xAB
     assert (lane.pool.bytes == 0xAB).all()
+
+
+@pytest.mark.parametrize("cut", [0, 5], ids=["whole", "cut off"])
+def test_a_job_that_comes_twice_is_done_once(
+    worker: FakeWorker, directory: Directory, cut: int
+) -> None:
+    """The second time, whole or not, nothing is answered, read or written, early or late."""
+    directory.set([3], SlotState.READY, count=2)
+    frame = WIRE.encode(make_job(Load, 1, [7, 8], [3], after=1), 1, BOOT, worker.token)
+    again = frame[: len(frame) - cut]
+    worker.raw(frame)
+    worker.raw(again)
+    assert worker.silent()
+    worker.words[0] = 1
+    assert worker.done().status is JobStatus.OK
+    worker.poison()
+    worker.raw(again)
+    worker._requests = 1
+    assert worker.run(Load, 2, [20, 21], [3]) is JobStatus.OK  # after it, in order
+    assert (worker.pages([7, 8]) == 0xEE).all()
+    assert worker.silent()
 
 
 def test_arenas_of_ranks_do_not_mix(lane: Lane, directory: Directory) -> None:

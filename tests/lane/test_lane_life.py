@@ -236,21 +236,21 @@ def test_memory_that_is_not_as_described_is_refused(lane: Lane) -> None:
 
 def test_malformed_and_foreign_requests_get_their_error(lane: Lane, worker: FakeWorker) -> None:
     """Each request with a readable header is answered by its id; noise is dropped and counted."""
-    good = WIRE.encode(Ping(), 41, session=worker.token)
+    good = [WIRE.encode(Ping(), 41 + number, session=worker.token) for number in range(4)]
     cases = [
-        (good[:HEADER_BYTES] + b"\xc1", ErrorCode.BAD_MESSAGE),
-        (good[:4] + b"\x09\x00" + good[6:], ErrorCode.BAD_VERSION),
-        (good[:6] + b"\xff\x7f" + good[8:], ErrorCode.BAD_MESSAGE),
-        (WIRE.encode(Status(), 41, session=worker.token), ErrorCode.BAD_STATE),
-        (WIRE.encode(Cancel(jobs=(1,)), 41, session=b"?" * 16), ErrorCode.BAD_SESSION),
+        (good[0][:HEADER_BYTES] + b"\xc1", ErrorCode.BAD_MESSAGE),
+        (good[1][:4] + b"\x09\x00" + good[1][6:], ErrorCode.BAD_VERSION),
+        (good[2][:6] + b"\xff\x7f" + good[2][8:], ErrorCode.BAD_MESSAGE),
+        (WIRE.encode(Status(), 44, session=worker.token), ErrorCode.BAD_STATE),
+        (WIRE.encode(Cancel(jobs=(1,)), 45, session=b"?" * 16), ErrorCode.BAD_SESSION),
     ]
-    for frame, code in cases:
+    for number, (frame, code) in enumerate(cases):
         worker.raw(frame)
         header, message = worker.reply()
         assert isinstance(message, Error)
-        assert (header.request_id, message.code) == (41, code)
+        assert (header.request_id, message.code) == (41 + number, code)
     worker.raw(b"noise")
-    worker.raw(good, b"a second part")
+    worker.raw(good[3], b"a second part")
     worker.request(Ping())
     assert isinstance(worker.reply()[1], Pong)
     assert lane.ping().counters.dropped_frames == 2
