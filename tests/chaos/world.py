@@ -41,6 +41,7 @@ class World:
     injected: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, str] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
+    junk: int = 0  # frames that made no sense
     now_doing: str = "nothing yet"
 
     def __post_init__(self) -> None:

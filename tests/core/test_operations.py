@@ -322,6 +322,7 @@ def test_too_many_sweeps_at_a_time_are_refused(bench: Bench) -> None:
     assert isinstance(reply, Reply)
     assert isinstance(reply.message, Error)
     assert reply.message.code is ErrorCode.LIMIT
+    assert bench.broker.state.measures.limits["sweeps"] == 1
     answered = []
     while bench.broker.busy:
         answered += [e.request_id for e in bench.broker.work() if isinstance(e, Reply)]

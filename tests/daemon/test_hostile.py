@@ -51,6 +51,7 @@ class RawClient:
     """A session spoken by hand."""
 
     def __init__(self, runtime_dir: Path) -> None:
+        self.runtime_dir = runtime_dir
         self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.door.settimeout(10)
         self.door.connect(str(runtime_dir / "door.sock"))

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvd.control import Control
+from kvd.logs.limit import MOST_A_MINUTE
 from kvd_proto.messages import Status, StatusReport
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine
+from tests.daemon.test_hostile import RawClient
 
 ALONE = ("--http-listen", "off", "--keep-pool", "no")
 """No port that another daemon may have, and nothing left behind."""
@@ -122,3 +125,23 @@ def test_under_journald_lines_have_priorities(runtime_dir: Path) -> None:
         lines = sink.read().splitlines()
     assert done.returncode == 1
     assert lines[-1].startswith("<3>broker: ")
+
+
+def test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted(
+    start_daemon: StartDaemon,
+) -> None:
+    """Whoever talks nonsense at the door again and again fills no log."""
+    daemon = start_daemon()
+    times = MOST_A_MINUTE + 40
+    for _ in range(times):
+        client = RawClient(daemon.runtime_dir)
+        client.door.send(b"junk")
+        assert client.door.recv(100) == b""
+        client.close()
+    daemon.stop()
+    lines = [line for line in daemon.log.read_text().splitlines() if "shown the door" in line]
+    told = [line for line in lines if "left out" not in line]
+    left_out = sum(int(n) for n in re.findall(r"left out (\d+) more lines", "\n".join(lines)))
+    assert left_out > 0
+    assert len(told) <= 2 * MOST_A_MINUTE  # a slow machine may need two windows
+    assert len(told) + left_out == times

@@ -1,0 +1,175 @@
+"""Overload: stores wait, heartbeats and loads do not. Told by the order of answers alone."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvd.zmtp import Incoming
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
+from kvd_proto.messages import (
+    Done,
+    Hello,
+    Job,
+    JobStatus,
+    Load,
+    Message,
+    Ping,
+    Pong,
+    PrepareStore,
+    Status,
+    StatusReport,
+    Store,
+    StorePrepared,
+    Welcome,
+)
+from tests.conftest import StartDaemon
+from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_hostile import RawClient
+from tests.raw_zmtp import connect, message
+
+PAGE = 64 * 1024
+STORES = 300
+FLOOD = 400
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """The process does nothing meanwhile: all that is sent waits for it at the same time."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+class Speaker:
+    """A request socket spoken by hand."""
+
+    def __init__(self, path: Path) -> None:
+        self.sock = connect(path)
+        self.sock.settimeout(60)
+        self._incoming = Incoming(MAX_MESSAGE_BYTES)
+
+    def say(self, frames: list[bytes]) -> None:
+        """Send messages, all at once."""
+        self.sock.sendall(b"".join(map(message, frames)))
+
+    def answers(self, count: int) -> list[Message]:
+        """So many messages, in the order in which they were sent."""
+        found: list[Message] = []
+        while len(found) < count:
+            while len(found) < count and (frame := self._incoming.take()) is not None:
+                found.append(WIRE.decode(frame)[1])
+            if len(found) < count:
+                data = self.sock.recv(65536)
+                assert data, found
+                self._incoming.feed(data)
+        return found
+
+
+@contextmanager
+def greeted(raw: RawClient, kind: str, engine: str) -> Iterator[Speaker]:
+    """A request socket spoken by hand, of a session that has said HELLO on it."""
+    speaker = Speaker(raw.runtime_dir / "broker.sock")
+    hello = Hello(
+        kind=kind,  # type: ignore[arg-type]
+        engine=engine,
+        pid=os.getpid(),
+        protocol_min=1,
+        protocol_max=1,
+        client="raw",
+    )
+    with speaker.sock:
+        speaker.say([WIRE.encode(hello, 1, raw.boot_id, raw.token)])
+        assert isinstance(speaker.answers(1)[0], Welcome)
+        yield speaker
+
+
+def test_a_flood_of_stores_at_the_broker_delays_nobody_elses_request(
+    start_daemon: StartDaemon,
+) -> None:
+    """Of 400 requests for room that came before, a handful is served before another's PING."""
+    daemon = start_daemon()
+    keys = tuple(keys_of("flood", 2))
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        flooding, asking = RawClient(daemon.runtime_dir), RawClient(daemon.runtime_dir)
+        with (
+            greeted(flooding, "scheduler", "engine") as flood,
+            greeted(asking, "tool", "tool") as quiet,
+        ):
+            stores = [
+                WIRE.encode(PrepareStore(keys=keys), i, flooding.boot_id, flooding.token)
+                for i in range(2, FLOOD + 2)
+            ]
+            requests = [
+                WIRE.encode(request, 2, asking.boot_id, asking.token)
+                for request in (Ping(), Status())
+            ]
+            with frozen(daemon.process.pid):
+                flood.say(stores)
+                quiet.say(requests)
+            pong, report = quiet.answers(2)
+            assert isinstance(pong, Pong)
+            assert isinstance(report, StatusReport)
+            assert report.status["broker"]["requests"].get("PrepareStore", 0) < FLOOD / 4
+            # None of the flood is lost.
+            assert {type(answer) for answer in flood.answers(FLOOD)} == {StorePrepared}
+        # Before the other scheduler leaves, whose end gives up all that the engine writes.
+        assert engine.store(keys_of("after", 2))
+        for raw in (flooding, asking):
+            raw.close()
+
+
+def test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load(
+    start_daemon: StartDaemon,
+) -> None:
+    """Behind 300 stores of one worker a PING and a load are answered before most of these."""
+    daemon = start_daemon("--max-queued-jobs", "1000", cpu_bytes="96MiB")
+    layout = make_layout(page=PAGE)
+    with Engine(daemon.runtime_dir, world_size=1, layout=layout).wait_attached() as engine:
+        mine = keys_of("mine", 1)
+        engine.store(mine)
+        wait_hit(engine, mine)
+        lease = engine.scheduler.prepare_load(mine)
+        ticket = engine.scheduler.prepare_store(keys_of("flood", STORES))
+        assert len(ticket.keys) == STORES
+        (lane,) = daemon.status()["lanes"]
+        identity = engine.workers[0]._session.identity
+        assert identity is not None
+        boot_id, token = identity
+
+        def frame(number: int, request: Message) -> bytes:
+            return WIRE.encode(request, number, boot_id, token)
+
+        def job(kind: type[Job], number: int, slot: int, generation: int) -> Message:
+            return kind(
+                job=number,
+                block_ids=IntArray.of([1, 2], "u4"),
+                group_sizes=IntArray.of([2, 0], "u4"),
+                block_indices=IntArray.of([0, 0], "u4"),
+                slots=IntArray.of([slot], "u4"),
+                generations=IntArray.of([generation], "u8"),
+                after=0,
+                epoch=0,
+                deadline_ms=60_000,
+            )
+
+        stores = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
+        flood = [frame(i, job(Store, i, *where)) for i, where in enumerate(stores, 1)]
+        load = job(Load, 1000, int(lease.slots[0]), int(lease.generations[0]))
+        path = daemon.runtime_dir / f"lane-host-{lane['incarnation']}.sock"
+        speaker = Speaker(path)
+        with speaker.sock:
+            with frozen(lane["pid"]):
+                speaker.say([*flood, frame(2000, Ping()), frame(1000, load)])
+            order = speaker.answers(STORES + 2)
+        done = [answer for answer in order if isinstance(answer, Done)]
+        assert {answer.status for answer in done} == {JobStatus.OK}
+        pong = next(i for i, answer in enumerate(order) if isinstance(answer, Pong))
+        loaded = next(i for i, a in enumerate(order) if isinstance(a, Done) and a.job == 1000)
+        assert pong < STORES / 2
+        assert loaded < STORES / 2
