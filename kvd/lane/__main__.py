@@ -40,11 +40,11 @@ def main() -> int:
     name = f"lane {options.device}#{options.incarnation}"
     configure_child(name, lane=options.device, incarnation=options.incarnation)
     endpoint = f"ipc://{options.runtime_dir / lane_socket(options.device, options.incarnation)}"
-    options.pool_fd = move_up(options.pool_fd)
-    lifeline = open_lifeline()
-    hold_pool(options.pool_fd)
     link = Channel(socket.socket(fileno=options.link_fd))
     try:
+        options.pool_fd = move_up(options.pool_fd)
+        lifeline = open_lifeline()
+        hold_pool(options.pool_fd)
         service = LaneService(
             name=options.device,
             incarnation=options.incarnation,
@@ -55,8 +55,8 @@ def main() -> int:
             lifeline=lifeline,
             limits=Limits(options.max_queued_jobs, options.max_queued_bytes),
         )
-    except KvdError as error:
-        log.exception("the lane does not start")
+    except (KvdError, OSError) as error:
+        log.error("the lane does not start: %s", error)  # noqa: TRY400  # the reason is said
         with contextlib.suppress(EOFError, ChannelFull):
             link.send(LINK.encode(LaneFailed(error=str(error)[:TEXT_LIMIT])))
         return 1

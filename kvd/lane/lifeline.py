@@ -9,6 +9,7 @@ process moves bytes any more.
 
 import fcntl
 import os
+import resource
 
 from kvd.errors import LaneError
 
@@ -20,6 +21,9 @@ def open_lifeline() -> int:
 
     The write end takes the lowest number that is free now, and nothing below it may be closed
     while the process lives.
+
+    Raises:
+        LaneError: no descriptor is left.
     """
     read_end, write_end = os.pipe()
     moved = move_up(read_end)
@@ -48,7 +52,18 @@ def hold_pool(pool_fd: int) -> None:
 
 
 def move_up(descriptor: int) -> int:
-    """Give a descriptor that will be closed another, high number."""
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    """Give a descriptor that will be closed another, high number.
+
+    Raises:
+        LaneError: there is none.
+    """
+    try:
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    except OSError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise LaneError(
+            f"no file descriptor from {_HIGH} on is to be had, the limit is {limit};"
+            " raise LimitNOFILE, or ulimit -n"
+        ) from error
     os.close(descriptor)
     return moved

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvd.link import (
     LINK,
+    LaneFailed,
     LaneReady,
     Released,
     ReleaseWorker,
@@ -344,6 +345,35 @@ def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
         parent.wait()
     assert select.select([lane_pidfd], [], [], PATIENCE)[0]
     close_all([lane_pidfd, *received[1]])
+    link.close()
+    theirs.close()
+    pool.close()
+
+
+def test_a_lane_without_descriptors_says_so(tmp_path: Path) -> None:
+    """Started under a limit of 40 it tells the broker the limit and the remedy, and ends."""
+    pool = Memory(4096)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "kvd.lane", "--device", "host", "--incarnation", "1"]
+    command += ["--runtime-dir", str(tmp_path), "--link-fd", str(theirs.fileno())]
+    command += ["--pool-fd", str(pool.fd), "--pool-bytes", "4096"]
+    lane = subprocess.run(
+        ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh", *command],
+        pass_fds=(theirs.fileno(), pool.fd),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    link = Channel(ours)
+    received = link.recv()
+    assert received is not None
+    failed = LINK.decode(received[0])[1]
+    assert isinstance(failed, LaneFailed)
+    assert "the limit is 40; raise LimitNOFILE" in failed.error
+    assert lane.returncode == 1
+    assert failed.error in lane.stderr
+    assert "Traceback" not in lane.stderr
     link.close()
     theirs.close()
     pool.close()
