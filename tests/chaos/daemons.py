@@ -86,7 +86,8 @@ class Daemon:
             self.config = {**USUAL, **change}
         self.starts += 1
         self._ended_by_us = False
-        command = [sys.executable, "-m", "kvd", "serve", *options]
+        command = [sys.executable, "-m", "kvd_client.demo.tether", str(os.getpid())]
+        command += ["kvd", "serve", *options]
         for name, value in self.config.items():
             command += [f"--{name}", value]
         command += ["--runtime-dir", str(self._place.runtime_dir)]

@@ -170,6 +170,7 @@ def main() -> int:
     if not any(chosen.only in kind for kind in INJECTIONS):
         parser.error(f"--only {chosen.only}: no such kind; there are {', '.join(INJECTIONS)}")
     seed = random.SystemRandom().randrange(2**31) if chosen.seed is None else chosen.seed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever is ended ends what it started
     print(f"seed {seed}, {chosen.seconds:g} s", flush=True)
     report = soak(chosen.seconds, seed, chosen.only)
     print(json.dumps(report))
