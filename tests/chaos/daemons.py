@@ -47,6 +47,7 @@ CHANGES: tuple[Config, ...] = (
     {"max-namespaces": "2"},
     {"log-level": "debug", "log-format": "json"},
     {"share-between-users": "no"},
+    {"scrub": "yes"},
 )
 """What a restart may change of the usual configuration."""
 
