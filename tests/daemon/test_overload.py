@@ -34,6 +34,7 @@ from tests.raw_zmtp import connect, message
 PAGE = 64 * 1024
 STORES = 300
 FLOOD = 400
+OTHER_IDS = 1_000_000
 
 
 @contextmanager
@@ -143,7 +144,8 @@ def test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load(
         boot_id, token = identity
 
         def frame(number: int, request: Message) -> bytes:
-            return WIRE.encode(request, number, boot_id, token)
+            # Other ids than the worker's own: a lane serves each request of a worker once.
+            return WIRE.encode(request, OTHER_IDS + number, boot_id, token)
 
         def job(kind: type[Job], number: int, slot: int, generation: int) -> Message:
             return kind(
