@@ -68,7 +68,7 @@ def _restore(keep: Keep, found: Found, namespaces: Namespaces, boot_id: bytes) -
                 keep.set_aside(other, str(error))
             found.ledgers.clear()
             return False
-        ready = namespace.table.stats()["ready"]
+        ready = namespace.table.slots.stats()["ready"]
         log.info(
             "namespace %s (%s): %d chunks, %s, of the daemon before are here again (%.0f ms)",
             name[:8],

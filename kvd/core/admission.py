@@ -56,7 +56,7 @@ def check_leases(engine: Engine, namespace: Namespace, limit: int) -> None:
     Raises:
         Refused: it has as many as it may.
     """
-    held = namespace.table.leases_of(engine.number)
+    held = namespace.table.slots.leases.held_by(engine.number)
     if held >= limit:
         raise Refused(
             ErrorCode.LIMIT,

@@ -89,7 +89,7 @@ class Checking:
             check.namespaces.popleft()
             check.position = 0
             return
-        check.chunks += namespace.table.check_slots(check.position, PIECE_SLOTS)
+        check.chunks += namespace.table.slots.check_slots(check.position, PIECE_SLOTS)
         check.position += PIECE_SLOTS
 
     def __repr__(self) -> str:

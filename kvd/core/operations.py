@@ -160,9 +160,9 @@ def in_flight(state: BrokerState, since: float) -> tuple[int, int]:
     """
     stores = leases = 0
     for namespace in state.namespaces or ():
-        counts = namespace.table.stats()
+        counts = namespace.table.slots.stats()
         stores += counts["writing"] + counts["draining"]
-        leases += namespace.table.leases_until(since)
+        leases += namespace.table.slots.leases.count_until(since)
     return stores, leases
 
 

@@ -15,7 +15,7 @@ from kvd.core.operations import drain_report
 from kvd.core.sessions import Engine
 from kvd.core.state import BrokerState
 from kvd.link import LaneCounters
-from kvd.state.decisions import Counters
+from kvd.state.counters import Counters
 from kvd.state.namespaces import Namespace
 
 
@@ -45,7 +45,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
             "open": len(state.registry.sessions),
             "limit": state.registry.max_sessions,
         },
-        "leases": sum(namespace.table.leases for namespace in namespaces),
+        "leases": sum(len(namespace.table.slots.leases) for namespace in namespaces),
         "counters": _counters(state, namespaces),
         "events": state.events.recent(),
     }
@@ -77,7 +77,7 @@ def _namespace(namespace: Namespace) -> dict[str, Any]:
         "bytes_per_chunk": geometry.bytes_per_chunk,
         "tokens_per_chunk": namespace.tokens_per_chunk,
         "num_chunks": geometry.num_slots,
-        "chunks": table.stats(),
+        "chunks": table.slots.stats(),
         "counters": table.counters(),
         "eviction_age": table.ages.at_eviction.as_dict(),
     }

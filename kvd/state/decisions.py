@@ -61,37 +61,3 @@ class ResetOutcome:
     dropped: int
     deferred: int
     revoke: Refs
-
-
-@dataclass(slots=True)
-class Counters:
-    """Events of one namespace since it was opened.
-
-    offered = accepted + present + pending + full + quota + not_yet + bad_key + draining, all of
-    them keys of PREPARE_STORE; asked = hits + misses.
-    """
-
-    offered: int = 0  # keys of PREPARE_STORE
-    accepted: int = 0  # of `offered`, by answer
-    present: int = 0
-    pending: int = 0
-    full: int = 0
-    quota: int = 0  # the model holds what its cap allows, and none of it may go
-    not_yet: int = 0
-    bad_key: int = 0
-    draining: int = 0  # of `offered`: the daemon took no new chunks
-    index_full: int = 0  # of `full`: the index had no room near the key's home
-    restored: int = 0  # chunks of the daemon before
-    stored: int = 0  # chunks that became READY
-    dropped: int = 0  # stores given up, whatever the reason
-    tickets_expired: int = 0  # of `dropped`: the deadline passed
-    stale_reports: int = 0  # shares and revocations of slots that had moved on
-    evicted: int = 0  # chunks evicted to make room for this namespace
-    yielded: int = 0  # chunks evicted to make room for another one, or to come down to a cap
-    reset: int = 0  # chunks dropped by a reset
-    removed: int = 0  # chunks that an operator dropped
-    asked: int = 0  # keys of PREPARE_LOAD
-    hits: int = 0  # of `asked`
-    misses: int = 0
-    leases: int = 0
-    leases_expired: int = 0

@@ -71,6 +71,11 @@ class Geometry:
         """Offset of slot 0 of an arena in the pool, in bytes."""
         return sum(self.slot_bytes[:arena]) * self.num_slots
 
+    def writers(self, slot: int) -> int:
+        """The ranks whose shares make the slot's chunk complete, as a bit mask."""
+        # Where all hold the same bytes, they take turns to write.
+        return 1 << slot % self.world_size if self.replicated else (1 << self.world_size) - 1
+
     def shares(self, slot: int) -> list[tuple[int, int]]:
         """First byte and end of every share of a slot's chunk in the pool."""
         starts = (self.arena_base(r) + slot * size for r, size in enumerate(self.slot_bytes))

@@ -306,7 +306,7 @@ class Namespaces:
 
     def closable(self) -> list[Namespace]:
         """Namespaces without engines, with nothing under way, the oldest first."""
-        return [ns for ns in self if not ns.engines and ns.table.is_idle]
+        return [ns for ns in self if not ns.engines and ns.table.slots.is_idle]
 
     def spare(self) -> list[Namespace]:
         """Those of the closable without which every model keeps what it has of its floor."""
@@ -328,7 +328,7 @@ class Namespaces:
         Raises:
             Refused: BAD_STATE where engines are attached or something is under way.
         """
-        if namespace.engines or not namespace.table.is_idle:
+        if namespace.engines or not namespace.table.slots.is_idle:
             raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
         namespace.table.reset()
         self.closed_counters.update(namespace.table.counters())
@@ -340,7 +340,7 @@ class Namespaces:
         """Bytes of the pool: nobody's, and by namespace held, and by state of its chunks."""
         spaces = {}
         for namespace in self:
-            chunk, counts = namespace.geometry.bytes_per_chunk, namespace.table.stats()
+            chunk, counts = namespace.geometry.bytes_per_chunk, namespace.table.slots.stats()
             spaces[namespace.id.hex()] = {
                 "held_bytes": self.pool.held_bytes(namespace.table.space),
                 "directory_bytes": namespace.directory.header.total_bytes,

@@ -172,13 +172,13 @@ def test_chunks_of_every_namespace_come_back(start: Start) -> None:
         ]
         for table in tables
     ]
-    orders = [table._policy.order() for table in tables]
+    orders = [table.slots.policy.order() for table in tables]
     life = start(policy="arc")
     # Of a replicated chunk the one rank whose turn it is suffices: some of `half` are whole.
     assert life.held[0] == set(keys_of("ready", 20))
     for which in (0, 1):
         table = life.table(which)
-        assert table._policy.order() == orders[which]
+        assert table.slots.policy.order() == orders[which]
         for slot, record in before[which]:
             found = table.directory.record(slot)
             assert (found.key, found.generation) == (record.key, record.generation)

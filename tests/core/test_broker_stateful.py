@@ -541,7 +541,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.carry_out(self.broker.tick(self.now))
         assert not any(namespace.temporary for namespace in self.broker.state.namespaces or ())
         for namespace in self.broker.state.namespaces or ():
-            stats = namespace.table.stats()
+            stats = namespace.table.slots.stats()
             assert namespace.engines == 0
             assert (stats["writing"], stats["draining"], stats["pinned"]) == (0, 0, 0)
         self.broker.state.check_integrity()

@@ -222,9 +222,9 @@ def test_clear_drops_everything(bench: Bench) -> None:
     lease = one.table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease_id
     assert bench.ask(Clear()) == Cleared(chunks=3, bytes=3 * 4096, deferred=2)
     assert all(one.directory.find(key) < 0 for key in (b"a", b"b", b"c", b"d"))
-    assert one.table.stats()["doomed"] == 2
+    assert one.table.slots.stats()["doomed"] == 2
     one.table.complete_load(lease, OWNER)
-    assert set(one.table.stats().values()) == {0}
+    assert set(one.table.slots.stats().values()) == {0}
     namespaces = bench.broker.state.namespaces
     assert namespaces is not None
     assert [space.id for space in namespaces] == [one.id]  # nobody uses the other one
@@ -242,7 +242,7 @@ def test_clear_of_one_namespace_leaves_the_others(bench: Bench) -> None:
     bench.store(one, [b"a"])
     bench.store(two, [b"b"])
     assert bench.ask(Clear(namespace=one.id)) == Cleared(chunks=1, bytes=4096, deferred=0)
-    assert two.table.stats()["ready"] == 1
+    assert two.table.slots.stats()["ready"] == 1
     namespaces = bench.broker.state.namespaces
     assert namespaces is not None
     assert namespaces.pool.held_bytes(one.table.space) == 0
@@ -293,10 +293,10 @@ def test_a_sweep_goes_on_in_pieces(policy: str) -> None:
     assert bench.broker.request(bench.tool, 8, Clear(), bench.now) == []
     assert bench.broker.busy
     assert bench.broker.work() == []
-    assert namespace.table.stats()["ready"] == 2 * PIECE_SLOTS
+    assert namespace.table.slots.stats()["ready"] == 2 * PIECE_SLOTS
     assert isinstance(bench.ask(Status()), StatusReport)
     assert bench.turns >= 2
-    assert namespace.table.stats()["ready"] == 0
+    assert namespace.table.slots.stats()["ready"] == 0
     namespace.table.check_integrity()
 
 
@@ -335,9 +335,9 @@ def test_a_check_looks_at_every_chunk(bench: Bench) -> None:
     bench.store(namespace, [b"a", b"b", b"c"])
     bench.store(namespace, [b"d"], finish=False)
     namespace.table.prepare_load([b"a"], OWNER, bench.now, 10.0)
-    before = namespace.table.stats()
+    before = namespace.table.slots.stats()
     assert bench.ask(Check()) == Checked(violation="", chunks=4, whole=True)
-    assert namespace.table.stats() == before
+    assert namespace.table.slots.stats() == before
 
 
 def test_a_check_goes_in_pieces(bench: Bench) -> None:
@@ -347,7 +347,7 @@ def test_a_check_goes_in_pieces(bench: Bench) -> None:
     bench.store(namespace, [b"%d" % n for n in range(2500)])
     assert bench.ask(Check()) == Checked(violation="", chunks=2500, whole=False)
     assert bench.turns >= 3
-    namespace.table._policy.remove(2000)
+    namespace.table.slots.policy.remove(2000)
     effects = bench.broker.request(bench.tool, 8, Check(), bench.now)
     while bench.broker.busy:
         effects += bench.broker.work()
@@ -403,9 +403,9 @@ def test_a_reset_goes_in_pieces_and_is_answered_when_all_is_gone(policy: str) ->
     assert isinstance(reply, ResetDone)
     assert set(table.directory.lookup_many([*keys, b"begun"])) == {LookupResult.MISS}
     assert not table.prepare_load(keys, OWNER, bench.now, 60.0).found.any()
-    assert reply.deferred == table.stats()["doomed"] == 1
+    assert reply.deferred == table.slots.stats()["doomed"] == 1
     assert reply.dropped >= len(keys)  # but for the pinned one, and with the one that was begun
     assert table.counters()["reset"] >= len(keys)
     assert table.counters()["removed"] == 0
     assert table.complete_load(lease.lease_id, OWNER)
-    assert table.stats()["doomed"] == 0
+    assert table.slots.stats()["doomed"] == 0

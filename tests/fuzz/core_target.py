@@ -276,8 +276,8 @@ class _Play:
         if state.registry.engines or state.registry.sessions or len(state.revocations):
             raise Finding(f"left over: {state.registry!r}, {state.revocations!r}", leak=True)
         for namespace in state.namespaces or ():
-            stats = namespace.table.stats()
-            if namespace.engines or namespace.temporary or namespace.table.leases:
+            stats = namespace.table.slots.stats()
+            if namespace.engines or namespace.temporary or namespace.table.slots.leases:
                 raise Finding(f"left over: {namespace!r}", leak=True)
             if stats["writing"] or stats["draining"] or stats["pinned"]:
                 raise Finding(f"left over: {stats}", leak=True)

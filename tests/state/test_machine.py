@@ -467,14 +467,14 @@ class TableMachine(RuleBasedStateMachine):
                 else:
                     assert hint is (LookupResult.HIT if chunk.ready else LookupResult.HIT_PENDING)
             ready = sum(chunk.ready for chunk in model.chunks.values())
-            assert table.stats() == {
+            assert table.slots.stats() == {
                 "ready": ready + len(model.doomed),
                 "writing": len(model.chunks) - ready,
                 "draining": len(model.draining),
                 "pinned": len(model.pinned()),
                 "doomed": len(model.doomed),
             }
-            assert table.is_idle == (
+            assert table.slots.is_idle == (
                 ready == len(model.chunks) and not model.draining and not model.pinned()
             )
 

@@ -144,9 +144,9 @@ def test_detached_namespaces_give_everything() -> None:
     store(old, 0, 256)
     namespaces.detach_engine(old)
     new = add(namespaces, 2, 8192)
-    assert old.table.stats()["ready"] == 256
+    assert old.table.slots.stats()["ready"] == 256
     assert store(new, 0, 128) == 128
-    assert old.table.stats()["ready"] == 0
+    assert old.table.slots.stats()["ready"] == 0
     namespaces.check_integrity()
 
 
@@ -168,7 +168,7 @@ def test_a_chunk_larger_than_a_fair_share() -> None:
     small, large = add(namespaces, 1, PAGE), add(namespaces, 2, MIB)
     assert store(small, 0, 300) == 256
     assert store(large, 0, 2) == 1
-    assert small.table.stats()["ready"] == 0
+    assert small.table.slots.stats()["ready"] == 0
     assert store(small, 0, 3) == 3
     namespaces.check_integrity()
 
@@ -285,7 +285,7 @@ def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> 
     column = old.geometry.column_slots
     assert store(passing, 0, 100) == column
     assert namespaces.pool.held_bytes(passing.table.space) == 2 * size
-    assert full - old.table.stats()["ready"] == column
+    assert full - old.table.slots.stats()["ready"] == column
     namespaces.check_integrity()
 
 
@@ -329,7 +329,7 @@ def test_a_capped_model_evicts_its_own_and_leaves_the_rest_free() -> None:
     assert held(namespaces, capped) > 3.9 * MIB
     assert namespaces.pool.free_bytes >= 12 * MIB
     counters = capped.table.counters()
-    assert counters["evicted"] == 1000 - capped.table.stats()["ready"]
+    assert counters["evicted"] == 1000 - capped.table.slots.stats()["ready"]
     assert counters["quota"] == counters["full"] == 0
     namespaces.check_integrity()
 
@@ -362,7 +362,7 @@ def test_a_floor_outlasts_its_engines_and_any_flood() -> None:
         if attached:
             namespaces.detach_engine(quiet)
     assert held(namespaces, quiet) < 4.2 * MIB
-    assert quiet.table.stats()["ready"] >= 250
+    assert quiet.table.slots.stats()["ready"] >= 250
 
 
 def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:
@@ -451,8 +451,8 @@ def test_space_moves_back_and_forth_without_fragments() -> None:
             wanted = model.geometry.num_slots
             for first in range(0, wanted, 64):
                 store(model, 10_000 * turn + first, 64)
-            assert model.table.stats()["ready"] == wanted
-            assert sum(other.table.stats()["ready"] for other in models) == wanted
+            assert model.table.slots.stats()["ready"] == wanted
+            assert sum(other.table.slots.stats()["ready"] for other in models) == wanted
             namespaces.check_integrity()
             namespaces.detach_engine(model)
 

@@ -125,8 +125,8 @@ class Reopening(RuleBasedStateMachine):
             for key, (slot, generation) in held(namespace.table).items() if namespace else ():
                 record = directory.record(slot)
                 assert (record.key, record.generation) == (key, generation)
-                whole = record.ranks_done & self.table(space).expected_mask(slot)
-                assert whole == self.table(space).expected_mask(slot)
+                whole = record.ranks_done & self.table(space).space.geometry.writers(slot)
+                assert whole == self.table(space).space.geometry.writers(slot)
                 assert record.state in {SlotState.READY, SlotState.WRITING}
 
     @rule(space=space_strategy, keys=keys_strategy)
@@ -207,7 +207,7 @@ class Reopening(RuleBasedStateMachine):
     def kill(self) -> None:
         """The next daemon has exactly what was READY, where and as it was, in the same order."""
         orders = [
-            [slot for slot in self.table(space)._policy.order() if slot in set(pair_slots)]
+            [slot for slot in self.table(space).slots.policy.order() if slot in set(pair_slots)]
             for space in (0, 1)
             for pair_slots in [[slot for slot, _ in held(self.table(space)).values()]]
         ]
@@ -216,7 +216,7 @@ class Reopening(RuleBasedStateMachine):
         self.open()
         assert self.all_held() == before
         if self.policy == "lru":
-            assert [self.table(space)._policy.order() for space in (0, 1)] == orders
+            assert [self.table(space).slots.policy.order() for space in (0, 1)] == orders
 
     @invariant()
     def sound(self) -> None:

@@ -62,7 +62,7 @@ def test_room_that_is_taken_comes_when_it_is_clean() -> None:
     new, third = add(namespaces, 2, PAGE), add(namespaces, 3, PAGE)
     assert store(new, 0, 2) == 0
     assert store(third, 0, 2) == 0
-    assert old.table.stats()["ready"] == 254
+    assert old.table.slots.stats()["ready"] == 254
     assert store(old, 1000, 2) == 2  # at the cost of its own, not of what is on its way out
     namespaces.check_integrity()
     assert [piece.space for piece in wipe_all(namespaces)] == [old.table.space]
@@ -165,7 +165,7 @@ def test_the_rest_of_a_kept_pool_is_wiped_around_what_is_in_use() -> None:
         clean, before = namespaces.pool.clean_bytes, clean
         assert clean is None or (before is not None and clean >= before)
     assert clean is None
-    assert kept.table.stats()["writing"] > 0
+    assert kept.table.slots.stats()["writing"] > 0
     for begin, end in used:
         assert not wiped[begin:end].any()
     assert (~wiped).sum() <= sum(end - begin for begin, end in used) + 2 * MIB

@@ -126,7 +126,7 @@ def test_replicated_shares_rotate() -> None:
     ]
     assert [[slot for slot, _ in each.ready] for each in ready] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert table.counters()["stale_reports"] == 4 * 8 - 8
-    assert table.stats()["ready"] == 8
+    assert table.slots.stats()["ready"] == 8
 
 
 def test_coverage_is_what_all_ranks_hold() -> None:
@@ -165,9 +165,9 @@ def test_deadlines() -> None:
     lease = table.prepare_load([b"a"], 1, 0.0, 99.0)
     assert lease.deadline == 10.0  # asked for more than is given
     assert table.expire(9.9) == []
-    assert table.stats()["pinned"] == 1
+    assert table.slots.stats()["pinned"] == 1
     assert table.expire(10.0) == []
-    assert table.stats()["pinned"] == 0
+    assert table.slots.stats()["pinned"] == 0
     assert not table.complete_load(lease.lease_id, 1)
     assert table.expire(19.9) == []
     assert len(table.expire(20.0)) == 1
@@ -205,7 +205,7 @@ def test_many_short_leases_leave_nothing_behind() -> None:
     store(table, [b"a"])
     for _ in range(1000):
         table.complete_load(table.prepare_load([b"a"], 1, 0.0, 60.0).lease_id, 1)
-    assert len(table._leases._deadlines) < 100
+    assert len(table.slots.leases._deadlines) < 100
 
 
 def test_reset_spares_what_is_being_read() -> None:
@@ -219,7 +219,7 @@ def test_reset_spares_what_is_being_read() -> None:
     assert table.directory.lookup_many(names(3)) == [LookupResult.MISS] * 3
     good = table.directory.check(lease.slots, lease.generations, 2)
     assert good.all()  # the load that is under way is still valid
-    assert table.stats()["doomed"] == 1
+    assert table.slots.stats()["doomed"] == 1
     assert table.complete_load(lease.lease_id, 1)
     assert not table.directory.check(lease.slots, lease.generations, 2).any()
     table.check_integrity()
@@ -256,10 +256,10 @@ def test_damage_is_noticed(damage: str) -> None:
     if damage == "state":
         table.directory.write_state(ready, table.directory.record(slot).state)
     elif damage == "pins":
-        table._leases.pins[ready] = 1
+        table.slots.leases.pins[ready] = 1
     elif damage == "tickets":
-        table._tickets.close(1, slot)
+        table.slots.tickets.close(1, slot)
     else:
-        table._policy.remove(ready)
+        table.slots.policy.remove(ready)
     with pytest.raises(IntegrityError):
         table.check_integrity()

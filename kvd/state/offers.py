@@ -1,0 +1,71 @@
+"""What to answer to keys that are offered for storing, before and after there is room."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvd.state.directory import DirectoryWriter
+from kvd.state.policy import ReuseFilter
+from kvd_proto.answers import StoreAnswer
+from kvd_proto.directory import KEY_BYTES, SlotState
+
+_READY = int(SlotState.READY)
+_ACCEPTED, _PRESENT = int(StoreAnswer.ACCEPTED), int(StoreAnswer.PRESENT)
+_PENDING, _FULL = int(StoreAnswer.PENDING), int(StoreAnswer.FULL)
+_NOT_YET, _BAD_KEY = int(StoreAnswer.NOT_YET), int(StoreAnswer.BAD_KEY)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Keys that are offered at once. Of equal ones the first counts.
+
+    answers: a `StoreAnswer` for each key; not final before `settle`.
+    wanted: the new keys, in their order, and where they stand.
+    named: slots of the keys that are here; they must not be evicted for the new ones.
+    again: where a key stands that came before, and where it came first.
+    """
+
+    answers: bytearray
+    wanted: dict[bytes, int]
+    named: set[int]
+    again: list[tuple[int, int]]
+
+    @classmethod
+    def of(
+        cls, keys: Sequence[bytes], directory: DirectoryWriter, reuse: ReuseFilter | None
+    ) -> "Offer":
+        """Sort the keys; `reuse`, where there is one, says which of the new ones may come in."""
+        answers = bytearray(len(keys))
+        wanted: dict[bytes, int] = {}
+        again: list[tuple[int, int]] = []
+        seen: dict[bytes, int] = {}
+        named: set[int] = set()
+        find, state = directory.find, directory.state
+        for i, key in enumerate(keys):
+            if not 0 < len(key) <= KEY_BYTES:
+                answers[i] = _BAD_KEY
+            elif key in seen:
+                again.append((i, seen[key]))
+            elif (slot := find(key)) >= 0:
+                answers[i] = _PRESENT if state(slot) == _READY else _PENDING
+                named.add(slot)
+            else:
+                seen[key] = i
+                if reuse is None or reuse.offer(key):
+                    wanted[key] = i
+                else:
+                    answers[i] = _NOT_YET
+        return cls(answers, wanted, named, again)
+
+    def settle(self, placed: Collection[bytes], room: int, no_room: StoreAnswer) -> bytearray:
+        """The answers, now that the keys `placed` have slots.
+
+        There was room for the first `room` of the wanted ones; the others get `no_room`.
+        """
+        answers, accepted = self.answers, set(placed)
+        for key, i in self.wanted.items():
+            answers[i] = _ACCEPTED if key in accepted else _FULL
+        for i in list(self.wanted.values())[room:]:
+            answers[i] = no_room
+        for i, first in self.again:
+            answers[i] = _PENDING if answers[first] == _ACCEPTED else answers[first]
+        return answers

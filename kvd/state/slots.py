@@ -1,0 +1,231 @@
+"""The life of a slot, and who answers for it in each state.
+
+The states are those of `kvd_proto.states.CHUNK`. A slot that is not FREE is in exactly
+one place besides the directory::
+
+    WRITING   tickets: its owner may write it until a deadline
+    READY     policy: it may be evicted, unless a lease pins it
+              doomed: it has left the index, and goes with the last lease that pins it
+    DRAINING  draining: the lanes may have something under way there
+
+Each method takes slots from one state to the next, in all places at once.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import IntegrityError
+from kvd.state.decisions import Refs
+from kvd.state.directory import DirectoryWriter
+from kvd.state.leases import Leases, Tickets
+from kvd.state.policy import Policy
+from kvd.state.space import Space
+from kvd_proto.directory import SlotState
+
+Ints = Sequence[int] | npt.NDArray[np.integer]
+
+
+class Slots:
+    """The slots of one namespace. `space` is where they come from and go back to."""
+
+    def __init__(self, directory: DirectoryWriter, policy: Policy, space: Space) -> None:
+        self.directory = directory
+        self.policy = policy
+        self.space = space
+        self.leases = Leases()
+        self.tickets = Tickets()
+        self._draining: set[int] = set()
+        self._doomed: set[int] = set()
+
+    def begin(
+        self, keys: list[bytes], slots: list[int], owner: int, deadline: float
+    ) -> tuple[list[bytes], list[int], list[int]]:
+        """FREE -> WRITING: `owner` may write these new chunks until `deadline`.
+
+        Returns:
+            Keys, slots and generations, without those whose key the index refused.
+        """
+        generations = self.directory.begin(keys, slots, owner)
+        if not all(generations):
+            placed = [generation > 0 for generation in generations]
+            self.space.give(slot for slot, good in zip(slots, placed, strict=True) if not good)
+            keys = [key for key, good in zip(keys, placed, strict=True) if good]
+            slots = [slot for slot, good in zip(slots, placed, strict=True) if good]
+            generations = [generation for generation in generations if generation]
+        if slots:
+            self.tickets.issue(owner, slots, deadline)
+        return keys, slots, generations
+
+    def victims(self, n: int, named: set[int]) -> list[int]:
+        """Up to `n` READY slots that are to be evicted: none that is pinned, or in `named`.
+
+        Raises:
+            IntegrityError: the policy has fewer that may go than there should be.
+        """
+        pins, policy = self.leases.pins, self.policy
+        pinned = len(pins) - len(self._doomed)
+        kept = sum(slot not in pins and slot in policy for slot in named)
+        victims = policy.victims(
+            min(n, len(policy) - pinned - kept),
+            lambda slot: slot not in pins and slot not in named,
+        )
+        if victims is None:
+            raise IntegrityError(f"fewer chunks may go than were counted: {self!r}")
+        return victims
+
+    def finish(self, owner: int, slot: int) -> None:
+        """WRITING -> READY; the policy hears of it by `insert`, in the order of its own."""
+        self.directory.make_ready(slot)
+        self.tickets.close(owner, slot)
+
+    def give_up(self, slots: Sequence[int]) -> Refs:
+        """WRITING -> DRAINING; what is to be revoked."""
+        directory = self.directory
+        for slot in slots:
+            directory.write_state(slot, SlotState.DRAINING)
+            directory.unindex(slot)
+            self.tickets.close(directory.owner(slot), slot)
+        self._draining.update(slots)
+        return self.refs(slots)
+
+    def revoked(self, slots: Ints, generations: Ints) -> int:
+        """DRAINING -> FREE; how many. The others have moved on."""
+        freed = []
+        for slot, generation in zip(map(int, slots), map(int, generations), strict=True):
+            if slot in self._draining and self.directory.generation(slot) == generation:
+                self._draining.remove(slot)
+                self.directory.write_state(slot, SlotState.FREE)
+                freed.append(slot)
+        self.space.give(freed)
+        return len(freed)
+
+    def drop(self, slots: Iterable[int]) -> tuple[int, int]:
+        """READY -> FREE, or doomed where pinned: how many of each."""
+        listed = list(slots)
+        for slot in listed:
+            self.policy.remove(slot)
+        return self._leave(listed)
+
+    def drop_all(self) -> tuple[int, int]:
+        """The same for every READY slot."""
+        slots = self.policy.order()
+        self.policy.clear()
+        return self._leave(slots)
+
+    def _leave(self, slots: list[int]) -> tuple[int, int]:
+        pins = self.leases.pins
+        gone: list[int] = []
+        kept: list[int] = []
+        for slot in slots:
+            (kept if slot in pins else gone).append(slot)
+        self.directory.free(gone)
+        self.space.give(gone)
+        for slot in kept:
+            self.directory.unindex(slot)
+        self._doomed.update(kept)
+        return len(gone), len(kept)
+
+    def unpinned(self, slots: Iterable[int]) -> None:
+        """No lease pins these any more: the doomed ones among them are FREE."""
+        freed = self._doomed.intersection(slots)
+        if freed:
+            self._doomed -= freed
+            for slot in freed:
+                self.directory.write_state(slot, SlotState.FREE)
+            self.space.give(freed)
+
+    def busy(self) -> Iterable[int]:
+        """Slots that must stay: pinned, being written, draining."""
+        yield from self.leases.pins
+        yield from self.tickets
+        yield from self._draining
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being written, draining or pinned."""
+        return not (self.tickets or self._draining or self.leases.pins)
+
+    def refs(self, slots: Sequence[int]) -> Refs:
+        """These slots with the generations that they have now."""
+        return [(slot, self.directory.generation(slot)) for slot in slots]
+
+    def stats(self) -> dict[str, int]:
+        """Chunks by state. Pinned and doomed ones are READY; doomed ones go at the last pin."""
+        return {
+            "ready": len(self.policy) + len(self._doomed),
+            "writing": len(self.tickets),
+            "draining": len(self._draining),
+            "pinned": len(self.leases.pins),
+            "doomed": len(self._doomed),
+        }
+
+    def check_integrity(self) -> None:
+        """Directory, policy, leases, tickets and space say the same about every slot.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        for part in (self.directory, self.policy, self.leases, self.tickets, self.space):
+            part.check_integrity()
+        by_state = self.directory.slots_by_state()
+        order = self.policy.order()
+        claims = {
+            SlotState.WRITING: (list(self.tickets), "tickets"),
+            SlotState.READY: ([*order, *self._doomed], "policy and doomed"),
+            SlotState.DRAINING: (list(self._draining), "draining"),
+        }
+        for state, (slots, what) in claims.items():
+            if sorted(slots) != by_state[state]:
+                raise IntegrityError(f"{state.name} slots {by_state[state]}, {what} say {slots}")
+        taken = {s for column in self.space.claimed for s in self.space.used_slots(column)}
+        used = sorted(taken - self.space.soiled_slots)
+        if used != sorted(s for state in claims for s in by_state[state]):
+            raise IntegrityError(f"slots in use by the space: {used}; {self!r}")
+        pins = self.leases.pins.keys()
+        if not self._doomed <= pins or not pins <= set(by_state[SlotState.READY]):
+            raise IntegrityError("pinned slots that are not READY, or doomed ones without a pin")
+        indexed = {
+            s for s in (*order, *self.tickets) if self.directory.find(self.directory.key(s)) == s
+        }
+        if len(indexed) != len(order) + len(self.tickets):
+            raise IntegrityError("a WRITING or READY chunk cannot be found by its key")
+        for slot in self.tickets:
+            writers = self.space.geometry.writers(slot)
+            if self.directory.ranks_done(slot) & writers == writers:
+                raise IntegrityError(f"slot {slot} has all shares and is not READY")
+
+    def check_slots(self, first: int, count: int) -> int:
+        """All say the same about each of `count` slots from `first` on; how many hold a chunk.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        states = self.directory.states(first, count)
+        tickets = set(self.tickets)
+        free = self.space.free_among(first, first + len(states))
+        for slot, state in enumerate(states, first):
+            ordered, doomed = slot in self.policy, slot in self._doomed
+            claims = {
+                SlotState.WRITING: slot in tickets,
+                SlotState.READY: ordered != doomed,
+                SlotState.DRAINING: slot in self._draining,
+            }
+            if [claimed for claimed, yes in claims.items() if yes] != [state] * (state != 0):
+                raise IntegrityError(f"slot {slot} is {SlotState(state).name}, claimed: {claims}")
+            if (slot in free) != (state == SlotState.FREE):
+                raise IntegrityError(
+                    f"slot {slot} is {SlotState(state).name}, but not so in {free}"
+                )
+            if (doomed or slot in self.leases.pins) and state != SlotState.READY:
+                raise IntegrityError(f"slot {slot} is pinned and {SlotState(state).name}")
+            if (ordered or slot in tickets) and self.directory.find(
+                self.directory.key(slot)
+            ) != slot:
+                raise IntegrityError(f"the chunk in slot {slot} cannot be found by its key")
+        return sum(state != SlotState.FREE for state in states)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {what}" for what, count in self.stats().items())
+        return f"<Slots {self.policy.name}: {counts}, {self.space.free_slots} free at hand>"
