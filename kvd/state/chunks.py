@@ -194,7 +194,7 @@ class ChunkTable:
                 or directory.generation(slot) != generation
                 or directory.state(slot) != _WRITING
                 or directory.owner(slot) != owner
-                or not writers(slot) & ~directory.ranks_done(slot) & 1 << rank
+                or not (expected := writers(slot)) & ~directory.ranks_done(slot) & 1 << rank
             ):
                 stale += 1
             elif not ok or blocks < 1:
@@ -205,7 +205,7 @@ class ChunkTable:
                 if not covered:
                     failed.append(slot)
                     given_up.add(slot)
-                elif done == writers(slot):
+                elif done == expected:
                     finish(owner, slot)
                     ready.append(slot)
         # A prompt's head comes first in a job and must be the last to be evicted.
