@@ -46,6 +46,10 @@ class Group:
         """It may take from anybody who is not below a floor."""
         return self.held < self.floor
 
+    def may_lose(self, extents: int, taker: Space) -> bool:
+        """It stays at its floor without so many extents, or gives to one of its own."""
+        return not extents or self.model == taker.model or self.held - extents >= self.floor
+
     def __repr__(self) -> str:
         return f"<Group {self.model!r}: {self.held} extents of {self.floor} to {self.cap}>"
 

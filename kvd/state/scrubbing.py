@@ -98,6 +98,11 @@ class Scrubber:
         """Soil that is known and not wiped yet."""
         return self._left_bytes
 
+    @property
+    def rest_pieces(self) -> int:
+        """Pieces of the rest that are not wiped yet."""
+        return sum(piece.space is None for piece in (*self._queue, *self._wiping.values()))
+
     def soil(self, space: "Space", slots: list[int]) -> None:
         """Chunks have left these slots."""
         self._soil.append((space, slots))
