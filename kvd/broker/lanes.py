@@ -109,7 +109,7 @@ class Lanes:
                     self._poller.unregister(fd)
             reason = process.reap(now)
             if not self._core.state.stopping:
-                self._carry_out(self._core.lane_lost(process.device, reason))
+                self._carry_out(self._core.supervision.lost(process.device, reason))
 
     def _message(
         self, process: LaneProcess, frame: bytes, fds: tuple[int, ...], now: float
@@ -125,7 +125,7 @@ class Lanes:
             process.lifeline, fds = fds[0], fds[1:]
             process.served = True
         close_all(fds)
-        self._carry_out(self._core.lane_message(process.device, message, now))
+        self._carry_out(self._core.supervision.heard(process.device, message, now))
 
     def send(self, effect: ToLane, resolve: Callable[[FdName | None], list[int]]) -> None:
         """Write to a lane, with the descriptors that are named; one that does not listen is ended.
@@ -144,7 +144,7 @@ class Lanes:
                 raise
             text = f"the layout is too large to hand to the lane: {error}"
             refusal = Imported(session=effect.message.session, error=text)
-            self._carry_out(self._core.lane_message(effect.device, refusal, time.monotonic()))
+            self._carry_out(self._core.supervision.heard(effect.device, refusal, time.monotonic()))
         except (ChannelFull, EOFError, OSError) as error:
             lane = {"lane": effect.device}
             log.error("lane %s does not listen (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the reason is said
@@ -160,7 +160,7 @@ class Lanes:
         for process in list(self._processes.values()):
             if not process.running:
                 reason = "it was stopped for a handover"
-                self._carry_out(self._core.lane_lost(process.device, reason))
+                self._carry_out(self._core.supervision.lost(process.device, reason))
 
     def close(self) -> None:
         """End all without asking."""

@@ -8,12 +8,11 @@ with its code), or leaves a note in the state that a later event answers.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvd.core.admission import check_leases
 from kvd.core.attachment import attached_notice
-from kvd.core.demand import lane_ended, lane_failed
-from kvd.core.effects import Effect, Event, KillLane, Notify, Reply, ToLane
+from kvd.core.caching import Caching
+from kvd.core.effects import Effect, Event, Notify, Reply
 from kvd.core.handover import Handover, WayOut
-from kvd.core.lanes import NOTHING_SAID, Lane, add_counters, arrays
+from kvd.core.lanes import Lane
 from kvd.core.measures import Surroundings
 from kvd.core.operations import Operations
 from kvd.core.registration import Registration, in_words
@@ -22,55 +21,30 @@ from kvd.core.scrubbing import Scrubbing
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
 from kvd.core.status import status_report
-from kvd.core.sweeps import Sweep, close_unused
+from kvd.core.supervision import Supervision
+from kvd.core.sweeps import close_unused
 from kvd.errors import Refused
-from kvd.link import (
-    Imported,
-    LaneFailed,
-    LanePing,
-    LanePong,
-    LaneReady,
-    PoolUsable,
-    Released,
-    Revoked,
-    ShareDone,
-    Wiped,
-)
 from kvd.settings import Settings
-from kvd_proto.arrays import IntArray
 from kvd_proto.codec import MAX_MESSAGE_BYTES
 from kvd_proto.errors import IllegalTransition
 from kvd_proto.messages import (
     MAX_KEYS,
     PROTOCOL_VERSION,
-    CompleteLoad,
-    CompleteStore,
     Error,
     ErrorCode,
     Greeting,
     Hello,
-    LoadCompleted,
-    LoadPrepared,
     Message,
     Ping,
     Pong,
-    PrepareLoad,
-    PrepareStore,
     Register,
-    Reset,
-    ResetDone,
     Status,
     StatusReport,
-    StoreCompleted,
-    StorePrepared,
-    Touch,
-    Touched,
     Unregister,
     Welcome,
 )
 from kvd_proto.states import SessionEvent, SessionState
 
-PING_SECONDS = 0.5
 MAX_DESCRIPTORS = 250
 
 
@@ -115,24 +89,20 @@ class Broker:
             self.state.namespaces = open_namespaces(settings.pool_bytes)
         self.version = version
         self.pid = pid
-        self._ticked = 0.0
         self._registration = Registration(self.state)
         self._operations = Operations(self.state)
+        self._caching = Caching(self.state, self._operations.sweeps)
         self._scrubbing = Scrubbing(self.state)
+        self.supervision = Supervision(self.state, self._registration, self._scrubbing)
         self.reloading = Reloading(self.state)
         self.handover = Handover(self.state, self._operations.sweeps, way_out or WayOut())
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
             Hello: self._hello,
             Register: self._registration.register,
             Unregister: lambda s, i, _m, _n: self._registration.unregister(s, i),
-            PrepareStore: self._prepare_store,
-            CompleteStore: self._complete_store,
-            PrepareLoad: self._prepare_load,
-            CompleteLoad: self._complete_load,
-            Touch: self._touch,
-            Reset: self._reset,
             Ping: self._ping,
             Status: self._status,
+            **self._caching.handlers(),
             **self._operations.handlers(),
             **self.reloading.handlers(),
             **self.handover.handlers(),
@@ -246,81 +216,6 @@ class Broker:
                 effects.append(attached_notice(engine, session.number))
         return effects
 
-    def _prepare_store(
-        self, session: Session, request_id: int, message: PrepareStore, now: float
-    ) -> list[Effect]:
-        self._open_for_work(session, len(message.keys))
-        engine, namespace = self.state.attached_namespace(session.engine)
-        usable = self.state.storable_bytes(engine)
-        decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
-        reply = StorePrepared(
-            answers=IntArray.of(decision.answers, "u1"),
-            slots=IntArray.of(decision.slots, "u4"),
-            generations=IntArray.of(decision.generations, "u8"),
-            evicted=tuple(decision.evicted),
-        )
-        return [Reply(session.number, request_id, reply)]
-
-    def _complete_store(
-        self, session: Session, request_id: int, message: CompleteStore, now: float
-    ) -> list[Effect]:
-        del now
-        engine, namespace = self.state.attached_namespace(session.engine)
-        summary, slots = namespace.table.complete_store(
-            message.keys, engine.number, success=message.success
-        )
-        reply = StoreCompleted(
-            ready=summary.ready, pending=summary.pending, dropped=summary.dropped
-        )
-        return [Reply(session.number, request_id, reply), *self.state.revoke(namespace, slots)]
-
-    def _prepare_load(
-        self, session: Session, request_id: int, message: PrepareLoad, now: float
-    ) -> list[Effect]:
-        engine, namespace = self.state.attached_namespace(session.engine)
-        check_leases(engine, namespace, self.state.settings.max_leases)
-        seconds = min(message.lease_ms / 1000, self.state.settings.lease_seconds)
-        usable = self.state.usable_bytes(engine)
-        decision = namespace.table.prepare_load(message.keys, engine.number, now, seconds, usable)
-        reply = LoadPrepared(
-            lease=decision.lease_id,
-            lease_ms=int(seconds * 1000),
-            found=IntArray.of(decision.found, "u1"),
-            slots=IntArray.of(decision.slots, "u4"),
-            generations=IntArray.of(decision.generations, "u8"),
-        )
-        return [Reply(session.number, request_id, reply)]
-
-    def _complete_load(
-        self, session: Session, request_id: int, message: CompleteLoad, now: float
-    ) -> list[Effect]:
-        del now
-        engine, namespace = self.state.attached_namespace(session.engine)
-        released = namespace.table.complete_load(message.lease, engine.number)
-        return [Reply(session.number, request_id, LoadCompleted(released=released))]
-
-    def _touch(self, session: Session, request_id: int, message: Touch, now: float) -> list[Effect]:
-        del now
-        _, namespace = self.state.attached_namespace(session.engine)
-        found = namespace.table.touch(message.keys)
-        return [Reply(session.number, request_id, Touched(found=found))]
-
-    def _reset(self, session: Session, request_id: int, message: Reset, now: float) -> list[Effect]:
-        """In pieces, for a large namespace takes seconds; answered when all of it is gone."""
-        del message, now
-        _, namespace = self.state.attached_namespace(session.engine)
-        sweep = Sweep(
-            session.number,
-            request_id,
-            # That of a self-test is its own affair.
-            "" if namespace.temporary else f"{session.who} reset its namespace",
-            lambda done: ResetDone(dropped=done.chunks, deferred=done.deferred),
-            (namespace,),
-            by_engine=True,
-            fields=session.who.fields,
-        )
-        return self._operations.sweeps.start(sweep)
-
     def _ping(self, session: Session, request_id: int, message: Ping, now: float) -> list[Effect]:
         del now
         engine = session.engine
@@ -338,104 +233,6 @@ class Broker:
         del message
         report = status_report(self.state, self.pid, self.version, now)
         return [Reply(session.number, request_id, StatusReport(status=report))]
-
-    def _open_for_work(self, session: Session, keys: int) -> None:
-        if self.state.draining:
-            if session.engine is not None and session.engine.namespace is not None:
-                session.engine.namespace.table.turn_away(keys)
-            raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
-        if not self.state.allocated:
-            raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")
-
-    # ---------------------------------------------------------------- lanes
-
-    def lane_message(self, device: str, message: Message, now: float) -> list[Effect]:
-        """A lane said something."""
-        lane = self.state.lanes[device]
-        lane.last_seen = now
-        match message:
-            case LaneReady():
-                return self._registration.lane_ready(lane, message, now)
-            case PoolUsable():
-                return self._registration.pool_usable(lane, message, now)
-            case Imported():
-                return self._registration.imported(message, now)
-            case Released():
-                return self._registration.released(message)
-            case Revoked():
-                free = self.state.revocations.answered(
-                    device, message.namespace, message.slots, message.generations
-                )
-                self._free(message.namespace, free)
-                return []
-            case ShareDone():
-                return self._share_done(message)
-            case Wiped():
-                self._scrubbing.wiped(message)
-                return []
-            case LanePong():
-                lane.pong = message
-                return []
-            case LaneFailed():
-                return lane_failed(self.state, lane, message, now)
-            case _:
-                text = f"lane {device} sent {type(message).__name__}"
-                return [Event(text, "error", lane.fields)]
-
-    def lane_lost(self, device: str, reason: str) -> list[Effect]:
-        """A lane process has ended: all it was writing is lost, nothing else is."""
-        lane = self.state.lanes[device]
-        served, lane.up = lane.up, False
-        lane.restarts += 1
-        lane.last_error = lane.failure or reason
-        lane.past = add_counters(lane.past, lane.pong.counters)
-        lane.pong = NOTHING_SAID
-        effects: list[Effect] = []
-        freed = 0
-        for namespace_id, free in self.state.revocations.lane_lost(device).items():
-            self._free(namespace_id, free)
-        self._scrubbing.lane_lost(device)
-        for engine in self.state.registry.engines.values():
-            uses = any(
-                w.registration and w.registration.device == device for w in engine.workers.values()
-            )
-            if uses and engine.namespace is not None:
-                slots = engine.namespace.table.drop_owner(engine.number)
-                effects += self.state.revoke(engine.namespace, slots)
-                freed += len(slots)
-        text = f"lane {device} is lost: {lane.last_error}{in_words(freed)}"
-        effects.append(Event(text, "error", lane.fields))
-        for session in list(self.state.registry.sessions.values()):
-            if session.registration is not None and session.registration.device == device:
-                session.imported = False
-            if session.pending is not None and session.pending.message.device == device:
-                session.pending.importing = False
-            if session.releasing is not None:  # a dead lane touches nothing
-                effects += self._registration.released(Released(session=session.number))
-        return effects + lane_ended(self.state, lane, served=served)
-
-    def _share_done(self, message: ShareDone) -> list[Effect]:
-        session = self.state.registry.sessions.get(message.session)
-        engine = session.engine if session is not None else None
-        if engine is None or engine.namespace is None or engine.namespace.id != message.namespace:
-            return []  # its engine is gone, and with it these writes
-        result = engine.namespace.table.share_done(
-            engine.number,
-            message.rank,
-            message.slots.numpy(),
-            message.generations.numpy(),
-            message.first.numpy(),
-            message.count.numpy(),
-            ok=message.ok,
-            groups=message.groups.numpy(),
-        )
-        return self.state.revoke(engine.namespace, result.dropped)
-
-    def _free(self, namespace_id: bytes, slots: list[tuple[int, int]]) -> None:
-        namespaces = self.state.namespaces
-        namespace = namespaces.get(namespace_id) if namespaces is not None else None
-        if namespace is not None and slots:
-            namespace.table.revoked(*arrays(slots))
 
     # ----------------------------------------------------------------- time
 
@@ -463,24 +260,7 @@ class Broker:
                         Event(f"{len(expired)} chunks in writing ran out of time", "warning")
                     )
                 effects += self.state.revoke(namespace, expired)
-        timeout = self.state.settings.lane_timeout_seconds
-        away = now - self._ticked - timeout / 4  # where this process hung, no lane could be heard
-        if away > 0:
-            for lane in self.state.lanes.values():
-                lane.last_seen = min(now, lane.last_seen + away)
-        self._ticked = now
-        for lane in self.state.lanes.values():
-            silent = now - lane.last_seen
-            if not lane.up or lane.killed:
-                continue
-            if silent > timeout:
-                lane.killed = True
-                effects.append(KillLane(lane.device, f"silent for {silent:.1f} s"))
-            elif now - lane.last_ping > PING_SECONDS:
-                lane.pings += 1
-                lane.last_ping = now
-                effects.append(ToLane(lane.device, LanePing(sequence=lane.pings)))
-        return effects
+        return effects + self.supervision.watch(now)
 
     def __repr__(self) -> str:
         return f"<Broker {self.state.registry!r}, lanes {list(self.state.lanes.values())}>"

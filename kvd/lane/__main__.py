@@ -13,7 +13,8 @@ from kvd.lane.device import Device
 from kvd.lane.host import HostDevice
 from kvd.lane.lifeline import hold_pool, move_up, open_lifeline
 from kvd.lane.queue import Limits
-from kvd.lane.service import TEXT_LIMIT, LaneService
+from kvd.lane.reports import TEXT_LIMIT
+from kvd.lane.service import LaneService
 from kvd.lane.sockets import Sockets
 from kvd.link import LINK, LaneFailed, lane_socket
 from kvd.logs.setup import configure_child

@@ -17,6 +17,7 @@ from kvd_proto.codec import MAX_MESSAGE_BYTES
 _log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.5
+FRAMES_PER_TURN = 64  # to be read of each, before the device gets its turn
 
 
 class Woken(NamedTuple):

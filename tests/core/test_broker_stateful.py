@@ -180,7 +180,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 endpoint="ipc://lane",
                 usable_bytes=2**62,
             )
-            self.carry_out(self.broker.lane_message(device, ready, self.now))
+            self.carry_out(self.broker.supervision.heard(device, ready, self.now))
 
     @rule(device=DEVICE, says_why=st.booleans())
     def lane_does_not_start(self, device: str, says_why: bool) -> None:
@@ -188,7 +188,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if device in self.wanted - self.up:
             if says_why:
                 failed = LaneFailed(error="no such device")
-                self.carry_out(self.broker.lane_message(device, failed, self.now))
+                self.carry_out(self.broker.supervision.heard(device, failed, self.now))
             else:
                 self.end_lane(device)
 
@@ -202,7 +202,7 @@ class BrokerMachine(RuleBasedStateMachine):
         """A lane process is gone, up or not."""
         self.up.discard(device)
         self.lane_inbox[device].clear()
-        self.carry_out(self.broker.lane_lost(device, "killed"))
+        self.carry_out(self.broker.supervision.lost(device, "killed"))
 
     @rule(device=DEVICE, count=st.integers(1, 8))
     def lane_works(self, device: str, count: int) -> None:
@@ -224,7 +224,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 case BindWorker() | _:
                     pass
             if answer is not None:
-                self.carry_out(self.broker.lane_message(device, answer, self.now))
+                self.carry_out(self.broker.supervision.heard(device, answer, self.now))
 
     # ------------------------------------------------------------- sessions
 
@@ -394,7 +394,7 @@ class BrokerMachine(RuleBasedStateMachine):
             groups=IntArray.of([0] * len(refs), "u2"),
             ok=ok,
         )
-        self.carry_out(self.broker.lane_message(device, report, self.now))
+        self.carry_out(self.broker.supervision.heard(device, report, self.now))
 
     @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8), ok=st.booleans())
     def complete_store(self, session: Session, keys: list[bytes], ok: bool) -> None:
@@ -487,7 +487,7 @@ class BrokerMachine(RuleBasedStateMachine):
             pong = LanePong(
                 sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
             )
-            self.carry_out(self.broker.lane_message(device, pong, self.now))
+            self.carry_out(self.broker.supervision.heard(device, pong, self.now))
         self.carry_out(self.broker.tick(self.now))
 
     # ----------------------------------------------------------- invariants

@@ -46,7 +46,7 @@ def lane_comes(broker: Broker, device: str, usable: int = POOL, *, pins: bool = 
     ready = LaneReady(
         device=device, incarnation=1, pid=2, endpoint="ipc://x", usable_bytes=usable, pins=pins
     )
-    broker.lane_message(device, ready, 0.0)
+    broker.supervision.heard(device, ready, 0.0)
 
 
 def engine_comes(broker: Broker, device: str) -> None:
@@ -66,7 +66,7 @@ def engine_comes(broker: Broker, device: str) -> None:
     )
     broker.request(session, 2, register, 0.0)
     lane_comes(broker, device, usable=POOL // 8, pins=True)
-    broker.lane_message(device, Imported(session=session.number, error=""), 0.0)
+    broker.supervision.heard(device, Imported(session=session.number, error=""), 0.0)
     assert broker.state.workers_of(device)
 
 
@@ -119,10 +119,10 @@ def test_a_lane_that_pins_holds_readiness_up_while_it_has_workers() -> None:
     check = named(broker, "pool")
     assert (check.ok, check.percent) == (False, 12.5)
     assert check.text == f"lane {CUDA} has pinned 8 MiB of 64 MiB"
-    broker.lane_message(CUDA, PoolUsable(usable_bytes=0, error="no memory may be locked"), 2.0)
+    broker.supervision.heard(CUDA, PoolUsable(usable_bytes=0, error="no memory may be locked"), 2.0)
     assert named(broker, "pool").text == f"lane {CUDA}: no memory may be locked"
     assert report(broker)["lanes"][1]["pin_error"] == "no memory may be locked"
-    broker.lane_message(CUDA, PoolUsable(usable_bytes=POOL, error=""), 3.0)
+    broker.supervision.heard(CUDA, PoolUsable(usable_bytes=POOL, error=""), 3.0)
     assert broker.state.ready
     assert named(broker, "pool").text == "64 MiB are allocated and pinned"
 
@@ -134,7 +134,7 @@ def test_a_lost_lane_is_named_with_its_end() -> None:
     assert named(broker, "lane host") == Check("lane host", False, "starting")
     lane_comes(broker, "host")
     assert named(broker, "lane host").text == "up, last heard 1.0 s ago, 0 jobs queued"
-    broker.lane_lost("host", "killed by signal 9")
+    broker.supervision.lost("host", "killed by signal 9")
     check = named(broker, "lane host")
     assert (check.ok, report(broker)["lanes"][0]["state"]) == (False, "down")
     assert check.text == "lost (killed by signal 9); it is started again"
@@ -145,7 +145,7 @@ def test_a_lost_lane_is_named_with_its_end() -> None:
     [
         lambda broker: setattr(broker.state, "allocated", 0),
         lambda broker: setattr(broker.state, "stopping", True),
-        lambda broker: broker.lane_lost("host", "exit status 1"),
+        lambda broker: broker.supervision.lost("host", "exit status 1"),
     ],
     ids=["pool", "drain", "lane"],
 )

@@ -50,7 +50,7 @@ def ready(broker: Broker, device: str, incarnation: int) -> list[Effect]:
     message = LaneReady(
         device=device, incarnation=incarnation, pid=2, endpoint="ipc://lane", usable_bytes=2**62
     )
-    return broker.lane_message(device, message, 0.0)
+    return broker.supervision.heard(device, message, 0.0)
 
 
 def worker(broker: Broker, name: str = "e") -> Session:
@@ -99,7 +99,7 @@ def serve(broker: Broker, session: Session, incarnation: int = 2) -> None:
     effects = broker.request(session, 2, register(), 0.0)
     assert StartLane(DEVICE) in effects
     ready(broker, DEVICE, incarnation)
-    done = broker.lane_message(DEVICE, Imported(session=session.number, error=""), 0.0)
+    done = broker.supervision.heard(DEVICE, Imported(session=session.number, error=""), 0.0)
     assert isinstance(replies(done)[0], Registered)
 
 
@@ -119,8 +119,8 @@ def test_a_starting_lane_does_not_unready_the_daemon() -> None:
     broker.request(session, 2, register(), 0.0)
     seen = [broker.state.ready]
     ready(broker, DEVICE, 2)
-    broker.lane_message(DEVICE, Imported(session=session.number, error=""), 0.0)
-    broker.lane_lost(DEVICE, "killed by signal 9")
+    broker.supervision.heard(DEVICE, Imported(session=session.number, error=""), 0.0)
+    broker.supervision.lost(DEVICE, "killed by signal 9")
     seen.append(broker.state.ready)
     assert DEVICE in broker.state.lanes  # its worker waits for the next incarnation
     ready(broker, DEVICE, 3)
@@ -144,9 +144,9 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words() -> None:
     sessions = [worker(broker, name) for name in ("one", "two")]
     for session in sessions:
         assert not replies(broker.request(session, 2, register(), 0.0))
-    effects = broker.lane_message(DEVICE, LaneFailed(error="no such device"), 0.0)
+    effects = broker.supervision.heard(DEVICE, LaneFailed(error="no such device"), 0.0)
     assert KillLane(DEVICE, "no such device") in effects
-    effects = broker.lane_lost(DEVICE, "exit status 1")
+    effects = broker.supervision.lost(DEVICE, "exit status 1")
     errors = [reply for reply in replies(effects) if isinstance(reply, Error)]
     assert [(e.code, e.text) for e in errors] == [(ErrorCode.BAD_LAYOUT, "no such device")] * 2
     assert effects[-1] == DropLane(DEVICE)
@@ -161,7 +161,7 @@ def test_a_lane_that_dies_at_its_start_may_be_tried_again() -> None:
     """Without a word of its own the refusal says how it ended, and that is no verdict."""
     broker = make_broker()
     broker.request(worker(broker), 2, register(), 0.0)
-    error = refusal(broker.lane_lost(DEVICE, "killed by signal 11"))
+    error = refusal(broker.supervision.lost(DEVICE, "killed by signal 11"))
     assert error.code is ErrorCode.LANE_LOST
     assert "killed by signal 11" in error.text
     assert DEVICE not in broker.state.lanes
@@ -176,8 +176,8 @@ def test_a_lane_that_ends_without_workers_is_let_go() -> None:
     assert DEVICE in broker.state.lanes
     counters = LaneCounters(store_bytes=4096, jobs={"store ok": 1})
     pong = LanePong(sequence=1, queued_jobs=0, bytes_in_flight=0, workers=0, counters=counters)
-    broker.lane_message(DEVICE, pong, 0.0)
-    assert DropLane(DEVICE) in broker.lane_lost(DEVICE, "exit status 0")
+    broker.supervision.heard(DEVICE, pong, 0.0)
+    assert DropLane(DEVICE) in broker.supervision.lost(DEVICE, "exit status 0")
     totals = status_report(broker.state, 1, "test", 0.0)["counters"]
     assert (totals["store_bytes"], totals["jobs"]) == (4096, {"store ok": 1})
 
@@ -188,7 +188,7 @@ def test_a_release_ends_with_its_lane() -> None:
     session = worker(broker)
     serve(broker, session)
     assert not replies(broker.request(session, 3, Unregister(), 0.0))
-    effects = broker.lane_lost(DEVICE, "killed by signal 9")
+    effects = broker.supervision.lost(DEVICE, "killed by signal 9")
     assert [type(reply) for reply in replies(effects)] == [Unregistered]
     assert effects[-1] == DropLane(DEVICE)
 
@@ -197,11 +197,11 @@ def test_workers_that_were_served_wait_for_a_lane_that_fails() -> None:
     """A lane that is lost and cannot start now is tried again for them, newcomers are refused."""
     broker = make_broker()
     serve(broker, worker(broker, "old"))
-    broker.lane_lost(DEVICE, "killed by signal 9")
+    broker.supervision.lost(DEVICE, "killed by signal 9")
     new = worker(broker, "new")
     assert not replies(broker.request(new, 2, register(), 0.0))
-    broker.lane_message(DEVICE, LaneFailed(error="the device is lost"), 0.0)
-    effects = broker.lane_lost(DEVICE, "exit status 1")
+    broker.supervision.heard(DEVICE, LaneFailed(error="the device is lost"), 0.0)
+    effects = broker.supervision.lost(DEVICE, "exit status 1")
     assert refusal(effects).text == "the device is lost"
     assert DEVICE in broker.state.lanes
     assert broker.state.lanes[DEVICE].last_error == "the device is lost"

@@ -42,7 +42,7 @@ def make_broker(available: int) -> Broker:
         open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
         available_bytes=lambda: available,
     )
-    broker.lane_message(
+    broker.supervision.heard(
         "host",
         LaneReady(device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62),
         0.0,
@@ -145,11 +145,13 @@ def lane_ready(usable_bytes: int) -> LaneReady:
 def test_a_rank_waits_for_a_lane_that_can_copy_something() -> None:
     """Its memory is imported with the first piece of the pool, or refused with the reason."""
     broker, _ = attached(2**20)
-    assert not [e for e in broker.lane_message("host", lane_ready(0), 0.0) if isinstance(e, ToLane)]
+    assert not [
+        e for e in broker.supervision.heard("host", lane_ready(0), 0.0) if isinstance(e, ToLane)
+    ]
     for message in (PoolUsable(usable_bytes=4096, error=""), PoolUsable(usable_bytes=0, error="x")):
         broker, _ = attached(2**20)
-        broker.lane_message("host", lane_ready(0), 0.0)
-        effects = broker.lane_message("host", message, 0.0)
+        broker.supervision.heard("host", lane_ready(0), 0.0)
+        effects = broker.supervision.heard("host", message, 0.0)
         (order,) = [effect.message for effect in effects if isinstance(effect, ToLane)]
         assert isinstance(order, ImportWorker)
 
@@ -158,8 +160,8 @@ def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
     """Until then they are refused as not ready; afterwards they get what is there and no more."""
     size = 4 * MIN_PIECE_BYTES
     broker, session = attached(size)
-    broker.lane_message("host", lane_ready(size), 0.0)
-    broker.lane_message("host", Imported(session=session.number, error=""), 0.0)
+    broker.supervision.heard("host", lane_ready(size), 0.0)
+    broker.supervision.heard("host", Imported(session=session.number, error=""), 0.0)
     assert session.engine is not None
     assert session.engine.attached
     ask = PrepareStore(keys=(b"k" * 8,))
@@ -177,7 +179,7 @@ def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
     broker.state.allocated = size
     assert broker.state.ready
     assert broker.state.usable_bytes(session.engine) is None
-    broker.lane_message("host", lane_ready(5), 0.0)  # another lane, which pins anew
+    broker.supervision.heard("host", lane_ready(5), 0.0)  # another lane, which pins anew
     assert broker.state.usable_bytes(session.engine) == 5
 
 
@@ -230,7 +232,7 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
     ready = LaneReady(
         device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62
     )
-    broker.lane_message("host", ready, 0.0)
+    broker.supervision.heard("host", ready, 0.0)
     namespaces = broker.state.namespaces
     assert namespaces is not None
     unused, taken = bytes([9]) * 16, missing.pop()
@@ -241,7 +243,7 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
     for request_id, refused in ((2, True), (3, False)):
         broker.descriptors(session, 0, 2, 0.0)
         broker.request(session, request_id, message, 0.0)
-        effects = broker.lane_message("host", Imported(session=session.number, error=""), 0.0)
+        effects = broker.supervision.heard("host", Imported(session=session.number, error=""), 0.0)
         (reply,) = replies(effects)
         dropped = {each.namespace for each in effects if isinstance(each, DropDirectory)}
         broker.state.check_integrity()

@@ -6,9 +6,14 @@ from typing import cast
 
 import pytest
 
-from kvd.lane.service import LaneService
+from kvd.lane.orders import Orders
+from kvd.lane.outbox import Outbox
+from kvd.lane.reports import Reports
 from kvd.lane.sockets import Sockets
+from kvd.lane.tally import Tally
+from kvd.lane.wiping import Wiping
 from kvd.link import LINK, Released, ReleaseWorker, Revoke, Revoked
+from kvd.seqpacket import Channel
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import Message, Store
 from tests.lane.support import NAMESPACE, make_job
@@ -50,52 +55,54 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
-def service_on(bench: Bench) -> tuple[LaneService, Link]:
-    """A lane's service over the bench's runner and workers."""
+def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
+    """The broker's orders and the reports of ended jobs over the bench's runner and workers."""
     wires = Wires()
-    service = LaneService(
-        name="held",
-        incarnation=1,
-        endpoint="ipc://held",
-        sockets=cast(Sockets, wires),
-        device=bench.device,
+    sockets, outbox, tally = cast(Sockets, wires), Outbox(cast(Channel, wires.link)), Tally()
+    reports = Reports(sockets, bench.runner, outbox, tally)
+    orders = Orders(
+        sockets=sockets,
+        workers=bench.workers,
+        runner=bench.runner,
+        wiping=Wiping(bench.device, 1),
+        outbox=outbox,
+        reports=reports,
+        tally=tally,
         pool_bytes=1,
-        lifeline=-1,
     )
-    service._runner, service._workers = bench.runner, bench.workers
-    return service, wires.link
+    return orders, reports, wires.link
 
 
 def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> None:
     """Revoked is sent after the last transfer of every job that writes there has landed."""
-    service, link = service_on(bench)
+    orders, reports, link = orders_on(bench)
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
     bench.runner.turn()
     assert len(bench.device.flying) == 2
     revoke = Revoke(
         namespace=NAMESPACE, slots=IntArray.of([4], "u4"), generations=IntArray.of([1], "u8")
     )
-    service._on_link[Revoke](revoke, ())
+    orders.carry_out(revoke)
     for _ in range(2):
-        service._report()
+        reports.tell_ended()
         assert Revoked not in link.kinds()
         bench.device.land()
         bench.runner.turn()
-    service._report()
+    reports.tell_ended()
     assert Revoked in link.kinds()
 
 
 def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:
     """Released is sent after the worker's last transfer has landed."""
-    service, link = service_on(bench)
+    orders, reports, link = orders_on(bench)
     worker = bench.worker()
     bench.submit(worker, make_job(Store, 1, [1], [3]))
     bench.runner.turn()
-    service._on_link[ReleaseWorker](ReleaseWorker(session=worker.session), ())
-    service._report()
+    orders.carry_out(ReleaseWorker(session=worker.session))
+    reports.tell_ended()
     assert Released not in link.kinds()
     bench.device.land()
     bench.runner.turn()
-    service._report()
+    reports.tell_ended()
     assert Released in link.kinds()
     assert bench.workers.by_session(worker.session) is None

@@ -1,0 +1,137 @@
+"""What schedulers ask of the cache: where chunks may be written, where they lie, forget them all.
+
+Each is decided by the table of the namespace that the engine is attached to; what that gives
+up while lanes may be writing there is called back from them.
+"""
+
+from kvd.core.admission import check_leases
+from kvd.core.effects import Effect, Reply
+from kvd.core.operations import Handler
+from kvd.core.sessions import Session
+from kvd.core.state import BrokerState
+from kvd.core.sweeps import Sweep, Sweeps
+from kvd.errors import Refused
+from kvd_proto.arrays import IntArray
+from kvd_proto.messages import (
+    CompleteLoad,
+    CompleteStore,
+    ErrorCode,
+    LoadCompleted,
+    LoadPrepared,
+    Message,
+    PrepareLoad,
+    PrepareStore,
+    Reset,
+    ResetDone,
+    StoreCompleted,
+    StorePrepared,
+    Touch,
+    Touched,
+)
+
+
+class Caching:
+    """Decisions about engines' chunks over the shared state.
+
+    Args:
+        state: shared.
+        sweeps: takes what is too long to be done in one go.
+    """
+
+    def __init__(self, state: BrokerState, sweeps: Sweeps) -> None:
+        self._state = state
+        self._sweeps = sweeps
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Who serves which request; each refuses engines that are not complete."""
+        return {
+            PrepareStore: self._prepare_store,
+            CompleteStore: self._complete_store,
+            PrepareLoad: self._prepare_load,
+            CompleteLoad: self._complete_load,
+            Touch: self._touch,
+            Reset: self._reset,
+        }
+
+    def _prepare_store(
+        self, session: Session, request_id: int, message: PrepareStore, now: float
+    ) -> list[Effect]:
+        self._open_for_work(session, len(message.keys))
+        engine, namespace = self._state.attached_namespace(session.engine)
+        usable = self._state.storable_bytes(engine)
+        decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
+        reply = StorePrepared(
+            answers=IntArray.of(decision.answers, "u1"),
+            slots=IntArray.of(decision.slots, "u4"),
+            generations=IntArray.of(decision.generations, "u8"),
+            evicted=tuple(decision.evicted),
+        )
+        return [Reply(session.number, request_id, reply)]
+
+    def _complete_store(
+        self, session: Session, request_id: int, message: CompleteStore, now: float
+    ) -> list[Effect]:
+        del now
+        engine, namespace = self._state.attached_namespace(session.engine)
+        summary, slots = namespace.table.complete_store(
+            message.keys, engine.number, success=message.success
+        )
+        reply = StoreCompleted(
+            ready=summary.ready, pending=summary.pending, dropped=summary.dropped
+        )
+        return [Reply(session.number, request_id, reply), *self._state.revoke(namespace, slots)]
+
+    def _prepare_load(
+        self, session: Session, request_id: int, message: PrepareLoad, now: float
+    ) -> list[Effect]:
+        engine, namespace = self._state.attached_namespace(session.engine)
+        check_leases(engine, namespace, self._state.settings.max_leases)
+        seconds = min(message.lease_ms / 1000, self._state.settings.lease_seconds)
+        usable = self._state.usable_bytes(engine)
+        decision = namespace.table.prepare_load(message.keys, engine.number, now, seconds, usable)
+        reply = LoadPrepared(
+            lease=decision.lease_id,
+            lease_ms=int(seconds * 1000),
+            found=IntArray.of(decision.found, "u1"),
+            slots=IntArray.of(decision.slots, "u4"),
+            generations=IntArray.of(decision.generations, "u8"),
+        )
+        return [Reply(session.number, request_id, reply)]
+
+    def _complete_load(
+        self, session: Session, request_id: int, message: CompleteLoad, now: float
+    ) -> list[Effect]:
+        del now
+        engine, namespace = self._state.attached_namespace(session.engine)
+        released = namespace.table.complete_load(message.lease, engine.number)
+        return [Reply(session.number, request_id, LoadCompleted(released=released))]
+
+    def _touch(self, session: Session, request_id: int, message: Touch, now: float) -> list[Effect]:
+        del now
+        _, namespace = self._state.attached_namespace(session.engine)
+        found = namespace.table.touch(message.keys)
+        return [Reply(session.number, request_id, Touched(found=found))]
+
+    def _reset(self, session: Session, request_id: int, message: Reset, now: float) -> list[Effect]:
+        """In pieces, for a large namespace takes seconds; answered when all of it is gone."""
+        del message, now
+        _, namespace = self._state.attached_namespace(session.engine)
+        sweep = Sweep(
+            session.number,
+            request_id,
+            # That of a self-test is its own affair.
+            "" if namespace.temporary else f"{session.who} reset its namespace",
+            lambda done: ResetDone(dropped=done.chunks, deferred=done.deferred),
+            (namespace,),
+            by_engine=True,
+            fields=session.who.fields,
+        )
+        return self._sweeps.start(sweep)
+
+    def _open_for_work(self, session: Session, keys: int) -> None:
+        if self._state.draining:
+            if session.engine is not None and session.engine.namespace is not None:
+                session.engine.namespace.table.turn_away(keys)
+            raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
+        if not self._state.allocated:
+            raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")

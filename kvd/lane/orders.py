@@ -1,0 +1,215 @@
+"""The broker's orders: whose memory is here, where their chunks are, what is to stop.
+
+Those that wait for jobs, such as to let go of memory that a copy may still touch, are
+answered when the last of these has ended.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvd.errors import BadDatagram, ImportFailed, LaneError
+from kvd.lane.device import Direction
+from kvd.lane.jobs import LaneJob
+from kvd.lane.outbox import Outbox
+from kvd.lane.reports import TEXT_LIMIT, Reports
+from kvd.lane.runner import Runner
+from kvd.lane.sockets import FRAMES_PER_TURN, Sockets
+from kvd.lane.tally import Tally
+from kvd.lane.wiping import Wiping
+from kvd.lane.workers import Binding, Worker, Workers, who_is
+from kvd.link import (
+    LINK,
+    BindWorker,
+    Imported,
+    ImportWorker,
+    LaneLog,
+    LanePing,
+    LanePong,
+    Released,
+    ReleaseWorker,
+    Revoke,
+    Revoked,
+    StopLane,
+    UnbindWorker,
+    Wipe,
+)
+from kvd.logs.setup import set_level
+from kvd.seqpacket import close_all
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import JobStatus, Message
+from kvd_proto.states import JobState
+
+_log = logging.getLogger(__name__)
+
+
+class Orders:
+    """Carries out what comes over the link.
+
+    Args:
+        sockets: with the link.
+        workers, runner, wiping: what orders are about.
+        outbox: where answers go.
+        reports: jobs that an order has ended are told of at once.
+        tally: told to a broker that asks.
+        pool_bytes: size of the pool.
+
+    Attributes:
+        stopping: no jobs are to be taken any more; those that are here are to be finished.
+    """
+
+    def __init__(
+        self,
+        *,
+        sockets: Sockets,
+        workers: Workers,
+        runner: Runner,
+        wiping: Wiping,
+        outbox: Outbox,
+        reports: Reports,
+        tally: Tally,
+        pool_bytes: int,
+    ) -> None:
+        self.stopping = False
+        self._sockets = sockets
+        self._link = sockets.link
+        self._workers = workers
+        self._runner = runner
+        self._wiping = wiping
+        self._outbox = outbox
+        self._reports = reports
+        self._tally = tally
+        self._pool_bytes = pool_bytes
+        self._handlers: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
+            ImportWorker: self._import,
+            BindWorker: self._bind,
+            UnbindWorker: self._unbind,
+            ReleaseWorker: self._release,
+            Revoke: self._revoke,
+            Wipe: self._take_wipe,
+            LanePing: self._answer_broker,
+            StopLane: self._stop,
+            LaneLog: lambda message, _fds: set_level(message.level),
+        }
+
+    def read(self) -> None:
+        """Carry out what has come, some of it where it is much.
+
+        Raises:
+            EOFError: the broker is gone.
+        """
+        self._link.flush()
+        for _ in range(FRAMES_PER_TURN):
+            received = self._link.recv()
+            if received is None:
+                return
+            frame, fds = received
+            try:
+                _, message = LINK.decode(frame)
+                self.carry_out(message, fds)
+            except (DecodeError, KeyError, BadDatagram):
+                _log.exception("a frame of the link makes no sense")
+            finally:
+                close_all(fds)
+            self._reports.tell_ended()
+
+    def carry_out(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
+        """One order. The descriptors stay the caller's.
+
+        Raises:
+            KeyError: it is no order.
+        """
+        self._handlers[type(message)](message, descriptors)
+
+    def _import(self, message: ImportWorker, fds: tuple[int, ...]) -> None:
+        error = ""
+        try:
+            worker = self._workers.add(message, fds)
+            _log.info("imported the memory of %s", worker.who, extra=worker.who.fields)
+        except ImportFailed as problem:
+            error = str(problem)[:TEXT_LIMIT]
+            who = who_is(message)
+            _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
+        self._outbox.tell(Imported(session=message.session, error=error))
+
+    def _bind(self, message: BindWorker, fds: tuple[int, ...]) -> None:
+        worker = self._workers.by_session(message.session)
+        if worker is None or worker.leaving:
+            fields = {"session": message.session}
+            _log.warning("session %d is to be bound and is not here", message.session, extra=fields)
+            return
+        try:
+            worker.binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
+        except LaneError:
+            # Unbound, its jobs are refused; the broker's log and this one say why.
+            _log.exception("%s cannot be bound", worker.who, extra=worker.who.fields)
+
+    def _unbind(self, message: UnbindWorker, _fds: tuple[int, ...]) -> None:
+        worker = self._workers.by_session(message.session)
+        if worker is not None:
+            worker.binding = None
+            self._stop_all(worker, "the engine is no longer complete")
+
+    def _release(self, message: ReleaseWorker, _fds: tuple[int, ...]) -> None:
+        worker = self._workers.by_session(message.session)
+        if worker is None:
+            self._outbox.tell(Released(session=message.session))
+            return
+        worker.leaving = True
+        jobs = self._stop_all(worker, "the worker is gone")
+
+        def let_go() -> None:
+            self._workers.remove(worker)
+            _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
+            self._outbox.tell(Released(session=message.session))
+
+        self._runner.when_ended(jobs, let_go)
+
+    def _stop_all(self, worker: Worker, reason: str) -> list[LaneJob]:
+        jobs = self._runner.jobs_of(worker)
+        for job in jobs:
+            self._runner.stop(job, JobStatus.CANCELLED, reason)
+        return jobs
+
+    def _revoke(self, message: Revoke, _fds: tuple[int, ...]) -> None:
+        """Stop what writes there. What has not started meets the directory, which says DRAINING."""
+        slots = set(message.slots.numpy().tolist())
+        writing = [
+            job
+            for job in self._runner
+            if job.direction is Direction.STORE
+            and job.machine.state in (JobState.COPYING, JobState.DRAINING)
+            and job.binding.namespace == message.namespace
+            and not slots.isdisjoint(job.chunks.slots.tolist())
+        ]
+        for job in writing:
+            self._runner.stop(job, JobStatus.STALE, "a chunk was given up while it was written")
+        answer = Revoked(
+            namespace=message.namespace, slots=message.slots, generations=message.generations
+        )
+        self._runner.when_ended(writing, lambda: self._outbox.tell(answer))
+
+    def _take_wipe(self, message: Wipe, _fds: tuple[int, ...]) -> None:
+        try:
+            self._wiping.add(message)
+        except LaneError:
+            _log.exception("piece %d is not wiped", message.number)
+
+    def _answer_broker(self, message: LanePing, _fds: tuple[int, ...]) -> None:
+        self._outbox.tell(
+            LanePong(
+                sequence=message.sequence,
+                queued_jobs=self._runner.queued_jobs,
+                bytes_in_flight=self._runner.bytes_in_flight,
+                workers=len(self._workers),
+                counters=self._tally.counters(self._sockets),
+                oldest_job_ns=self._runner.oldest_job_ns,
+            )
+        )
+
+    def _stop(self, _message: StopLane, _fds: tuple[int, ...]) -> None:
+        self.stopping = True
+
+    def __repr__(self) -> str:
+        stopping = ", stopping" if self.stopping else ""
+        return f"<Orders for {self._workers!r}, {self._runner!r}{stopping}>"

@@ -1,0 +1,162 @@
+"""What workers ask of a lane: jobs, to cancel them, to wait for them.
+
+Whatever comes in, nothing but its sender is disturbed: a frame that is no request is dropped,
+one that makes no sense is refused.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from kvd.errors import LaneError
+from kvd.lane.jobs import LaneJob, ReplyTo, refused_shares
+from kvd.lane.orders import Orders
+from kvd.lane.outbox import Outbox
+from kvd.lane.reports import Reports
+from kvd.lane.runner import Runner
+from kvd.lane.sockets import FRAMES_PER_TURN, Sockets
+from kvd.lane.tally import Tally
+from kvd.lane.workers import Worker, Workers
+from kvd_proto.codec import WIRE, Header
+from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
+from kvd_proto.messages import (
+    Cancel,
+    CancelDone,
+    ErrorCode,
+    Job,
+    JobStatus,
+    Load,
+    Message,
+    Ping,
+    Pong,
+    Store,
+    Wait,
+    WaitDone,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Requests:
+    """Serves what comes over the workers' socket.
+
+    Args:
+        sockets: from workers.
+        workers: who may ask.
+        runner: takes their jobs.
+        orders: may have to be looked at first.
+        outbox: the broker hears of stores that were refused.
+        reports: where answers go.
+        tally: counts what is dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        sockets: Sockets,
+        workers: Workers,
+        runner: Runner,
+        orders: Orders,
+        outbox: Outbox,
+        reports: Reports,
+        tally: Tally,
+    ) -> None:
+        self._sockets = sockets
+        self._workers = workers
+        self._runner = runner
+        self._orders = orders
+        self._outbox = outbox
+        self._reports = reports
+        self._tally = tally
+        self._handlers: dict[type[Message], Callable[[Worker, Any, ReplyTo], None]] = {
+            Store: self._job,
+            Load: self._job,
+            Cancel: self._cancel,
+            Wait: self._wait,
+        }
+
+    def read(self) -> None:
+        """Serve what has come, some of it where it is much."""
+        for _ in range(FRAMES_PER_TURN):
+            received = self._sockets.recv()
+            if received is None:
+                return
+            self._frame(received.identity, received.frame)
+            self._reports.tell_ended()
+
+    def _frame(self, identity: bytes, frame: bytes) -> None:
+        try:
+            header = WIRE.decode_header(frame)
+        except BadHeader:
+            self._tally.dropped_frames += 1
+            return
+        # The token proves that the sender means this boot of the daemon: it was made by it.
+        reply = ReplyTo(identity, header.request_id, header.boot_id)
+        worker = self._workers.by_token(header.session)
+        if worker is not None and not worker.requests.is_new(header.request_id):
+            self._tally.dropped_frames += 1
+            return
+        try:
+            self._request(worker, header, frame, reply)
+        except VersionMismatch as error:
+            self._reports.refuse(reply, ErrorCode.BAD_VERSION, str(error))
+        except DecodeError as error:
+            self._reports.refuse(reply, ErrorCode.BAD_MESSAGE, str(error))
+        except Exception:  # noqa: BLE001  # one request must not end the other engines' lane
+            _log.exception("request %d could not be served", header.request_id)
+            self._reports.refuse(
+                reply, ErrorCode.INTERNAL, "a bug in the lane; its log has the details"
+            )
+
+    def _request(self, worker: Worker | None, header: Header, frame: bytes, reply: ReplyTo) -> None:
+        message = WIRE.decode_body(header, frame)
+        handler = self._handlers.get(type(message))
+        if worker is None:
+            self._reports.refuse(
+                reply, ErrorCode.BAD_SESSION, "no worker of this lane has this token"
+            )
+            return
+        self._sockets.prove(reply.identity)
+        if isinstance(message, Ping):
+            self._reports.send(reply, Pong(pid=os.getpid()))
+        elif handler is None:
+            name = type(message).__name__
+            self._reports.refuse(reply, ErrorCode.BAD_STATE, f"a lane serves jobs, not {name}")
+        else:
+            handler(worker, message, reply)
+
+    def _job(self, worker: Worker, request: Job, reply: ReplyTo) -> None:
+        if self._orders.stopping:
+            self._reports.refuse_job(request, reply, "the lane is stopping")
+            return
+        if worker.binding is None:  # the broker's word may have come since the link was read
+            self._orders.read()
+        try:
+            self._runner.submit(worker, request, reply)
+        except JobShapeError as error:
+            self._reports.refuse_job(request, reply, str(error))
+            if isinstance(request, Store) and worker.binding is not None:
+                for share in refused_shares(worker, worker.binding, request):
+                    self._outbox.tell(share)
+        except LaneError as error:
+            self._reports.refuse_job(request, reply, str(error))
+
+    def _cancel(self, worker: Worker, request: Cancel, reply: ReplyTo) -> None:
+        jobs = [job for job in map(self._finder(worker), set(request.jobs)) if job is not None]
+        for job in jobs:
+            self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
+        self._reports.send(reply, CancelDone(stopped=len(jobs)))
+
+    def _wait(self, worker: Worker, request: Wait, reply: ReplyTo) -> None:
+        named = map(self._finder(worker), dict.fromkeys(request.jobs))
+        jobs = [job for job in named if job is not None]
+        for job in jobs:
+            self._runner.hoist(job)
+        self._runner.when_ended(jobs, lambda: self._reports.send(reply, WaitDone()))
+
+    def _finder(self, worker: Worker) -> Callable[[int], LaneJob | None]:
+        return lambda number: self._runner.find(worker, number)
+
+    def __repr__(self) -> str:
+        return f"<Requests of {self._workers!r}>"
