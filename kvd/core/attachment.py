@@ -60,7 +60,8 @@ def attach(state: BrokerState, engine: Engine, effects: list[Effect]) -> None:
     namespace.tokens_per_chunk = tokens_per_chunk(layouts[0])
     state.namespaces.attach_engine(namespace)
     engine.namespace = namespace
-    effects += [bind(worker) for worker in workers]
+    # The others are bound when their lane, which was lost meanwhile, has mapped their memory.
+    effects += [bind(worker) for worker in workers if worker.imported]
     effects += [attached_notice(engine, number) for number in engine.sessions]
     effects.append(
         Event(

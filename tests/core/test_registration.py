@@ -10,7 +10,7 @@ from kvd.core.identity import namespace_id
 from kvd.core.sessions import Engine, Peer, Session
 from kvd.errors import Refused
 from kvd.filling import MIN_PIECE_BYTES
-from kvd.link import Imported, ImportWorker, LaneReady, PoolUsable
+from kvd.link import BindWorker, Imported, ImportWorker, LaneReady, PoolUsable
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
@@ -256,3 +256,41 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
         else:
             assert isinstance(reply.message, Registered)
             assert len(namespaces) == 1
+
+
+def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
+    """The engine attaches without it; no lane that is down is told anything."""
+    gpu = "cuda:" + "0f" * 16
+    broker = Broker(
+        Settings(runtime_dir="/nowhere", cpu_bytes=2**20),
+        boot_id=bytes(16),
+        version="test",
+        pid=1,
+        devices=["host", gpu],
+        open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
+        available_bytes=lambda: 2**20,
+    )
+    ranks = (worker(broker), worker(broker))
+    for rank, device in enumerate(("host", gpu)):
+        broker.supervision.heard(
+            device, msgspec.structs.replace(lane_ready(2**20), device=device), 0.0
+        )
+        broker.descriptors(ranks[rank], 0, 2, 0.0)
+        asked = msgspec.structs.replace(register(), rank=rank, device=device)
+        broker.request(ranks[rank], 2, asked, 0.0)
+
+    def orders(effects: list[Effect]) -> list[tuple[str, type[Message], int]]:
+        told = [e for e in effects if isinstance(e, ToLane)]
+        return [(e.device, type(e.message), e.message.session) for e in told]  # type: ignore[attr-defined]  # of a worker, all of them
+
+    imported = [Imported(session=session.number, error="") for session in ranks]
+    broker.supervision.heard("host", imported[0], 0.0)
+    broker.supervision.lost("host", "killed")
+    attaching = broker.supervision.heard(gpu, imported[1], 0.0)
+    assert ranks[0].engine is not None
+    assert ranks[0].engine.attached
+    assert orders(attaching) == [(gpu, BindWorker, ranks[1].number)]
+    back = broker.supervision.heard("host", lane_ready(2**20), 0.0)
+    assert orders(back) == [("host", ImportWorker, ranks[0].number)]
+    bound = broker.supervision.heard("host", imported[0], 0.0)
+    assert orders(bound) == [("host", BindWorker, ranks[0].number)]
