@@ -1,5 +1,6 @@
 """What docs/security.md promises of a running daemon, tried from an engine's place."""
 
+import itertools
 import json
 import logging
 import os
@@ -40,6 +41,9 @@ from tests.http.serving import over_tcp, over_unix
 
 Ask = Callable[..., Message]
 
+# Of requests that no client makes: apart from a worker's own, for a lane serves each number once.
+_NUMBERS = itertools.count(100)
+
 
 def token_of(engine: Engine) -> bytes:
     """The token of an engine's worker, which only that process knows."""
@@ -58,7 +62,7 @@ def at_the_lane(daemon: Daemon) -> Iterator[Ask]:
     socket.connect(f"ipc://{path}")
 
     def ask(message: Message, token: bytes) -> Message:
-        socket.send(WIRE.encode(message, 1, bytes(16), token))
+        socket.send(WIRE.encode(message, next(_NUMBERS), bytes(16), token))
         assert socket.poll(10_000), "no reply"
         return WIRE.decode(socket.recv())[1]
 

@@ -268,6 +268,7 @@ def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
         assert not comparable(answer, reference)
 
 
+@pytest.mark.timeout(600)  # 24 long answers, one by one
 def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
     models: Path,
     start_daemon: StartDaemon,
