@@ -4,6 +4,11 @@ Everybody who connects gets his turn: one message each, round after round. What 
 kept of all of them together, unfinished messages and replies that nobody reads, is
 bounded; above that whoever has most kept is shown out. Who does not read his
 replies is not read either.
+
+What a peer has sent and nobody has read is lost when its connection is closed, and
+it would wait for an answer that never comes. So newcomers do not displace just
+anybody who has not shown yet who he is, but one of the process that has most such
+connections.
 """
 
 import contextlib
@@ -15,6 +20,7 @@ import socket
 import struct
 import time
 from collections import Counter, OrderedDict
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +32,8 @@ UNREAD_BYTES = 2**20  # replies that wait for a peer, before it is not read any 
 MAX_KEPT_BYTES = 256 * 2**20
 MAX_UNPROVEN = 1024
 MAX_CONNECTIONS = 8192
+FEW = 8
+"""Connections without a token that a process may have, before one gives way to a newcomer."""
 BACKLOG = 1024
 LIMITS = ("message_bytes", "message_parts", "kept_bytes", "connections", "open_files")
 """Bounds above which connections are closed."""
@@ -41,14 +49,21 @@ class Received(NamedTuple):
     frame: bytes
 
 
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """Pid and uid of the process that connected; its pid is 0 where it cannot be seen from here."""
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
+
+
 class _Connection:
     """One peer: its socket, what it has begun to say, and what it has not read."""
 
-    __slots__ = ("incoming", "kept", "number", "outgoing", "proven", "sock", "unread")
+    __slots__ = ("incoming", "kept", "number", "outgoing", "pid", "proven", "sock", "uid", "unread")
 
     def __init__(self, number: int, sock: socket.socket, max_bytes: int) -> None:
         self.number = number
         self.sock = sock
+        self.pid, self.uid = _peer(sock)
         self.incoming = Incoming(max_bytes)
         self.outgoing: list[memoryview] = []
         self.unread = 0
@@ -70,7 +85,7 @@ class Router:
         path: where to listen; a file there is replaced.
         max_bytes: of a message.
         max_kept: bytes of unfinished messages and unread replies, all peers together.
-        max_unproven: connections that have not been called proven; above, the oldest goes.
+        max_unproven: connections that have not been called proven; above, one of them goes.
 
     Raises:
         OSError: the address cannot be had.
@@ -102,6 +117,7 @@ class Router:
         self._by_fd: dict[int, _Connection] = {}
         self._by_identity: dict[bytes, _Connection] = {}
         self._unproven: OrderedDict[int, _Connection] = OrderedDict()
+        self._strangers: Counter[int] = Counter()  # how many of these, by their process
         self._hot: OrderedDict[int, _Connection] = OrderedDict()
         self._kept = 0
         self._next = 1
@@ -168,14 +184,14 @@ class Router:
         connection = self._by_identity.get(identity)
         if connection is not None and not connection.proven:
             connection.proven = True
-            del self._unproven[connection.number]
+            self._know(connection)
 
     def disown(self, identity: bytes) -> None:
         """Undo `prove`."""
         connection = self._by_identity.get(identity)
         if connection is not None and connection.proven:
             connection.proven = False
-            self._unproven[connection.number] = connection
+            self._meet(connection)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
         """Send a message of one part; false where the peer is gone, or reads nothing."""
@@ -242,7 +258,7 @@ class Router:
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                if not self._make_room("open_files"):
+                if not self._make_room("open_files", few=FEW):
                     self._refuse_one()
                 return
             if len(self._by_fd) >= MAX_CONNECTIONS:
@@ -251,7 +267,7 @@ class Router:
                 continue
             self._welcome(sock)
             if len(self._unproven) > self._max_unproven:
-                self._make_room("connections")
+                self._make_room("connections", few=0)
 
     def _welcome(self, sock: socket.socket) -> None:
         sock.setblocking(False)  # the socket API's own form
@@ -263,15 +279,30 @@ class Router:
         connection = _Connection(self._next, sock, self._max_bytes)
         self._next += 1
         self._by_fd[sock.fileno()] = self._by_identity[connection.identity] = connection
-        self._unproven[connection.number] = connection
+        self._meet(connection)
         self._epoll.register(sock, select.EPOLLIN)
 
-    def _make_room(self, limit: str) -> bool:
-        """Show out the oldest of those who have not said who they are; whether there was one."""
-        oldest = next(iter(self._unproven.values()), None)
-        if oldest is not None:
-            self._give_up(oldest, "others want its place, and it has shown no token", limit)
-        return oldest is not None
+    def _meet(self, connection: _Connection) -> None:
+        self._unproven[connection.number] = connection
+        self._strangers[connection.pid] += 1
+
+    def _know(self, connection: _Connection) -> None:
+        if self._unproven.pop(connection.number, None) is not None:
+            self._strangers[connection.pid] -= 1
+            if not self._strangers[connection.pid]:
+                del self._strangers[connection.pid]
+
+    def _make_room(self, limit: str, *, few: int) -> bool:
+        """Show out the oldest stranger of the process with most of them; whether one had to go.
+
+        Nobody goes where no process has more than a few.
+        """
+        pid, count = max(self._strangers.items(), key=itemgetter(1), default=(0, 0))
+        if count <= few:
+            return False
+        oldest = next(one for one in self._unproven.values() if one.pid == pid)
+        self._give_up(oldest, "others want its place, and it has shown no token", limit)
+        return True
 
     def _refuse_one(self) -> None:
         self.limits["open_files"] += 1
@@ -346,9 +377,8 @@ class Router:
             self.limits[limit] += 1
         else:
             self.dropped += 1
-        credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        pid, uid, _ = _UCRED.unpack(credentials)
-        log.warning("a connection of pid %d (uid %d) is closed: %s", pid, uid, why)
+        text = "a connection of pid %d (uid %d) is closed: %s"
+        log.warning(text, connection.pid, connection.uid, why)
         self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
@@ -358,7 +388,7 @@ class Router:
         self._epoll.unregister(fd)
         del self._by_fd[fd]
         del self._by_identity[connection.identity]
-        self._unproven.pop(connection.number, None)
+        self._know(connection)
         self._hot.pop(connection.number, None)
         self._kept -= connection.kept
         connection.sock.close()

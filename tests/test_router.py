@@ -1,9 +1,14 @@
 """The daemon's request sockets: libzmq's clients are served, nobody is kept beyond a bound."""
 
+import os
+import resource
 import select
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -145,7 +150,7 @@ def test_unfinished_messages_of_all_together_are_bounded(make: Make, tmp_path: P
 
 
 def test_who_has_shown_nothing_gives_way_to_newcomers(make: Make, tmp_path: Path) -> None:
-    """Of those who have not been called proven the oldest goes; the proven stay."""
+    """Of those of a process who have not been called proven the oldest goes; the proven stay."""
     router = make(max_unproven=2)
     proven = connect(tmp_path / "socket")
     proven.sendall(message(b"token"))
@@ -157,6 +162,81 @@ def test_who_has_shown_nothing_gives_way_to_newcomers(make: Make, tmp_path: Path
     assert received(router).frame == b"again"
     for sock in (proven, *strangers):
         sock.close()
+
+
+@contextmanager
+def crowd_of_another_process(path: Path, count: int) -> Iterator[None]:
+    """A process that has connected so often, and says nothing."""
+    code = (
+        "import socket, sys\n"
+        "crowd = [socket.socket(socket.AF_UNIX) for _ in range(int(sys.argv[2]))]\n"
+        "for one in crowd:\n    one.connect(sys.argv[1])\n"
+        "print(len(crowd), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path), str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield
+
+
+def test_a_crowd_displaces_its_own(make: Make, tmp_path: Path) -> None:
+    """What somebody else has sent, and nobody has read yet, is not lost by it."""
+    router = make(max_unproven=5)
+    first = connect(tmp_path / "socket")
+    first.sendall(message(b"said before the crowd came"))
+    with crowd_of_another_process(tmp_path / "socket", 20):
+        until_looked = select.poll()
+        until_looked.register(router, select.POLLIN)
+        while router.limits["connections"] < 16:  # of 21 five stay
+            assert until_looked.poll(10_000)
+            router.look()
+        assert received(router).frame == b"said before the crowd came"
+        assert not _hung_up(first)
+    first.close()
+
+
+def test_without_descriptors_a_newcomer_waits_and_nobody_is_displaced(
+    make: Make, tmp_path: Path
+) -> None:
+    """Who is here, has shown no token and is one of a few, stays: what was sent is heard."""
+    router = make()
+    first = connect(tmp_path / "socket")
+    first.sendall(message(b"early"))
+    poller = select.poll()
+    poller.register(router, select.POLLIN)
+    assert poller.poll(10_000)
+    router.look()
+    second = socket.socket(socket.AF_UNIX)
+    with few_descriptors():
+        second.connect(str(tmp_path / "socket"))
+        router.look()
+    assert router.limits["open_files"] == 1
+    assert _hung_up(second)
+    assert received(router).frame == b"early"
+    for sock in (first, second):
+        sock.close()
+
+
+@contextmanager
+def few_descriptors() -> Iterator[None]:
+    """This process may open no descriptor more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    spare = [os.dup(0)]
+    while spare[-1] < highest:  # no gap below the limit
+        spare.append(os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare[-1] + 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in spare:
+            os.close(fd)
 
 
 def push(router: Router, sock: socket.socket, data: bytes) -> bool:
