@@ -298,6 +298,7 @@ def life(plain: int, exported: int, streams: list[int], heard: Heard) -> list[st
             while timeline.reached < numbers[-1] and not heard.texts:
                 assert time.monotonic() < end, timeline
                 time.sleep(0.0005)
+        call("cuCtxSynchronize")  # a page is let go when its last event has happened
         timeline.follow(None)
         page.close()
         for thread in threading.enumerate():

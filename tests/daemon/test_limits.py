@@ -86,7 +86,9 @@ def test_a_lane_full_of_one_engines_stores_serves_the_other(start_daemon: StartD
                 job, [1, 2], [2, 0], [0, 0], ticket.slots, ticket.generations, after=later
             )
         assert quiet.load(keys) == (4, 0)
-        report = report_when(daemon, lambda report: "store_shed" in report["counters"]["jobs"])
+        report = report_when(
+            daemon, lambda report: report["counters"]["jobs"].get("store_shed", 0) >= 5
+        )
         assert report["counters"]["jobs"]["store_shed"] == 5
         assert report["lanes"][0]["queued_jobs"] == 3
         assert report["lanes"][0]["restarts"] == 0
