@@ -39,7 +39,11 @@ class EngineOptions:
             "VLLM_LOGGING_LEVEL": "INFO",
             # A limit in GiB, not what is allocated; with it vLLM need not measure by a trial run.
             "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": _cores(self.tensor_parallel),
+            # One thread for each worker: several wait for each other longer than they compute a
+            # model this small. Left to itself vLLM counts them by the cores that it thinks free,
+            # others with a connector than without, and answers would not be comparable.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
             # Without it vLLM's processes wait for each other in a loop of sched_yield, which on
             # some kernels (Linux 6.18 was seen) keeps all others off two cores for minutes.
             "VLLM_USE_SPINLOOP_EXT": "1",
@@ -62,21 +66,6 @@ class EngineOptions:
             "disable_log_stats": False,
             **self.args,
         }
-
-
-def _cores(workers: int) -> str:
-    """The cores of every worker, such as "0|1". The same with and without a connector.
-
-    Left to itself vLLM chooses other cores where a connector is configured, and
-    computes with another number of threads: answers would not be comparable.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // workers)
-    parts = [
-        [cores[index % len(cores)] for index in range(worker * share, (worker + 1) * share)]
-        for worker in range(workers)
-    ]
-    return "|".join(",".join(map(str, part)) for part in parts)
 
 
 def kvd_transfer(runtime_dir: Path | str, **extra: Any) -> dict[str, Any]:
