@@ -2,7 +2,9 @@
 
 A job ends with the lane's answer, or with the lane's death, which its lifeline
 shows without doubt. Only a store can also be ended from here: a new epoch makes
-the lane discard whatever it still copies for it.
+the lane discard whatever it still copies for it. An answer may be lost, where a
+lane had to close the way to this worker; so the lane is asked about loads that
+are long in coming, and they end when it says that they did.
 """
 
 import logging
@@ -20,6 +22,7 @@ from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, St
 
 POLL_SECONDS = 0.02
 HURRY_SECONDS = 0.002  # after which the lane is asked to do waited-for jobs first
+ASK_SECONDS = 2.0  # after which it is asked whether a load has ended, and again each time
 
 log = logging.getLogger("kvd_client")
 
@@ -67,6 +70,7 @@ class JobTable:
         self._links: list[LaneLink] = []  # the lane, and predecessors that still owe answers
         self._running: dict[int, _Running] = {}
         self._finished: list[JobResult] = []
+        self._asked = 0.0  # when loads that are long in coming were asked about
 
     # ----------------------------------------------------------------- lanes
 
@@ -132,6 +136,7 @@ class JobTable:
             if self._running:
                 self._collect()
                 self._void_overdue()
+                self._ask_about_overdue()
             finished, self._finished = self._finished, []
         return finished
 
@@ -147,6 +152,7 @@ class JobTable:
             with self._lock:
                 self._collect()
                 left &= self._running.keys()
+                self._ask_about_overdue()
                 if hurry_at is not None and time.monotonic() >= hurry_at:
                     self._tell_lanes(Wait, left)
                     hurry_at = None
@@ -206,6 +212,9 @@ class JobTable:
                 job_id = link.pending.pop(header.request_id, None)
                 if job_id is not None:
                     self._end(_result(job_id, message))
+                for request_id in link.settled(header.request_id, message):
+                    text = "the lane has ended it, but its answer was lost"
+                    self._end(_failed(link.pending.pop(request_id), text))
             if dead:
                 for job_id in link.pending.values():
                     self._end(_failed(job_id, "the lane process has died"))
@@ -236,9 +245,21 @@ class JobTable:
         late = [job for job, r in self._running.items() if r.is_store and r.submitted < limit]
         self._void(late, self._store_seconds)
 
+    def _ask_about_overdue(self) -> None:
+        limit = time.monotonic() - ASK_SECONDS
+        if self._asked > limit:
+            return
+        late = [job for job, r in self._running.items() if not r.is_store and r.submitted < limit]
+        if late:
+            self._asked = time.monotonic()
+            self._tell_lanes(Wait, late)
+
     def _tell_lanes(self, kind: type[Wait] | type[Cancel], job_ids: Collection[int]) -> None:
         for link in {self._running[job].link for job in job_ids}:
-            link.send(kind(jobs=tuple(job for job in job_ids if self._running[job].link is link)))
+            jobs = tuple(job for job in job_ids if self._running[job].link is link)
+            number = link.send(kind(jobs=jobs))
+            if kind is Wait and number:
+                link.awaits(number, (self._running[job].request_id for job in jobs))
 
     def _forget(self) -> None:
         for link in self._links:

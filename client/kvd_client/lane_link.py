@@ -2,13 +2,14 @@
 
 import os
 import select
+from collections.abc import Iterable
 
 import zmq
 
 from kvd_client.connection import dealer
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import LaneUp, Message
+from kvd_proto.messages import Error, ErrorCode, LaneUp, Message, WaitDone
 
 
 class LaneLink:
@@ -33,6 +34,7 @@ class LaneLink:
         self.incarnation = up.incarnation
         self.token = token
         self.pending: dict[int, int] = {}  # request id -> job id of what has not ended
+        self._waits: dict[int, frozenset[int]] = {}  # Wait's request id -> those of its jobs
         self._boot_id = boot_id
         self._lifeline = lifeline
         self._dealer = dealer(context, up.endpoint)
@@ -67,6 +69,23 @@ class LaneLink:
                 arrived.append((header, WIRE.decode_body(header, frame)))
             except DecodeError:
                 arrived.append((header, None))
+
+    def awaits(self, number: int, requests: Iterable[int]) -> None:
+        """Note that request `number` was a Wait for the jobs of these requests."""
+        open_waits = self._waits.items()
+        self._waits = {n: jobs for n, jobs in open_waits if not jobs.isdisjoint(self.pending)}
+        self._waits[number] = frozenset(requests)
+
+    def settled(self, number: int, answer: Message | None) -> frozenset[int]:
+        """The requests still pending whose jobs have ended all the same, by what was answered.
+
+        Their answers were sent before this one, to a connection that is no more. A lane that
+        does not know the worker has let go of its memory, after its last job.
+        """
+        unknown = isinstance(answer, Error) and answer.code is ErrorCode.BAD_SESSION
+        if number not in self._waits or not (isinstance(answer, WaitDone) or unknown):
+            return frozenset()
+        return self._waits.pop(number) & self.pending.keys()
 
     @property
     def dead(self) -> bool:

@@ -3,7 +3,8 @@
 A job that came twice would be copied twice: the second time from or into blocks that the
 engine uses for something else by then, since its first answer gave them back. And a second
 answer, such as that its number is in use, would be taken for the first one. So requests
-are known by their numbers, and one that was here before is dropped without a word.
+are known by their numbers, and one that was here before is dropped without a word. So is one
+that is late: a worker that was told that a job has ended, or is not here, uses its blocks.
 """
 
 WINDOW = 1024  # requests that may overtake each other
@@ -29,6 +30,12 @@ class Once:
             return False
         self._seen |= bit
         return True
+
+    def close_before(self, number: int) -> None:
+        """From now on no number below this one, which was here, is new."""
+        behind = self._highest - number
+        if behind < WINDOW:
+            self._seen |= ((1 << WINDOW) - 1) & ~((1 << (behind + 1)) - 1)
 
     def __repr__(self) -> str:
         return f"<Once up to {self._highest}>"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.errors import LaneError
-from kvd.lane.jobs import LaneJob, ReplyTo, refused_shares
+from kvd.lane.jobs import ReplyTo, refused_shares
 from kvd.lane.orders import Orders
 from kvd.lane.outbox import Outbox
 from kvd.lane.reports import Reports
@@ -143,20 +143,20 @@ class Requests:
             self._reports.refuse_job(request, reply, str(error))
 
     def _cancel(self, worker: Worker, request: Cancel, reply: ReplyTo) -> None:
-        jobs = [job for job in map(self._finder(worker), set(request.jobs)) if job is not None]
+        named = [self._runner.find(worker, number) for number in set(request.jobs)]
+        jobs = [job for job in named if job is not None]
         for job in jobs:
             self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
         self._reports.send(reply, CancelDone(stopped=len(jobs)))
 
     def _wait(self, worker: Worker, request: Wait, reply: ReplyTo) -> None:
-        named = map(self._finder(worker), dict.fromkeys(request.jobs))
+        named = [self._runner.find(worker, number) for number in dict.fromkeys(request.jobs)]
         jobs = [job for job in named if job is not None]
+        if len(jobs) < len(named):  # ended, or never came; these must not begin after the answer
+            worker.requests.close_before(reply.request_id)
         for job in jobs:
             self._runner.hoist(job)
         self._runner.when_ended(jobs, lambda: self._reports.send(reply, WaitDone()))
-
-    def _finder(self, worker: Worker) -> Callable[[int], LaneJob | None]:
-        return lambda number: self._runner.find(worker, number)
 
     def __repr__(self) -> str:
         return f"<Requests of {self._workers!r}>"

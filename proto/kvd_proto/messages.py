@@ -329,7 +329,11 @@ class Wait(Message, frozen=True):
 
 
 class WaitDone(Message, frozen=True):
-    """All of them have ended; their Done messages were sent before this one."""
+    """All of them have ended; their Done messages were sent before this one.
+
+    One that never reached the lane will not begin any more. So a worker that has not got a Done
+    by then takes the job as failed: a connection that broke has taken the message along.
+    """
 
 
 # ------------------------------------------------------------------- common

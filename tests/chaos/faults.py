@@ -4,8 +4,6 @@ import random
 from collections.abc import Iterator
 from enum import IntEnum
 
-from kvd_proto.codec import HEADER_BYTES
-
 CHANCE = 0.25  # for each message
 LONGEST_DELAY = 1.5
 MOMENT = 0.03  # enough for the next message to overtake
@@ -18,39 +16,28 @@ class Fault(IntEnum):
     DUPLICATED = 1
     TRUNCATED = 2
     REORDERED = 3
+    LOST = 4
 
 
 Sending = tuple[float, bytes]
 """When to send what: seconds from now."""
 
 
-def mangle(
-    frame: bytes, chance: random.Random, *, headed: bool
-) -> tuple[Fault | None, list[Sending]]:
-    """What becomes of a message: as a rule it is sent on as it is.
-
-    Args:
-        frame: the message.
-        chance: decides.
-        headed: it keeps its header. Without one it would be a lost message: a job that is
-            never answered, since Unix sockets lose nothing, and nobody asks again.
-    """
+def mangle(frame: bytes, chance: random.Random) -> tuple[Fault | None, list[Sending]]:
+    """What becomes of a message: as a rule it is sent on as it is."""
     if chance.random() >= CHANCE:
         return None, [(0.0, frame)]
     fault = chance.choice(list(Fault))
-    return fault, list(_sendings(fault, frame, chance, headed=headed))
+    return fault, list(_sendings(fault, frame, chance))
 
 
-def _sendings(
-    fault: Fault, frame: bytes, chance: random.Random, *, headed: bool
-) -> Iterator[Sending]:
+def _sendings(fault: Fault, frame: bytes, chance: random.Random) -> Iterator[Sending]:
     if fault is Fault.DELAYED:
         yield chance.uniform(0.0, LONGEST_DELAY), frame
     elif fault is Fault.DUPLICATED:
         yield 0.0, frame
         yield chance.choice((0.0, chance.uniform(0.0, LONGEST_DELAY))), frame
     elif fault is Fault.TRUNCATED:
-        least = min(len(frame), HEADER_BYTES) if headed else 0
-        yield 0.0, frame[: chance.randint(least, len(frame))]
-    else:
+        yield 0.0, frame[: chance.randint(0, len(frame))]
+    elif fault is Fault.REORDERED:
         yield MOMENT, frame

@@ -3,8 +3,8 @@
     python -m tests.chaos.proxy_process FOLDER REAL_RUNTIME_DIR OWN_RUNTIME_DIR SEED
 
 Door, request socket and lanes' sockets are there under the same names. While word 0 of
-the file `faults` is set, messages are delayed, duplicated, truncated and reordered; the
-words after it count how many.
+the file `faults` is set, messages are delayed, duplicated, truncated, reordered and lost;
+the words after it count how many.
 """
 
 import contextlib
@@ -55,12 +55,12 @@ class Wire:
         """One more."""
         self._words[1 + fault] += 1
 
-    def carry(self, frame: bytes, send: Callable[[bytes], None], *, headed: bool) -> None:
+    def carry(self, frame: bytes, send: Callable[[bytes], None]) -> None:
         """Send the frame on, now or later, whole or not."""
         if not self.bad:
             self._push(0.0, frame, send)
             return
-        fault, sendings = mangle(frame, self.chance, headed=headed)
+        fault, sendings = mangle(frame, self.chance)
         if fault is not None:
             self.count(fault)
         for delay, part in sendings:
@@ -90,7 +90,6 @@ class Relay:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", own: Path, real: Path) -> None:
         self._context = context
         self._real = real
-        self._lane = real.name != "broker.sock"
         own.unlink(missing_ok=True)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.linger = 0
@@ -104,13 +103,13 @@ class Relay:
             while True:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)
                 if len(parts) == 2:
-                    wire.carry(parts[1], self._to_daemon(parts[0]), headed=self._lane)
+                    wire.carry(parts[1], self._to_daemon(parts[0]))
                 moved = True
         for identity, peer in list(self.peers.items()):
             with contextlib.suppress(zmq.Again):
                 while True:
                     frame = peer.recv(zmq.NOBLOCK)
-                    wire.carry(frame, self._to_client(identity), headed=True)
+                    wire.carry(frame, self._to_client(identity))
                     moved = True
         return moved
 

@@ -30,6 +30,8 @@ from kvd_proto.messages import (
     CompleteLoad,
     CompleteStore,
     Done,
+    Error,
+    ErrorCode,
     Greeting,
     Handles,
     Hello,
@@ -106,9 +108,11 @@ class FakeDaemon:
         self.keys: dict[bytes, int] = {}
         self.received: list[Message] = []
         self.hold_jobs = False
+        self.forgets_workers = False
         self.incarnation = 0
         self.replies: dict[type[Message], Callable[[Message], Message | None]] = dict(_REPLIES)
         self.visitors: dict[int, Visitor] = {}
+        self._tokens: set[bytes] = set()  # of those that have left, too
         self._seen = threading.Condition()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0)
@@ -199,6 +203,10 @@ class FakeDaemon:
 
         self.call(finish)
 
+    def lose(self) -> None:
+        """Take the jobs that were held back for done, without a word."""
+        self.call(self._take_held)
+
     def kill_lane(self) -> None:
         """End the lane process."""
         self.call(self._close_lane)
@@ -283,6 +291,7 @@ class FakeDaemon:
     def _greet(self) -> None:
         sock, _ = self._door.accept()
         visitor = Visitor(sock, os.urandom(16))
+        self._tokens.add(visitor.token)
         self.visitors[sock.fileno()] = visitor
         self._notify(visitor, Greeting(pid=os.getpid()))
 
@@ -345,7 +354,7 @@ class FakeDaemon:
 
     def _job(self, identity: bytes, frame: bytes) -> None:
         header, message = WIRE.decode(frame)
-        assert header.session in {v.token for v in self.visitors.values()}
+        assert header.session in self._tokens
         assert self.lane is not None
         if isinstance(message, Job):
             if self.hold_jobs:
@@ -353,7 +362,9 @@ class FakeDaemon:
             else:
                 self._done(identity, header, message, JobStatus.OK)
         elif isinstance(message, Wait):
-            if not self._held:
+            if self.forgets_workers:
+                self._to_worker(identity, header, Error(code=ErrorCode.BAD_SESSION, text="who?"))
+            elif not self._held:
                 self._to_worker(identity, header, WaitDone())
         elif isinstance(message, Cancel):
             for held in self._take_held():

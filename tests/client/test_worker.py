@@ -18,6 +18,7 @@ from kvd_client import (
     Unavailable,
     UsageError,
     Worker,
+    jobs,
 )
 from kvd_proto.messages import (
     Cancel,
@@ -266,6 +267,51 @@ def test_wait_for_loads_alone_leaves_the_epoch(daemon: FakeDaemon, worker: Worke
     worker.submit_load(2, **JOB)
     assert worker.wait([2], timeout=0.01) == frozenset({2})
     assert mmap.mmap(daemon.worker_fds()[0], 4096)[8] == 0
+
+
+def test_a_load_whose_answer_is_lost_fails_when_the_lane_says_that_it_has_ended(
+    daemon: FakeDaemon, worker: Worker
+) -> None:
+    """wait() asks the lane anyway; what is not answered by then never will be."""
+    daemon.hold_jobs = True
+    worker.submit_load(1, **JOB)
+    worker.submit_load(2, **JOB)
+    daemon.wait_for(Load, 2)
+    daemon.lose()
+    assert worker.wait([1], timeout=SECONDS) == frozenset()
+    (result,) = worker.get_finished()
+    assert (result.job_id, result.status) == (1, JobStatus.FAILED)
+    assert "answer was lost" in result.text
+    assert worker.unfinished == 1
+    worker._jobs.check_integrity()
+
+
+def test_lanes_are_asked_about_loads_that_are_long_in_coming(
+    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for them; again and again, for a question may be lost, too."""
+    monkeypatch.setattr(jobs, "ASK_SECONDS", 0.01)
+    daemon.hold_jobs = True
+    worker.submit_load(1, **JOB)
+    worker.submit_store(2, **JOB)
+    while len([m for m in daemon.received if isinstance(m, Wait)]) < 3:
+        assert worker.get_finished() == []
+    assert daemon.wait_for(Wait)[0].jobs == (1,)
+    daemon.lose()
+    (result,) = results(worker)
+    assert (result.job_id, result.status) == (1, JobStatus.FAILED)
+    worker._jobs.check_integrity()
+
+
+def test_a_lane_that_does_not_know_the_worker_holds_none_of_its_loads(
+    daemon: FakeDaemon, worker: Worker
+) -> None:
+    """It has let go of the worker's memory, which it does after the last job."""
+    daemon.hold_jobs = daemon.forgets_workers = True
+    worker.submit_load(1, **JOB)
+    assert worker.wait([1], timeout=SECONDS) == frozenset()
+    (result,) = worker.get_finished()
+    assert (result.job_id, result.status) == (1, JobStatus.FAILED)
 
 
 def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> None:

@@ -7,7 +7,7 @@ from kvd.link import ShareDone, UnbindWorker
 from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
-from kvd_proto.messages import JobStatus, Load, Store
+from kvd_proto.messages import JobStatus, Load, Store, Wait, WaitDone
 from tests.lane.support import BOOT, Directory, FakeWorker, Lane, make_job, simple_layout
 
 SLOTS = 16
@@ -78,6 +78,21 @@ def test_a_job_that_comes_twice_is_done_once(
     worker.poison()
     worker.raw(again)
     worker._requests = 1
+    assert worker.run(Load, 2, [20, 21], [3]) is JobStatus.OK  # after it, in order
+    assert (worker.pages([7, 8]) == 0xEE).all()
+    assert worker.silent()
+
+
+def test_a_job_that_was_waited_for_before_it_came_does_not_begin(
+    worker: FakeWorker, directory: Directory
+) -> None:
+    """WaitDone told the worker that it is not here: by now its blocks are in use."""
+    directory.set([3], SlotState.READY, count=2)
+    worker._requests = 1
+    worker.request(Wait(jobs=(1,)))
+    assert isinstance(worker.reply()[1], WaitDone)
+    worker.poison()
+    worker.raw(WIRE.encode(make_job(Load, 1, [7, 8], [3]), 1, BOOT, worker.token))
     assert worker.run(Load, 2, [20, 21], [3]) is JobStatus.OK  # after it, in order
     assert (worker.pages([7, 8]) == 0xEE).all()
     assert worker.silent()

@@ -20,6 +20,22 @@ def test_a_number_is_new_once(numbers: list[int]) -> None:
         highest = max(highest, number)
 
 
+@given(
+    st.lists(st.integers(1, 2 * WINDOW), min_size=1, max_size=50),
+    st.lists(st.integers(1, 3 * WINDOW), max_size=200),
+)
+def test_below_a_closed_number_nothing_is_new(before: list[int], after: list[int]) -> None:
+    """What is late is dropped; numbers above it are new once, as ever."""
+    once, closed = Once(), before[-1]
+    seen = {number for number in before if once.is_new(number)}
+    once.close_before(closed)
+    for number in after:
+        new = once.is_new(number)
+        assert not (new and (number < closed or number in seen))
+        assert new or number < closed or number in seen or number <= max(seen) - WINDOW
+        seen.add(number)
+
+
 def test_no_request_has_number_zero() -> None:
     """Zero is the number of what is no request."""
     assert not Once().is_new(0)
