@@ -71,7 +71,7 @@ constraints-vllm: $(VLLM_STAMP) ## the same for the environment with vLLM
 	@mv constraints.new tests/vllm/requirements.txt
 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
-	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=300
+	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=300 -n 2 --dist loadfile
 
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
 	PYTHONPATH=. $(BIN)/python tests/soak/restart_loop.py $(or $(KILLS),200) $(SEED)

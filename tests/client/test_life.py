@@ -13,6 +13,7 @@ import pytest
 from kvd_client import HostMemory, LookupResult, Scheduler, UsageError, Worker
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.waiting import eventually
 
 PROGRAM = """
 import sys
@@ -121,12 +122,7 @@ def test_fork_does_not_hold_the_door_open(daemon: FakeDaemon) -> None:
         os._exit(0)
     os.close(read)
     worker._session.close()
-    end = threading.Event()
-    for _ in range(1000):
-        if not daemon.call(lambda: dict(daemon.visitors)):
-            break
-        end.wait(0.01)
-    assert not daemon.visitors
+    eventually(lambda: not daemon.call(lambda: dict(daemon.visitors)))
     os.close(write)
     os.waitpid(child, 0)
     memory.close()

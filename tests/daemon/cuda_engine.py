@@ -1,6 +1,5 @@
 """An engine in CUDA memory: its scheduler here, its ranks in processes of their own."""
 
-import select
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from kvd_client import LookupResult, Scheduler
 from tests.daemon.cuda_rank import CudaRank, Rank
 from tests.daemon.engines import FACTOR, PAGE
 from tests.daemon.serving import Daemon
+from tests.waiting import eventually
 
 
 @dataclass
@@ -81,11 +81,7 @@ class CudaEngine:
 
     def wait_hit(self, keys: list[bytes]) -> None:
         """Until every lane's report has been counted."""
-        for _ in range(500):
-            if set(self.scheduler.lookup_many(keys)) == {LookupResult.HIT}:
-                return
-            self.scheduler.status()
-        raise AssertionError(self.scheduler.lookup_many(keys))
+        eventually(lambda: self.scheduler.lookup_many(keys), {LookupResult.HIT}.issuperset)
 
     def load(self, keys: list[bytes], first_block: int = 33) -> int:
         """Poison other blocks and load there; wrong bytes of all ranks."""
@@ -127,10 +123,7 @@ def lane_of(daemon: Daemon) -> dict[str, Any]:
 
 def wait_lane(daemon: Daemon, **wanted: object) -> dict[str, Any]:
     """Until the CUDA lane's status is as given."""
-    lane: dict[str, Any] = {}
-    for _ in range(60):
-        lane = lane_of(daemon)
-        if all(lane[name] == value for name, value in wanted.items()):
-            return lane
-        select.select([], [], [], 0.05)
-    raise AssertionError(lane)
+    return eventually(
+        lambda: lane_of(daemon),
+        lambda lane: all(lane[name] == value for name, value in wanted.items()),
+    )

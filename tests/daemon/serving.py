@@ -1,11 +1,11 @@
 """Daemons for tests, always ended."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kvd.broker.keep import area_name
+from kvd.control import Control
+from kvd.errors import NotRunning
+from kvd_proto.messages import Status, StatusReport
+from tests.waiting import PAUSE
 
 
 @dataclass
@@ -25,20 +29,21 @@ class Daemon:
     extra: list[str] = field(default_factory=list)
 
     def status(self, wait: float = 0.0) -> dict[str, Any]:
-        """What `kvd status --json` prints."""
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "kvd", "status", "--json"),
-                *("--runtime-dir", str(self.runtime_dir), "--wait", str(wait)),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        assert done.stdout, f"{done.stderr}\n{self.log.read_text()}"
-        report: dict[str, Any] = json.loads(done.stdout)
-        return report
+        """What `kvd status --json --wait` prints."""
+        end = time.monotonic() + wait
+        while True:
+            try:
+                with Control(self.runtime_dir) as control:
+                    reply = control.request(Status())
+            except NotRunning as error:
+                problem = str(error)
+            else:
+                assert isinstance(reply, StatusReport), reply
+                if reply.status["ready"] or time.monotonic() >= end:
+                    return reply.status
+                problem = f"not ready: {reply.status}"
+            assert time.monotonic() < end, f"{problem}\n{self.log.read_text()}"
+            time.sleep(PAUSE)
 
     def wait_ready(self) -> dict[str, Any]:
         """The status once ready; fails with the daemon's log otherwise."""

@@ -8,15 +8,12 @@ import pytest
 from kvd_client import Fingerprint, HostMemory, LookupResult, RegistrationError, StoreAnswer, Worker
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.waiting import eventually
 
 
 def wait_hit(engine: Engine, keys: list[bytes]) -> None:
-    """Ask the daemon until every lane's report has been counted; a round trip each time."""
-    for _ in range(200):
-        if all(result is LookupResult.HIT for result in engine.scheduler.lookup_many(keys)):
-            return
-        engine.scheduler.status()
-    raise AssertionError(engine.scheduler.lookup_many(keys))
+    """Until every lane's report has been counted."""
+    eventually(lambda: engine.scheduler.lookup_many(keys), {LookupResult.HIT}.issuperset)
 
 
 def test_two_ranks_store_and_load_every_byte(daemon: Daemon) -> None:
@@ -155,11 +152,8 @@ def test_replicated_shares_are_stored_once(daemon: Daemon) -> None:
         wait_hit(engine, keys)
         assert engine.load(keys) == (9, 0)
         assert engine.scheduler.bytes_per_chunk == 2 * 2 * 4096
-    for _ in range(100):  # the lane's counters come with its next heartbeat
-        stored = daemon.status()["counters"]["store_bytes"]
-        if stored:
-            break
-    assert stored == 9 * 2 * 2 * 4096
+    # The lane's counters come with its next heartbeat.
+    assert eventually(lambda: daemon.status()["counters"]["store_bytes"]) == 9 * 2 * 2 * 4096
 
 
 def test_blocks_that_were_not_stored_are_a_miss(daemon: Daemon) -> None:

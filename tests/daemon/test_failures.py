@@ -16,6 +16,7 @@ from kvd_client import LookupResult, StoreAnswer, Worker
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.test_engines import wait_hit
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,11 +53,10 @@ def rank_process(daemon: Daemon) -> Iterator[subprocess.Popen[str]]:
 
 def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:
     """Ask until the namespace's chunks by state are as given."""
-    for _ in range(100):
-        found: dict[str, int] = daemon.status()["namespaces"][0]["chunks"]
-        if all(found[name] == value for name, value in chunks.items()):
-            return found
-    raise AssertionError(found)
+    return eventually(
+        lambda: daemon.status()["namespaces"][0]["chunks"],
+        lambda found: all(found[name] == value for name, value in chunks.items()),
+    )
 
 
 def test_a_killed_worker_frees_what_was_in_writing(
@@ -94,10 +94,7 @@ def test_a_lost_rank_that_comes_back_completes_the_engine(
     with Engine(daemon.runtime_dir, ranks=[0]).wait_attached() as engine:
         rank_process.kill()
         rank_process.wait()
-        for _ in range(200):
-            if not engine.workers[0].attached:
-                break
-            engine.scheduler.status()
+        eventually(lambda: not engine.workers[0].attached)
         engine.add(1)
         engine.wait_attached()
         keys = keys_of("back", 4)
@@ -151,10 +148,7 @@ def test_a_killed_daemon_is_a_cache_that_misses(daemon: Daemon, start_daemon: St
         wait_hit(engine, keys)
         boot = daemon.status()["boot_id"]
         daemon.stop(signal.SIGKILL)
-        for _ in range(200):
-            if not engine.scheduler.attached and not engine.workers[0].registered:
-                break
-            select.select([], [], [], 0.01)
+        eventually(lambda: not engine.scheduler.attached and not engine.workers[0].registered)
         start = time.monotonic()
         assert engine.scheduler.lookup(keys[0]) is LookupResult.MISS
         assert not engine.scheduler.prepare_load(keys).keys
@@ -186,10 +180,7 @@ def test_a_frozen_daemon_costs_one_deadline(daemon: Daemon) -> None:
             assert time.monotonic() - start < 1  # bounded; not a measure of speed
         finally:
             daemon.process.send_signal(signal.SIGCONT)
-        for _ in range(500):
-            if engine.scheduler.connected:
-                break
-            select.select([], [], [], 0.01)
+        eventually(lambda: engine.scheduler.connected)
         assert engine.load(keys) == (4, 0)
 
 

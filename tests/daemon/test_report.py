@@ -13,6 +13,7 @@ from kvd_client import LookupResult
 from kvd_proto.messages import Drain, Resume
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.waiting import eventually
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "status.md"
 MAPS = {
@@ -25,7 +26,6 @@ MAPS = {
 }
 """Maps whose keys are data."""
 REFUSED = ("present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
-QUESTIONS = 100
 
 
 def leaves(value: Any, path: str = "") -> Iterator[str]:
@@ -55,11 +55,7 @@ def histograms(value: Any) -> Iterator[Histogram]:
 
 def report_when(daemon: Daemon, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The first report that fits, asking again and again."""
-    for _ in range(QUESTIONS):
-        report = daemon.status()
-        if reached(report):
-            return report
-    raise AssertionError(report)
+    return eventually(daemon.status, reached)
 
 
 @pytest.fixture
@@ -79,9 +75,8 @@ def work(engine: Engine) -> None:
     """Store more than fits, look up, load what is there and what is not, offer again."""
     for name in "abcdef":
         assert len(engine.store(keys_of(name, 4))) == 4
-    for _ in range(QUESTIONS):  # the broker hears of the last shares a little later
-        if not engine.scheduler.status()["namespaces"][0]["chunks"]["writing"]:
-            break
+    # The broker hears of the last shares a little later.
+    eventually(lambda: not engine.scheduler.status()["namespaces"][0]["chunks"]["writing"])
     assert engine.load(keys_of("f", 4)) == (4, 0)
     assert engine.load(keys_of("a", 4)) == (0, 0)
     engine.scheduler.prepare_store(keys_of("f", 4))

@@ -1,6 +1,5 @@
 """With `scrub` the bytes of chunks are not in the pool any more; without it they are."""
 
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import TENSORS, Engine, content, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
+from tests.waiting import eventually
 
 POOL = "8MiB"
 SCRUB = ("--scrub", "yes")
@@ -50,11 +50,7 @@ def kvd(daemon: Daemon, *words: str) -> None:
 
 def wait_until(daemon: Daemon, is_so: Callable[[], bool]) -> None:
     """Until something holds that nobody announces."""
-    for _ in range(200):
-        if is_so():
-            return
-        select.select([], [], [], 0.05)
-    raise AssertionError(daemon.status())
+    eventually(daemon.status, lambda _report: is_so())
 
 
 def wait_clean(daemon: Daemon) -> None:

@@ -29,6 +29,7 @@ from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_serve import run_kvd
+from tests.waiting import eventually
 
 MIB = 2**20
 LAZY_LANE = """
@@ -313,9 +314,7 @@ def test_temporary_chunks_are_nobody_elses(shared: Daemon) -> None:
             assert set(lasting.scheduler.lookup_many(keys)) == {LookupResult.MISS}
             lasting.store(keys)
             assert len(shared.status()["namespaces"]) == 2
-        for _ in range(100):
-            if len(spaces := shared.status()["namespaces"]) == 1:
-                break
+        spaces = eventually(lambda: shared.status()["namespaces"], lambda spaces: len(spaces) == 1)
         assert [space["chunks"]["ready"] for space in spaces] == [3]
         assert lasting.load(keys) == (3, 0)
     assert run_kvd("clear", "--runtime-dir", str(shared.runtime_dir), "--yes").returncode == 0

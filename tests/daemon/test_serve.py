@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Daemon, StartDaemon
+from tests.waiting import eventually
 
 
 def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,10 +91,7 @@ def test_a_killed_lane_is_replaced(daemon: Daemon) -> None:
     pidfd = os.pidfd_open(before["pid"])
     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     os.close(pidfd)
-    for _ in range(100):
-        after = daemon.status(wait=10)["lanes"][0]
-        if after["restarts"]:
-            break
+    after = eventually(lambda: daemon.status()["lanes"][0], lambda lane: lane["restarts"])
     assert daemon.wait_ready()["lanes"][0]["pid"] != before["pid"]
     assert after["restarts"] == 1
     assert "signal 9" in after["last_error"]

@@ -20,6 +20,7 @@ from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_engines import wait_hit
 from tests.http.scraping import scrape
 from tests.http.serving import SECONDS, idle_connection, over_tcp, over_unix, port_of
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -263,10 +264,6 @@ def test_a_broken_http_process_costs_the_broker_nothing(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     daemon = start_daemon("--http-listen", "127.0.0.1:0")
     with socket.create_connection(("127.0.0.1", port_of(daemon)), timeout=SECONDS):
-        for _ in range(200):
-            if "the HTTP process has ended: exit status 1" in daemon.log.read_text():
-                break
-            daemon.status()
-        else:
-            pytest.fail(daemon.log.read_text())
+        ended = "the HTTP process has ended: exit status 1"
+        eventually(daemon.log.read_text, lambda log: ended in log)
     assert daemon.wait_ready()["ready"]

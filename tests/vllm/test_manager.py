@@ -33,8 +33,8 @@ from kvd_proto.messages import (
 )
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, make_layout
+from tests.waiting import eventually
 
-QUESTIONS = 200  # to the daemon until what was begun must have ended
 PATIENCE = 20  # seconds
 SMALL_POOL = 16  # chunks
 STEP_END = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
@@ -80,12 +80,8 @@ def chunks(engine: Engine) -> dict[str, int]:
 
 
 def until(engine: Engine, reached: Callable[[], bool]) -> None:
-    """Ask the daemon until this is so; a round trip each time."""
-    for _ in range(QUESTIONS):
-        if reached():
-            return
-        engine.scheduler.status()
-    raise AssertionError(engine.scheduler.status())
+    """Until this is so; else the daemon's status is told."""
+    eventually(engine.scheduler.status, lambda _status: reached())
 
 
 def looked_up(

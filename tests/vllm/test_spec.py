@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LookupResult,
+    OffloadKey,
     ReqContext,
     make_offload_key,
 )
@@ -39,9 +41,9 @@ from tests.vllm.configs import (
     sized,
     window,
 )
+from tests.waiting import eventually
 
 PATIENCE = 20.0
-QUESTIONS = 200
 FACTOR = 2
 REQUEST = ReqContext("request")
 STORE, LOAD = 1, 2
@@ -88,6 +90,11 @@ def used(caches: CanonicalKVCaches, group: int, blocks: Sequence[int]) -> list[t
     ]
 
 
+def found(manager: KvdOffloadingManager, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+    """What each of the keys is."""
+    return [manager.lookup(key, REQUEST) for key in keys]
+
+
 @pytest.mark.parametrize(
     ("groups", "layout"),
     [
@@ -120,10 +127,7 @@ def test_every_byte_comes_back_whatever_the_layout(
             worker.submit_store(STORE, job(2, group, len(groups), 1), output.store_spec)
             assert ended(worker, STORE)
             manager.complete_store(keys, REQUEST)
-            for _ in range(QUESTIONS):
-                if {manager.lookup(key, REQUEST) for key in keys} == {LookupResult.HIT}:
-                    break
-                manager.scheduler.status()
+            eventually(partial(found, manager, keys), {LookupResult.HIT}.issuperset)
             source = manager.prepare_load(keys, REQUEST)
             assert not source.missing
             worker.submit_load(LOAD, source, job(2, group, len(groups), BLOCKS // 2))
