@@ -15,9 +15,10 @@ from typing import Any, BinaryIO
 import psutil
 from prometheus_client import REGISTRY
 from vllm import SamplingParams, TokensPrompt
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -195,11 +196,18 @@ def _processes() -> EngineProcesses:
     return EngineProcesses(os.getpid(), core, tuple(pid for *_, pid in workers) or (core,))
 
 
-def _engine_arguments(start: Start) -> AsyncEngineArgs:
+def _engine_config(start: Start) -> VllmConfig:
     further: dict[str, Any] = {}
     if start.kv_transfer is not None:
         further["kv_transfer_config"] = KVTransferConfig(**start.kv_transfer)
-    return AsyncEngineArgs(**start.engine, **further)
+    config = AsyncEngineArgs(**start.engine, **further).create_engine_config(
+        UsageContext.ENGINE_CONTEXT
+    )
+    if os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind":
+        # With a CPU the configuration sets "spawn", so that each process reads which threads it
+        # gets, and imports vLLM for ten seconds before. Unbound, all get the same.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return config
 
 
 async def run(source: BinaryIO, replies: BinaryIO) -> None:
@@ -208,7 +216,7 @@ async def run(source: BinaryIO, replies: BinaryIO) -> None:
     start = await commands.next()
     if not isinstance(start, Start):
         sys.exit(f"the first command must be Start, this was {start!r}")
-    engine = AsyncLLM.from_engine_args(_engine_arguments(start))
+    engine = AsyncLLM.from_vllm_config(_engine_config(start))
     try:
         server = Server(engine, replies)
         server.send(Ready(start.number))
@@ -225,6 +233,13 @@ def main() -> None:
     command_fd = os.dup(0)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123  # a descriptor is wanted, not a path
         os.dup2(nothing.fileno(), 0)
+    ours = [command_fd, reply_fd]
+
+    def close_ours() -> None:
+        while ours:  # a process that this one forks has nothing left to close
+            os.close(ours.pop())
+
+    os.register_at_fork(after_in_child=close_ours)
     source = os.fdopen(command_fd, "rb")
     # Closed by the process's end: who reads it finds the last words in the log by then.
     replies = os.fdopen(reply_fd, "wb")
