@@ -4,7 +4,6 @@ All engines have the same model, memory and settings, and stay up: an engine tha
 costs no CPU (vLLM's processes stop polling a second after the last request).
 """
 
-import os
 import socket
 import subprocess
 import sys
@@ -91,7 +90,6 @@ def running(place: Path, cpu_bytes: int, lmcache_python: str | None) -> Iterator
 
 def _options(model: Path, transfer: Mapping[str, Any] | None) -> EngineOptions:
     roots = (Path(__file__).parent, *(Path(m.__path__[0]).parent for m in (kvd_client, kvd_proto)))
-    cores = sorted(os.sched_getaffinity(0))
     return EngineOptions(
         model=model,
         num_gpu_blocks=GPU_BLOCKS,
@@ -99,11 +97,7 @@ def _options(model: Path, transfer: Mapping[str, Any] | None) -> EngineOptions:
         block_size=BLOCK_TOKENS,
         dtype="bfloat16",
         kv_transfer=transfer,
-        env={
-            "PYTHONPATH": ":".join(map(str, roots)),
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-            "OMP_NUM_THREADS": str(len(cores)),
-        },
+        env={"PYTHONPATH": ":".join(map(str, roots))},
         args={"max_num_batched_tokens": STEP_TOKENS},
     )
 

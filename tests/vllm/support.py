@@ -47,6 +47,7 @@ class Setting:
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK,
             tensor_parallel=self.tensor_parallel,
+            threads=1,
             kv_transfer=kv_transfer,
         )
 

@@ -14,6 +14,8 @@ class EngineOptions:
     model: a folder that `write_model` made.
     num_gpu_blocks: blocks of KV memory that the engine has.
     max_model_len: tokens of the longest prompt with its answer.
+    threads: of every worker, on any core; None: one on each of the cores, which workers share out.
+        A model of few layers computes fastest with one: several wait longer for each other.
     kv_transfer: keywords of vLLM's KVTransferConfig, see `kvd_transfer`; None for none.
     env: environment variables, on top of those an engine needs here.
     args: further keywords of vLLM's AsyncEngineArgs.
@@ -25,25 +27,29 @@ class EngineOptions:
     block_size: int = 32
     tensor_parallel: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int | None = None
     kv_transfer: Mapping[str, Any] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         """The environment of the engine's process."""
+        if self.threads is None:
+            threads = {"VLLM_CPU_OMP_THREADS_BIND": _cores(self.tensor_parallel)}
+        else:
+            threads = {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(self.threads),
+            }
         return {
             **os.environ,
+            **threads,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             # A limit in GiB, not what is allocated; with it vLLM need not measure by a trial run.
             "VLLM_CPU_KVCACHE_SPACE": "2",
-            # One thread for each worker: several wait for each other longer than they compute a
-            # model this small. Left to itself vLLM counts them by the cores that it thinks free,
-            # others with a connector than without, and answers would not be comparable.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
             # Without it vLLM's processes wait for each other in a loop of sched_yield, which on
             # some kernels (Linux 6.18 was seen) keeps all others off two cores for minutes.
             "VLLM_USE_SPINLOOP_EXT": "1",
@@ -66,6 +72,21 @@ class EngineOptions:
             "disable_log_stats": False,
             **self.args,
         }
+
+
+def _cores(workers: int) -> str:
+    """The cores of every worker, such as "0|1". The same with and without a connector.
+
+    Left to itself vLLM chooses other cores where a connector is configured, and
+    computes with another number of threads: answers would not be comparable.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // workers)
+    parts = [
+        [cores[index % len(cores)] for index in range(worker * share, (worker + 1) * share)]
+        for worker in range(workers)
+    ]
+    return "|".join(",".join(map(str, part)) for part in parts)
 
 
 def kvd_transfer(runtime_dir: Path | str, **extra: Any) -> dict[str, Any]:
