@@ -34,7 +34,7 @@ demo-vllm: $(VLLM_STAMP) ## vLLM on a CPU, with a cache too small, then restarte
 	$(VLLM)/bin/kvd demo-vllm
 
 test: $(STAMP) ## every test that needs no GPU and no engine
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP) ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check .

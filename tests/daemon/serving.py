@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvd.broker.keep import area_name
 from kvd.control import Control
 from kvd.errors import NotRunning
@@ -36,13 +38,12 @@ class Daemon:
                 with Control(self.runtime_dir) as control:
                     reply = control.request(Status())
             except NotRunning as error:
-                problem = str(error)
+                if time.monotonic() >= end:
+                    pytest.fail(f"{error}\n{self.log.read_text()}")
             else:
                 assert isinstance(reply, StatusReport), reply
                 if reply.status["ready"] or time.monotonic() >= end:
                     return reply.status
-                problem = f"not ready: {reply.status}"
-            assert time.monotonic() < end, f"{problem}\n{self.log.read_text()}"
             time.sleep(PAUSE)
 
     def wait_ready(self) -> dict[str, Any]:
