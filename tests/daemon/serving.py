@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvd.broker.keep import area_name
 from kvd.control import Control
 from kvd.errors import NotRunning
@@ -39,7 +37,7 @@ class Daemon:
                     reply = control.request(Status())
             except NotRunning as error:
                 if time.monotonic() >= end:
-                    pytest.fail(f"{error}\n{self.log.read_text()}")
+                    raise AssertionError(f"{error}\n{self.log.read_text()}") from None
             else:
                 assert isinstance(reply, StatusReport), reply
                 if reply.status["ready"] or time.monotonic() >= end:
