@@ -150,12 +150,14 @@ class JobTable:
         while True:
             poller = select.poll()
             with self._lock:
-                self._collect()
                 left &= self._running.keys()
                 self._ask_about_overdue()
                 if hurry_at is not None and time.monotonic() >= hurry_at:
                     self._tell_lanes(Wait, left)
                     hurry_at = None
+                # After sending, which may take in what the descriptor would have told of.
+                self._collect()
+                left &= self._running.keys()
                 for link in {self._running[job].link for job in left}:
                     link.watch(poller)
             seconds = end - time.monotonic()

@@ -3,6 +3,7 @@
 import mmap
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,29 @@ def test_wait_for_loads_alone_leaves_the_epoch(daemon: FakeDaemon, worker: Worke
     worker.submit_load(2, **JOB)
     assert worker.wait([2], timeout=0.01) == frozenset({2})
     assert mmap.mmap(daemon.worker_fds()[0], 4096)[8] == 0
+
+
+def test_an_answer_that_comes_while_the_lane_is_told_to_hurry_is_seen(
+    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sending takes in what ZeroMQ's descriptor would have told of: it is looked at afterwards."""
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 3600.0)
+    daemon.hold_jobs = True
+    worker.submit_load(1, **JOB)
+    daemon.wait_for(Load)
+    tell = jobs.JobTable._tell_lanes
+
+    def answered_meanwhile(
+        table: jobs.JobTable, kind: type[Wait] | type[Cancel], job_ids: Collection[int]
+    ) -> None:
+        daemon.finish()
+        assert table._lane is not None
+        assert table._lane._dealer.poll(int(SECONDS * 1000))
+        tell(table, kind, job_ids)
+
+    monkeypatch.setattr(jobs.JobTable, "_tell_lanes", answered_meanwhile)
+    assert worker.wait([1], timeout=3600.0) == frozenset()
+    assert worker.get_finished()[0].success
 
 
 def test_a_load_whose_answer_is_lost_fails_when_the_lane_says_that_it_has_ended(
