@@ -9,7 +9,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeVar
@@ -106,7 +106,7 @@ class FakeDaemon:
         self.runtime_dir = runtime_dir
         self.boot_id = os.urandom(16)
         self.keys: dict[bytes, int] = {}
-        self.received: list[Message] = []
+        self._received: list[Message] = []
         self.hold_jobs = False
         self.forgets_workers = False
         self.incarnation = 0
@@ -166,11 +166,17 @@ class FakeDaemon:
         os.eventfd_write(self._wake, 1)
         return result.get(timeout=SECONDS)
 
+    @property
+    def received(self) -> list[Message]:
+        """All messages so far, each from before its answer could be seen."""
+        with self._seen:
+            return list(self._received)
+
     def wait_for(self, kind: type[M], count: int = 1) -> list[M]:
         """The messages of this kind, once there are `count` of them."""
 
         def those() -> list[M]:
-            return [m for m in self.received if isinstance(m, kind)]
+            return [m for m in self._received if isinstance(m, kind)]
 
         with self._seen:
             assert self._seen.wait_for(lambda: len(those()) >= count, SECONDS), kind
@@ -307,11 +313,11 @@ class FakeDaemon:
             for one in visitor.fds:
                 os.close(one)
             return
-        visitor.fds += fds
         _, message = WIRE.decode(frame)
         assert isinstance(message, Handles)
+        with self._noting(message):
+            visitor.fds += fds
         assert message.first + message.count == len(visitor.fds)
-        self._note(message)
 
     def _notify(self, visitor: Visitor, message: Message, fds: tuple[int, ...] = ()) -> None:
         frame = WIRE.encode(message, 0, self.boot_id, visitor.token)
@@ -329,9 +335,12 @@ class FakeDaemon:
         message = LaneUp(device="host", incarnation=self.incarnation, endpoint=self._endpoint)
         self._notify(visitor, message, (self._lifeline[0],))
 
-    def _note(self, message: Message) -> None:
+    @contextlib.contextmanager
+    def _noting(self, message: Message) -> Iterator[None]:
+        """Answer in here: who sees the answer sees the note, and who sees the note was answered."""
         with self._seen:
-            self.received.append(message)
+            yield
+            self._received.append(message)
             self._seen.notify_all()
 
     def _request(self, identity: bytes, frame: bytes) -> None:
@@ -342,20 +351,21 @@ class FakeDaemon:
         if isinstance(message, Hello):
             visitor.hello = message
         reply = self.replies[type(message)](message)
-        if isinstance(reply, Registered):
-            self._lane_up(visitor)
-            reply = msgspec.structs.replace(reply, incarnation=self.incarnation)
-        if reply is not None:
-            boot_id = self.boot_id
-            self._router.send_multipart(
-                [identity, WIRE.encode(reply, header.request_id, boot_id, header.session)]
-            )
-        self._note(message)
+        with self._noting(message):
+            if isinstance(reply, Registered):
+                self._lane_up(visitor)
+                reply = msgspec.structs.replace(reply, incarnation=self.incarnation)
+            if reply is not None:
+                frame = WIRE.encode(reply, header.request_id, self.boot_id, header.session)
+                self._router.send_multipart([identity, frame])
 
     def _job(self, identity: bytes, frame: bytes) -> None:
         header, message = WIRE.decode(frame)
         assert header.session in self._tokens
-        assert self.lane is not None
+        with self._noting(message):
+            self._answer_worker(identity, header, message)
+
+    def _answer_worker(self, identity: bytes, header: Header, message: Message) -> None:
         if isinstance(message, Job):
             if self.hold_jobs:
                 self._held.append((identity, header, message))
@@ -370,7 +380,6 @@ class FakeDaemon:
             for held in self._take_held():
                 self._done(*held, JobStatus.CANCELLED)
             self._to_worker(identity, header, CancelDone(stopped=len(message.jobs)))
-        self._note(message)
 
     def _take_held(self) -> list[tuple[bytes, Header, Job]]:
         held, self._held = self._held, []
