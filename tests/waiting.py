@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 PATIENCE = 60.0
+DEADLINE = 30.0  # of clients, in tests that are not about deadlines
 PAUSE = 0.005
 
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from kvd_client import (
     Worker,
 )
 from tests.client.fake_daemon import FakeDaemon
+from tests.waiting import DEADLINE, eventually
 
 LAYOUT = RankLayout(
     num_blocks=8,
@@ -44,8 +45,16 @@ def daemon(runtime_dir: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def scheduler(daemon: FakeDaemon) -> Iterator[Scheduler]:
-    """A connected scheduler with a short deadline."""
+    """A connected scheduler."""
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as one:
+        yield one
+
+
+@pytest.fixture
+def hasty(daemon: FakeDaemon) -> Iterator[Scheduler]:
+    """A connected scheduler with a short deadline, for a daemon that is about to freeze."""
     with Scheduler(daemon.runtime_dir, "engine", deadline=0.5) as one:
+        eventually(lambda: one.connected)
         yield one
 
 
@@ -60,6 +69,6 @@ def memory() -> Iterator[HostMemory]:
 @pytest.fixture
 def worker(daemon: FakeDaemon, memory: HostMemory) -> Iterator[Worker]:
     """A registered worker."""
-    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=0.5) as one:
+    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as one:
         assert one.register([memory], LAYOUT, FINGERPRINT)
         yield one

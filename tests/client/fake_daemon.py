@@ -61,10 +61,11 @@ from kvd_proto.messages import (
     WaitDone,
     Welcome,
 )
+from tests.waiting import PATIENCE
 
 NAMESPACE = b"namespace-16byte"
 NUM_SLOTS = 8
-SECONDS = 10.0
+SECONDS = PATIENCE
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 

@@ -44,6 +44,7 @@ from kvd_client.session import Handler
 from kvd_client.torch_memory import BlockTensor, share_torch
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import FakeDaemon
+from tests.waiting import DEADLINE
 
 JOB: dict[str, Any] = {
     "block_ids": [3, 4, 5],
@@ -185,7 +186,7 @@ def job(name: str) -> Row:
 
 def new_worker(rig: Rig, **arguments: Any) -> Any:
     """Register with a worker of its own: a registration is made once."""
-    worker = rig.keep(Worker(rig.daemon.runtime_dir, "engine", 0, 1, deadline=0.5))
+    worker = rig.keep(Worker(rig.daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE))
     return worker.register(**arguments)
 
 
@@ -212,7 +213,7 @@ GOOD: dict[str, Row] = {
         lambda rig: {
             "runtime_dir": rig.daemon.runtime_dir,
             "engine": "e",
-            "deadline": 0.5,
+            "deadline": DEADLINE,
             "counts_tokens": False,
         },
     ),
@@ -235,7 +236,7 @@ GOOD: dict[str, Row] = {
             "engine": "e",
             "rank": 0,
             "world_size": 1,
-            "deadline": 0.5,
+            "deadline": DEADLINE,
             "job_timeout": 5.0,
         },
     ),

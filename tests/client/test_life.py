@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from kvd_client import HostMemory, LookupResult, Scheduler, UsageError, Worker
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, eventually
 
 PROGRAM = """
 import sys
@@ -66,13 +65,11 @@ def descriptors() -> int:
 def test_close_ends_the_keeper(daemon: FakeDaemon) -> None:
     """After close() no thread and no descriptor of the session is left."""
     before = descriptors()
-    with Scheduler(daemon.runtime_dir, "engine"):
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE):
         assert any(t.name == "kvd-scheduler" and t.daemon for t in threading.enumerate())
     assert not any(t.name == "kvd-scheduler" for t in threading.enumerate())
-    end = time.monotonic() + SECONDS
-    while descriptors() > before:  # the daemon's ends are in this process too, and close later
-        assert time.monotonic() < end
-        threading.Event().wait(0.005)
+    # The daemon's ends are in this process too, and close later.
+    eventually(lambda: descriptors() <= before)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -111,7 +108,7 @@ def test_forked_child_has_a_closed_session(
 def test_fork_does_not_hold_the_door_open(daemon: FakeDaemon) -> None:
     """The daemon sees the parent's end although a child that was forked before lives on."""
     memory = HostMemory.allocate(4096)
-    worker = Worker(daemon.runtime_dir, "engine", 0, 1)
+    worker = Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE)
     worker.register([memory], LAYOUT, FINGERPRINT)
     read, write = os.pipe()
     child = os.fork()

@@ -9,6 +9,7 @@ from kvd_client.lookup_counts import LookupCounts
 from kvd_proto.messages import Lookups, Ping
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.client.test_scheduler import until
+from tests.waiting import DEADLINE
 
 KEYS = {b"ready": 2, b"writing": 1}
 
@@ -37,7 +38,7 @@ def test_lookups_are_told_while_the_session_lasts(daemon: FakeDaemon, scheduler:
 
 def test_a_session_tells_before_it_leaves(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """The last lookups are told by `close`; without any there is nothing to tell."""
-    with Scheduler(daemon.runtime_dir, "idle"):
+    with Scheduler(daemon.runtime_dir, "idle", deadline=DEADLINE):
         pass
     scheduler.lookup(b"no")
     scheduler.close()
@@ -48,7 +49,7 @@ def test_a_session_tells_before_it_leaves(daemon: FakeDaemon, scheduler: Schedul
 def test_workers_tell_nothing(daemon: FakeDaemon, worker: Worker) -> None:
     """A worker has no lookups: closing it sends no PING."""
     worker.close()
-    with Scheduler(daemon.runtime_dir, "engine") as scheduler:
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as scheduler:
         scheduler.lookup(b"no")
     assert len(daemon.wait_for(Ping)) == 1
 

@@ -23,6 +23,7 @@ from kvd_proto.messages import (
     Touch,
 )
 from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.waiting import DEADLINE, eventually
 
 
 def ask_everything(scheduler: Scheduler) -> None:
@@ -42,10 +43,7 @@ def ask_everything(scheduler: Scheduler) -> None:
 
 def until(scheduler: Scheduler, *, connected: bool) -> None:
     """Wait until the session has noticed."""
-    end = time.monotonic() + SECONDS
-    while scheduler.connected is not connected:
-        assert time.monotonic() < end
-        threading.Event().wait(0.005)
+    eventually(lambda: scheduler.connected is connected)
 
 
 def test_handshake_says_who_is_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
@@ -131,7 +129,10 @@ def test_absent_daemon_is_a_cache_that_misses(runtime_dir: Path) -> None:
 
 def test_daemon_that_comes_later_is_found(runtime_dir: Path) -> None:
     """A scheduler that started first attaches when the daemon is there."""
-    with Scheduler(runtime_dir, "engine") as scheduler, FakeDaemon(runtime_dir) as daemon:
+    with (
+        Scheduler(runtime_dir, "engine", deadline=DEADLINE) as scheduler,
+        FakeDaemon(runtime_dir) as daemon,
+    ):
         daemon.wait_for(Hello)
         daemon.attach()
         assert scheduler.wait_attached(SECONDS)
@@ -171,34 +172,33 @@ def test_death_ends_a_pending_request(daemon: FakeDaemon) -> None:
         dying.join()
 
 
-def test_frozen_daemon_costs_one_deadline(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+def test_frozen_daemon_costs_one_deadline(daemon: FakeDaemon, hasty: Scheduler) -> None:
     """After one deadline everything is a miss at once, until the daemon answers a PING."""
     daemon.keys = {b"ready": 2}
     daemon.attach()
-    assert scheduler.wait_attached(SECONDS)
+    assert hasty.wait_attached(SECONDS)
     daemon.freeze()
-    assert not scheduler.prepare_store([b"k"]).served
-    assert not scheduler.connected
-    assert scheduler.lookup(b"ready") is LookupResult.MISS
-    ask_everything(scheduler)
+    assert not hasty.prepare_store([b"k"]).served
+    assert not hasty.connected
+    assert hasty.lookup(b"ready") is LookupResult.MISS
+    ask_everything(hasty)
     daemon.thaw()
-    until(scheduler, connected=True)
     assert daemon.wait_for(Ping)
-    assert scheduler.lookup(b"ready") is LookupResult.HIT
+    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
     # What was granted too late is given back.
     undone = daemon.wait_for(CompleteStore)[0]
     assert (undone.keys, undone.success) == ((b"k",), False)
     # The late answer to the first request is not taken for that to the second.
-    assert len(scheduler.prepare_store([b"a", b"b"])) == 2
+    assert eventually(lambda: len(hasty.prepare_store([b"a", b"b"]))) == 2
 
 
-def test_late_lease_is_given_back(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+def test_late_lease_is_given_back(daemon: FakeDaemon, hasty: Scheduler) -> None:
     """A lease that was granted after the deadline pins nothing for long."""
     daemon.freeze()
-    assert scheduler.prepare_load([b"k"]).keys == ()
+    assert hasty.prepare_load([b"k"]).keys == ()
     daemon.thaw()
     assert daemon.wait_for(CompleteLoad)[0].lease == 7
-    until(scheduler, connected=True)
+    until(hasty, connected=True)
 
 
 def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:

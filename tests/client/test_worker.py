@@ -37,6 +37,7 @@ from kvd_proto.messages import (
 )
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.waiting import DEADLINE, eventually
 
 JOB: dict[str, Any] = {
     "block_ids": [3, 4, 5],
@@ -60,10 +61,7 @@ def results(worker: Worker, count: int = 1) -> list[JobResult]:
 
 def until_registered(worker: Worker, value: bool) -> None:
     """Wait until the keeper has noticed."""
-    end = time.monotonic() + SECONDS
-    while worker.registered is not value:
-        assert time.monotonic() < end
-        threading.Event().wait(0.005)
+    eventually(lambda: worker.registered is value)
 
 
 def test_registration_carries_the_memory(
@@ -142,7 +140,7 @@ def test_without_daemon_jobs_fail_at_once(runtime_dir: Path, memory: HostMemory)
 
 def test_required_registration_raises_without_daemon(runtime_dir: Path, memory: HostMemory) -> None:
     """With `required` the absence of a daemon is an error that says what to start."""
-    with Worker(runtime_dir, "engine", 0, 1) as worker:
+    with Worker(runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
         with pytest.raises(Unavailable, match="kvd serve"):
             worker.register([memory], LAYOUT, FINGERPRINT, required=True, timeout=0.05)
         assert not worker.register([memory], LAYOUT, FINGERPRINT)
@@ -152,7 +150,7 @@ def test_refused_registration_raises(daemon: FakeDaemon, memory: HostMemory) -> 
     """A refusal carries the daemon's code and sentence, and is not tried again by itself."""
     good = daemon.replies[Register]
     daemon.replies[Register] = lambda _: Error(code=ErrorCode.BAD_LAYOUT, text="too large")
-    with Worker(daemon.runtime_dir, "engine", 0, 1) as worker:
+    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
         with pytest.raises(RegistrationError, match="too large") as caught:
             worker.register([memory], LAYOUT, FINGERPRINT)
         assert caught.value.code is ErrorCode.BAD_LAYOUT
@@ -172,14 +170,14 @@ def test_transient_refusal_is_tried_again(daemon: FakeDaemon, memory: HostMemory
         return Error(code=ErrorCode.LANE_LOST, text="wait")
 
     daemon.replies[Register] = first_not
-    with Worker(daemon.runtime_dir, "engine", 0, 1) as worker:
+    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
         assert worker.register([memory], LAYOUT, FINGERPRINT, required=True)
 
 
 def test_restarted_daemon_gets_the_memory_again(runtime_dir: Path, memory: HostMemory) -> None:
     """After the daemon's death the worker registers with its successor by itself."""
     with FakeDaemon(runtime_dir) as first:
-        worker = Worker(runtime_dir, "engine", 0, 1)
+        worker = Worker(runtime_dir, "engine", 0, 1, deadline=DEADLINE)
         worker.register([memory], LAYOUT, FINGERPRINT)
         first.hold_jobs = True
         worker.submit_load(1, **JOB)
@@ -434,7 +432,7 @@ def test_wrong_registrations_raise(runtime_dir: Path, memory: HostMemory) -> Non
         Worker(runtime_dir, "e", 2, 2)
     with pytest.raises(UsageError, match="job_timeout"):
         Worker(runtime_dir, "e", 0, 1, job_timeout=0)
-    with Worker(runtime_dir, "e", 0, 1) as worker:
+    with Worker(runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker:
         with pytest.raises(UsageError, match="memory has 0 items, the layout 1"):
             worker.register([], LAYOUT, FINGERPRINT)
         with pytest.raises(UsageError, match="HostMemory"):
@@ -471,7 +469,7 @@ def test_storages_in_one_file_send_one_descriptor(daemon: FakeDaemon) -> None:
         storages=(4096, 4096),
         tensors=(*LAYOUT.tensors, msgspec.structs.replace(LAYOUT.tensors[0], storage=1)),
     )
-    with Worker(daemon.runtime_dir, "e", 0, 1) as worker:
+    with Worker(daemon.runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker:
         assert worker.register(parts, layout, FINGERPRINT)
     register = daemon.wait_for(Register)[0]
     assert register.handles == (HostHandle(fd_index=1), HostHandle(fd_index=1, offset=4096))
@@ -488,7 +486,7 @@ def test_many_storages_go_in_several_notices(daemon: FakeDaemon) -> None:
         storages=(512,) * 70,
         tensors=tuple(msgspec.structs.replace(LAYOUT.tensors[0], storage=i) for i in range(70)),
     )
-    with Worker(daemon.runtime_dir, "e", 0, 1) as worker:
+    with Worker(daemon.runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker:
         assert worker.register(memory, layout, FINGERPRINT)
     assert [(h.first, h.count) for h in daemon.wait_for(Handles)] == [(0, 64), (64, 7)]
     for one in memory:

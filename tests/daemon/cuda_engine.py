@@ -10,7 +10,7 @@ from kvd_client import LookupResult, Scheduler
 from tests.daemon.cuda_rank import CudaRank, Rank
 from tests.daemon.engines import FACTOR, PAGE
 from tests.daemon.serving import Daemon
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, eventually
 
 
 @dataclass
@@ -26,7 +26,7 @@ class CudaEngine:
     ranks: dict[int, CudaRank] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.runtime_dir, self.name)
+        self.scheduler = Scheduler(self.runtime_dir, self.name, deadline=DEADLINE)
         self.job = 0
         for rank in range(self.world_size):
             self.add(rank)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvd_client import DeviceMemory, Fingerprint, JobResult, Worker
 from tests.daemon.engines import PAGE, POISON, TENSORS, content, make_layout
+from tests.waiting import DEADLINE
 
 GAP = 512
 GRANULE = 2 * 2**20
@@ -107,7 +108,7 @@ class Rank:
         self._stream = int(self._call("cuStreamCreateWithPriority", 1, 0))
         self._others = [int(self._call("cuStreamCreateWithPriority", 1, 0))]
         self._storages = self._make_storages(kind, device)
-        self.worker = Worker(Path(runtime_dir), engine, rank, world_size, deadline=5.0)
+        self.worker = Worker(Path(runtime_dir), engine, rank, world_size, deadline=DEADLINE)
 
     def register(self) -> str:
         """Give the daemon the memory; the device's name."""

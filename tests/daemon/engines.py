@@ -21,6 +21,7 @@ from kvd_client import (
     TensorSpec,
     Worker,
 )
+from tests.waiting import DEADLINE, PATIENCE
 
 PAGE = 4096
 BLOCKS = 64
@@ -69,9 +70,10 @@ class Engine:
     layout: RankLayout = field(default_factory=make_layout)
     ranks: Sequence[int] | None = None
     temporary: bool = False
+    deadline: float = DEADLINE
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.runtime_dir, self.name)
+        self.scheduler = Scheduler(self.runtime_dir, self.name, deadline=self.deadline)
         self.workers: dict[int, Worker] = {}
         self.memory: dict[int, list[HostMemory]] = {}
         self.job = 0
@@ -81,7 +83,7 @@ class Engine:
     def add(self, rank: int) -> None:
         """Register one rank."""
         worker = self.workers[rank] = Worker(
-            self.runtime_dir, self.name, rank, self.world_size, deadline=5.0
+            self.runtime_dir, self.name, rank, self.world_size, deadline=self.deadline
         )
         self.memory[rank] = [HostMemory.allocate(size) for size in self.layout.storages]
         worker.register(
@@ -93,9 +95,9 @@ class Engine:
 
     def wait_attached(self) -> Self:
         """Until every rank is there."""
-        assert self.scheduler.wait_attached(20), self.scheduler
+        assert self.scheduler.wait_attached(PATIENCE), self.scheduler
         for worker in self.workers.values():
-            assert worker.wait_attached(20), worker
+            assert worker.wait_attached(PATIENCE), worker
         return self
 
     def page(self, rank: int, tensor: int, block: int) -> npt.NDArray[np.uint8]:
@@ -164,7 +166,7 @@ class Engine:
             jobs[rank] = self.job
         return jobs
 
-    def results(self, jobs: dict[int, int], timeout: float = 10.0) -> dict[int, JobResult]:
+    def results(self, jobs: dict[int, int], timeout: float = PATIENCE) -> dict[int, JobResult]:
         """Wait for the jobs; each rank's result."""
         found = {}
         for rank, job in jobs.items():

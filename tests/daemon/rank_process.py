@@ -9,12 +9,13 @@ from pathlib import Path
 
 from kvd_client import Fingerprint, HostMemory, Worker
 from tests.daemon.engines import make_layout
+from tests.waiting import DEADLINE
 
 
 def main() -> None:
     """Runs until its input ends."""
     runtime_dir, engine, rank, world_size = sys.argv[1:5]
-    worker = Worker(Path(runtime_dir), engine, int(rank), int(world_size))
+    worker = Worker(Path(runtime_dir), engine, int(rank), int(world_size), deadline=DEADLINE)
     layout = make_layout()
     memory = [HostMemory.allocate(size) for size in layout.storages]
     worker.register(memory, layout, Fingerprint(model="model"), required=True)

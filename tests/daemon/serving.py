@@ -16,7 +16,7 @@ from kvd.broker.keep import area_name
 from kvd.control import Control
 from kvd.errors import NotRunning
 from kvd_proto.messages import Status, StatusReport
-from tests.waiting import PAUSE
+from tests.waiting import PATIENCE, PAUSE
 
 
 @dataclass
@@ -29,24 +29,31 @@ class Daemon:
     extra: list[str] = field(default_factory=list)
 
     def status(self, wait: float = 0.0) -> dict[str, Any]:
-        """What `kvd status --json --wait` prints."""
+        """Its status as soon as it has one, or within `wait` seconds from then once it is ready."""
+        report = self._first_status()
         end = time.monotonic() + wait
+        while not report["ready"] and time.monotonic() < end:
+            time.sleep(PAUSE)
+            report = self._first_status()
+        return report
+
+    def _first_status(self) -> dict[str, Any]:
+        end = time.monotonic() + PATIENCE
         while True:
             try:
                 with Control(self.runtime_dir) as control:
                     reply = control.request(Status())
-            except NotRunning as error:
-                if time.monotonic() >= end:
-                    raise AssertionError(f"{error}\n{self.log.read_text()}") from None
-            else:
                 assert isinstance(reply, StatusReport), reply
-                if reply.status["ready"] or time.monotonic() >= end:
-                    return reply.status
-            time.sleep(PAUSE)
+            except NotRunning as error:
+                if self.process.poll() is not None or time.monotonic() >= end:
+                    raise AssertionError(f"{error}\n{self.log.read_text()}") from None
+                time.sleep(PAUSE)
+            else:
+                return reply.status
 
     def wait_ready(self) -> dict[str, Any]:
         """The status once ready; fails with the daemon's log otherwise."""
-        report = self.status(wait=30)
+        report = self.status(wait=PATIENCE)
         assert report["ready"], self.log.read_text()
         return report
 
@@ -54,7 +61,7 @@ class Daemon:
         """End it; its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=PATIENCE)
 
 
 StartDaemon = Callable[..., Daemon]
@@ -87,6 +94,6 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         for daemon in daemons:
             if daemon.process.poll() is None:
                 daemon.process.kill()
-            daemon.process.wait(timeout=30)
+            daemon.process.wait(timeout=PATIENCE)
             for place in Path("/dev/shm").glob(f"{area_name(daemon.runtime_dir)}*"):
                 shutil.rmtree(place)

@@ -15,6 +15,7 @@ from tests.daemon.cuda_rank import CudaRank
 from tests.daemon.engines import POISON, Engine, keys_of
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_failures import kill_and_wait
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.fakecuda
 
@@ -353,8 +354,4 @@ def test_a_daemon_without_a_driver_says_so_and_serves_the_host(
 
 def in_copy(daemon: Daemon) -> None:
     """Until the CUDA lane has bytes in flight."""
-    for _ in range(60):
-        if lane_of(daemon)["bytes_in_flight"]:
-            return
-        select.select([], [], [], 0.05)
-    raise AssertionError(lane_of(daemon))
+    eventually(lambda: lane_of(daemon)["bytes_in_flight"])

@@ -8,7 +8,7 @@ import pytest
 from kvd_client import Fingerprint, HostMemory, LookupResult, RegistrationError, StoreAnswer, Worker
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, eventually
 
 
 def wait_hit(engine: Engine, keys: list[bytes]) -> None:
@@ -189,7 +189,7 @@ def test_the_pool_is_sized_from_what_workers_report(start_daemon: StartDaemon) -
 def test_a_budget_below_one_chunk_is_refused_with_the_figures(start_daemon: StartDaemon) -> None:
     """Registration fails and names the budget, the chunk and the remedy."""
     daemon = start_daemon(cpu_bytes="16KiB")
-    with Worker(daemon.runtime_dir, "tiny", 0, 2) as worker:
+    with Worker(daemon.runtime_dir, "tiny", 0, 2, deadline=DEADLINE) as worker:
         layout = make_layout()
         memory = [HostMemory.allocate(size) for size in layout.storages]
         with pytest.raises(RegistrationError, match=r"16384 bytes.* holds no chunk of 32768 bytes"):
@@ -204,7 +204,7 @@ def test_an_odd_rank_is_named(daemon: Daemon) -> None:
         layout = make_layout(blocks=32)
         memory = [HostMemory.allocate(size) for size in layout.storages]
         with (
-            Worker(daemon.runtime_dir, "engine", 1, 2) as odd,
+            Worker(daemon.runtime_dir, "engine", 1, 2, deadline=DEADLINE) as odd,
             pytest.raises(RegistrationError, match=r"rank 1 reports num_blocks = 32.*64"),
         ):
             odd.register(memory, layout, Fingerprint(model="model"))
@@ -249,7 +249,7 @@ def test_torch_tensors_are_shared_in_place(daemon: Daemon) -> None:
         groups=layout.groups,
     )
     engine = Engine(daemon.runtime_dir, world_size=1, layout=layout, ranks=[])
-    with engine, Worker(daemon.runtime_dir, "engine", 0, 1) as worker:
+    with engine, Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
         worker.register(shared.memory, layout, Fingerprint(model="torch"))
         engine.workers[0] = worker
         engine.wait_attached()

@@ -17,6 +17,7 @@ from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_hostile import RawClient, code_of, text_of
 from tests.daemon.users import OTHER_UID, as_user, needs_root
+from tests.waiting import DEADLINE
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def test_an_engine_that_is_not_let_in_hears_why_and_goes_on(
     layout = make_layout()
     memory = [HostMemory.allocate(size) for size in layout.storages]
     with caplog.at_level(logging.WARNING), as_user():
-        worker = Worker(daemon.runtime_dir, "stranger", 0, 1)
+        worker = Worker(daemon.runtime_dir, "stranger", 0, 1, deadline=DEADLINE)
         with pytest.raises(Unavailable, match="may not use this daemon"):
             worker.register(memory, layout, Fingerprint(model="m"), timeout=1.0, required=True)
         worker.close()

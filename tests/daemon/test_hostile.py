@@ -45,6 +45,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_failures import wait_state
+from tests.waiting import DEADLINE
 
 
 class RawClient:
@@ -403,7 +404,7 @@ def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: Sta
         groups=(GroupSpec((TensorRef(0, 4096),), 16),),
     )
     engine = Engine(daemon.runtime_dir, world_size=1, layout=layout, ranks=[])
-    worker = engine.workers[0] = Worker(daemon.runtime_dir, "engine", 0, 1)
+    worker = engine.workers[0] = Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE)
     memory = [HostMemory.allocate(8 * 4096)]
     worker.register(memory, layout, Fingerprint(model="tiny"))
     engine.wait_attached()

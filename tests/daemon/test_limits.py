@@ -9,6 +9,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_report import report_when
+from tests.waiting import DEADLINE
 
 
 def reached(daemon: Daemon) -> dict[str, int]:
@@ -20,7 +21,7 @@ def register(daemon: Daemon, model: str, timeout: float = 30.0) -> None:
     """A worker that insists on its registration, and leaves."""
     layout = make_layout()
     memory = [HostMemory.allocate(size) for size in layout.storages]
-    with Worker(daemon.runtime_dir, model, 0, 1) as worker:
+    with Worker(daemon.runtime_dir, model, 0, 1, deadline=DEADLINE) as worker:
         worker.register(memory, layout, Fingerprint(model=model), required=True, timeout=timeout)
 
 
@@ -38,7 +39,7 @@ def test_more_sessions_than_allowed_are_turned_away_with_the_setting(
     report = report_when(daemon, lambda report: report["sessions"]["open"] == 1)
     assert report["broker"]["limits"]["max_sessions"] >= 1
     assert report["broker"]["refusals"]["limit"] >= 1
-    with Scheduler(daemon.runtime_dir, "later") as later:
+    with Scheduler(daemon.runtime_dir, "later", deadline=DEADLINE) as later:
         assert later.status() is not None
 
 

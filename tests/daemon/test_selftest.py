@@ -29,7 +29,7 @@ from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_serve import run_kvd
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, eventually
 
 MIB = 2**20
 LAZY_LANE = """
@@ -64,7 +64,7 @@ def run_steps(
     daemon: Daemon, steps: tuple[Step, ...] = STEPS, device: str = "host"
 ) -> list[Outcome]:
     """The self-test of one lane in this process; its memory is given back."""
-    with Scheduler(daemon.runtime_dir, "observer", deadline=5.0) as observer:
+    with Scheduler(daemon.runtime_dir, "observer", deadline=DEADLINE) as observer:
         bench = Bench(daemon.runtime_dir, device, observer, 64 * MIB, 20.0)
         try:
             return run(bench, steps)
@@ -285,7 +285,7 @@ def test_a_pool_without_a_size_is_not_given_one(start_daemon: StartDaemon) -> No
     assert done.returncode == 1
     assert "cpu_bytes is auto" in done.stderr
     layout = make_layout()
-    with Worker(daemon.runtime_dir, "temporary", 0, 1) as worker:
+    with Worker(daemon.runtime_dir, "temporary", 0, 1, deadline=DEADLINE) as worker:
         memory = [HostMemory.allocate(size) for size in layout.storages]
         with pytest.raises(RegistrationError, match="must not decide"):
             worker.register(memory, layout, Fingerprint(model="m"), temporary=True)

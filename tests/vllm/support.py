@@ -13,13 +13,13 @@ from typing import Any, Self
 from kvd_client.demo.vllm.engine import Answer, EngineOptions, EngineProcess, kvd_transfer
 from kvd_client.demo.vllm.models import DEFAULTS, Kind, write_model
 from tests.conftest import Daemon
+from tests.waiting import DEADLINE, PATIENCE
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 32
 PROMPT_TOKENS = 400  # twelve blocks and a half: 384 tokens can be cached, whole chunks of 1, 2 or 4
 CACHED_TOKENS = 384
 MAX_MODEL_LEN = 1024
-PATIENCE = 60.0
 # Log-probabilities of the same request in another batch; see test_corruption for what damage does.
 TOLERANCE = 2e-3
 GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
@@ -97,8 +97,9 @@ def compute_references(options: EngineOptions, log: Path, asked: Sequence[list[i
 
 
 def with_kvd(options: EngineOptions, runtime_dir: Path, **extra: Any) -> EngineOptions:
-    """The same engine, with kvd behind it."""
-    return replace(options, kv_transfer=kvd_transfer(runtime_dir, **extra))
+    """The same engine with kvd behind it, and with patience where nothing else is said."""
+    patience = {"deadline": DEADLINE, "load_timeout": DEADLINE}
+    return replace(options, kv_transfer=kvd_transfer(runtime_dir, **(patience | extra)))
 
 
 def far_apart(a: Answer, b: Answer, tolerance: float = TOLERANCE) -> str:

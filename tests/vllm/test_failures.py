@@ -40,7 +40,9 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def engine(models: Path, module_dir: Path, start_module_engine: StartEngine) -> EngineProcess:
     """One engine for all these failures; when it starts there is no daemon."""
-    options = with_kvd(DENSE.options(models), module_dir, blocks_per_chunk=2, load_timeout=1.0)
+    options = with_kvd(
+        DENSE.options(models), module_dir, blocks_per_chunk=2, deadline=1.0, load_timeout=1.0
+    )
     engine = start_module_engine(options)
     engine.wait_ready()
     return engine
@@ -233,10 +235,11 @@ def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
     models: Path,
     start_daemon: StartDaemon,
     start_engine: StartEngine,
+    tmp_path: Path,
     thaw: list[int],
 ) -> None:
     """Killed with stores in flight: its slots and leases are free, its stored chunks are found."""
-    daemon = start_daemon()
+    daemon = start_daemon("--config", str(patient(tmp_path)))
     options = with_kvd(DENSE.options(models), daemon.runtime_dir, blocks_per_chunk=2)
     engine = start_engine(options)
     engine.wait_ready()

@@ -33,9 +33,8 @@ from kvd_proto.messages import (
 )
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, make_layout
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
-PATIENCE = 20  # seconds
 SMALL_POOL = 16  # chunks
 STEP_END = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 REQUEST = ReqContext("request")

@@ -70,9 +70,7 @@ def test_chunks_evicted_between_lookup_and_load_are_computed(
     """The failed load is reported for its request, which is computed; the engine goes on."""
     known = references(setting)
     daemon = start_daemon(cpu_bytes="64MiB")
-    options = with_kvd(
-        setting.options(models), daemon.runtime_dir, blocks_per_chunk=2, deadline=20.0
-    )
+    options = with_kvd(setting.options(models), daemon.runtime_dir, blocks_per_chunk=2)
     first, second = start_engine(options), start_engine(replace(options))
     first.wait_ready()
     second.wait_ready()

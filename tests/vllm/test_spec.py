@@ -41,9 +41,8 @@ from tests.vllm.configs import (
     sized,
     window,
 )
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
-PATIENCE = 20.0
 FACTOR = 2
 REQUEST = ReqContext("request")
 STORE, LOAD = 1, 2
@@ -57,7 +56,8 @@ def make_spec(
     **extra: Any,
 ) -> tuple[KvdOffloadingSpec, KVCacheConfig, CanonicalKVCaches]:
     """A spec as the connector makes it, and the KV cache that vLLM hands over."""
-    settings = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": FACTOR, **extra}
+    settings = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": FACTOR, "deadline": DEADLINE}
+    settings |= extra
     vllm_config = engine_config(folder, settings, layout=layout)
     kv_cache_config = sized(vllm_config, *(groups or (full(["a", "b"]),)))
     config = offloading_config(vllm_config, kv_cache_config)
