@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
+.PHONY: help demo test test-vllm test-stalls demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,9 @@ constraints-vllm: $(VLLM_STAMP) ## the same for the environment with vLLM
 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
 	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=300 -n 2 --dist loadfile
+
+test-stalls: $(STAMP) ## make test on a machine where every process stands still now and then
+	PYTHONPATH=tests/stalls $(BIN)/python -m pytest -n 4 --dist loadfile
 
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
 	PYTHONPATH=. $(BIN)/python tests/soak/restart_loop.py $(or $(KILLS),200) $(SEED)
