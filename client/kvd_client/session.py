@@ -116,7 +116,7 @@ class Session:
         self._events_lock = threading.Lock()  # a late `wake` must not write to a closed number
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tried = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name=f"kvd-{kind}", daemon=True)
+        self._keeper = threading.Thread(target=self._live, name=f"kvd-{kind}", daemon=True)
 
     def start(self) -> None:
         """Start the keeper and wait for its first try, at most one deadline.
@@ -230,12 +230,16 @@ class Session:
         _SESSIONS.discard(self)
         if self._keeper is not threading.current_thread() and self._keeper.is_alive():
             self._keeper.join(CLOSE_SECONDS)
-        if not self._keeper.is_alive():
-            self.context.destroy(linger=0)
-            with self._events_lock:
-                self._close_events()
+        if not self._keeper.is_alive():  # it was never started, or has done this itself
+            self._free()
 
     # ---------------------------------------------------------------- keeper
+
+    def _live(self) -> None:
+        try:
+            self._keep()
+        finally:
+            self._free()  # here, since `close` does not wait for a busy keeper for ever
 
     def _keep(self) -> None:
         delay = 0.0
@@ -354,6 +358,12 @@ class Session:
             connection.close()  # closes the door's copy; ZeroMQ itself leaves foreign sockets alone
         self._close_events()
         self._handler.on_fork()
+
+    def _free(self) -> None:
+        self.context.destroy(linger=0)
+        with self._events_lock:
+            if self._stop >= 0:
+                self._close_events()
 
     def _close_events(self) -> None:
         os.close(self._stop)

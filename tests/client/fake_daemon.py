@@ -322,7 +322,8 @@ class FakeDaemon:
 
     def _notify(self, visitor: Visitor, message: Message, fds: tuple[int, ...] = ()) -> None:
         frame = WIRE.encode(message, 0, self.boot_id, visitor.token)
-        socket.send_fds(visitor.sock, [frame], list(fds))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has left meanwhile
+            socket.send_fds(visitor.sock, [frame], list(fds))
 
     def _attach(self, visitor: Visitor) -> None:
         fd = directory_fd(self.keys, self.boot_id)

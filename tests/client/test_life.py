@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import HostMemory, LookupResult, Scheduler, UsageError, Worker
+from kvd_client import HostMemory, LookupResult, Scheduler, UsageError, Worker, session
+from kvd_client.connection import Connection
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.waiting import DEADLINE, eventually
@@ -69,6 +70,29 @@ def test_close_ends_the_keeper(daemon: FakeDaemon) -> None:
         assert any(t.name == "kvd-scheduler" and t.daemon for t in threading.enumerate())
     assert not any(t.name == "kvd-scheduler" for t in threading.enumerate())
     # The daemon's ends are in this process too, and close later.
+    eventually(lambda: descriptors() <= before)
+
+
+def test_a_keeper_that_is_busy_while_the_session_closes_leaves_nothing(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """close() does not wait for it for ever; it lets go of everything when it ends."""
+    monkeypatch.setattr(session, "CLOSE_SECONDS", 0.0)
+    go_on = threading.Event()
+    leave = session.Session._leave
+
+    def busy(one: session.Session, connection: Connection) -> None:
+        assert go_on.wait(SECONDS)
+        leave(one, connection)
+
+    monkeypatch.setattr(session.Session, "_leave", busy)
+    before = descriptors()
+    scheduler = Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE)
+    scheduler.close()
+    assert scheduler._session._keeper.is_alive()
+    go_on.set()
+    scheduler._session._keeper.join(SECONDS)
+    assert scheduler._session.context.closed
     eventually(lambda: descriptors() <= before)
 
 

@@ -1,8 +1,7 @@
 """Engines on a real daemon: what is stored comes back, to whom it may, and only complete."""
 
-from pathlib import Path
-
 import numpy as np
+import psutil
 import pytest
 
 from kvd_client import Fingerprint, HostMemory, LookupResult, RegistrationError, StoreAnswer, Worker
@@ -267,12 +266,24 @@ def test_torch_tensors_are_shared_in_place(daemon: Daemon) -> None:
     shared.close()
 
 
+def shared_files(daemon: Daemon) -> set[str]:
+    """Files that this process, the daemon or a lane has mapped."""
+    serving = psutil.Process(daemon.process.pid)
+    return {
+        mapped.path
+        for process in (psutil.Process(), serving, *serving.children(recursive=True))
+        for mapped in process.memory_maps()
+    }
+
+
 def test_files_of_an_engine_leave_no_names(daemon: Daemon) -> None:
-    """Nothing of an engine has a name in /dev/shm."""
-    before = set(Path("/dev/shm").iterdir())
+    """Nothing that it shares with the daemon has a name in /dev/shm."""
+    before = shared_files(daemon)
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         engine.store(keys_of("nameless", 2))
-        assert {p for p in Path("/dev/shm").iterdir() if "kvd" in p.name} <= before
+        new = shared_files(daemon) - before
+    assert any(path.startswith("/memfd:kvd") for path in new)
+    assert not [path for path in new if path.startswith("/dev/shm/") and "kvd" in path]
 
 
 def test_a_request_of_a_hundred_thousand_tokens_is_one_job(start_daemon: StartDaemon) -> None:
