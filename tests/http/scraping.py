@@ -7,6 +7,8 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.waiting import eventually
+
 Samples: TypeAlias = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -82,7 +84,11 @@ class Scrape:
 
 
 def scrape(client: httpx.Client) -> Scrape:
-    """Ask once."""
+    """Ask until the broker has had its say; a scrape says by `kvd_up` whether it has."""
+    return eventually(lambda: _scrape(client), lambda one: one.get("kvd_up") == 1)
+
+
+def _scrape(client: httpx.Client) -> Scrape:
     answer = client.get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=")

@@ -18,6 +18,7 @@ from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_engines import wait_hit
 from tests.http.scraping import Scrape, scrape
 from tests.http.serving import over_unix
+from tests.waiting import eventually
 
 
 def work(engine: Engine, rounds: int) -> None:
@@ -75,10 +76,10 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
 def fresh_report(client: httpx.Client) -> dict[str, Any]:
     """A report of now; those who ask soon after share it."""
     asked = time.time()
-    while True:
-        report: dict[str, Any] = client.get("/status").json()
-        if report["time"] >= asked:
-            return report
+    report: dict[str, Any] = eventually(
+        lambda: client.get("/status").json(), lambda report: report.get("time", 0.0) >= asked
+    )
+    return report
 
 
 def assert_gauges_are_the_reports(one: Scrape, report: dict[str, Any]) -> None:
