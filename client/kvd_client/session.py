@@ -362,13 +362,13 @@ class Session:
     def _free(self) -> None:
         self.context.destroy(linger=0)
         with self._events_lock:
-            if self._stop >= 0:
-                self._close_events()
+            self._close_events()
 
     def _close_events(self) -> None:
-        os.close(self._stop)
-        os.close(self._wake)
-        self._stop = self._wake = -1
+        if self._stop >= 0:  # a fork may meet a session that was freed just now
+            os.close(self._stop)
+            os.close(self._wake)
+            self._stop = self._wake = -1
 
     def __repr__(self) -> str:
         connection = self._connection

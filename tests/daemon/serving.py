@@ -30,14 +30,14 @@ class Daemon:
 
     def status(self, wait: float = 0.0) -> dict[str, Any]:
         """Its status as soon as it has one, or within `wait` seconds from then once it is ready."""
-        report = self._first_status()
+        report = self._report()
         end = time.monotonic() + wait
         while not report["ready"] and time.monotonic() < end:
             time.sleep(PAUSE)
-            report = self._first_status()
+            report = self._report()
         return report
 
-    def _first_status(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         end = time.monotonic() + PATIENCE
         while True:
             try:

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Daemon, StartDaemon
+from tests.waiting import eventually
 
 
 def kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,11 +39,7 @@ def daemon(start_daemon: StartDaemon, file: Path) -> Daemon:
 
 def wait_for(daemon: Daemon, text: str) -> str:
     """The log, once it has this text."""
-    deadline = time.monotonic() + 30
-    while text not in (log := daemon.log.read_text()):
-        assert time.monotonic() < deadline, log
-        time.sleep(0.02)
-    return log
+    return eventually(daemon.log.read_text, lambda log: text in log)
 
 
 def test_reload_takes_up_what_it_can_and_names_the_rest(daemon: Daemon, file: Path) -> None:

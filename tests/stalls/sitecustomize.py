@@ -9,7 +9,6 @@ fails only so takes what usually comes first for what must come first.
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import random
 import socket
