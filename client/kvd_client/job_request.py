@@ -8,8 +8,8 @@ import numpy.typing as npt
 from kvd_client.arguments import shown
 from kvd_client.errors import UsageError
 from kvd_proto.arrays import DType, IntArray
-from kvd_proto.errors import Oversize, ProtoError
-from kvd_proto.expand import chunks_per_group
+from kvd_proto.errors import JobShapeError, Oversize, ProtoError
+from kvd_proto.expand import check_blocks, chunks_per_group
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Load, Store
 
@@ -37,7 +37,7 @@ def job_request(
 
     Raises:
         UsageError: values that are no whole numbers, arrays that do not fit each other or
-            one job.
+            one job, the null block, or blocks that the layout does not have.
     """
     blocks = _array("block_ids", block_ids, "u4")
     sizes = _array("group_sizes", group_sizes, "u4")
@@ -63,6 +63,10 @@ def job_request(
                 f"these blocks lie in {chunks} chunks (blocks_per_chunk"
                 f" {layout.blocks_per_chunk}), {len(chosen)} slots were given"
             )
+        try:
+            check_blocks(layout, blocks.numpy())
+        except JobShapeError as error:
+            raise UsageError(f"block_ids={shown(block_ids)}: {error}") from error
     return kind(
         job=job_id,
         block_ids=blocks,

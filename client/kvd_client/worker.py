@@ -227,7 +227,7 @@ class Worker:
 
         Args:
             job_id: the caller's number, free again when it was reported.
-            block_ids: flat, group by group.
+            block_ids: flat, group by group; never 0, the engine's null block.
             group_sizes: blocks of each group; their sum is len(block_ids).
             block_indices: logical index of each group's first block.
             slots: of the chunks, group by group, as `prepare_store` gave them.
@@ -241,8 +241,8 @@ class Worker:
             submitted job is reported once, whatever is returned here.
 
         Raises:
-            UsageError: arrays that do not fit each other or have above 65,536 items, a job id
-                in use; or closed.
+            UsageError: arrays that do not fit each other or have above 65,536 items, blocks that
+                were not registered, a job id in use; or closed.
         """
         return self._submit(
             Store,

@@ -219,17 +219,25 @@ def _check(
         )
     if len(slots) and int(slots.min()) < 0:
         raise JobShapeError(f"slot {int(slots.min())} is below 0")
-    if len(blocks):
-        low, high = int(blocks.min()), int(blocks.max())
-        if low == NULL_BLOCK:
-            raise JobShapeError(
-                "block id 0 is the null block; leave it out and let block_indices start after it"
-            )
-        if low < 0 or high >= layout.num_blocks:
-            raise JobShapeError(
-                f"block ids {low}..{high} are not within 1..{layout.num_blocks - 1}"
-            )
+    check_blocks(layout, blocks)
     return chunks
+
+
+def check_blocks(layout: RankLayout, blocks: Ints) -> None:
+    """Every listed block is one that the layout has and that may hold something.
+
+    Raises:
+        JobShapeError: naming the null block, or the bounds.
+    """
+    if not len(blocks):
+        return
+    low, high = int(blocks.min()), int(blocks.max())
+    if low == NULL_BLOCK:
+        raise JobShapeError(
+            "block id 0 is the null block; leave it out and let block_indices start after it"
+        )
+    if low < 0 or high >= layout.num_blocks:
+        raise JobShapeError(f"block ids {low}..{high} are not within 1..{layout.num_blocks - 1}")
 
 
 def check_shape(

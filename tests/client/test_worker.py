@@ -406,6 +406,8 @@ def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
         ({"block_ids": [-1, 4, 5]}, "block_ids"),
         ({"block_ids": ["a", 4, 5]}, "block_ids"),
         ({"block_ids": [1.5, 4, 5]}, "block_ids"),
+        ({"block_ids": [0, 4, 5]}, "block id 0 is the null block; leave it out"),
+        ({"block_ids": [3, 4, 8]}, r"block ids 3\.\.8 are not within 1\.\.7"),
         ({"block_indices": [1, 2]}, "2 block_indices"),
         ({"slots": [1]}, "1 slots with 2"),
         ({"slots": [1], "generations": [1]}, "2 chunks .* 1 slots"),
@@ -418,6 +420,7 @@ def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
             worker.submit_store(1, **{**JOB, **change})
     with pytest.raises(UsageError, match="job_id"):
         worker.submit_store(-1, **JOB)
+    assert worker.get_finished() == []  # none of them is a job
     daemon.hold_jobs = True
     worker.submit_store(1, **JOB)
     with pytest.raises(UsageError, match="job 1 has not ended"):
