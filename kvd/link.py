@@ -149,23 +149,6 @@ class ShareDone(Message, frozen=True):
     ok: bool
 
 
-class Wipe(Message, frozen=True):
-    """Broker → lane: zero pool bytes [begins[i], ends[i]), which are in nobody's use; answer then.
-
-    A lane that ends before it has answered is asked for nothing: the next one does it again.
-    """
-
-    number: Count
-    begins: IntArray
-    ends: IntArray
-
-
-class Wiped(Message, frozen=True):
-    """Lane → broker: all bytes of that Wipe are zero."""
-
-    number: Count
-
-
 class LanePing(Message, frozen=True):
     """Broker → lane: answer from the loop that moves bytes."""
 
@@ -234,8 +217,6 @@ LINK = Codec(
         0x10E: LaneFailed,
         0x10F: PoolUsable,
         0x110: LaneLog,
-        0x111: Wipe,
-        0x112: Wiped,
     }
 )
 """The codec of the link."""

@@ -66,10 +66,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Literal["yes", "no"],
         About("Leave the pool and what is in it to the next daemon.", _POOL, "YES|NO"),
     ] = "yes"
-    scrub: Annotated[
-        Literal["yes", "no"],
-        About("Zero what chunks leave behind before anybody else gets the room.", _POOL, "YES|NO"),
-    ] = "no"
     reuse_threshold: Annotated[
         int,
         Meta(ge=1, le=1000),

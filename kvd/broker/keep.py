@@ -88,7 +88,6 @@ class Keep:
         keeps: leave it all to the next daemon; else it goes with this one, and nothing that is
             there is used.
         cold: begin without what is there.
-        scrub: where nothing is gone on with, give the pool back, so that the kernel zeroes it.
 
     Raises:
         ConfigError: pool_dir is none, or cannot be written.
@@ -96,13 +95,7 @@ class Keep:
     """
 
     def __init__(
-        self,
-        pool_dir: Path,
-        runtime_dir: Path,
-        *,
-        keeps: bool,
-        cold: bool = False,
-        scrub: bool = False,
+        self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
     ) -> None:
         if not pool_dir.is_dir():
             raise ConfigError(
@@ -110,7 +103,6 @@ class Keep:
             )
         self.keeps = keeps
         self._cold = cold
-        self._scrub = scrub
         name = area_name(runtime_dir)
         self._filesystem = Filesystem.of(pool_dir)
         notes_dir = pool_dir if self._filesystem.writable else NOTES_DIR
@@ -138,8 +130,8 @@ class Keep:
     @classmethod
     def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "Keep":
         """As the settings say; see above."""
-        keeps, scrub = settings.keep_pool == "yes", settings.scrub == "yes"
-        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold, scrub=scrub)
+        keeps = settings.keep_pool == "yes"
+        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold)
 
     # ---------------------------------------------------------------- start
 
@@ -287,10 +279,7 @@ class Keep:
         return manifest
 
     def _check_pool_file(self, cpu_bytes: int) -> None:
-        """Without chunks the file's memory is worth keeping, if it is ours and of that size.
-
-        Not where it is to be scrubbed: the kernel gives pages that are zero.
-        """
+        """Without chunks the file's memory is worth keeping, if it is ours and of that size."""
         try:
             status = self.pool_file.lstat()
         except OSError:
@@ -299,7 +288,6 @@ class Keep:
             not stat.S_ISREG(status.st_mode)
             or status.st_uid != os.geteuid()
             or status.st_size != self._filesystem.whole_pages(cpu_bytes)
-            or self._scrub
         ):
             _remove_tree(self.pool_file)
 

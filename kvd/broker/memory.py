@@ -34,9 +34,6 @@ class PoolMemory:
         path: where it lies; a file of the right size that is there is used with what it holds.
         nbytes: its size at least; it has whole pages.
 
-    Attributes:
-        fresh: nothing of it was there, so all of it is zero.
-
     Raises:
         PoolError: it cannot be made, with the figures.
     """
@@ -52,7 +49,6 @@ class PoolMemory:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self.fd = os.open(path, flags, 0o600)
             held = os.fstat(self.fd).st_blocks * 512
-            self.fresh = not held
             problem = lack_of_room(filesystem, path.parent, nbytes, held)
             if problem:
                 os.close(self.fd)

@@ -38,11 +38,7 @@ def open_pool(
     while True:
         namespaces = make_namespaces(keeping, pool.fill)
         if _restore(keep, found, namespaces, boot_id):
-            break
-    if namespaces.pool.scrubber is not None and not pool.fresh:
-        namespaces.pool.scrub_rest()
-        log.info("what lies in the pool beside these chunks is zeroed before it is used")
-    return pool, namespaces
+            return pool, namespaces
 
 
 def _restore(keep: Keep, found: Found, namespaces: Namespaces, boot_id: bytes) -> bool:

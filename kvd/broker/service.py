@@ -210,7 +210,6 @@ class Service:
                 lease_seconds=self.settings.lease_seconds,
                 ticket_seconds=self.settings.ticket_seconds,
                 quotas=self.settings.quotas(cpu_bytes),
-                scrub=self.settings.scrub == "yes",
                 limit=self.settings.max_namespaces,
                 make_buffer=self._directories.make,
                 keeping=keeping,

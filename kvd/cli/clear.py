@@ -11,9 +11,8 @@ from kvd.cli.options import runtime_dir_option
 from kvd_proto.messages import Clear, Cleared, EvictOlderThan, OlderEvicted
 from kvd_proto.sizes import format_size
 
-# The daemon drops chunks between other things; millions of them take it some seconds. With
-# `scrub` it zeroes their bytes too before it answers.
-_PATIENCE_SECONDS = 600.0
+# The daemon drops chunks between other things; millions of them take it some seconds.
+_PATIENCE_SECONDS = 120.0
 
 _namespace_option = click.option(
     "--namespace",
@@ -32,7 +31,6 @@ def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
     Engines go on; what they look for is a miss and computed anew. Stores that are
     under way are given up. Chunks that a load has pinned are found by nobody any
     more and go when the load has ended. Namespaces that no engine uses are closed.
-    With the setting scrub the command ends when the bytes are zero.
 
     \b
     Examples:
@@ -63,7 +61,7 @@ def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> Non
 
     A chunk is of use when it is stored, loaded, or touched by its engine. Pinned
     chunks are in use and stay. Room that becomes free by it is free for every
-    namespace. With the setting scrub the command ends when the bytes are zero.
+    namespace.
 
     \b
     Examples:

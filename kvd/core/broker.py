@@ -17,7 +17,6 @@ from kvd.core.measures import Surroundings
 from kvd.core.operations import Operations
 from kvd.core.registration import Registration, in_words
 from kvd.core.reloading import Reloading
-from kvd.core.scrubbing import Scrubbing
 from kvd.core.sessions import Peer, Registry, Session
 from kvd.core.state import BrokerState, OpenNamespaces
 from kvd.core.status import status_report
@@ -92,8 +91,7 @@ class Broker:
         self._registration = Registration(self.state)
         self._operations = Operations(self.state)
         self._caching = Caching(self.state, self._operations.sweeps)
-        self._scrubbing = Scrubbing(self.state)
-        self.supervision = Supervision(self.state, self._registration, self._scrubbing)
+        self.supervision = Supervision(self.state, self._registration)
         self.reloading = Reloading(self.state)
         self.handover = Handover(self.state, self._operations.sweeps, way_out or WayOut())
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
@@ -243,7 +241,7 @@ class Broker:
 
     def work(self) -> list[Effect]:
         """One piece of what takes too long to be done in one go; a few milliseconds at most."""
-        return self._operations.work() + self._scrubbing.work()
+        return self._operations.work()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""

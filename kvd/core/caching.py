@@ -58,7 +58,7 @@ class Caching:
     ) -> list[Effect]:
         self._open_for_work(session, len(message.keys))
         engine, namespace = self._state.attached_namespace(session.engine)
-        usable = self._state.storable_bytes(engine)
+        usable = self._state.usable_bytes(engine)
         decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
         reply = StorePrepared(
             answers=IntArray.of(decision.answers, "u1"),

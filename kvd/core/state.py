@@ -126,14 +126,6 @@ class BrokerState:
                 usable = min(usable, self.lanes[worker.registration.device].usable_bytes)
         return None if usable >= self.namespaces.pool.fill.nbytes else usable
 
-    def storable_bytes(self, engine: Engine) -> int | None:
-        """The same for new chunks, which must not lie where something is to be scrubbed yet."""
-        usable = self.usable_bytes(engine)
-        clean = self.namespaces.pool.clean_bytes if self.namespaces is not None else None
-        if usable is None or clean is None:
-            return clean if usable is None else usable
-        return min(usable, clean)
-
     @property
     def pinning(self) -> list[Lane]:
         """Lanes with workers that can use the pool only where they have pinned it."""

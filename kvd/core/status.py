@@ -53,17 +53,9 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
 
 def _pool(state: BrokerState) -> dict[str, Any]:
     figures = {"cpu_bytes": 0, "free_bytes": 0, "namespaces": {}, "quotas": []}
-    left = wiped = 0
     if state.namespaces is not None:
-        figures, pool = state.namespaces.stats(), state.namespaces.pool
-        left = pool.left_bytes
-        wiped = pool.scrubber.wiped_bytes if pool.scrubber is not None else 0
-    return {
-        **figures,
-        "allocated_bytes": state.allocated,
-        "scrub_left_bytes": left,
-        "scrubbed_bytes": wiped,
-    }
+        figures = state.namespaces.stats()
+    return {**figures, "allocated_bytes": state.allocated}
 
 
 def _namespace(namespace: Namespace) -> dict[str, Any]:

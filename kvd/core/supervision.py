@@ -8,7 +8,6 @@ from kvd.core.demand import lane_ended, lane_failed
 from kvd.core.effects import Effect, Event, KillLane, ToLane
 from kvd.core.lanes import NOTHING_SAID, add_counters, arrays
 from kvd.core.registration import Registration, in_words
-from kvd.core.scrubbing import Scrubbing
 from kvd.core.state import BrokerState
 from kvd.link import (
     Imported,
@@ -20,7 +19,6 @@ from kvd.link import (
     Released,
     Revoked,
     ShareDone,
-    Wiped,
 )
 from kvd_proto.messages import Message
 
@@ -32,15 +30,12 @@ class Supervision:
 
     Args:
         state: shared.
-        registration, scrubbing: go on with what lanes have done.
+        registration: goes on with what lanes have done.
     """
 
-    def __init__(
-        self, state: BrokerState, registration: Registration, scrubbing: Scrubbing
-    ) -> None:
+    def __init__(self, state: BrokerState, registration: Registration) -> None:
         self._state = state
         self._registration = registration
-        self._scrubbing = scrubbing
         self._watched = 0.0
 
     def heard(self, device: str, message: Message, now: float) -> list[Effect]:
@@ -64,9 +59,6 @@ class Supervision:
                 return []
             case ShareDone():
                 return self._share_done(message)
-            case Wiped():
-                self._scrubbing.wiped(message)
-                return []
             case LanePong():
                 lane.pong = message
                 return []
@@ -88,7 +80,6 @@ class Supervision:
         freed = 0
         for namespace_id, free in self._state.revocations.lane_lost(device).items():
             self._free(namespace_id, free)
-        self._scrubbing.lane_lost(device)
         for engine in self._state.registry.engines.values():
             uses = any(
                 w.registration and w.registration.device == device for w in engine.workers.values()

@@ -4,7 +4,7 @@ Operators clear and evict; engines reset their namespace.
 
 A sweep goes once over the slots of its namespaces. What is stored behind it stays,
 what is stored before it may go too; all that was there when it began is gone when
-it is answered. Where freed slots are scrubbed, an operator's is answered when they are clean.
+it is answered.
 """
 
 from collections import deque
@@ -16,7 +16,6 @@ from kvd.core.effects import DropDirectory, Effect, Event, Reply
 from kvd.core.state import BrokerState
 from kvd.errors import Refused
 from kvd.state.namespaces import Namespace
-from kvd.state.scrubbing import Scrubber
 from kvd.who import Fields
 from kvd_proto.messages import ErrorCode, Message
 from kvd_proto.sizes import format_size
@@ -70,16 +69,9 @@ class Sweeps:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self._sweeps: deque[Sweep] = deque()
-        # Over, but for what they left to be scrubbed: so many slots must be clean for each.
-        self._unclean: deque[tuple[int, Sweep]] = deque()
 
     def __len__(self) -> int:
-        return len(self._sweeps) + len(self._unclean)
-
-    @property
-    def moving(self) -> bool:
-        """There is something to be done now; the others wait for lanes."""
-        return bool(self._sweeps)
+        return len(self._sweeps)
 
     def start(self, sweep: Sweep) -> list[Effect]:
         """Begin one. Without an age, stores that are under way are given up at once.
@@ -106,44 +98,20 @@ class Sweeps:
 
     def work(self) -> list[Effect]:
         """Do one piece; at the end of a sweep its reply."""
-        effects = self._clean_now()
         if not self._sweeps:
-            return effects
+            return []
         sweep = self._sweeps[0]
         if sweep.index < len(sweep.namespaces):
             self._piece(sweep, sweep.namespaces[sweep.index])
-            return effects
+            return []
         self._sweeps.popleft()
-        if sweep.unused_for is None:
-            effects += close_unused(self._state, sweep.namespaces)
+        closed = close_unused(self._state, sweep.namespaces) if sweep.unused_for is None else []
         tally = sweep.tally
         text = f"{sweep.what}: {tally.chunks} chunks dropped, {format_size(tally.bytes)}"
         if tally.deferred:
             text += f"; {tally.deferred} more go when their leases end"
         told = [Event(text, fields=sweep.fields)] if sweep.what else []
-        if sweep.by_engine:  # which has deadlines
-            return [self._reply(sweep), *told, *effects]
-        scrubber = self._scrubber
-        self._unclean.append((scrubber.soiled_slots if scrubber is not None else 0, sweep))
-        return [*self._clean_now(), *told, *effects]
-
-    def _clean_now(self) -> list[Effect]:
-        """The replies of those that are over and whose slots are clean."""
-        scrubber = self._scrubber
-        clean = scrubber.clean_slots if scrubber is not None else 0
-        effects: list[Effect] = []
-        while self._unclean and self._unclean[0][0] <= clean:
-            effects.append(self._reply(self._unclean.popleft()[1]))
-        return effects
-
-    @staticmethod
-    def _reply(sweep: Sweep) -> Reply:
-        return Reply(sweep.session, sweep.request_id, sweep.answer(sweep.tally))
-
-    @property
-    def _scrubber(self) -> Scrubber | None:
-        namespaces = self._state.namespaces
-        return None if namespaces is None else namespaces.pool.scrubber
+        return [Reply(sweep.session, sweep.request_id, sweep.answer(tally)), *told, *closed]
 
     def _piece(self, sweep: Sweep, namespace: Namespace) -> None:
         slots = namespace.geometry.num_slots
@@ -174,9 +142,7 @@ class Sweeps:
         return namespaces is not None and namespaces.get(namespace.id) is namespace
 
     def __repr__(self) -> str:
-        return (
-            f"<Sweeps {[sweep.what for sweep in self._sweeps]}, {len(self._unclean)} to be clean>"
-        )
+        return f"<Sweeps {[sweep.what for sweep in self._sweeps]}>"
 
 
 def close_unused(state: BrokerState, namespaces: Sequence[Namespace]) -> list[Effect]:

@@ -52,10 +52,6 @@ def _pool(report: Report) -> Iterator[Metric]:
     text = "Bytes of the pool whose memory is there."
     yield gauge("kvd_pool_allocated_bytes", text, one(pool["allocated_bytes"]))
     yield gauge("kvd_pool_free_bytes", "Bytes that no namespace holds.", one(pool["free_bytes"]))
-    text = "Bytes that are to be zeroed before they can be used; 0 without the setting scrub."
-    yield gauge("kvd_pool_scrub_left_bytes", text, one(pool["scrub_left_bytes"]))
-    text = "Bytes that were zeroed after their chunks had left."
-    yield counter("kvd_scrubbed_bytes_total", text, one(pool["scrubbed_bytes"]))
     quotas = [((quota["model"],), quota) for quota in pool["quotas"]]
     for name, text in (
         ("held", "Bytes of the pool that a model with a quota holds."),

@@ -14,7 +14,6 @@ conformance suite in tests/lane/device_contract.py checks for every backend:
   in any order. The caller never submits two that overlap.
 - The caller guarantees that `submit` is allowed by the worker's timeline; a
   backend never makes a queue wait for another process.
-- `zero` is for pool bytes that nothing else uses, pinned or not, and needs no queue.
 - `release_memory` is only legal when nothing is in flight on that memory.
 - Mapping checks every size against what was promised, so that no later access
   can leave a mapping.
@@ -142,16 +141,6 @@ class Device(ABC):
         """The transfers that have ended since the last call; returns soon.
 
         A backend whose processor is the copy engine moves one piece in here.
-        """
-
-    @abstractmethod
-    def zero(self, begin: int, end: int) -> None:
-        """Zero pool bytes begin..end - 1, about 1 MiB, before it returns.
-
-        The caller guarantees that no transfer touches them and that they are allocated.
-
-        Raises:
-            LaneError: they are not all inside the pool; nothing was zeroed.
         """
 
     @abstractmethod

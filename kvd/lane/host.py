@@ -17,7 +17,6 @@ from kvd.errors import ImportFailed, LaneError
 from kvd.filling import FillOrder
 from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd.lane.pretouch import Pretouch
-from kvd.lane.zeros import zero_bytes
 from kvd_proto.messages import Handle, HostHandle
 
 
@@ -116,10 +115,6 @@ class HostDevice(Device):
         took = time.perf_counter_ns() - start
         nbytes = 0 if error else transfer.nbytes
         return [Finished(transfer.id, nbytes, took, error)]
-
-    def zero(self, begin: int, end: int) -> None:
-        """See Device."""
-        zero_bytes(self._pool, begin, end)
 
     def close(self) -> None:
         """See Device."""

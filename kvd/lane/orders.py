@@ -16,7 +16,6 @@ from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import FRAMES_PER_TURN, Sockets
 from kvd.lane.tally import Tally
-from kvd.lane.wiping import Wiping
 from kvd.lane.workers import Binding, Worker, Workers, who_is
 from kvd.link import (
     LINK,
@@ -32,7 +31,6 @@ from kvd.link import (
     Revoked,
     StopLane,
     UnbindWorker,
-    Wipe,
 )
 from kvd.logs.setup import set_level
 from kvd.seqpacket import close_all
@@ -48,7 +46,7 @@ class Orders:
 
     Args:
         sockets: with the link.
-        workers, runner, wiping: what orders are about.
+        workers, runner: what orders are about.
         outbox: where answers go.
         reports: jobs that an order has ended are told of at once.
         tally: told to a broker that asks.
@@ -64,7 +62,6 @@ class Orders:
         sockets: Sockets,
         workers: Workers,
         runner: Runner,
-        wiping: Wiping,
         outbox: Outbox,
         reports: Reports,
         tally: Tally,
@@ -75,7 +72,6 @@ class Orders:
         self._link = sockets.link
         self._workers = workers
         self._runner = runner
-        self._wiping = wiping
         self._outbox = outbox
         self._reports = reports
         self._tally = tally
@@ -86,7 +82,6 @@ class Orders:
             UnbindWorker: self._unbind,
             ReleaseWorker: self._release,
             Revoke: self._revoke,
-            Wipe: self._take_wipe,
             LanePing: self._answer_broker,
             StopLane: self._stop,
             LaneLog: lambda message, _fds: set_level(message.level),
@@ -188,12 +183,6 @@ class Orders:
             namespace=message.namespace, slots=message.slots, generations=message.generations
         )
         self._runner.when_ended(writing, lambda: self._outbox.tell(answer))
-
-    def _take_wipe(self, message: Wipe, _fds: tuple[int, ...]) -> None:
-        try:
-            self._wiping.add(message)
-        except LaneError:
-            _log.exception("piece %d is not wiped", message.number)
 
     def _answer_broker(self, message: LanePing, _fds: tuple[int, ...]) -> None:
         self._outbox.tell(

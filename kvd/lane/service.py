@@ -18,9 +18,8 @@ from kvd.lane.requests import Requests
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import Sockets
 from kvd.lane.tally import Tally
-from kvd.lane.wiping import Wiping
 from kvd.lane.workers import Workers
-from kvd.link import LINK, LaneReady, PoolUsable, Wiped
+from kvd.link import LINK, LaneReady, PoolUsable
 
 _log = logging.getLogger(__name__)
 
@@ -68,14 +67,12 @@ class LaneService:
         workers = Workers(device)
         tally = Tally()
         self._runner = Runner(device, limits)
-        self._wiping = Wiping(device, pool_bytes)
         self._outbox = Outbox(sockets.link)
         self._reports = Reports(sockets, self._runner, self._outbox, tally)
         self._orders = Orders(
             sockets=sockets,
             workers=workers,
             runner=self._runner,
-            wiping=self._wiping,
             outbox=self._outbox,
             reports=self._reports,
             tally=tally,
@@ -100,7 +97,7 @@ class LaneService:
         try:
             self._announce()
             nap = breathed = 0.0
-            while not (self._orders.stopping and not len(self._runner) and not len(self._wiping)):
+            while not (self._orders.stopping and not len(self._runner)):
                 woken = self._sockets.wait(self._patience(nap))
                 if self._usable < self._pool_bytes:
                     self._tell_usable()
@@ -113,10 +110,8 @@ class LaneService:
                     self._requests.read()
                 moved = self._runner.turn()
                 self._reports.tell_ended()
-                wiped = self._wipe()
-                nap = self._rest(nap, busy=moved or wiped or woken.link or woken.workers)
-                stores = moved and self._runner.stores_only
-                if (stores or wiped) and not self._device.pins:
+                nap = self._rest(nap, busy=moved or woken.link or woken.workers)
+                if moved and self._runner.stores_only and not self._device.pins:
                     breathed = self._breathe(breathed)
         except EOFError:
             _log.warning("the broker is gone: ending")
@@ -132,8 +127,6 @@ class LaneService:
         if self._outbox:
             return 0
         if not len(self._runner):
-            if len(self._wiping):
-                return 0
             return FILLING_MS if self._usable < self._pool_bytes else None
         return 1 if nap >= LONGEST_NAP else 0
 
@@ -146,18 +139,11 @@ class LaneService:
             time.sleep(nap)
         return nap
 
-    def _wipe(self) -> bool:
-        """Zero a little of what is to be zeroed, and say what is done; whether there was any."""
-        some, finished = self._wiping.turn(self._runner.now, jobs=bool(len(self._runner)))
-        if finished is not None:
-            self._outbox.tell(Wiped(number=finished))
-        return some
-
     def _breathe(self, last: float) -> float:
         """Sleep a little where the last time is a while ago; when it was the last time.
 
-        Stores that this CPU copies without a pause, or bytes that it zeroes, keep those that
-        share the CPU waiting, the thread first of all that sends replies to engines that load.
+        Stores that this CPU copies without a pause keep those that share the CPU waiting,
+        the thread first of all that sends replies to engines that load.
         """
         if time.monotonic() - last < BREATH_EVERY:
             return last

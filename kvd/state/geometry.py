@@ -14,7 +14,6 @@ neighbouring slots about two extents wide in every arena, which costs the extent
 that those slots touch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,16 +79,6 @@ class Geometry:
         """First byte and end of every share of a slot's chunk in the pool."""
         starts = (self.arena_base(r) + slot * size for r, size in enumerate(self.slot_bytes))
         return [(start, start + size) for start, size in zip(starts, self.slot_bytes, strict=True)]
-
-    def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """First byte and end of what these slots take; slots ascending, neighbours as one."""
-        firsts = [slot for i, slot in enumerate(slots) if not i or slots[i - 1] != slot - 1]
-        lasts = [s for i, s in enumerate(slots, 1) if i == len(slots) or slots[i] != s + 1]
-        return [
-            (base + first * size, base + (last + 1) * size)
-            for base, size in ((self.arena_base(r), b) for r, b in enumerate(self.slot_bytes))
-            for first, last in zip(firsts, lasts, strict=True)
-        ]
 
     @cached_property
     def column_slots(self) -> int:

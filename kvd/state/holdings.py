@@ -45,11 +45,6 @@ class Holdings:
             owned -= self._extents.count * self._extents.size - self._extents.cpu_bytes
         return owned
 
-    @property
-    def shut(self) -> list[tuple[Space, int]]:
-        """The columns that go when they are clean."""
-        return [(space, column) for space in self.spaces for column in space.shut]
-
     def owner(self, extent: int) -> Space | None:
         """Whose an extent is."""
         return self._owner[extent]

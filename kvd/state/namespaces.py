@@ -104,7 +104,6 @@ class Namespaces:
         ticket_seconds: how long a store may take.
         limit: how many may be open at once.
         quotas: floors and caps, by model.
-        scrub: what was in use is zeroed before it is used again; see `kvd.state.scrubbing`.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -123,13 +122,12 @@ class Namespaces:
         ticket_seconds: float = 60.0,
         limit: int = 64,
         quotas: Mapping[str, Quota] | None = None,
-        scrub: bool = False,
     ) -> None:
         if cpu_bytes < 1:
             raise ConfigError(f"a pool of {cpu_bytes} bytes holds nothing")
         if policy not in POLICIES:
             raise ConfigError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-        self.pool = Pool(cpu_bytes, fill, scrub=scrub)
+        self.pool = Pool(cpu_bytes, fill)
         self.pool.set_quotas(quotas or {})
         self.config = TableConfig(policy, reuse_threshold, lease_seconds, ticket_seconds)
         self.limit = limit

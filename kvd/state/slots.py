@@ -179,8 +179,7 @@ class Slots:
         for state, (slots, what) in claims.items():
             if sorted(slots) != by_state[state]:
                 raise IntegrityError(f"{state.name} slots {by_state[state]}, {what} say {slots}")
-        taken = {s for column in self.space.claimed for s in self.space.used_slots(column)}
-        used = sorted(taken - self.space.soiled_slots)
+        used = sorted(s for column in self.space.claimed for s in self.space.used_slots(column))
         if used != sorted(s for state in claims for s in by_state[state]):
             raise IntegrityError(f"slots in use by the space: {used}; {self!r}")
         pins = self.leases.pins.keys()

@@ -5,13 +5,12 @@ nothing; and, while it stays within its fair share (the budget divided by the
 number of namespaces with engines attached), the column used least recently of
 those that hold more than theirs. A namespace that holds nothing may take its first
 column from anybody, and so may one whose model is below its floor. No column is
-taken in which a chunk is pinned, being written, draining or not yet scrubbed.
+taken in which a chunk is pinned, being written or draining.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
-from kvd.errors import IntegrityError
 from kvd.state.holdings import Holdings, search_order
 from kvd.state.quotas import Quotas
 from kvd.state.space import Space
@@ -23,44 +22,6 @@ class Take:
 
     column: int
     others: tuple[tuple[Space, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A take whose columns are shut and not clean yet; `extents` are promised to `taker`."""
-
-    taker: Space
-    column: int
-    extents: frozenset[int]
-    waits: tuple[tuple[Space, int], ...]
-
-    @property
-    def is_over(self) -> bool:
-        """The others' columns have all gone."""
-        return not any(column in space.shut for space, column in self.waits)
-
-    def keeps_from(self, space: Space, column: int) -> bool:
-        """The space may not have this column, even where it is free: it is promised."""
-        return self.taker is not space and not self.extents.isdisjoint(space.column_extents[column])
-
-    def check_integrity(self, holdings: Holdings) -> None:
-        """The taker owns what is promised, or nobody does, or a column of it is to go.
-
-        Raises:
-            IntegrityError: otherwise.
-        """
-        going = {
-            (space, extent)
-            for space, column in self.waits
-            if column in space.shut
-            for extent in space.column_extents[column]
-        }
-        if self.is_over or any(
-            owner not in (None, self.taker) and (owner, extent) not in going
-            for extent in self.extents
-            for owner in (holdings.owner(extent),)
-        ):
-            raise IntegrityError(f"promised extents that nobody lets go of: {self}")
 
 
 class Taking:
@@ -105,13 +66,13 @@ class Taking:
         rich = {other.number for other in others if other.held > fair[other.number]}
         busy = {other.number: busy_columns(other) for other in others}
         counted = group is not None or quotas.has_floors
-        shut, fits = self._holdings.shut, False
+        fits = False
         best: tuple[tuple[bool, bool, int, int], Take] | None = None
         for column in search_order(space):
             if column in space:
                 continue
             theirs = self._holdings.overlapped(space, column)
-            losses = self._holdings.losses([*theirs, *shut]) if counted else Counter[str]()
+            losses = self._holdings.losses(theirs) if counted else Counter[str]()
             if not self.fits_cap(space, column, losses[space.model] if group else 0):
                 continue
             fits = True
@@ -138,6 +99,5 @@ class Taking:
 
 
 def busy_columns(space: Space) -> set[int]:
-    """Columns in which something is pinned, being written, draining or soiled."""
-    busy = {slot // space.geometry.column_slots for slot in space.tenant.busy_slots()}
-    return busy | space.soiled_columns
+    """Columns in which something is pinned, being written or draining."""
+    return {slot // space.geometry.column_slots for slot in space.tenant.busy_slots()}

@@ -47,7 +47,6 @@ CHANGES: tuple[Config, ...] = (
     {"max-namespaces": "2"},
     {"log-level": "debug", "log-format": "json"},
     {"share-between-users": "no"},
-    {"scrub": "yes"},
 )
 """What a restart may change of the usual configuration."""
 

@@ -33,8 +33,6 @@ from kvd.link import (
     Revoke,
     Revoked,
     ShareDone,
-    Wipe,
-    Wiped,
 )
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
@@ -95,7 +93,6 @@ class BrokerMachine(RuleBasedStateMachine):
     """Two models, engines of two ranks, two lanes that answer when they like."""
 
     sessions = Bundle("sessions")
-    scrub = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +108,6 @@ class BrokerMachine(RuleBasedStateMachine):
                 make_buffer=lambda _, size: bytearray(size),
                 lease_seconds=5,
                 ticket_seconds=5,
-                scrub=self.scrub,
             ),
             available_bytes=lambda: 2**30,
         )
@@ -219,8 +215,6 @@ class BrokerMachine(RuleBasedStateMachine):
                     answer = Released(session=session)
                 case Revoke(namespace=namespace, slots=slots, generations=generations):
                     answer = Revoked(namespace=namespace, slots=slots, generations=generations)
-                case Wipe(number=number):
-                    answer = Wiped(number=number)
                 case BindWorker() | _:
                     pass
             if answer is not None:
@@ -515,15 +509,9 @@ class BrokerMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         """The lanes and the broker do all that is to be done."""
         self.lanes_work()
-        while self.broker.busy or self.unclean_bytes:
+        while self.broker.busy:
             self.turn(turns=1)
             self.lanes_work()
-
-    @property
-    def unclean_bytes(self) -> int:
-        """What is to be wiped still."""
-        namespaces = self.broker.state.namespaces
-        return 0 if namespaces is None else namespaces.pool.left_bytes
 
     def teardown(self) -> None:
         """When all is quiet, every request is answered and nothing is held."""
@@ -547,16 +535,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.broker.state.check_integrity()
 
 
-class ScrubbingBrokerMachine(BrokerMachine):
-    """The same where freed slots are scrubbed."""
-
-    scrub = True
-
-
 TestBroker = BrokerMachine.TestCase
 TestBroker.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestScrubbingBroker = ScrubbingBrokerMachine.TestCase
-TestScrubbingBroker.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
 def test_errors_are_never_silent() -> None:

@@ -34,7 +34,7 @@ from kvd_proto.messages import (
     StoreCompleted,
 )
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import POISON, Engine, keys_of
+from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_hostile import RawClient, code_of
 from tests.http.serving import over_tcp, over_unix
@@ -351,6 +351,70 @@ def test_what_a_slot_held_before_cannot_be_loaded(start_daemon: StartDaemon) -> 
             jobs = before.submit("load", [0], [1, 2], slots, generations)
             assert not before.results(jobs)[0].success
         assert (before.memory[0][0].array == POISON).all()
+
+
+def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
+    start_daemon: StartDaemon,
+) -> None:
+    """Old bytes stay in a slot beside a smaller chunk, and no engine of any layout gets at them.
+
+    They lie in blocks that the chunk lacks, in pages of another group, and between the end of
+    the last page and the slot's rounding to 4 KiB.
+    """
+    daemon = start_daemon(cpu_bytes="1MiB")
+    with Engine(daemon.runtime_dir, name="before", model="a", world_size=1) as before:
+        before.wait_attached()
+        for part in range(4):
+            before.store(keys_of(f"secret {part}", 16))
+            wait_hit(before, keys_of(f"secret {part}", 16))
+    pool = Path("/dev/shm") / area_name(daemon.runtime_dir) / "pool"
+    secret = np.fromfile(pool, np.uint8)
+    short, padded = make_layout(page=3000), make_layout(page=3072)
+    slot_bytes = 12288  # of both: 4 pages of 3,000 bytes are rounded up, those of 3,072 fill it
+    with (
+        Engine(daemon.runtime_dir, "after", model="b", world_size=1, layout=short) as after,
+        Engine(daemon.runtime_dir, "liar", model="b", world_size=1, layout=padded) as liar,
+    ):
+        after.wait_attached()
+        liar.wait_attached()
+        taken = after.scheduler.prepare_store(keys_of("one block", 8))
+        assert len(taken.keys) == 8  # room that was another namespace's
+        for at, key in enumerate(taken.keys):
+            (block,) = after.fill([key], 1, group=1)[1:]
+            chunk = taken.slots[at : at + 1], taken.generations[at : at + 1]
+            jobs = after.submit("store", [0], [block], *chunk, group=1, index=1)
+            assert after.results(jobs)[0].success
+        wait_hit(after, taken.keys)
+        ready = after.scheduler.prepare_load(taken.keys)
+        held = np.fromfile(pool, np.uint8)
+        for slot in ready.slots:
+            begin = int(slot) * slot_bytes
+            for unwritten in (slice(begin, begin + 3000), slice(begin + 6000, begin + slot_bytes)):
+                assert (
+                    held[unwritten] == secret[unwritten]
+                ).all()  # there is something to be found
+        for engine in (after, liar):
+            engine.poison(range(64))
+            for at in range(8):
+                chunk = ready.slots[at : at + 1], ready.generations[at : at + 1]
+                for group, index, blocks in (
+                    (1, 0, [1, 2]),  # with the block that was not stored
+                    (1, 0, [1]),
+                    (0, 0, [1, 2]),  # another group, whose pages lie elsewhere in the slot
+                    (0, 1, [1]),
+                ):
+                    jobs = engine.submit("load", [0], blocks, *chunk, group=group, index=index)
+                    assert not engine.results(jobs)[0].success
+            for tensor in range(2):
+                assert (engine.memory[0][tensor].array == POISON).all()
+        assert not liar.scheduler.prepare_load(taken.keys).keys
+        for at, key in enumerate(taken.keys):
+            chunk = ready.slots[at : at + 1], ready.generations[at : at + 1]
+            jobs = after.submit("load", [0], [2], *chunk, group=1, index=1)
+            assert after.results(jobs)[0].success
+            assert (after.page(0, 1, 2) == content(key, 0, 1, 1, 3000)).all()
+        assert (after.page(0, 1, 1) == POISON).all()
+        after.scheduler.complete_load(ready)
 
 
 def test_keys_and_tokens_are_nowhere_to_be_read(

@@ -11,7 +11,6 @@ from kvd.lane.outbox import Outbox
 from kvd.lane.reports import Reports
 from kvd.lane.sockets import Sockets
 from kvd.lane.tally import Tally
-from kvd.lane.wiping import Wiping
 from kvd.link import LINK, Released, ReleaseWorker, Revoke, Revoked
 from kvd.seqpacket import Channel
 from kvd_proto.arrays import IntArray
@@ -64,7 +63,6 @@ def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
         sockets=sockets,
         workers=bench.workers,
         runner=bench.runner,
-        wiping=Wiping(bench.device, 1),
         outbox=outbox,
         reports=reports,
         tally=tally,

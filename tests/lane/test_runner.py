@@ -73,9 +73,6 @@ class HeldDevice(Device):
         landed, self.landed = self.landed, []
         return landed
 
-    def zero(self, begin: int, end: int) -> None:
-        """There is no pool."""
-
     def close(self) -> None:
         """Nothing to do."""
 

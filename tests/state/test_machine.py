@@ -16,9 +16,7 @@ from hypothesis.stateful import (
 
 from kvd.quota import Quota
 from kvd.state.decisions import Refs
-from kvd.state.geometry import PAGE
 from kvd.state.namespaces import Namespace, Namespaces
-from kvd.state.scrubbing import Piece, Scrubber
 from kvd_proto.answers import LookupResult, StoreAnswer
 
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
@@ -98,11 +96,9 @@ class Model:
         self.doomed &= self.pinned()
 
     def protected_bytes(self, namespaces: Namespaces) -> int:
-        """What it holds of its floor, without what is on its way out."""
+        """What it holds of its floor."""
         group = namespaces.pool.quotas.of(self.table.space)
-        if group is None:
-            return 0
-        return min(group.floor, group.cap - namespaces.pool.room_for(group))
+        return min(group.floor, group.held) if group is not None else 0
 
     def forget_yielded(self) -> None:
         """Chunks that went for another namespace, or for a cap: only such as may go."""
@@ -120,7 +116,6 @@ class TableMachine(RuleBasedStateMachine):
 
     policy = "lru"
     quotas: Mapping[str, Quota] = QUOTAS[0]
-    scrub = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +127,6 @@ class TableMachine(RuleBasedStateMachine):
             lease_seconds=LEASE,
             ticket_seconds=TICKET,
             quotas=self.quotas,
-            scrub=self.scrub,
         )
         shapes = [((4096, 4096), 2, False), ((12288,), 3, True)]
         self.models = [
@@ -439,9 +433,9 @@ class TableMachine(RuleBasedStateMachine):
             model.forget_yielded()
             space = model.table.space
             group = self.namespaces.pool.quotas.of(space)
-            if group is not None and self.namespaces.pool.room_for(group) < 0:
+            if group is not None and group.room < 0:
                 busy = {slot // space.geometry.column_slots for slot in model.table.busy_slots()}
-                assert busy | space.soiled_columns >= set(space.claimed)
+                assert busy >= set(space.claimed)
 
     @invariant()
     def is_within_caps(self) -> None:
@@ -489,105 +483,6 @@ class ArcTableMachine(TableMachine):
     """The same with the other policy."""
 
     policy = "arc"
-
-
-class ScrubbedTableMachine(TableMachine):
-    """The same with scrubbing, in a pool of which every page is known to hold whose bytes."""
-
-    scrub = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pages: list[int | None] = [None] * 16  # of the pool: by which model it was written
-        self.wiping: list[Piece] = []
-
-    @property
-    def scrubber(self) -> Scrubber:
-        """The pool's."""
-        scrubber = self.namespaces.pool.scrubber
-        assert scrubber is not None
-        return scrubber
-
-    def pages_of(self, space: int, slot: int) -> set[int]:
-        """The pages of a slot."""
-        shares = self.models[space].table.space.geometry.shares(slot)
-        return {page for begin, end in shares for page in range(begin // PAGE, end // PAGE)}
-
-    @rule(space=st.sampled_from(SPACES), keys=keys_strategy, owner=st.sampled_from(OWNERS))
-    def prepare_store(self, space: int, keys: list[bytes], owner: int) -> None:
-        """New chunks are written, where nobody else's bytes are."""
-        TableMachine.prepare_store(self, space=space, keys=keys, owner=owner)
-        for chunk in self.models[space].chunks.values():
-            for page in self.pages_of(space, chunk.slot):
-                assert self.pages[page] in {None, space}
-                self.pages[page] = space
-
-    @rule()
-    def lane_is_told(self) -> None:
-        """A lane gets the next piece, if it may have one more."""
-        piece = self.namespaces.pool.next_piece("host")
-        if piece is not None:
-            self.wiping.append(piece)
-
-    @rule()
-    def lane_wipes(self) -> None:
-        """A lane has wiped the oldest piece that it was told of."""
-        if self.wiping:
-            piece = self.wiping.pop(0)
-            for begin, end in piece.runs:
-                self.pages[begin // PAGE : end // PAGE] = [None] * ((end - begin) // PAGE)
-            protected = [model.protected_bytes(self.namespaces) for model in self.models]
-            self.namespaces.pool.wiped(piece.number)
-            after = [model.protected_bytes(self.namespaces) for model in self.models]
-            assert all(new >= old for new, old in zip(after, protected, strict=True))
-
-    @rule()
-    def lane_is_lost(self) -> None:
-        """A lane ends with some of it wiped, and what it says is not heard."""
-        for piece in self.wiping:
-            self.pages[piece.runs[0][0] // PAGE] = None
-        self.wiping.clear()
-        self.scrubber.lane_lost("host")
-
-    @rule()
-    def all_is_wiped(self) -> None:
-        """With nothing left to wipe, only slots in use hold bytes, and no column is stuck."""
-        while self.scrubber.left_bytes:
-            self.lane_is_told()
-            self.lane_wipes()
-        used = set()
-        for number, model in enumerate(self.models):
-            space = model.table.space
-            assert not space.shut | space.soiled_slots
-            for column in space.claimed:
-                for slot in space.used_slots(column):
-                    used |= self.pages_of(number, slot)
-        assert {page for page, whose in enumerate(self.pages) if whose is not None} <= used
-
-    @invariant()
-    def no_extent_is_owned_while_dirty_of_anothers_bytes(self) -> None:
-        """Who owns an extent, or nobody, finds no bytes of another one in it."""
-        for number, model in enumerate(self.models):
-            space = model.table.space
-            owned = {e for column in space.claimed for e in space.column_extents[column]}
-            dirty = {page for page, whose in enumerate(self.pages) if whose == number}
-            assert dirty <= owned  # an extent of this pool is a page
-
-
-class ScrubbedQuotaTableMachine(ScrubbedTableMachine):
-    """Scrubbing with floors and caps, which may change."""
-
-    quotas = QUOTAS[1]
-
-
-def test_tables_with_scrubbing() -> None:
-    """Nobody owns another's bytes after any step, and what is left is wiped to the last page."""
-    run_state_machine_as_test(ScrubbedTableMachine, settings=settings(stateful_step_count=60))
-
-
-def test_tables_with_scrubbing_and_quotas() -> None:
-    """The same where room also moves for floors and caps."""
-    run_state_machine_as_test(ScrubbedQuotaTableMachine, settings=settings(stateful_step_count=60))
 
 
 def test_tables_with_lru() -> None:

@@ -37,8 +37,6 @@ def empty_report(seconds: float = 0.0) -> dict[str, Any]:
         "pool": {
             "cpu_bytes": 64 * GIB,
             "free_bytes": 64 * GIB,
-            "scrub_left_bytes": 0,
-            "scrubbed_bytes": 0,
             "quotas": [],
             "allocated_bytes": 64 * GIB,
             "namespaces": {},

@@ -201,10 +201,6 @@ class CudaDevice(Device):
         self._check_pulse()
         return ended
 
-    def zero(self, begin: int, end: int) -> None:
-        """See Device; by this thread, for a device has no part in it."""
-        self._pool.zero(begin, end)
-
     def wait_until_pinned(self, seconds: float) -> bool:
         """Wait for the pool to be pinned, or to be given up; whether that is so."""
         return self._pool.wait(seconds)

@@ -25,7 +25,6 @@ from kvd.lane.cuda import driver
 from kvd.lane.cuda.binding import Context
 from kvd.lane.cuda.driver import Addresses
 from kvd.lane.pretouch import Pretouch
-from kvd.lane.zeros import zero_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -94,14 +93,6 @@ class PinnedPool:
         return self._pinned == self.nbytes or (
             end <= self.nbytes and self.fill.needed(begin, end) <= self._pinned
         )
-
-    def zero(self, begin: int, end: int) -> None:
-        """Zero bytes begin..end - 1, pinned or not.
-
-        Raises:
-            LaneError: they are not all inside the pool.
-        """
-        zero_bytes(self._mapping, begin, end)
 
     @property
     def error(self) -> str:
