@@ -274,13 +274,16 @@ def select(copies: Copies, which: Mask | slice) -> Copies:
 
 
 def cut(copies: Copies, piece_bytes: int) -> list[tuple[Copies, int]]:
-    """Pieces of about `piece_bytes` (below twice that) with their bytes, in order."""
+    """Pieces of about `piece_bytes` (below twice that) with their bytes, in order.
+
+    A run belongs to the piece that its last byte falls into, were all pieces alike.
+    """
     total = copies.total_bytes
     if 0 < total <= piece_bytes:
         return [(copies, total)]
     copies = split_runs(copies, piece_bytes)
     end = np.cumsum(copies.nbytes)
-    cuts = (np.flatnonzero(np.diff(end // piece_bytes)) + 1).tolist()
+    cuts = (np.flatnonzero(np.diff((end - 1) // piece_bytes)) + 1).tolist()
     bounds = [0, *cuts, len(copies)]
     moved = [0, *(int(end[index - 1]) for index in bounds[1:] if index)]
     return [
