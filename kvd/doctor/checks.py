@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvd.doctor.facts import Facts
 from kvd.doctor.findings import Finding, fail, ok, warn
+from kvd.lane.cuda import driver
 from kvd_proto.sizes import format_size
 
 OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is the long-term one
-OLDEST_CUDA = 12080  # cuMemcpyBatchAsync came with 12.8; before it, copies are single ones
 FILES_PER_SESSION = 4  # door, pidfd, and what a worker hands over
 SPARE_FILES = 256
 _OWNER_ONLY = 0o007
@@ -206,12 +206,13 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         else:
             yield ok("GPU", "none; engines on the CPU are served")
         return
-    version = f"CUDA {found.cuda // 1000}.{found.cuda % 1000 // 10}"
-    if found.cuda < OLDEST_CUDA:
+    version = f"CUDA {driver.shown(found.cuda)}"
+    if found.cuda < driver.WHOLE:
         yield warn(
             "GPU driver",
             f"{version}, kernel module {found.kernel or 'unknown'}",
-            "drivers from CUDA 12.8 on copy many fragments in one call; this one works, slower",
+            f"drivers from CUDA {driver.shown(driver.WHOLE)} on copy many fragments in one call;"
+            " this one works, slower",
         )
     else:
         yield ok("GPU driver", f"{version}, kernel module {found.kernel or 'unknown'}")

@@ -99,6 +99,8 @@ class CudaDevice(Device):
         self._ended: list[Finished] = []
         self._lost: CudaError | None = None
         driver.start()
+        if lacking := driver.shortcomings():
+            _log.warning("%s", lacking)
         self._device = naming.find(name)
         stay_near(driver.pci_bus_id(self._device))
         self._cleanup = Cleanup()

@@ -32,6 +32,10 @@ IPC_HANDLE_BYTES = 64
 # Forms of cuMemcpyBatchAsync: the version that brought one, and whether that also tells which copy
 # was wrong. A driver has those that are not newer than itself.
 _BATCH_FORMS = ((13000, False), (12080, True))
+# The bindings find no function in an older driver.
+OLDEST = 12000
+# From here on a driver has all that is used: batches, and events' times as the bindings ask.
+WHOLE = 12080
 
 
 # ------------------------------------------------------------------ devices
@@ -41,7 +45,7 @@ def start() -> None:
     """Load and initialise the driver.
 
     Raises:
-        CudaMissing: it is not installed, or there is no device.
+        CudaMissing: it is not installed or too old, or there is no device.
         CudaError: it cannot be initialised.
     """
     cuda = bindings()
@@ -59,11 +63,39 @@ def start() -> None:
         )
     if code:
         raise CudaError(int(code), code.name, "initialising the CUDA driver")
+    have = version()
+    if have < OLDEST:
+        raise CudaMissing(
+            f"the NVIDIA driver is too old: it is for CUDA {shown(have)}, kvd needs"
+            f" {shown(OLDEST)} or newer (driver 525), and is fast from {shown(WHOLE)} on"
+            " (driver 570); update the driver"
+        )
 
 
 def version() -> int:
     """The CUDA version of the driver, 1000 * major + 10 * minor."""
     return int(call("asking for the driver's version", "cuDriverGetVersion"))
+
+
+def shown(number: int) -> str:
+    """A version as people write it: 12.8."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def shortcomings() -> str:
+    """What kvd misses in this driver, and the remedy; empty where nothing.
+
+    Raises:
+        CudaError: the driver does not tell its version.
+    """
+    have = version()
+    if have >= WHOLE:
+        return ""
+    return (
+        f"the NVIDIA driver is old: it is for CUDA {shown(have)}, and only from {shown(WHOLE)} on"
+        " (driver 570) are many fragments copied in one call and copies timed by the device;"
+        " kvd works, slower, until the driver is updated"
+    )
 
 
 def devices() -> list[tuple[int, bytes]]:
@@ -391,7 +423,7 @@ def _find_batch() -> tuple[int, bool]:
     attempted = "looking for cuMemcpyBatchAsync"
     flags = bindings().CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     have = version()
-    failures = [CudaError(-1, f"not in a driver for CUDA {have / 1000:.2f}", attempted)]
+    failures = [CudaError(-1, f"not in a driver for CUDA {shown(have)}", attempted)]
     for version_wanted, tells_index in _BATCH_FORMS:
         # An older driver asked for a newer version could answer with the form that it has.
         if have < version_wanted:
