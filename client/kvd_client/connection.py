@@ -6,6 +6,7 @@ side, which belongs to the keeper. It never reconnects; a new one is made.
 
 import os
 import time
+from collections import deque
 from pathlib import Path
 
 import zmq
@@ -90,6 +91,7 @@ class Connection:
         self._probe = 0
         self._given_up: dict[int, Message] = {}  # request id -> request
         self.late: list[tuple[Message, Message]] = []  # request given up, reply that came after
+        self.owed: deque[Message] = deque()  # requests to be made when the daemon speaks again
         self.door = Door(socket_path(runtime_dir, "door.sock"), end)
         try:
             greeting = self.door.wait(end, stop)

@@ -196,12 +196,16 @@ class Scheduler:
     def complete_store(self, keys: Collection[bytes], success: bool = True) -> StoreSummary:
         """Say that these stores are over; without success what is unfinished is dropped.
 
+        A daemon that is silent is told of a failure when it speaks again.
+
         Raises:
             UsageError: keys that cannot be meant; or closed.
         """
         message = CompleteStore(keys=_keys(keys), success=flag("success", success))
-        reply = self._ask(message, StoreCompleted)
-        if reply is None:
+        self._session.check_open()
+        tell = self._session.request if message.success else self._session.settle
+        reply = tell(message)
+        if not isinstance(reply, StoreCompleted):
             return StoreSummary()
         return StoreSummary(reply.ready, reply.pending, reply.dropped)
 
@@ -244,6 +248,8 @@ class Scheduler:
     def complete_load(self, ticket: LoadTicket) -> None:
         """Give a ticket's lease back; nothing happens where it had none.
 
+        A daemon that is silent is told when it speaks again.
+
         Raises:
             UsageError: not a LoadTicket; or closed.
         """
@@ -252,7 +258,7 @@ class Scheduler:
         whole("ticket.lease", ticket.lease, 0)
         self._session.check_open()
         if ticket.lease:
-            self._session.request(CompleteLoad(lease=ticket.lease))
+            self._session.settle(CompleteLoad(lease=ticket.lease))
 
     # ------------------------------------------------------------------- rest
 

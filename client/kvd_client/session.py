@@ -163,15 +163,26 @@ class Session:
         self.check_open()
         return self._ask(message, self.deadline if seconds is None else seconds)
 
-    def _ask(self, message: Message, seconds: float) -> Message | None:
+    def settle(self, message: Message) -> Message | None:
+        """As `request`; what cannot be sent now is sent when this daemon speaks again.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self.check_open()
+        return self._ask(message, self.deadline, owed=True)
+
+    def _ask(self, message: Message, seconds: float, *, owed: bool = False) -> Message | None:
         connection = self._connection
-        if connection is None or self._silent:
+        if connection is None:
             return None
         end = time.monotonic() + seconds
-        if not self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
-            return None
+        locked = not self._silent and self._lock.acquire(timeout=max(0.0, seconds))
         try:
-            if connection is not self._connection or self._silent:
+            if not locked or connection is not self._connection or self._silent:
+                if owed:  # to this connection alone: with it the daemon forgets the session
+                    connection.owed.append(message)
+                    self.wake()
                 return None
             reply = connection.exchange(message, end)
         except DaemonSilent as error:
@@ -184,7 +195,8 @@ class Session:
             self._drop(connection, str(error))
             return None
         finally:
-            self._lock.release()
+            if locked:
+                self._lock.release()
         if isinstance(reply, Error):
             if reply.code in (ErrorCode.STALE_BOOT, ErrorCode.BAD_SESSION):
                 self._drop(connection, reply.text)
@@ -307,6 +319,9 @@ class Session:
                 self._silent = False
                 self._handler.on_silent(silent=False)
                 log.info("the daemon answers again")
+            if not self._silent:
+                for _ in range(len(connection.owed)):
+                    self._ask(connection.owed.popleft(), self.deadline, owed=True)
 
     def _tell_news(self, seconds: float) -> None:
         message = self._news() if self._news is not None else None

@@ -201,6 +201,41 @@ def test_late_lease_is_given_back(daemon: FakeDaemon, hasty: Scheduler) -> None:
     until(hasty, connected=True)
 
 
+def test_what_could_not_be_given_back_is_when_the_daemon_speaks_again(
+    daemon: FakeDaemon, hasty: Scheduler
+) -> None:
+    """Leases and failed stores of before the silence are not left to run out."""
+    ticket = hasty.prepare_load([b"k"])
+    assert ticket.lease
+    daemon.freeze()
+    assert hasty.touch([b"k"]) == 0
+    assert not hasty.connected
+    hasty.complete_load(ticket)
+    hasty.complete_store([b"failed"], success=False)
+    hasty.complete_store([b"stored"])  # nobody waits for that
+    daemon.thaw()
+    assert daemon.wait_for(CompleteLoad)[0].lease == ticket.lease
+    assert daemon.wait_for(CompleteStore)[0].keys == (b"failed",)
+    until(hasty, connected=True)
+    assert hasty.touch([b"k"]) == 1
+    assert len(daemon.wait_for(CompleteStore)) == len(daemon.wait_for(CompleteLoad)) == 1
+
+
+def test_what_is_owed_ends_with_its_daemon(runtime_dir: Path) -> None:
+    """The next daemon knows nothing of these leases: numbers of its own are not given back."""
+    with FakeDaemon(runtime_dir) as first:
+        scheduler = Scheduler(runtime_dir, "engine", deadline=0.5)
+        eventually(lambda: scheduler.connected)
+        ticket = scheduler.prepare_load([b"k"])
+        first.freeze()
+        assert scheduler.touch([b"k"]) == 0
+        scheduler.complete_load(ticket)
+    with scheduler, FakeDaemon(runtime_dir) as second:
+        second.wait_for(Hello)
+        eventually(lambda: scheduler.touch([b"k"]))
+        assert not [m for m in second.received if isinstance(m, CompleteLoad)]
+
+
 def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
     """A daemon that accepts and never greets holds the constructor up for one deadline at most."""
     daemon.freeze()

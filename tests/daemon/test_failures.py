@@ -226,6 +226,51 @@ def test_a_ticket_that_is_never_used_runs_out(start_daemon: StartDaemon, tmp_pat
         wait_state(daemon, writing=0, pinned=0, draining=0, ready=3)
 
 
+def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    """A lease keeps chunks from being evicted; a load is judged by the chunks alone."""
+    config = tmp_path / "kvd.toml"
+    config.write_text("lease_seconds = 0.5\n")
+    daemon = start_daemon("--config", str(config))
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("queued", 3)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        ticket = engine.scheduler.prepare_load(keys, lease_seconds=600.0)
+        wait_state(daemon, pinned=0, ready=3)
+        blocks = list(range(33, 39))
+        engine.poison(blocks)
+        jobs = engine.submit("load", [0, 1], blocks, ticket.slots, ticket.generations)
+        assert all(result.success for result in engine.results(jobs).values())
+        assert engine.wrong_bytes(keys, blocks) == 0
+        engine.scheduler.complete_load(ticket)  # of a lease that has run out: nothing happens
+        assert engine.load(keys) == (3, 0)
+
+
+def test_what_a_frozen_daemon_was_not_told_it_hears_when_it_goes_on(daemon: Daemon) -> None:
+    """A load that ends meanwhile leaves no pin for the rest of its lease, a store no slot."""
+    with Engine(daemon.runtime_dir, deadline=1.0).wait_attached() as engine:
+        keys = keys_of("frozen", 4)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        ticket = engine.scheduler.prepare_load(keys, lease_seconds=600.0)
+        lost = engine.scheduler.prepare_store(keys_of("lost", 2))
+        wait_state(daemon, pinned=4, writing=2)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            assert not engine.scheduler.touch(keys)
+            assert not engine.scheduler.connected
+            engine.scheduler.complete_load(ticket)
+            engine.scheduler.complete_store(lost.keys, success=False)
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        eventually(lambda: daemon.status()["ready"])
+        ends = time.monotonic() + 30  # half of the daemon's lease_seconds, a tenth of a ticket
+        wait_state(daemon, pinned=0, writing=0, draining=0, ready=4)
+        assert time.monotonic() < ends
+
+
 def test_an_engine_may_start_before_its_daemon(
     runtime_dir: Path, start_daemon: StartDaemon
 ) -> None:

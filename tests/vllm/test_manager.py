@@ -108,13 +108,17 @@ def store(
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[type[Message]]:
     """From now on: the messages that the scheduler's session sends."""
     sent: list[type[Message]] = []
-    request = engine.scheduler._session.request
+    session = engine.scheduler._session
 
-    def noted(message: Message, seconds: float | None = None) -> Message | None:
-        sent.append(type(message))
-        return request(message, seconds)
+    def noting(ask: Callable[[Message], Message | None]) -> Callable[[Message], Message | None]:
+        def noted(message: Message) -> Message | None:
+            sent.append(type(message))
+            return ask(message)
 
-    monkeypatch.setattr(engine.scheduler._session, "request", noted)
+        return noted
+
+    for name in ("request", "settle"):
+        monkeypatch.setattr(session, name, noting(getattr(session, name)))
     return sent
 
 
