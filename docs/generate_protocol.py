@@ -1,45 +1,210 @@
-"""Write the generated part of docs/protocol.md: messages, state tables, test vectors.
+"""Write the generated part of docs/protocol.md: messages and fields, codes, a directory, vectors.
 
 Everything below the marker line comes from kvd_proto; run `make docs` after a
 change there. A test compares the file with what this module would write.
 """
 
-from collections.abc import Mapping
-from enum import StrEnum
+import inspect
+import re
+import types
+from collections.abc import Iterable, Mapping
+from enum import Enum, StrEnum
 from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from zlib import crc32
 
 import msgspec
 
-from kvd_proto.messages import REPLY_OF, TAGS, ErrorCode, JobStatus
+from kvd.state.directory import DirectoryWriter, directory_bytes
+from kvd_proto.answers import LookupResult, StoreAnswer
+from kvd_proto.arrays import IntArray
+from kvd_proto.directory import SlotState
+from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import (
+    REPLY_OF,
+    TAGS,
+    ConfigChange,
+    ErrorCode,
+    Fingerprint,
+    HostHandle,
+    IpcHandle,
+    JobStatus,
+    Lookups,
+    VmmHandle,
+)
 from kvd_proto.states import CHUNK, JOB, SESSION
-from kvd_proto.vectors import EXAMPLES, vector
+from kvd_proto.vectors import BOOT_ID, EXAMPLES, vector
 
 FILE = Path(__file__).parent / "protocol.md"
 MARKER = "<!-- generated below this line by docs/generate_protocol.py -->"
+PARTS = (
+    *(RankLayout, TensorSpec, GroupSpec, TensorRef, Fingerprint),
+    *(HostHandle, IpcHandle, VmmHandle, Lookups, ConfigChange),
+)
+"""Maps inside messages, which have no tag."""
+CODES = {
+    ErrorCode: "see [error codes](#error-codes)",
+    JobStatus: "see [job statuses](#job-statuses)",
+}
+Struct = type[msgspec.Struct]
 
 
 def _first_line(text: str | None) -> str:
     return (text or "").strip().splitlines()[0]
 
 
-def _messages() -> list[str]:
-    lines = [
-        "## Messages",
-        "",
-        "| tag | message | fields | reply | meaning |",
-        "|---|---|---|---|---|",
-    ]
-    for tag, kind in TAGS.items():
-        fields = ", ".join(f"`{field.encode_name}`" for field in msgspec.structs.fields(kind))
-        reply = REPLY_OF[kind].__name__ if kind in REPLY_OF else ""
-        lines.append(
-            f"| 0x{tag:02X} | {kind.__name__} | {fields} | {reply} | {_first_line(kind.__doc__)} |"
+def _anchor(name: str) -> str:
+    return f"[{name}](#{name.lower()})"
+
+
+# -------------------------------------------------------------------- fields
+
+
+def _meanings(kind: Struct) -> dict[str, str]:
+    """What the docstring says of each field, in lines `field, field: meaning` and those after.
+
+    Raises:
+        ValueError: it says nothing of a field.
+    """
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    found: dict[str, str] = {}
+    current: list[str] = []
+    for line in inspect.cleandoc("\n\n".join(_docs(kind))).splitlines():
+        start = re.match(r"(\w+(?:, \w+)*): (.+)", line)
+        if start and set(listed := start[1].split(", ")) <= set(names):
+            current = listed
+            found |= dict.fromkeys(current, start[2])
+        elif not line.strip():
+            current = []
+        else:
+            found |= {name: f"{found[name]} {line.strip()}" for name in current}
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"the docstring of {kind.__name__} says nothing of {missing}")
+    return found
+
+
+def _docs(kind: Struct) -> Iterable[str]:
+    """Its own docstring, and those of the messages that it inherits fields from."""
+    bases = [one for one in kind.__mro__ if issubclass(one, msgspec.Struct)]
+    return (inspect.cleandoc(one.__doc__) for one in bases if one.__doc__)
+
+
+def _type(hint: Any) -> tuple[str, list[str]]:
+    """How a field's type is called on the wire, and the bounds of its values."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        text, bounds = _type(arguments[0])
+        return text, bounds + [b for meta in arguments[1:] for b in _bounds(meta, text)]
+    if origin in (Union, types.UnionType):
+        parts = [_type(argument) for argument in arguments]
+        return " or ".join(text for text, _ in parts), [b for _, bounds in parts for b in bounds]
+    if origin is tuple:
+        text, bounds = _type(arguments[0])
+        return f"array of {text}", [f"each {bound}" for bound in bounds]
+    if origin is Literal:
+        return "str", [", ".join(f"`{argument}`" for argument in arguments)]
+    if origin is dict:
+        return "map", []
+    if hint in CODES:
+        return "str", [CODES[hint]]
+    if hint is IntArray:
+        return "ints", []
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return _anchor(hint.__name__), []
+    return {bytes: "bin", type(None): "nil"}.get(hint, hint.__name__), []
+
+
+def _bounds(meta: Any, text: str) -> list[str]:
+    unit = {"str": " characters", "bin": " bytes"}.get(text, " items")
+    if isinstance(meta, Range):
+        return [_span(meta.low, meta.high)]
+    if meta.max_length is not None:
+        low, high = meta.min_length or 0, meta.max_length
+        return [_span(low, high) + unit if low != high else f"{low}{unit}"]
+    high = meta.le if meta.le is not None else meta.lt - 1
+    return [_span(meta.ge, high)] + ([f"`{meta.pattern}`"] if meta.pattern else [])
+
+
+def _span(low: float, high: float) -> str:
+    return f"{_number(low)} to {_number(high)}"
+
+
+def _number(value: float) -> str:
+    for power in (31, 48, 63):
+        if value in (2**power, 2**power - 1):
+            return f"2^{power}" + (" - 1" if value % 2 else "")
+    return f"{value:,.0f}"
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    value = field.default
+    if value is None or value == "":
+        return "empty" if value == "" else "nil"
+    return f"`{str(value).lower()}`"
+
+
+def _fields(kind: Struct) -> list[str]:
+    fields = msgspec.structs.fields(kind)
+    config = kind.__struct_config__
+    rows = []
+    if config.tag is not None:
+        kinds = "says which kind it is."
+        rows.append(f"| `{config.tag_field}` | str | `{config.tag}` | required | {kinds} |")
+    if fields:
+        hints = get_type_hints(kind, include_extras=True)
+        meanings = _meanings(kind)
+    for field in fields:
+        text, bounds = _type(hints[field.name])
+        rows.append(
+            f"| `{field.encode_name}` | {text} | {'; '.join(bounds)} | {_default(field)} |"
+            f" {meanings[field.name]} |"
         )
+    if not rows:
+        return ["No fields: an empty map."]
+    return ["| field | type | values | default | meaning |", "|---|---|---|---|---|", *rows]
+
+
+def _messages() -> list[str]:
+    lines = ["## Messages", "", "| tag | message | reply | meaning |", "|---|---|---|---|"]
+    for tag, kind in TAGS.items():
+        reply = _anchor(REPLY_OF[kind].__name__) if kind in REPLY_OF else ""
+        name = _anchor(kind.__name__)
+        lines.append(f"| 0x{tag:02X} | {name} | {reply} | {_first_line(kind.__doc__)} |")
     return lines
 
 
-def _codes(title: str, codes: type[StrEnum]) -> list[str]:
-    return [f"## {title}", "", *(f"- `{code.value}`" for code in codes)]
+def _all_fields() -> list[str]:
+    lines = ["## Fields", ""]
+    for tag, kind in TAGS.items():
+        lines += [f"### {kind.__name__}", "", f"Tag 0x{tag:02X}.", "", *_fields(kind), ""]
+    for part in PARTS:
+        lines += [f"### {part.__name__}", "", _first_line(part.__doc__), "", *_fields(part), ""]
+    return lines
+
+
+# --------------------------------------------------------------------- codes
+
+
+def _codes(title: str, codes: type[Enum]) -> list[str]:
+    """The members of an enumeration, with the comments behind them.
+
+    Raises:
+        ValueError: a member has none.
+    """
+    source = inspect.getsource(codes)
+    comments = dict(re.findall(r"^ +([A-Z_]+) = .*?  # (.+)$", source, re.MULTILINE))
+    lines = [f"## {title}", "", "| value | name | meaning |", "|---|---|---|"]
+    if issubclass(codes, StrEnum):
+        lines = [f"## {title}", "", "| value | meaning |", "|---|---|"]
+    for code in codes:
+        if code.name not in comments:
+            raise ValueError(f"{codes.__name__}.{code.name} has no comment that says what it means")
+        name = "" if isinstance(code, StrEnum) else f" {code.name} |"
+        lines.append(f"| `{code.value}` |{name} {comments[code.name]} |")
+    return lines
 
 
 def _diagram(title: str, table: Mapping[StrEnum, Mapping[StrEnum, StrEnum]]) -> list[str]:
@@ -50,6 +215,68 @@ def _diagram(title: str, table: Mapping[StrEnum, Mapping[StrEnum, StrEnum]]) -> 
         if not arrows:
             lines.append(f"    {state} --> [*]")
     return [*lines, "```", ""]
+
+
+# ----------------------------------------------------------------- directory
+
+
+def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
+    """A directory of five slots, and keys to look up: all at one home, the last one not there."""
+    num_slots = 5
+    writer = DirectoryWriter.create(
+        bytearray(directory_bytes(num_slots)), num_slots, bytes(range(32, 48)), BOOT_ID
+    )
+    mask = writer.header.index_capacity - 1
+    names = (b"chunk-%d" % number for number in range(1000))
+    keys = [key for key in names if crc32(key) & mask == mask][:3]
+    writer.begin(keys[:2], [2, 0], 1)
+    writer.add_share(2, 0, 2, 2, 1)
+    writer.write_state(2, SlotState.READY)
+    return writer, keys
+
+
+def _lookup(writer: DirectoryWriter, key: bytes) -> str:
+    """A row of the table: the walk that finds a key, or not."""
+    head, whole = writer.header, memoryview(writer._whole)  # noqa: SLF001  # its bytes are shown
+    hash32, home = crc32(key), crc32(key) % head.index_capacity
+    walk = []
+    at = home
+    while entry := int.from_bytes(whole[head.index_offset + 8 * at :][:8], "little"):
+        slot = (entry & 0xFFFF_FFFF) - 1
+        same = "same hash" if entry >> 32 == hash32 else "another hash"
+        walk.append(f"{at}: 0x{entry:016x}, slot {slot}, {same}")
+        if writer.record(slot).key == key:
+            break
+        at = (at + 1) % head.index_capacity
+    else:
+        walk.append(f"{at}: zero, not there")
+    result = writer.lookup(key)
+    state = ""
+    if result is not LookupResult.MISS:
+        state = f"slot {writer.find(key)} is {writer.record(writer.find(key)).state.name}"
+    steps = "; ".join(walk)
+    return f"| `{key.decode()}` | 0x{hash32:08x} | {home} | {steps} | {state} | {result.name} |"
+
+
+def _directory() -> list[str]:
+    writer, keys = _example_directory()
+    head, whole = writer.header, bytes(writer._whole)  # noqa: SLF001  # its bytes are shown
+    rows = [(at, whole[at : at + 16]) for at in range(0, len(whole), 16)]
+    dump = [f"{at:6}  {row.hex(' ', 4)}" for at, row in rows if any(row)]
+    intro = (
+        f"{head.num_slots} slots, {head.index_capacity} index entries from byte"
+        f" {head.index_offset} on, {head.total_bytes} bytes in all. Rows of 16 bytes that are not"
+        " all zero, in hex:"
+    )
+    return [
+        *("## A directory, byte by byte", "", intro, "", "```", *dump, "```", ""),
+        "| key | crc32 | home | index entries | record | result |",
+        "|---|---|---|---|---|---|",
+        *(_lookup(writer, key) for key in keys),
+    ]
+
+
+# ------------------------------------------------------------------- vectors
 
 
 def _vectors() -> list[str]:
@@ -63,8 +290,11 @@ def generated() -> str:
     """The part below the marker."""
     parts = [
         _messages(),
+        _all_fields(),
+        _codes("Store answers", StoreAnswer),
         _codes("Error codes", ErrorCode),
         _codes("Job statuses", JobStatus),
+        _directory(),
         ["## Life cycles"],
         _diagram("Session", SESSION),  # type: ignore[arg-type]  # StrEnum subclasses are invariant
         _diagram("Job, in its lane", JOB),  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """What a rank's report must satisfy, and what ranks must agree on."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from kvd_proto.errors import AlignmentError, LayoutError, LayoutMismatch, SizeEr
 from kvd_proto.layout import (
     MAX_BYTES,
     GroupSpec,
+    Range,
     RankLayout,
     TensorRef,
     TensorSpec,
@@ -70,6 +72,40 @@ def test_absurd_figures_are_named(changes: dict[str, Any], figures: str) -> None
     with pytest.raises(SizeError) as refusal:
         validate_layout(dense(**changes))
     assert figures in str(refusal.value)
+
+
+def documented_ranges() -> Iterator[tuple[type[msgspec.Struct], str, Range]]:
+    """Every field whose annotation names the figures that are taken, as docs/protocol.md has it."""
+    for kind in (RankLayout, TensorSpec, GroupSpec):
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            for part in (hint, *get_args(hint)):
+                if get_origin(part) is Annotated:
+                    taken = get_args(part)[1]
+                    assert isinstance(taken, Range)
+                    yield kind, name, taken
+
+
+@pytest.mark.parametrize(("kind", "name", "taken"), list(documented_ranges()))
+def test_documented_ranges_are_those_that_are_taken(
+    kind: type[msgspec.Struct], name: str, taken: Range
+) -> None:
+    """A figure next to either end of its documented range is refused with that range."""
+    layout = dense()
+    parts: dict[type[msgspec.Struct], tuple[str, msgspec.Struct]] = {
+        TensorSpec: ("tensors", layout.tensors[0]),
+        GroupSpec: ("groups", layout.groups[0]),
+    }
+    for figure in (taken.low - 1, taken.high + 1):
+        value: Any = (figure,) if name == "storages" else figure
+        if kind in parts:
+            field, part = parts[kind]
+            changed = {field: (msgspec.structs.replace(part, **{name: value}),)}
+        else:
+            changed = {name: value}
+        with pytest.raises(SizeError) as caught:
+            validate_layout(msgspec.structs.replace(layout, **changed))
+        assert f"{name}" in str(caught.value)
+        assert f"is not within {taken.low}..{taken.high};" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ offset  size  field (little-endian)
 6       2     tag, u16 (see ``messages.TAGS``)
 8       8     request id, u64; replies repeat it, notices carry 0
 16      16    boot id of the daemon; zero in HELLO
-32      16    session token from the door; zero where there is none
+32      16    session token from Greeting; zero where there is none
 ======  ====  ======================================================
 
 The header has a fixed shape so that a request whose body cannot be decoded

@@ -24,7 +24,7 @@ Slot records, one for every slot of the pool, all zero for a slot never used::
     offset  type     field
          0  u64      generation: one more at every FREE -> WRITING
          8  u64      ranks done: bit r is set when rank r's share is there
-        16  u32      owner: the session that writes it
+        16  u32      owner: number of the engine that writes it
         20  u8       state: FREE 0, WRITING 1, READY 2, DRAINING 3
         21  u8       key length
         22  u16      first block of the chunk that holds bytes

@@ -12,7 +12,7 @@ consecutive blocks are one run on both sides.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -25,42 +25,78 @@ MAX_BLOCKS_PER_CHUNK = 65535
 MAX_GROUPS = 65535
 
 
+class Range(NamedTuple):
+    """Figures that `validate_layout` takes, both ends included; the annotation says so."""
+
+    low: int
+    high: int
+
+
+COUNT = Range(1, MAX_BLOCKS)
+CHUNK_BLOCKS = Range(1, MAX_BLOCKS_PER_CHUNK)
+SIZE = Range(1, MAX_BYTES)
+OFFSET = Range(0, MAX_BYTES)
+GROUPS = Range(1, MAX_GROUPS)
+
+
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Pages of one tensor: block b is storage bytes [offset + b*block_stride, +page_bytes)."""
+    """Pages of one tensor: block b is storage bytes [offset + b*block_stride, +page_bytes).
+
+    storage: index in the layout's storages.
+    offset: of block 0 from the storage's start, in bytes.
+    page_bytes: of one block in this tensor, padding included; the last block ends in the storage.
+    block_stride: bytes from one block to the next; at least page_bytes where there are several.
+    """
 
     storage: int
-    offset: int
-    page_bytes: int
-    block_stride: int
+    offset: Annotated[int, OFFSET]
+    page_bytes: Annotated[int, SIZE]
+    block_stride: Annotated[int, OFFSET]
 
 
 class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A group's use of a tensor: the first `page_bytes` of each page are in use."""
+    """A group's use of a tensor.
+
+    tensor: index in the layout's tensors.
+    page_bytes: so many bytes from each page's start are in use; at most the tensor's own.
+    """
 
     tensor: int
-    page_bytes: int
+    page_bytes: Annotated[int, SIZE]
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers that share one block table; `block_size` and `sliding_window` count tokens."""
+    """Layers that share one block table.
+
+    refs: the pages that a block of this group has; at least one.
+    block_size: tokens of a block; a multiple of the layout's hash_block_size.
+    kind: any word, `full` for attention to all tokens; engines share chunks where it is equal.
+    sliding_window: tokens that attention looks back; nil: all.
+    """
 
     refs: tuple[TensorRef, ...]
-    block_size: int
+    block_size: Annotated[int, COUNT]
     kind: str = "full"
-    sliding_window: int | None = None
+    sliding_window: Annotated[int, COUNT] | None = None
 
 
 class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's KV memory; `storages` are sizes in bytes.
+    """One rank's KV memory.
 
-    `replicated`: every rank holds the same bytes (MLA under tensor
-    parallelism), so a chunk is stored once and ranks take turns to write.
+    num_blocks: the engine's configured number; blocks are 0 to num_blocks - 1.
+    blocks_per_chunk: consecutive blocks of a group that are stored and evicted together.
+    hash_block_size: tokens that one block hash of the engine stands for.
+    storages: sizes of the allocations, in bytes.
+    tensors: where pages lie; at least one.
+    groups: which of them belong together; at least one.
+    replicated: every rank holds the same bytes (MLA under tensor parallelism), so a chunk is
+    stored once and ranks take turns to write.
     """
 
-    num_blocks: int
-    blocks_per_chunk: int
-    hash_block_size: int
-    storages: tuple[int, ...]
+    num_blocks: Annotated[int, COUNT]
+    blocks_per_chunk: Annotated[int, CHUNK_BLOCKS]
+    hash_block_size: Annotated[int, COUNT]
+    storages: tuple[Annotated[int, SIZE], ...]
     tensors: tuple[TensorSpec, ...]
     groups: tuple[GroupSpec, ...]
     replicated: bool = False
@@ -117,21 +153,17 @@ def validate_layout(layout: RankLayout) -> None:
         AlignmentError: a group's block size is no multiple of the hash block size.
         LayoutError: indices or ranges that do not fit what was reported.
     """
-    _check_range(
-        "num_blocks", layout.num_blocks, 1, MAX_BLOCKS, "start the engine with more memory"
-    )
-    _check_range(
-        "blocks_per_chunk", layout.blocks_per_chunk, 1, MAX_BLOCKS_PER_CHUNK, "use 1 or more"
-    )
-    _check_range("hash_block_size", layout.hash_block_size, 1, MAX_BLOCKS, "use the engine's own")
+    _check_range("num_blocks", layout.num_blocks, COUNT, "start the engine with more memory")
+    _check_range("blocks_per_chunk", layout.blocks_per_chunk, CHUNK_BLOCKS, "use 1 or more")
+    _check_range("hash_block_size", layout.hash_block_size, COUNT, "use the engine's own")
     if not layout.tensors or not layout.groups:
         raise SizeError(
             f"{len(layout.tensors)} tensors in {len(layout.groups)} groups: there is nothing to"
             " offload; register the engine's KV tensors"
         )
-    _check_range("the number of groups", len(layout.groups), 1, MAX_GROUPS, "report fewer")
+    _check_range("the number of groups", len(layout.groups), GROUPS, "report fewer")
     for index, size in enumerate(layout.storages):
-        _check_range(f"storages[{index}]", size, 1, MAX_BYTES, "report its size in bytes")
+        _check_range(f"storages[{index}]", size, SIZE, "report its size in bytes")
     for index, tensor in enumerate(layout.tensors):
         _check_tensor(layout, index, tensor)
     for index, group in enumerate(layout.groups):
@@ -139,9 +171,9 @@ def validate_layout(layout: RankLayout) -> None:
     slot_bytes(layout)
 
 
-def _check_range(name: str, value: int, low: int, high: int, remedy: str) -> None:
-    if not low <= value <= high:
-        raise SizeError(f"{name} = {value} is not within {low}..{high}; {remedy}")
+def _check_range(name: str, value: int, taken: Range, remedy: str) -> None:
+    if not taken.low <= value <= taken.high:
+        raise SizeError(f"{name} = {value} is not within {taken.low}..{taken.high}; {remedy}")
 
 
 def _check_tensor(layout: RankLayout, index: int, tensor: TensorSpec) -> None:
@@ -150,9 +182,9 @@ def _check_tensor(layout: RankLayout, index: int, tensor: TensorSpec) -> None:
         raise LayoutError(
             f"{name}.storage = {tensor.storage}, but {len(layout.storages)} storages are reported"
         )
-    _check_range(f"{name}.page_bytes", tensor.page_bytes, 1, MAX_BYTES, "give the padded page size")
-    _check_range(f"{name}.offset", tensor.offset, 0, MAX_BYTES, "count from the storage's start")
-    _check_range(f"{name}.block_stride", tensor.block_stride, 0, MAX_BYTES, "give bytes per block")
+    _check_range(f"{name}.page_bytes", tensor.page_bytes, SIZE, "give the padded page size")
+    _check_range(f"{name}.offset", tensor.offset, OFFSET, "count from the storage's start")
+    _check_range(f"{name}.block_stride", tensor.block_stride, OFFSET, "give bytes per block")
     if tensor.block_stride < tensor.page_bytes and layout.num_blocks > 1:
         raise LayoutError(
             f"{name}: block_stride {tensor.block_stride} is below the page of"
@@ -171,7 +203,7 @@ def _check_tensor(layout: RankLayout, index: int, tensor: TensorSpec) -> None:
 
 def _check_group(layout: RankLayout, index: int, group: GroupSpec) -> None:
     name = f"groups[{index}]"
-    _check_range(f"{name}.block_size", group.block_size, 1, MAX_BLOCKS, "give tokens per block")
+    _check_range(f"{name}.block_size", group.block_size, COUNT, "give tokens per block")
     if group.block_size % layout.hash_block_size:
         raise AlignmentError(
             f"{name}: block size {group.block_size} is no multiple of the hash block size"
@@ -179,9 +211,7 @@ def _check_group(layout: RankLayout, index: int, group: GroupSpec) -> None:
             " (--enable-prefix-caching) to align block sizes"
         )
     if group.sliding_window is not None:
-        _check_range(
-            f"{name}.sliding_window", group.sliding_window, 1, MAX_BLOCKS, "give tokens, or none"
-        )
+        _check_range(f"{name}.sliding_window", group.sliding_window, COUNT, "give tokens, or none")
     if not group.refs:
         raise LayoutError(f"{name} refers to no tensor")
     for position, ref in enumerate(group.refs):

@@ -1,9 +1,12 @@
 """Every message of the wire, as frozen typed values, and the tag table.
 
 Requests go from a client to the broker or to a lane and get exactly one reply:
-the reply type named in `REPLY_OF`, or `Error`. Notices travel over the door
+the reply type named in `REPLY_OF`, or `Error`. Notices travel over the control socket
 (the Unix socket that a session holds for life) and are not answered.
 Times are milliseconds unless a name says otherwise; sizes are bytes.
+
+docs/protocol.md is generated from here: a docstring's first line says what a message is
+for, lines of the form ``field, field: meaning`` what its fields are, comments what codes mean.
 """
 
 from enum import StrEnum
@@ -38,30 +41,30 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class ErrorCode(StrEnum):
     """Why a request was not served; stable names that clients may switch on."""
 
-    BAD_MESSAGE = "bad_message"  # could not be decoded beyond its request id
-    BAD_VERSION = "bad_version"  # no common protocol version
-    BAD_SESSION = "bad_session"  # unknown or foreign session token: reconnect
-    STALE_BOOT = "stale_boot"  # the daemon has restarted: reconnect
+    BAD_MESSAGE = "bad_message"  # could not be decoded beyond its header: a bug in the client
+    BAD_VERSION = "bad_version"  # no common protocol version: update the older side
+    BAD_SESSION = "bad_session"  # unknown or foreign session token: begin a new session
+    STALE_BOOT = "stale_boot"  # the daemon has restarted: begin a new session
     BAD_STATE = "bad_state"  # not allowed in this session's state or for its kind
-    BAD_LAYOUT = "bad_layout"  # registration describes memory that cannot be served
-    NOT_READY = "not_ready"  # not every rank of the engine has registered yet
-    LIMIT = "limit"  # a limit of the daemon would be exceeded
-    DRAINING = "draining"  # the daemon takes no new work
+    BAD_LAYOUT = "bad_layout"  # registration of memory that cannot be served: do not try again
+    NOT_READY = "not_ready"  # not every rank has registered, or the pool is not there yet: a miss
+    LIMIT = "limit"  # a limit of the daemon would be exceeded: a miss
+    DRAINING = "draining"  # the daemon takes no new work: a miss
     BAD_CONFIG = "bad_config"  # the configuration cannot be used; what held holds on
-    LANE_LOST = "lane_lost"  # the device's lane is being replaced: retry later
+    LANE_LOST = "lane_lost"  # the device's lane is being replaced: try again later
     FORBIDDEN = "forbidden"  # this user may not use this daemon, or not this engine's name
-    INTERNAL = "internal"  # a bug in kvd; the log has the details
+    INTERNAL = "internal"  # a bug in kvd; the log has the details: a miss
 
 
 class JobStatus(StrEnum):
     """How a job ended. Everything but OK is a miss for the engine."""
 
-    OK = "ok"
-    CANCELLED = "cancelled"  # by CANCEL, before it was done
-    STALE = "stale"  # a slot was evicted, given up or never this session's
-    VOID = "void"  # the worker's epoch moved on while the job ran
-    TIMEOUT = "timeout"  # the timeline did not reach the job's number in time
-    REFUSED = "refused"  # malformed or out of bounds
+    OK = "ok"  # every byte was copied and the chunks were what was asked for to the end
+    CANCELLED = "cancelled"  # by Cancel, before it was done
+    STALE = "stale"  # a chunk is not, or not any more, what the job named: slot, generation, blocks
+    VOID = "void"  # the worker gave it up with its epoch word
+    TIMEOUT = "timeout"  # not done within its deadline_ms
+    REFUSED = "refused"  # arrays that do not fit, a job number in use, or no engine attached
     SHED = "shed"  # the engine's queue in the lane is full; stores go first
     FAILED = "failed"  # the device failed
 
@@ -70,7 +73,14 @@ class JobStatus(StrEnum):
 
 
 class Hello(Message, frozen=True):
-    """First request of a session, with the token from the door in its header."""
+    """First request of a session, with the Greeting's token in its header.
+
+    kind: `scheduler` asks for chunks, `worker` registers memory, `tool` belongs to no engine.
+    engine: the engine's name, the same in all its sessions and in no other engine's; of a tool any.
+    pid: the client's process, as it sees itself; for people.
+    protocol_min, protocol_max: versions that the client speaks; one of them must be the daemon's.
+    client: name and version of the client; for people.
+    """
 
     kind: Kind
     engine: Name
@@ -81,7 +91,14 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The daemon's side of the handshake."""
+    """The daemon's side of the handshake.
+
+    protocol: the version that is spoken from now on.
+    daemon: its name and version; for people.
+    pid: the daemon's process, as it sees itself.
+    max_message_bytes: of a frame with its header.
+    max_keys: of one message.
+    """
 
     protocol: int
     daemon: Name
@@ -96,6 +113,14 @@ class Fingerprint(Message, frozen=True):
     Layout figures (groups, pages, world size, replication) are taken from the
     registration itself, so that they cannot be claimed differently from what
     is stored.
+
+    model: its name; quotas and reports go by it.
+    revision: of the model's weights.
+    dtype: of the KV cache.
+    kv_layout: how a block's bytes are ordered.
+    attention_backend: where its KV differs from that of others.
+    parallelism: how the model is divided among ranks.
+    label: anything else; engines with different labels share nothing.
     """
 
     model: Name
@@ -108,16 +133,22 @@ class Fingerprint(Message, frozen=True):
 
 
 class HostHandle(Message, frozen=True, tag="host"):
-    """A storage in host memory: descriptor number `fd_index` of those sent over the door."""
+    """A storage in host memory that a descriptor names.
+
+    fd_index: number of the descriptor.
+    offset: where in the descriptor's memory the storage begins, in bytes.
+    """
 
     fd_index: Count
     offset: Count = 0
 
 
 class IpcHandle(Message, frozen=True, tag="ipc"):
-    """A storage in a CUDA allocation that its legacy IPC handle names.
+    """A storage in a CUDA allocation of cudaMalloc, which its legacy IPC handle names.
 
-    The handle maps the whole allocation, `allocation` bytes; the storage starts at `offset`.
+    handle: what `cuIpcGetMemHandle` gives for the allocation.
+    allocation: size of the allocation in bytes.
+    offset: from the allocation's start to the storage's, in bytes.
     """
 
     handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
@@ -126,9 +157,12 @@ class IpcHandle(Message, frozen=True, tag="ipc"):
 
 
 class VmmHandle(Message, frozen=True, tag="vmm"):
-    """A storage in CUDA memory of the virtual memory management: a descriptor sent over the door.
+    """A storage in a CUDA allocation of the virtual memory management, named by a descriptor.
 
-    The descriptor maps the whole allocation, `allocation` bytes; the storage starts at `offset`.
+    fd_index: number of the descriptor that `cuMemExportToShareableHandle` gave, of the kind
+    POSIX file descriptor.
+    allocation: size of the allocation in bytes.
+    offset: from the allocation's start to the storage's, in bytes.
     """
 
     fd_index: Count
@@ -145,14 +179,18 @@ def fd_index(handle: Handle) -> int:
 
 
 class Register(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's KV memory. Handles' descriptors were sent over the door before.
+    """A worker's KV memory. Its descriptors are sent with Handles, number 0 is the control page.
 
-    `device` is "host", or "cuda:" and the device's UUID in hex; it decides the kind of handles.
-
-    `handles[i]` is the memory of `layout.storages[i]`; descriptor 0 is the
-    worker's control page (timeline word, epoch word). A `temporary` engine's chunks
-    are shared with no other kind of engine and dropped when the last such engine
-    leaves; it takes no room that is in use but one column of the pool's grid.
+    rank: this worker's index among those that hold shares of a chunk; below world_size.
+    world_size: how many workers these are.
+    stage: pipeline stage; ranks of one stage must have equal pages.
+    device: `host`; or `cuda:` and the UUID's 32 hex digits, with `MIG-` before them of a MIG
+    instance. It decides the kind of handles.
+    fingerprint: the same of all ranks.
+    layout: what the memory looks like.
+    handles: the memory of each of the layout's storages, in their order.
+    temporary: chunks are shared with temporary engines only and dropped when the last of them
+    leaves; such an engine takes no room in use but one column of the pool's grid.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -166,7 +204,12 @@ class Register(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Registered(Message, frozen=True):
-    """The registration holds. `missing_ranks` have not registered yet."""
+    """The registration holds: the lane has mapped the memory.
+
+    missing_ranks: those that have not registered; where it is empty, Attached follows.
+    lane: the endpoint for jobs, as in LaneUp.
+    incarnation: which of the device's lane processes that is, as in LaneUp.
+    """
 
     missing_ranks: tuple[int, ...]
     lane: Name
@@ -185,13 +228,22 @@ class Unregistered(Message, frozen=True):
 
 
 class PrepareStore(Message, frozen=True):
-    """Ask for slots for these keys."""
+    """Ask for slots for these keys, to write their chunks.
+
+    keys: a prompt's head first; where there is no room for all, the first ones are accepted.
+    """
 
     keys: Keys
 
 
 class StorePrepared(Message, frozen=True):
-    """`answers[i]` for key i (see StoreAnswer); slots and generations of the accepted, in order."""
+    """What was decided about every key (see StoreAnswer), and slots for the accepted.
+
+    answers: u1, one for each key, in their order.
+    slots: u4, of the accepted keys, in their order.
+    generations: u8, of these slots.
+    evicted: keys of the chunks that had to go.
+    """
 
     answers: IntArray
     slots: IntArray
@@ -200,14 +252,23 @@ class StorePrepared(Message, frozen=True):
 
 
 class CompleteStore(Message, frozen=True):
-    """The engine is done with these stores; without success what is unfinished is dropped."""
+    """The engine is done with these stores; without success what is unfinished is dropped.
+
+    keys: of stores that all ranks have reported, or that are given up.
+    success: false drops those of the keys that this engine is still writing.
+    """
 
     keys: Keys
     success: bool
 
 
 class StoreCompleted(Message, frozen=True):
-    """How many of the keys are ready, still being written by a lane, and dropped."""
+    """How the keys stand.
+
+    ready: keys whose chunks are READY.
+    pending: keys whose chunks are being written; see Done and READY.
+    dropped: keys of which there is no chunk any more.
+    """
 
     ready: Count
     pending: Count
@@ -215,14 +276,25 @@ class StoreCompleted(Message, frozen=True):
 
 
 class PrepareLoad(Message, frozen=True):
-    """Pin these chunks under a lease."""
+    """Pin the chunks of these keys, as far as they are READY, under one lease.
+
+    keys: a prompt's head first.
+    lease_ms: how long the chunks are to stay, in ms; the daemon may give less.
+    """
 
     keys: Keys
     lease_ms: Annotated[int, Meta(ge=1, le=600_000)]
 
 
 class LoadPrepared(Message, frozen=True):
-    """`found[i]` is 1 where key i is pinned; slots and generations of the found, in order."""
+    """Which of the keys are pinned, and where their chunks lie.
+
+    lease: number of the lease; 0 where nothing was found.
+    lease_ms: how long it holds from now on.
+    found: u1, 1 or 0 for each key, in their order.
+    slots: u4, of the keys that were found, in their order.
+    generations: u8, of these slots.
+    """
 
     lease: Count
     lease_ms: Count
@@ -232,25 +304,37 @@ class LoadPrepared(Message, frozen=True):
 
 
 class CompleteLoad(Message, frozen=True):
-    """Give a lease back."""
+    """Give a lease back.
+
+    lease: as LoadPrepared gave it.
+    """
 
     lease: Count
 
 
 class LoadCompleted(Message, frozen=True):
-    """`released` is false where the lease had run out before."""
+    """The chunks may be evicted again.
+
+    released: false where the lease had run out, or was never this engine's.
+    """
 
     released: bool
 
 
 class Touch(Message, frozen=True):
-    """These chunks were useful just now, prefix first."""
+    """These chunks were useful just now, prefix first.
+
+    keys: a prompt's head first.
+    """
 
     keys: Keys
 
 
 class Touched(Message, frozen=True):
-    """How many of them are here."""
+    """How much of that is here.
+
+    found: how many of the keys have a chunk, READY or being written.
+    """
 
     found: Count
 
@@ -260,7 +344,11 @@ class Reset(Message, frozen=True):
 
 
 class ResetDone(Message, frozen=True):
-    """Chunks dropped now, and those that go when their leases end."""
+    """The namespace is empty.
+
+    dropped: chunks that are gone.
+    deferred: chunks that nobody finds any more and that go when their leases end.
+    """
 
     dropped: Count
     deferred: Count
@@ -272,12 +360,15 @@ class ResetDone(Message, frozen=True):
 class Job(Message, frozen=True):
     """One rank's share of a store or a load.
 
+    job: its number; free again when its Done has come.
     block_ids: flat, group by group; sum(group_sizes) == len(block_ids).
+    group_sizes: how many blocks of each group are listed, 0 for none.
     block_indices: logical index of each group's first block.
     slots, generations: the chunks, group by group,
     cdiv(group_size + block_index % blocks_per_chunk, blocks_per_chunk) each.
     after: the timeline number that must be reached before memory is touched.
     epoch: the worker's epoch word at submission.
+    deadline_ms: from the job's arrival, in ms; one that has not ended by then ends as `timeout`.
     """
 
     job: Count
@@ -300,7 +391,15 @@ class Load(Job, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The job's end: nothing touches its blocks any more."""
+    """The job's end: nothing touches its blocks any more.
+
+    job: its number.
+    status: how it ended.
+    text: why it ended badly, for people.
+    bytes: moved by this rank.
+    queued_ns: from the job's arrival to its start, in ns.
+    copy_ns: time spent in copying, in ns.
+    """
 
     job: Count
     status: JobStatus
@@ -311,19 +410,28 @@ class Done(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Stop these jobs; each still ends with its own Done."""
+    """Stop these jobs; each still ends with its own Done.
+
+    jobs: their numbers; those that have ended are passed over.
+    """
 
     jobs: JobIds
 
 
 class CancelDone(Message, frozen=True):
-    """How many of them were still unfinished."""
+    """The jobs are stopped, or will be as soon as nothing of them moves any more.
+
+    stopped: how many of them had not ended.
+    """
 
     stopped: Count
 
 
 class Wait(Message, frozen=True):
-    """Do these jobs first; answered when all of them have ended."""
+    """Do these jobs first; answered when all of them have ended.
+
+    jobs: their numbers; those that have ended, or never came, are passed over.
+    """
 
     jobs: JobIds
 
@@ -354,13 +462,19 @@ class Lookups(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Answered by the loop that serves every other request; carries lookups from a scheduler."""
+    """Answered by the loop that serves every other request; carries lookups from a scheduler.
+
+    lookups: totals of a scheduler's session, for the daemon's figures; nil: none to tell.
+    """
 
     lookups: Lookups | None = None
 
 
 class Pong(Message, frozen=True):
-    """Alive."""
+    """Alive.
+
+    pid: of the process that answers.
+    """
 
     pid: Count
 
@@ -370,13 +484,20 @@ class Status(Message, frozen=True):
 
 
 class StatusReport(Message, frozen=True):
-    """The daemon's state as documented in docs/status.md."""
+    """The daemon's state as documented in docs/status.md.
+
+    status: see docs/status.md.
+    """
 
     status: dict[str, Any]
 
 
 class Error(Message, frozen=True):
-    """A request that was not served: a code for programs, a sentence for people."""
+    """A request that was not served: a code for programs, a sentence for people.
+
+    code: for programs.
+    text: for people; its wording may change.
+    """
 
     code: ErrorCode
     text: Text
@@ -395,7 +516,11 @@ class Drain(Message, frozen=True):
 
 
 class Drained(Message, frozen=True):
-    """Stores are refused. So many chunks of earlier stores, and leases, are still in flight."""
+    """Stores are refused. So many chunks of earlier stores, and leases, are still in flight.
+
+    stores: chunks that are still being written.
+    leases: leases that are still held.
+    """
 
     stores: Count
     leases: Count
@@ -406,19 +531,30 @@ class Resume(Message, frozen=True):
 
 
 class Resumed(Message, frozen=True):
-    """Stores are taken. `was_draining` is false where nothing had to change."""
+    """Stores are taken.
+
+    was_draining: false where nothing had to change.
+    """
 
     was_draining: bool
 
 
 class Clear(Message, frozen=True):
-    """Drop every chunk of a namespace, or of all. Pinned ones go when their leases end."""
+    """Drop every chunk of a namespace, or of all. Pinned ones go when their leases end.
+
+    namespace: its id; nil: all.
+    """
 
     namespace: NamespaceId | None = None
 
 
 class Cleared(Message, frozen=True):
-    """Chunks dropped now, their bytes, and those that go when their leases end."""
+    """What an operator's Clear dropped.
+
+    chunks: dropped now.
+    bytes: of the pool that they had.
+    deferred: chunks that nobody finds any more and that go when their leases end.
+    """
 
     chunks: Count
     bytes: Count
@@ -426,21 +562,29 @@ class Cleared(Message, frozen=True):
 
 
 class EvictOlderThan(Message, frozen=True):
-    """Drop the chunks of a namespace, or of all, that were of no use for so many seconds."""
+    """Drop the chunks of a namespace, or of all, that were of no use for so many seconds.
+
+    seconds: since they were last of use.
+    namespace: its id; nil: all.
+    """
 
     seconds: Annotated[float, Meta(ge=0, le=1e9)]
     namespace: NamespaceId | None = None
 
 
 class OlderEvicted(Message, frozen=True):
-    """Chunks dropped, and their bytes. Pinned chunks are in use and stay."""
+    """What was dropped. Pinned chunks are in use and stay.
+
+    chunks: dropped.
+    bytes: of the pool that they had.
+    """
 
     chunks: Count
     bytes: Count
 
 
 class HandOver(Message, frozen=True):
-    """Leave to the daemon that asks; its door connection's end undoes that until it is done.
+    """Leave to the daemon that asks; the end of its connection undoes that until it is done.
 
     boot_id: of the daemon that is to leave, which no other can be by mistake.
     pid: of the new one, as it sees itself.
@@ -451,7 +595,11 @@ class HandOver(Message, frozen=True):
 
 
 class HandingOver(Message, frozen=True):
-    """The daemon leaves within `seconds`; `kept` says whether its chunks stay for the new one."""
+    """The daemon leaves.
+
+    seconds: at most so many until it has left.
+    kept: whether its chunks stay for the new one.
+    """
 
     seconds: Annotated[float, Meta(ge=0, le=1e9)]
     kept: bool
@@ -462,7 +610,12 @@ class Check(Message, frozen=True):
 
 
 class Checked(Message, frozen=True):
-    """The first contradiction, or nothing; chunks looked at, and whether all in one moment."""
+    """What was found.
+
+    violation: the first contradiction; empty: none.
+    chunks: that were looked at.
+    whole: whether all of it was looked at in one moment.
+    """
 
     violation: Text
     chunks: Count
@@ -477,7 +630,13 @@ class ReloadConfig(Message, frozen=True):
 
 
 class ConfigChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A setting that differs from what held; `live` is false where it waits for a restart."""
+    """A setting that differs from what held.
+
+    key: the setting's name.
+    old, new: its values, as text.
+    origin: where the new value comes from.
+    live: false where it waits for a restart.
+    """
 
     key: Name
     old: Text
@@ -487,7 +646,12 @@ class ConfigChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ConfigReloaded(Message, frozen=True):
-    """The configuration was read; `changes` is empty where it says what held already."""
+    """The configuration was read.
+
+    file: that was read; empty: none.
+    changes: settings that differ from what held.
+    warnings: for people.
+    """
 
     file: Text
     changes: tuple[ConfigChange, ...]
@@ -499,22 +663,32 @@ class ShowConfig(Message, frozen=True):
 
 
 class ConfigShown(Message, frozen=True):
-    """The settings as `kvd config show --json` prints them."""
+    """The settings as `kvd config show --json` prints them.
+
+    config: see `kvd config show --json`.
+    """
 
     config: dict[str, Any]
 
 
-# ---------------------------------------------------- notices over the door
+# ------------------------------------------ notices over the control socket
 
 
 class Greeting(Message, frozen=True):
-    """Broker's first word on the door; the session token and boot id are in the header."""
+    """Broker's first notice; boot id and session token are in its header.
+
+    pid: the daemon's process, as it sees itself.
+    """
 
     pid: Count
 
 
 class Handles(Message, frozen=True):
-    """Client to broker: descriptors `first`..`first + count - 1` are attached."""
+    """Client to broker: descriptors of the worker's memory are attached.
+
+    first: number of the first of them; the next after those sent before, 0 at first.
+    count: how many descriptors are attached.
+    """
 
     first: Count
     count: Annotated[int, Meta(ge=1, le=64)]
@@ -524,6 +698,11 @@ class Attached(Message, frozen=True):
     """Broker to every session of an engine whose ranks are all registered.
 
     Carries a read-only descriptor of the namespace's directory.
+
+    namespace: its id, 16 bytes.
+    world_size: as registered.
+    bytes_per_chunk: that a chunk takes in the pool, all ranks' shares together.
+    num_chunks: that the namespace can hold at most; slots are numbered below it.
     """
 
     namespace: bytes
@@ -533,13 +712,21 @@ class Attached(Message, frozen=True):
 
 
 class Detached(Message, frozen=True):
-    """The engine is no longer complete: loads and stores answer NOT_READY until it is."""
+    """The engine is no longer complete: loads and stores answer NOT_READY until it is.
+
+    reason: for people.
+    """
 
     reason: Text
 
 
 class LaneUp(Message, frozen=True):
-    """A lane process serves `device`; carries its lifeline (EOF there = that process is dead)."""
+    """A lane process serves the device; carries its lifeline (EOF there = that process is dead).
+
+    device: as it was registered.
+    incarnation: one more with every new lane process of the device.
+    endpoint: where jobs go, `ipc://` and a path.
+    """
 
     device: Name
     incarnation: Count
