@@ -47,7 +47,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     cpu_bytes: Annotated[
         str | int,
         SizeText(auto=True, positive=True),
-        About("Size of the pool; auto takes it from what the first engine reports.", _POOL, "SIZE"),
+        About(
+            "Size of the pool; auto takes it from what the first engine reports.",
+            _POOL,
+            "SIZE",
+        ),
     ] = "auto"
     host_ratio: Annotated[
         float,

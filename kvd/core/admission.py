@@ -1,6 +1,8 @@
 """Whether a registration can be served at all: asked before anything is mapped."""
 
-from kvd.core.sessions import Engine
+from collections.abc import Mapping
+
+from kvd.core.sessions import Engine, Session
 from kvd.errors import Refused
 from kvd.state.namespaces import Namespace
 from kvd_proto.errors import LayoutError
@@ -9,13 +11,18 @@ from kvd_proto.messages import ErrorCode, Register
 from kvd_proto.sizes import size_pool
 
 
-def check_rank(engine: Engine, message: Register) -> None:
+def check_rank(engine: Engine, message: Register, others: Mapping[int, Session]) -> None:
     """The rank is free, and says of the engine what its other ranks say.
+
+    Args:
+        engine: which it belongs to.
+        message: what it says.
+        others: sessions of the engine's ranks that it is held against.
 
     Raises:
         Refused: with both sides' figures.
     """
-    holder = engine.workers.get(message.rank)
+    holder = others.get(message.rank)
     if holder is not None:
         raise Refused(
             ErrorCode.BAD_STATE,
@@ -27,27 +34,28 @@ def check_rank(engine: Engine, message: Register) -> None:
             ErrorCode.BAD_LAYOUT,
             f"rank {message.rank} in a world of {message.world_size}; ranks count from 0",
         )
-    if engine.workers and engine.world_size != message.world_size:
-        raise Refused(
-            ErrorCode.BAD_LAYOUT,
-            f"rank {message.rank} says world size {message.world_size}, the engine's other"
-            f" ranks say {engine.world_size}",
-        )
-    others = {
-        worker.registration.temporary for worker in engine.workers.values() if worker.registration
-    }
-    if others - {message.temporary}:
-        raise Refused(
-            ErrorCode.BAD_LAYOUT,
-            f"rank {message.rank} says temporary = {message.temporary}, the engine's other ranks"
-            f" say {not message.temporary}",
-        )
-    if engine.fingerprint is not None and engine.fingerprint != message.fingerprint:
-        raise Refused(
-            ErrorCode.BAD_LAYOUT,
-            f"rank {message.rank} has another fingerprint than the engine's other ranks:"
-            f" {message.fingerprint} against {engine.fingerprint}",
-        )
+    for session in others.values():
+        other = session.said
+        if other is None:
+            continue
+        if other.world_size != message.world_size:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"rank {message.rank} says world size {message.world_size}, the engine's other"
+                f" ranks say {other.world_size}",
+            )
+        if other.temporary != message.temporary:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"rank {message.rank} says temporary = {message.temporary}, the engine's other"
+                f" ranks say {other.temporary}",
+            )
+        if other.fingerprint != message.fingerprint:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"rank {message.rank} has another fingerprint than the engine's other ranks:"
+                f" {message.fingerprint} against {other.fingerprint}",
+            )
 
 
 def check_leases(engine: Engine, namespace: Namespace, limit: int) -> None:
@@ -66,8 +74,8 @@ def check_leases(engine: Engine, namespace: Namespace, limit: int) -> None:
         )
 
 
-def check_layout(engine: Engine, message: Register, budget: int | None) -> None:
-    """The layout is sound, agrees with the other ranks', and a chunk fits `budget` bytes.
+def check_layout(message: Register, others: Mapping[int, Session], budget: int | None) -> None:
+    """The layout is sound, agrees with those of `others`, and a chunk fits `budget` bytes.
 
     A budget of None is not known yet.
 
@@ -79,11 +87,8 @@ def check_layout(engine: Engine, message: Register, budget: int | None) -> None:
             ErrorCode.BAD_LAYOUT,
             f"{len(message.handles)} handles for {len(message.layout.storages)} storages",
         )
-    registrations = {
-        rank: worker.registration
-        for rank, worker in engine.workers.items()
-        if worker.registration is not None
-    } | {message.rank: message}
+    said = {rank: session.said for rank, session in others.items()} | {message.rank: message}
+    registrations = {rank: each for rank, each in said.items() if each is not None}
     try:
         validate_layout(message.layout)
         compare_ranks(

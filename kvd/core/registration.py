@@ -13,16 +13,15 @@ from kvd.core.effects import (
     DropFds,
     Effect,
     Event,
-    OpenPool,
     Reply,
     ToLane,
 )
 from kvd.core.lanes import Lane
-from kvd.core.sessions import PendingRegister, Session
+from kvd.core.sessions import Engine, PendingRegister, Session
+from kvd.core.sizing import missing, open_sized
 from kvd.core.state import BrokerState
-from kvd.errors import KvdError, PoolError, Refused
+from kvd.errors import KvdError, Refused
 from kvd.link import Imported, LaneReady, PoolUsable, Released, ReleaseWorker
-from kvd.quota import quota_contradictions
 from kvd_proto.errors import LayoutError
 from kvd_proto.messages import (
     Error,
@@ -31,12 +30,6 @@ from kvd_proto.messages import (
     Registered,
     Unregistered,
     fd_index,
-)
-from kvd_proto.sizes import (
-    auto_cpu_bytes,
-    kv_bytes_per_block,
-    size_pool,
-    total_gpu_kv_bytes,
 )
 from kvd_proto.states import SessionEvent, SessionState
 
@@ -68,16 +61,26 @@ class Registration:
         if session.pending is not None or session.releasing is not None:
             raise Refused(ErrorCode.BAD_STATE, "a registration of this session is under way")
         check_device(self._state, message.device, now)
-        check_rank(engine, message)
-        check_layout(engine, message, self._state.settings.pool_bytes)
-        effects = self._open_pool(message) + want_lane(self._state, message.device)
+        unsized = self._state.namespaces is None
+        others = engine.waiting if unsized else engine.workers
+        check_rank(engine, message, others)
+        check_layout(message, others, self._state.settings.pool_bytes)
+        if unsized and message.temporary:
+            raise Refused(
+                ErrorCode.BAD_STATE,
+                "cpu_bytes is auto and the pool has no size yet, which a temporary engine must not"
+                " decide; register another engine first",
+            )
+        effects = want_lane(self._state, message.device)
         session.pending = PendingRegister(request_id, message, now + REGISTER_SECONDS)
+        if unsized:
+            return effects + self._open_pool(engine, now)
         return effects + self.advance(session, now)
 
     def advance(self, session: Session, now: float) -> list[Effect]:
         """Move a pending registration on if what it waited for is there."""
         pending = session.pending
-        if pending is None or pending.importing:
+        if pending is None or pending.importing or self._state.namespaces is None:
             return []
         needed = 1 + max((fd_index(h) for h in pending.message.handles), default=0)
         if session.descriptors < needed:
@@ -133,8 +136,8 @@ class Registration:
         if engine is None:
             return []
         try:  # another session may have taken the rank while the lane was busy
-            check_rank(engine, pending.message)
-            check_layout(engine, pending.message, self._state.settings.pool_bytes)
+            check_rank(engine, pending.message, engine.workers)
+            check_layout(pending.message, engine.workers, self._state.settings.pool_bytes)
         except Refused as refusal:
             return [
                 ToLane(pending.message.device, ReleaseWorker(session=session.number)),
@@ -248,7 +251,13 @@ class Registration:
             pending = session.pending
             if pending is None or now < pending.deadline:
                 continue
-            if pending.importing:
+            if self._state.namespaces is None:
+                text = (
+                    "cpu_bytes is auto: the pool gets its size when all ranks of an engine ask for"
+                    f" registration; missing: {missing(session)}; try again when they have come"
+                )
+                code = ErrorCode.NOT_READY
+            elif pending.importing:
                 text = f"lane {pending.message.device} did not map the memory in time; try again"
                 code = ErrorCode.LANE_LOST
             elif not self._state.lanes[pending.message.device].up:
@@ -274,40 +283,30 @@ class Registration:
 
     # --------------------------------------------------------------- helpers
 
-    def _open_pool(self, message: Register) -> list[Effect]:
-        """With ``auto``, the first registration decides the pool's size."""
-        state = self._state
-        if state.namespaces is not None:
+    def _open_pool(self, engine: Engine, now: float) -> list[Effect]:
+        """With ``auto``, the first engine of which all ranks have come decides the pool's size."""
+        ranks = engine.waiting
+        if any(missing(session) for session in ranks.values()):
             return []
-        if message.temporary:
-            raise Refused(
-                ErrorCode.BAD_STATE,
-                "cpu_bytes is auto and the pool has no size yet, which a temporary engine must not"
-                " decide; register another engine first",
-            )
-        reported = total_gpu_kv_bytes(message.layout)
-        # Figures of kv_bytes_per_block are refused in validate_layout already.
-        kv_bytes_per_block(reported, message.layout.num_blocks)
-        size = auto_cpu_bytes(
-            reported,
-            1 if message.layout.replicated else message.world_size,
-            ratio=state.settings.host_ratio,
-            available=state.available_bytes(),
-            reserve=state.settings.reserve_bytes,
-        )
+        said = [ranks[rank].said for rank in sorted(ranks)]
         try:
-            size_pool([message.layout] * message.world_size, size.cpu_bytes)
-        except LayoutError as error:
-            raise Refused(
-                ErrorCode.BAD_LAYOUT, f"cpu_bytes auto: {size.explanation}: {error}"
-            ) from error
-        try:
-            state.namespaces = state.open_namespaces(size.cpu_bytes)
-        except PoolError as error:
-            raise Refused(ErrorCode.NOT_READY, str(error)) from error
-        wrong = quota_contradictions(state.settings.quotas(size.cpu_bytes), size.cpu_bytes)
-        warnings = [Event(f"quota: {text}", "warning") for text in wrong]
-        return [OpenPool(size.cpu_bytes, size.explanation), *warnings]
+            effects = open_sized(self._state, [each.layout for each in said if each is not None])
+        except Refused as refusal:
+            error = Error.of(refusal.code, str(refusal))
+            return [effect for s in ranks.values() for effect in self._refuse_pending(s, error)]
+        for session in self._state.registry.sessions.values():
+            effects += self.advance(session, now)
+        return effects
+
+    def _refuse_pending(self, session: Session, error: Error) -> list[Effect]:
+        """A registration comes to nothing, before its memory was imported."""
+        pending, session.pending = session.pending, None
+        if pending is None:
+            return []
+        return [
+            Reply(session.number, pending.request_id, error),
+            *self._forget_descriptors(session),
+        ]
 
     def _reimported(self, session: Session, message: Imported) -> list[Effect]:
         """After a lane's restart."""

@@ -6,7 +6,7 @@ from kvd.core.lookups import LookupTotals
 from kvd.errors import IntegrityError, Refused
 from kvd.state.namespaces import Namespace
 from kvd.who import Who
-from kvd_proto.messages import ErrorCode, Fingerprint, Register
+from kvd_proto.messages import ErrorCode, Register
 from kvd_proto.states import SESSION, Machine, SessionEvent, SessionState
 
 
@@ -25,7 +25,7 @@ class Peer:
 
 @dataclass(slots=True)
 class PendingRegister:
-    """A registration that waits for descriptors, for its lane, or for the import."""
+    """A registration that waits for the pool's size, descriptors, its lane, or the import."""
 
     request_id: int
     message: Register
@@ -60,6 +60,11 @@ class Session:
         return self.machine.state
 
     @property
+    def said(self) -> Register | None:
+        """What the rank has registered, or wants to."""
+        return self.registration or (self.pending.message if self.pending is not None else None)
+
+    @property
     def who(self) -> Who:
         """How logs and events name this session."""
         engine = self.engine.name if self.engine is not None else None
@@ -91,6 +96,15 @@ class Engine:
         return self.namespace is not None
 
     @property
+    def waiting(self) -> dict[int, Session]:
+        """By rank the sessions whose registration is under way; of several the first."""
+        found: dict[int, Session] = {}
+        for session in self.sessions.values():
+            if session.pending is not None:
+                found.setdefault(session.pending.message.rank, session)
+        return found
+
+    @property
     def world_size(self) -> int:
         """As its workers registered it; 0 before the first."""
         for worker in self.workers.values():
@@ -102,14 +116,6 @@ class Engine:
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks that have not registered."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.workers)
-
-    @property
-    def fingerprint(self) -> Fingerprint | None:
-        """As the first registered rank has it."""
-        for worker in self.workers.values():
-            if worker.registration:
-                return worker.registration.fingerprint
-        return None
 
     def __repr__(self) -> str:
         state = "attached" if self.attached else f"missing ranks {list(self.missing_ranks)}"

@@ -113,20 +113,23 @@ class AutoSize:
 
 
 def auto_cpu_bytes(
-    gpu_kv_bytes_per_rank: int,
-    world_size: int,
-    *,
-    available: int,
-    reserve: int,
-    ratio: float = 2.0,
+    layouts: Sequence[RankLayout], *, available: int, reserve: int, ratio: float = 2.0
 ) -> AutoSize:
-    """Ratio x reported GPU KV bytes x world size, at most what is available less a reserve."""
-    wanted = int(ratio * gpu_kv_bytes_per_rank * world_size)
+    """Ratio x the KV bytes of all ranks of an engine, at most what is available less a reserve.
+
+    Replicated shares count once. The order of the ranks does not matter.
+    """
+    shares = layouts[:1] if layouts[0].replicated else layouts
+    reported = [total_gpu_kv_bytes(layout) for layout in shares]
+    wanted = int(ratio * sum(reported))
     room = max(0, available - reserve)
     size = min(wanted, room)
+    if len(set(reported)) == 1:
+        kv = f"{format_size(reported[0])} GPU KV x {len(reported)} ranks"
+    else:
+        kv = f"{format_size(sum(reported))} GPU KV of {len(reported)} ranks"
     text = (
-        f"{ratio:g} x {format_size(gpu_kv_bytes_per_rank)} GPU KV x {world_size} ranks ="
-        f" {format_size(wanted)}; available {format_size(available)} - reserve"
+        f"{ratio:g} x {kv} = {format_size(wanted)}; available {format_size(available)} - reserve"
         f" {format_size(reserve)} = {format_size(room)}; pool {format_size(size)}"
     )
     return AutoSize(size, text)

@@ -31,7 +31,7 @@ PAGE = 4096
 BLOCKS = 64
 
 
-def make_broker(available: int) -> Broker:
+def make_broker(available: int, kept: int | None = None) -> Broker:
     """A broker with `cpu_bytes = auto` on a machine with `available` bytes, and a lane."""
     broker = Broker(
         Settings(runtime_dir="/nowhere", cpu_bytes="auto", reserve=0),
@@ -41,6 +41,7 @@ def make_broker(available: int) -> Broker:
         devices=["host"],
         open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
         available_bytes=lambda: available,
+        kept_bytes=lambda: kept,
     )
     broker.supervision.heard(
         "host",
@@ -50,29 +51,35 @@ def make_broker(available: int) -> Broker:
     return broker
 
 
-def worker(broker: Broker) -> Session:
-    """A session of kind worker that has said HELLO."""
-    session, _ = broker.connected(bytes(16), Peer(1, 0, 0))
+def worker(broker: Broker, engine: str = "e") -> Session:
+    """A session of kind worker that has said HELLO and sent its descriptors."""
+    number = len(broker.state.registry.sessions)
+    session, _ = broker.connected(number.to_bytes(16), Peer(1, 0, 0))
     assert session is not None
-    hello = Hello(kind="worker", engine="e", pid=1, protocol_min=1, protocol_max=1, client="test")
+    hello = Hello(
+        kind="worker", engine=engine, pid=1, protocol_min=1, protocol_max=1, client="test"
+    )
     broker.request(session, 1, hello, 0.0)
+    broker.descriptors(session, 0, 2, 0.0)
     return session
 
 
-def register() -> Register:
-    """One rank of two, 64 blocks of one page."""
+def register(rank: int = 0, world_size: int = 2, layers: int = 1) -> Register:
+    """One rank, 64 blocks of one page in each of its layers."""
+    pages = layers * PAGE
     return Register(
-        rank=0,
-        world_size=2,
+        rank=rank,
+        world_size=world_size,
+        stage=rank,
         device="host",
         fingerprint=Fingerprint(model="m"),
         layout=RankLayout(
             num_blocks=BLOCKS,
             blocks_per_chunk=1,
             hash_block_size=16,
-            storages=(BLOCKS * PAGE,),
-            tensors=(TensorSpec(storage=0, offset=0, page_bytes=PAGE, block_stride=PAGE),),
-            groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=PAGE),), block_size=16),),
+            storages=(BLOCKS * pages,),
+            tensors=(TensorSpec(storage=0, offset=0, page_bytes=pages, block_stride=pages),),
+            groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=pages),), block_size=16),),
         ),
         handles=(HostHandle(fd_index=1),),
     )
@@ -83,26 +90,98 @@ def replies(effects: list[Effect]) -> list[Reply]:
     return [effect for effect in effects if isinstance(effect, Reply)]
 
 
-def test_auto_opens_a_pool_of_ratio_times_reported_times_world_size() -> None:
-    """The first registration decides the size, and the effect carries the arithmetic."""
+def opened(effects: list[Effect]) -> list[OpenPool]:
+    """The pools that the effects open."""
+    return [effect for effect in effects if isinstance(effect, OpenPool)]
+
+
+def imports(effects: list[Effect]) -> list[int]:
+    """The sessions whose memory a lane is to map."""
+    orders = [effect.message for effect in effects if isinstance(effect, ToLane)]
+    return [order.session for order in orders if isinstance(order, ImportWorker)]
+
+
+def test_auto_opens_a_pool_for_all_ranks_of_an_engine() -> None:
+    """Nothing is decided before the last rank has come; then both go on, and the log says why."""
     broker = make_broker(available=2**30)
-    effects = broker.request(worker(broker), 2, register(), 0.0)
-    (pool,) = [effect for effect in effects if isinstance(effect, OpenPool)]
+    first, last = worker(broker), worker(broker)
+    early = broker.request(first, 2, register(), 0.0)
+    assert not opened(early)
+    assert not imports(early)
+    assert not replies(early)
+    effects = broker.request(last, 2, register(rank=1), 0.0)
+    (pool,) = opened(effects)
     assert pool.cpu_bytes == 2 * BLOCKS * PAGE * 2
     assert "2 x 256 KiB GPU KV x 2 ranks = 1 MiB" in pool.explanation
     assert not replies(effects)
+    assert imports(effects) == [first.number, last.number]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_auto_sums_stages_of_different_size_in_any_order(order: tuple[int, int]) -> None:
+    """Stages of one and three layers make one size, whichever registers first."""
+    broker = make_broker(available=2**30)
+    effects = [
+        broker.request(worker(broker), 2, register(rank=rank, layers=1 + 2 * rank), 0.0)
+        for rank in order
+    ]
+    assert [len(opened(each)) for each in effects] == [0, 1]
+    assert broker.state.pool_bytes == 2 * BLOCKS * PAGE * 4
+
+
+def test_a_rank_whose_engine_never_completes_decides_nothing() -> None:
+    """It is refused for now, with the ranks that lack; another engine's ranks decide."""
+    broker = make_broker(available=2**30)
+    alone = worker(broker, "alone")
+    assert not opened(broker.request(alone, 2, register(layers=50), 0.0))
+    assert not opened(broker.request(worker(broker, "other"), 2, register(rank=1), 0.0))
+    (late, _) = replies(broker.tick(30.0))
+    assert isinstance(late.message, Error)
+    assert late.message.code is ErrorCode.NOT_READY
+    assert "missing: [1]" in late.message.text
+    assert broker.state.namespaces is None
+    (pool,) = opened(broker.request(worker(broker, "whole"), 2, register(world_size=1), 31.0))
+    assert pool.cpu_bytes == 2 * BLOCKS * PAGE
+    broker.state.check_integrity()
+
+
+def test_ranks_that_contradict_each_other_do_not_size_the_pool() -> None:
+    """While they wait, too, the odd one is refused with both figures, and a rank that is taken."""
+    broker = make_broker(available=2**30)
+    broker.request(worker(broker), 2, register(), 0.0)
+    for wrong, text in (
+        (register(rank=1, world_size=3), "world size 3"),
+        (register(), "rank 0 of engine 'e' is held by pid 1"),
+    ):
+        (reply,) = replies(broker.request(worker(broker), 2, wrong, 0.0))
+        assert isinstance(reply.message, Error)
+        assert text in reply.message.text
+    assert broker.state.namespaces is None
+    assert opened(broker.request(worker(broker), 2, register(rank=1), 0.0))
+
+
+@pytest.mark.parametrize(("kept", "size"), [(550_000, 550_000), (900_000, 524_288)])
+def test_auto_takes_a_kept_pool_of_about_its_size(kept: int, size: int) -> None:
+    """Up to a tenth more or less is no reason to drop the chunks of the daemon before."""
+    broker = make_broker(available=2**30, kept=kept)
+    (pool,) = opened(broker.request(worker(broker), 2, register(world_size=1), 0.0))
+    assert pool.cpu_bytes == size
+    assert ("the kept pool" in pool.explanation) == (size == kept)
 
 
 def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
-    """No memory for one chunk: one ERROR with the arithmetic, and nothing stays pending."""
+    """No memory for one chunk: every rank gets the arithmetic, and nothing stays pending."""
     broker = make_broker(available=PAGE)
-    session = worker(broker)
+    sessions = (worker(broker), worker(broker))
     for request_id in (2, 3):
-        (reply,) = replies(broker.request(session, request_id, register(), 0.0))
-        assert isinstance(reply.message, Error)
-        assert reply.message.code is ErrorCode.BAD_LAYOUT
-        assert "available 4 KiB" in reply.message.text
-    assert session.pending is None
+        assert not replies(broker.request(sessions[0], request_id, register(), 0.0))
+        refused = replies(broker.request(sessions[1], request_id, register(rank=1), 0.0))
+        assert [reply.session for reply in refused] == [s.number for s in sessions]
+        for reply in refused:
+            assert isinstance(reply.message, Error)
+            assert reply.message.code is ErrorCode.BAD_LAYOUT
+            assert "available 4 KiB" in reply.message.text
+    assert not any(session.pending for session in sessions)
     assert not replies(broker.tick(1000.0))
 
 
@@ -110,7 +189,8 @@ def test_a_registration_that_waits_too_long_is_refused_once() -> None:
     """Descriptors that never come: one ERROR at the deadline, and a late arrival does nothing."""
     broker = make_broker(available=2**30)
     session = worker(broker)
-    assert not replies(broker.request(session, 2, register(), 0.0))
+    session.descriptors = 0
+    assert not replies(broker.request(session, 2, register(world_size=1), 0.0))
     (reply,) = replies(broker.tick(100.0))
     assert reply.request_id == 2
     assert isinstance(reply.message, Error)
@@ -130,8 +210,7 @@ def attached(cpu_bytes: int) -> tuple[Broker, Session]:
         available_bytes=lambda: cpu_bytes,
     )
     session = worker(broker)
-    broker.descriptors(session, 0, 2, 0.0)
-    broker.request(session, 2, msgspec.structs.replace(register(), world_size=1), 0.0)
+    broker.request(session, 2, register(world_size=1), 0.0)
     return broker, session
 
 
@@ -197,10 +276,9 @@ def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
     """A rank that says otherwise than the first is refused, and both words are named."""
     engine = Engine(1, "e", 0)
     first = Session(1, bytes(16), Peer(1, 0, 0), registration=register())
-    engine.workers[0] = first
     message = msgspec.structs.replace(register(), rank=1, temporary=True)
     with pytest.raises(Refused, match="temporary = True, the engine's other ranks say False"):
-        check_rank(engine, message)
+        check_rank(engine, message, {0: first})
 
 
 def test_a_temporary_engine_shares_with_its_own_kind_only() -> None:
@@ -239,9 +317,10 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
     namespaces.open(unused, (PAGE,), world_size=1, replicated=False, boot_id=bytes(16))
     missing.append(taken)
     session = worker(broker)
-    message = msgspec.structs.replace(register(), world_size=1)
+    message = register(world_size=1)
     for request_id, refused in ((2, True), (3, False)):
-        broker.descriptors(session, 0, 2, 0.0)
+        if not session.descriptors:
+            broker.descriptors(session, 0, 2, 0.0)
         broker.request(session, request_id, message, 0.0)
         effects = broker.supervision.heard("host", Imported(session=session.number, error=""), 0.0)
         (reply,) = replies(effects)
@@ -275,7 +354,6 @@ def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
         broker.supervision.heard(
             device, msgspec.structs.replace(lane_ready(2**20), device=device), 0.0
         )
-        broker.descriptors(ranks[rank], 0, 2, 0.0)
         asked = msgspec.structs.replace(register(), rank=rank, device=device)
         broker.request(ranks[rank], 2, asked, 0.0)
 

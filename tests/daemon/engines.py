@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -61,7 +62,10 @@ def content(
 
 @dataclass
 class Engine:
-    """A scheduler and its workers in this process, each with memory of its own."""
+    """A scheduler and its workers in this process, each with memory of its own.
+
+    at_once: no rank waits for the registration of the one before it.
+    """
 
     runtime_dir: Path
     name: str = "engine"
@@ -70,6 +74,7 @@ class Engine:
     layout: RankLayout = field(default_factory=make_layout)
     ranks: Sequence[int] | None = None
     temporary: bool = False
+    at_once: bool = False
     deadline: float = DEADLINE
 
     def __post_init__(self) -> None:
@@ -77,8 +82,9 @@ class Engine:
         self.workers: dict[int, Worker] = {}
         self.memory: dict[int, list[HostMemory]] = {}
         self.job = 0
-        for rank in range(self.world_size) if self.ranks is None else self.ranks:
-            self.add(rank)
+        ranks = range(self.world_size) if self.ranks is None else self.ranks
+        with ThreadPoolExecutor(len(ranks) if self.at_once else 1) as threads:
+            list(threads.map(self.add, ranks))
 
     def add(self, rank: int) -> None:
         """Register one rank."""

@@ -175,9 +175,9 @@ def test_blocks_that_were_not_stored_are_a_miss(daemon: Daemon) -> None:
 
 
 def test_the_pool_is_sized_from_what_workers_report(start_daemon: StartDaemon) -> None:
-    """With auto: ratio x reported bytes x world size, and the log shows the arithmetic."""
+    """With auto: ratio x bytes that all ranks report, and the log shows the arithmetic."""
     daemon = start_daemon("--host-ratio", "3", cpu_bytes="auto", ready=False)
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
+    with Engine(daemon.runtime_dir, at_once=True).wait_attached() as engine:
         reported = sum(engine.layout.storages)
         report = daemon.wait_ready()
         assert report["pool"]["cpu_bytes"] == 3 * reported * 2

@@ -384,7 +384,7 @@ def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
             chunk = taken.slots[at : at + 1], taken.generations[at : at + 1]
             jobs = after.submit("store", [0], [block], *chunk, group=1, index=1)
             assert after.results(jobs)[0].success
-        wait_hit(after, taken.keys)
+        wait_hit(after, list(taken.keys))
         ready = after.scheduler.prepare_load(taken.keys)
         held = np.fromfile(pool, np.uint8)
         for slot in ready.slots:

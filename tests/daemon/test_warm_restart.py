@@ -116,17 +116,19 @@ def test_auto_finds_the_kept_pool(start_daemon: StartDaemon) -> None:
     keys = keys_of("auto", 10)
     options = (*KEEP, "--reserve", "0")
     first = start_daemon(*options, **auto, ready=False)
-    with Engine(first.runtime_dir).wait_attached() as engine:
+    with Engine(first.runtime_dir, at_once=True).wait_attached() as engine:
         stored(engine, keys)
         size = first.status()["pool"]["cpu_bytes"]
         first.stop(signal.SIGKILL)
     second = start_daemon(*options, **auto, ready=False)
-    with Engine(second.runtime_dir).wait_attached() as engine:
+    with Engine(second.runtime_dir, at_once=True).wait_attached() as engine:
         assert hits(engine, keys) == 10
         assert second.status()["pool"]["cpu_bytes"] == size
         second.stop(signal.SIGKILL)
     third = start_daemon(*options, **auto, ready=False)
-    with Engine(third.runtime_dir, layout=make_layout(blocks=256)).wait_attached() as engine:
+    with Engine(
+        third.runtime_dir, layout=make_layout(blocks=256), at_once=True
+    ).wait_attached() as engine:
         assert third.status()["pool"]["cpu_bytes"] == 4 * size
         assert hits(engine, keys) == 0
 
