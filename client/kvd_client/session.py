@@ -28,7 +28,8 @@ from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
 from kvd_proto.messages import Error, ErrorCode, Kind, Message
 
 FIRST_BACKOFF_SECONDS = 0.1
-LAST_BACKOFF_SECONDS = 2.0
+ABSENT_SECONDS = 0.5  # between two tries to connect at most: each costs microseconds
+REFUSED_SECONDS = 2.0  # the same where a daemon is there and says no: that costs it a session
 PROBE_SECONDS = 0.02
 CLOSE_SECONDS = 2.0
 REPORT_SECONDS = 1.0
@@ -258,6 +259,8 @@ class Session:
         while not self._closed:
             connection = None
             good = False
+            longest = ABSENT_SECONDS
+            began = time.monotonic()
             try:
                 connection = Connection(
                     self.context, self.runtime_dir, self._hello, self._stop, max(self.deadline, 1.0)
@@ -265,12 +268,14 @@ class Session:
                 self._silent = False
                 self.turned_away = ""
                 self._connection = connection
+                longest = REFUSED_SECONDS
                 log.info("connected: %r", connection)
                 good = self._handler.on_open()
                 self._tried.set()
                 if good:
                     self._watch(connection)
             except TurnedAway as error:
+                longest = REFUSED_SECONDS
                 if str(error) != self.turned_away:
                     self.turned_away = str(error)
                     log.warning("not let in at %s: %s", self.runtime_dir, error)
@@ -284,10 +289,9 @@ class Session:
             self._tried.set()
             if connection is not None:
                 self._leave(connection)
-            delay = (
-                0.0 if good else min(max(2 * delay, FIRST_BACKOFF_SECONDS), LAST_BACKOFF_SECONDS)
-            )
-            self._pause(delay)
+            delay = 0.0 if good else min(max(2 * delay, FIRST_BACKOFF_SECONDS), longest)
+            # A try that took long, such as a registration that waited for a lane, was a pause.
+            self._pause(max(0.0, began + delay - time.monotonic()))
 
     def _watch(self, connection: Connection) -> None:
         """Serve the door until it closes; returns when the connection is to be given up."""

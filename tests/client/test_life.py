@@ -11,6 +11,7 @@ import pytest
 
 from kvd_client import HostMemory, LookupResult, Scheduler, UsageError, Worker, session
 from kvd_client.connection import Connection
+from kvd_proto.messages import Error, ErrorCode, Register
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.waiting import DEADLINE, eventually
@@ -56,6 +57,48 @@ def test_process_exits_with_a_frozen_daemon(daemon: FakeDaemon) -> None:
     """The same with a daemon that accepts and never answers."""
     daemon.freeze()
     assert run_program(daemon.runtime_dir) == "{}\n"
+
+
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long keepers want to wait between two tries; they are not made to."""
+    wanted: list[float] = []
+    pause = session.Session._pause
+
+    def at_once(one: session.Session, seconds: float) -> None:
+        wanted.append(seconds)
+        pause(one, 0.01)
+
+    monkeypatch.setattr(session.Session, "_pause", at_once)
+    return wanted
+
+
+def test_an_absent_daemon_is_looked_for_twice_a_second(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it has been away: who comes is met within half a second, and for little."""
+    wanted = pauses(monkeypatch)
+    with Scheduler(runtime_dir, "engine", deadline=DEADLINE) as scheduler:
+        eventually(lambda: len(wanted) > 20)
+        assert 0.4 < max(wanted) <= 0.5
+        assert sorted(wanted)[len(wanted) // 2] > 0.4
+        assert not scheduler.connected
+        with FakeDaemon(runtime_dir):
+            eventually(lambda: scheduler.connected)
+
+
+def test_a_daemon_that_refuses_is_asked_less_often(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try costs it a session: after some of them two seconds lie between two."""
+    wanted = pauses(monkeypatch)
+    daemon.replies[Register] = lambda _: Error(code=ErrorCode.LANE_LOST, text="wait")
+    memory = HostMemory.allocate(4096)
+    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
+        worker.register([memory], LAYOUT, FINGERPRINT, timeout=0)
+        eventually(lambda: wanted and max(wanted) > 1.5)
+        assert max(wanted) <= 2.0
+        assert not worker.registered
+    memory.close()
 
 
 def descriptors() -> int:

@@ -274,12 +274,14 @@ def test_what_a_frozen_daemon_was_not_told_it_hears_when_it_goes_on(daemon: Daem
 def test_an_engine_may_start_before_its_daemon(
     runtime_dir: Path, start_daemon: StartDaemon
 ) -> None:
-    """Without a daemon registration says no at once; it is made when one comes."""
+    """Without a daemon registration says no at once; it is made within 2 s of one being ready."""
     with Engine(runtime_dir) as engine:
         assert not engine.workers[0].registered
         assert engine.scheduler.lookup(b"key") is LookupResult.MISS
         start_daemon()
+        ready = time.monotonic()
         engine.wait_attached()
+        assert time.monotonic() - ready < 2.0
         assert engine.store(keys_of("late", 2))
 
 
