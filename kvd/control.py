@@ -14,7 +14,8 @@ from kvd.seqpacket import Channel, close_all
 from kvd.version import VERSION
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message
+from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, StatusReport
+from kvd_proto.printable import printable, printable_tree
 
 M = TypeVar("M", bound=Message)
 
@@ -137,12 +138,13 @@ class Control:
 
     def _decode(self, frame: bytes) -> tuple[Header, Message]:
         try:
-            return WIRE.decode(frame)
+            header, message = WIRE.decode(frame)
         except DecodeError as error:
             raise TurnedAway(
                 f"the daemon in {self._runtime_dir} says what kvd {VERSION} does not understand"
                 f" ({error}); is it of another version?"
             ) from error
+        return header, _showable(message)
 
     def _hear(self) -> None:
         """Take what came over the door: a notice, which tools ignore, or the daemon's end."""
@@ -184,3 +186,12 @@ class Control:
 
     def __repr__(self) -> str:
         return f"<Control {self._runtime_dir}>"
+
+
+def _showable(message: Message) -> Message:
+    """The message with printable text only: what daemons say goes to terminals and monitors."""
+    if isinstance(message, StatusReport):
+        return StatusReport(status=printable_tree(message.status))
+    if isinstance(message, Error):
+        return Error(code=message.code, text=printable(message.text))
+    return message

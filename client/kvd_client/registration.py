@@ -15,6 +15,7 @@ from kvd_proto.devices import means_device
 from kvd_proto.errors import LayoutError, ProtoError
 from kvd_proto.layout import RankLayout, validate_layout
 from kvd_proto.messages import Error, Fingerprint, Handle, Register
+from kvd_proto.printable import unprintable
 
 Memory: TypeAlias = HostMemory | DeviceMemory
 
@@ -61,6 +62,12 @@ def wanted_registration(
     """
     layout = declared("layout", layout, RankLayout)
     fingerprint = declared("fingerprint", fingerprint, Fingerprint)
+    for field in fingerprint.__struct_fields__:
+        name = getattr(fingerprint, field)
+        if found := unprintable(name):
+            raise UsageError(
+                f"fingerprint.{field}={shown(name)} has a character that cannot be shown, {found}"
+            )
     if len(memory) != len(layout.storages):
         raise UsageError(
             f"memory has {len(memory)} items, the layout {len(layout.storages)} storages;"

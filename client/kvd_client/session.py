@@ -26,6 +26,7 @@ from kvd_client.connection import Connection, greeting_hello, socket_path
 from kvd_client.door import Notice
 from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
 from kvd_proto.messages import Error, ErrorCode, Kind, Message
+from kvd_proto.printable import unprintable
 
 FIRST_BACKOFF_SECONDS = 0.1
 ABSENT_SECONDS = 0.5  # between two tries to connect at most: each costs microseconds
@@ -92,11 +93,11 @@ class Session:
         if (
             not isinstance(engine, str)
             or not 1 <= len(engine) <= MAX_ENGINE_NAME
-            or not _is_text(engine)
+            or unprintable(engine)
         ):
             raise UsageError(
-                f"engine={shown(engine)}: a name of 1 to {MAX_ENGINE_NAME} characters is needed,"
-                " the same for the scheduler and all workers of one engine"
+                f"engine={shown(engine)}: a name of 1 to {MAX_ENGINE_NAME} printable characters is"
+                " needed, the same for the scheduler and all workers of one engine"
             )
         if not isinstance(deadline, (int, float)) or not 0 < deadline <= 3600:
             raise UsageError(f"deadline={shown(deadline)}: seconds above 0 are needed, such as 1.0")
@@ -393,15 +394,6 @@ class Session:
         connection = self._connection
         state = self._closed or ("silent" if self._silent else connection) or "no daemon"
         return f"<Session {self.engine!r} at {self.runtime_dir}: {state}>"
-
-
-def _is_text(text: str) -> bool:
-    """Whether it can be sent: half a surrogate pair cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _directory(path: object) -> Path:

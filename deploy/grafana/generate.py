@@ -241,8 +241,8 @@ ROWS: dict[str, list[Panel]] = {
                 (_p(0.99, stage), "{{direction}} p99"),
             )
             for stage, text in (
-                ("queued", "From arrival to its turn."),
-                ("ordered", "Waiting for the engine's stream."),
+                ("queued", "From arrival to the start, without stream_wait."),
+                ("stream_wait", "Waiting for the engine's stream."),
                 ("copied", "From the first to the last byte."),
                 ("reported", "From the last byte to the answer."),
             )

@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import socket
 import time
 
 import psutil
@@ -17,6 +18,7 @@ class OwnFigures:
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._until = 0.0
+        self._host = socket.gethostname()
         self._known = Surroundings()
 
     def read(self, dropped_frames: int) -> Surroundings:
@@ -29,6 +31,7 @@ class OwnFigures:
         known = self._known
         return Surroundings(
             time=time.time(),
+            host=self._host,
             cpu_seconds=known.cpu_seconds,
             rss_bytes=known.rss_bytes,
             open_fds=known.open_fds,

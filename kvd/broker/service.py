@@ -260,8 +260,6 @@ class Service:
                 case DropLane():
                     self._lanes.drop(effect.device)
                 case KillLane():
-                    text = f"lane {effect.device} is killed: {effect.reason}"
-                    self._note(Event(text, "error", {"lane": effect.device}))
                     self._lanes.kill(effect.device)
                 case RunLanes(wanted=wanted):
                     (self._lanes.start_again if wanted else self._lanes.stop)()

@@ -1,6 +1,7 @@
 """`kvd engines` and `kvd namespaces`: who is here, and what is kept for whom."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from kvd.cli.options import runtime_dir_option
 from kvd_proto.durations import format_duration
 from kvd_proto.messages import Status, StatusReport
 from kvd_proto.sizes import format_size
+
+_PIPED_COLUMNS = 10_000
 
 
 @click.command()
@@ -102,8 +105,10 @@ def _print(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, empty: 
         return
     from rich.console import Console  # noqa: PLC0415  # --json must not pay for it
     from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
     table = Table(*columns)
     for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        table.add_row(*map(Text, row))  # a name is no markup
+    # What another program reads has no width that names would have to be cut for.
+    Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS).print(table)

@@ -119,7 +119,7 @@ def _live(watcher: Watcher, interval: float) -> None:
         while True:
             try:
                 watcher.look()
-                shown = picture(watcher.history, watcher.restarts)
+                shown = picture(watcher.history, watcher.restarts, live.console.height)
             except NotRunning as error:
                 shown = waiting(watcher.runtime_dir, str(error))
             live.update(shown, refresh=True)

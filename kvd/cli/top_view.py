@@ -16,37 +16,66 @@ from kvd.watch.history import History, Report, Span, merged, quantile
 
 BAR_CELLS = 50
 SPARK_CELLS = 48
+NAME_CELLS = 20
 ENGINES = 12
 EVENTS = 8
+_FIXED_LINES = 17  # header, verdict, five rules, bar, throughput, heads of tables, stages
+_LINES_OF_ONE = 4  # a problem and its remedy
+_COUNTED = {"ready", "pinned"}  # of a namespace's chunks; the bar shows the others
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"))
 _COLOURS = ("cyan", "magenta", "blue", "yellow", "green")
 _MARKS = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "hint": ("●", "blue")}
-_STAGES = ("queued", "ordered", "copied", "reported")
+_STAGES = ("queued", "stream_wait", "copied", "reported")
 
 
-def picture(history: History, restarts: int = 0) -> RenderableType:
+def picture(history: History, restarts: int = 0, height: int | None = None) -> RenderableType:
     """Everything that is known of the daemon, for 80 columns and more.
+
+    On a screen of `height` lines lists are shortened, and say by how much, so that no
+    section is cut off; without it, or where that does not help, all of it is drawn.
 
     Raises:
         IndexError: no report has come yet.
     """
     span = history.span()
+    found = problems(span)
+    lists = [span.now["namespaces"], span.now["lanes"], span.now["engines"], span.now["events"]]
+    wanted = [*map(len, lists[:2]), min(len(lists[2]), ENGINES), min(len(lists[3]), EVENTS)]
+    told = len(found)
+    if height is not None:
+        told = min(told, max(1, (height - _FIXED_LINES - len(wanted)) // _LINES_OF_ONE))
+        wanted = shares(height - _FIXED_LINES - _LINES_OF_ONE * told, wanted)
+    namespaces, lanes, engines, events = wanted
     return Group(
         _header(span.now, restarts),
-        _advice(problems(span)),
+        _advice(found, told, served=any(engine["attached"] for engine in span.now["engines"])),
         Rule("Pool", style="dim"),
-        _pool(span.now),
+        _pool(span.now, namespaces),
         Rule("Throughput and hits", style="dim"),
         _throughput(history, span),
         Rule("Lanes and their jobs", style="dim"),
-        _lanes(span.now),
+        _lanes(span.now, lanes),
         _stages(span),
         Rule("Engines", style="dim"),
-        _engines(span),
+        _engines(span, engines),
         Rule("Events", style="dim"),
-        _events(span.now["events"]),
+        _events(span.now["events"], events),
     )
+
+
+def shares(room: int, wanted: Sequence[int]) -> list[int]:
+    """Lines for each list, dealt out in turn until all have enough or `room` is used up.
+
+    Every list that has anything gets one line at least.
+    """
+    given = [min(1, want) for want in wanted]
+    while True:
+        for index, want in enumerate(wanted):
+            if sum(given) >= room or given == list(wanted):
+                return given
+            if given[index] < want:
+                given[index] += 1
 
 
 def waiting(runtime_dir: Path, problem: str) -> RenderableType:
@@ -63,25 +92,29 @@ def _header(report: Report, restarts: int) -> Text:
         "  ",
         (state, style),
         f"  up {words.duration(report['time'] - report['started'])}  pid {report['pid']}",
-        f"  {report['runtime_dir']}",
+        f"  {report['host']}:{report['runtime_dir']}",
     )
     if restarts:
         text.append(f"  restarted {words.several(restarts, 'time')}", "yellow")
     return text
 
 
-def _advice(found: Sequence[Problem]) -> RenderableType:
+def _advice(found: Sequence[Problem], told: int, *, served: bool) -> RenderableType:
     if not found:
+        if not served:
+            return Text("● Nothing is wrong, but no engine is attached.", "blue")
         return Text("✔ All is well.", "green")
     table = Table.grid(padding=(0, 1))
-    for problem in found:
+    for problem in found[:told]:
         mark, style = _MARKS[problem.level]
         table.add_row(Text(mark, style), Text(problem.what, style))
         table.add_row("", Text(problem.remedy))
+    if told < len(found):
+        table.add_row("", Text(f"and {len(found) - told} more: kvd top --once shows all", "dim"))
     return table
 
 
-def _pool(report: Report) -> RenderableType:
+def _pool(report: Report, rows: int) -> RenderableType:
     pool = report["pool"]
     total = pool["cpu_bytes"]
     bar, table = Text(), Table.grid(padding=(0, 2))
@@ -91,14 +124,17 @@ def _pool(report: Report) -> RenderableType:
         for state, mark in _STATES:
             bar.append(mark * _cells(space.get(f"{state}_bytes", 0), total), colour)
         chunks = ", ".join(
-            f"{count:,} {state}" for state, count in namespace["chunks"].items() if count
+            f"{count:,} {state}"
+            for state, count in namespace["chunks"].items()
+            if count and state in _COUNTED
         )
-        table.add_row(
-            Text("█", colour),
-            Text(namespace["model"]),
-            words.size(space.get("held_bytes")),
-            Text(chunks or "empty", "dim"),
-        )
+        if index < rows:
+            table.add_row(
+                Text("█", colour),
+                _name(namespace["model"]),
+                words.size(space.get("held_bytes")),
+                Text(f"{chunks or 'empty'}{_more(report['namespaces'], rows, index)}", "dim"),
+            )
     bar.truncate(BAR_CELLS)
     bar.append("·" * (BAR_CELLS - len(bar)), "dim")
     bar.append(f" {words.size(pool.get('free_bytes'))} free of {words.size(total)}")
@@ -130,21 +166,40 @@ def _spark(values: Sequence[float]) -> str:
     return "".join(_SPARKS[round((len(_SPARKS) - 1) * value / top)] for value in values)
 
 
-def _lanes(report: Report) -> Table:
-    table = Table("lane", "state", "heard", "queue", "oldest", "usable", "restarts", box=None)
-    for lane in report["lanes"]:
+def _lanes(report: Report, rows: int) -> Table:
+    table = _table("lane", "state", "queue", "oldest", "usable", "restarts")
+    for index, lane in enumerate(report["lanes"][:rows]):
         style = "green" if lane["state"] == "up" else "red"
-        heard = lane["seconds_since_heard"]
         table.add_row(
             _short(lane["device"]),
             Text(lane["state"], style),
-            words.NOTHING if heard is None else f"{words.latency(heard)} ago",
             words.number(lane["queued_jobs"]),
             words.latency(lane["oldest_job_seconds"]),
             f"{words.size(lane['usable_bytes'])} of {words.size(lane['pool_bytes'])}",
-            str(lane["restarts"]),
+            f"{lane['restarts']}{_more(report['lanes'], rows, index)}",
         )
     return table
+
+
+def _table(*columns: str) -> Table:
+    """One without lines, in which no figure is cut or split."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _more(items: Sequence[Any], rows: int, index: int) -> str:
+    """What the last of `rows` lines says of the items that are not shown."""
+    left = len(items) - rows
+    return f"   and {left} more" if left > 0 and index == rows - 1 else ""
+
+
+def _name(name: str) -> Text:
+    """A name in a column of its own, which must leave room for the figures beside it."""
+    text = Text(name)
+    text.truncate(NAME_CELLS, overflow="ellipsis")
+    return text
 
 
 def _short(device: str) -> str:
@@ -153,7 +208,7 @@ def _short(device: str) -> str:
 
 
 def _stages(span: Span) -> Table:
-    table = Table("p50 / p99", *_STAGES, box=None)
+    table = _table("p50 / p99", *_STAGES)
     lanes = [span.lane(lane["device"]) for lane in span.now["lanes"]]
     for direction in ("store", "load"):
         cells = []
@@ -165,40 +220,40 @@ def _stages(span: Span) -> Table:
     return table
 
 
-def _engines(span: Span) -> RenderableType:
+def _engines(span: Span, rows: int) -> RenderableType:
     engines = span.now["engines"]
     if not engines:
         return Text("No engine is attached.", "dim")
-    table = Table("engine", "state", "ranks", "hit tokens", "pids", box=None)
-    for engine in engines[:ENGINES]:
+    table = _table("engine", "state", "ranks", "hit tokens", "scheduler's pid")
+    for index, engine in enumerate(engines[:rows]):
         part = span.engine(engine["name"])
         tokens = part.rise("lookups", "tokens")
         hits = part.rise("lookups", "hit_tokens") / tokens if tokens else None
+        pids = [str(one["pid"]) for one in engine["sessions"] if one["kind"] == "scheduler"]
         table.add_row(
-            engine["name"],
+            _name(engine["name"]),
             _attachment(engine),
             str(engine["world_size"]),
             words.percent(hits),
-            Text(" ".join(str(session["pid"]) for session in engine["sessions"]), "dim"),
+            Text(f"{' '.join(pids) or words.NOTHING}{_more(engines, rows, index)}", "dim"),
         )
-    if len(engines) > ENGINES:
-        table.add_row(f"and {len(engines) - ENGINES} more", "", "", "", "")
     return table
 
 
 def _attachment(engine: dict[str, Any]) -> Text:
     if engine["attached"]:
         return Text("attached", "green")
-    missing = ", ".join(str(rank) for rank in engine["missing_ranks"])
-    return Text(f"waits for rank {missing}" if missing else "no rank yet", "yellow")
+    missing = engine["missing_ranks"]
+    others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return Text(f"waits for rank {missing[0]}{others}" if missing else "no rank yet", "yellow")
 
 
-def _events(events: Sequence[dict[str, Any]]) -> RenderableType:
+def _events(events: Sequence[dict[str, Any]], rows: int) -> RenderableType:
     if not events:
         return Text("None yet.", "dim")
     styles = {"error": "red", "warning": "yellow"}
     lines = []
-    for event in sorted(events, key=lambda event: event["number"], reverse=True)[:EVENTS]:
+    for event in sorted(events, key=lambda event: event["number"], reverse=True)[:rows]:
         clock = datetime.fromtimestamp(event["time"]).astimezone().strftime("%H:%M:%S")
         lines.append(
             Text.assemble((clock, "dim"), "  ", (event["text"], styles.get(event["level"], "")))

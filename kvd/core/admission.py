@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
+from kvd.core.effects import Effect, Event
 from kvd.core.sessions import Engine, Session
 from kvd.errors import Refused
 from kvd.state.namespaces import Namespace
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import compare_ranks, validate_layout
 from kvd_proto.messages import ErrorCode, Register
+from kvd_proto.printable import unprintable
 from kvd_proto.sizes import size_pool
 
 
@@ -56,6 +58,40 @@ def check_rank(engine: Engine, message: Register, others: Mapping[int, Session])
                 f"rank {message.rank} has another fingerprint than the engine's other ranks:"
                 f" {message.fingerprint} against {other.fingerprint}",
             )
+
+
+def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:
+    """Whatever a client calls itself can be shown anywhere: `names` by the field they stand in.
+
+    Raises:
+        Refused: with `code`, naming the field, its value and the character.
+    """
+    for field, name in names.items():
+        if found := unprintable(name):
+            raise Refused(
+                code,
+                f"{field} {name!r} has a character that cannot be shown, {found}; names are"
+                " letters, digits, punctuation, symbols and spaces",
+            )
+
+
+def refused(session: Session, message: Register, text: str) -> list[Effect]:
+    """What the log says of a registration that is refused: one line, however often it is tried."""
+    if session.refusal == text:
+        return []
+    session.refusal = text
+    what = f"rank {message.rank} on {message.device!r} is refused: {text}"
+    return [Event(f"{session.who}: {what}", "warning", session.who.fields)]
+
+
+def names_of(message: Register) -> dict[str, str]:
+    """Every name in a registration, by its field."""
+    names = {"device": message.device}
+    names |= {f"group {i}, kind": group.kind for i, group in enumerate(message.layout.groups)}
+    return names | {
+        f"fingerprint.{field}": getattr(message.fingerprint, field)
+        for field in message.fingerprint.__struct_fields__
+    }
 
 
 def check_leases(engine: Engine, namespace: Namespace, limit: int) -> None:

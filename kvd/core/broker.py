@@ -8,6 +8,7 @@ with its code), or leaves a note in the state that a later event answers.
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvd.core.admission import check_names, refused
 from kvd.core.attachment import attached_notice
 from kvd.core.caching import Caching
 from kvd.core.effects import Effect, Event, Notify, Reply
@@ -180,7 +181,8 @@ class Broker:
             return handler(session, request_id, message, now)
         except Refused as refusal:
             self.state.measures.reached(refusal.limit)
-            return [Reply(session.number, request_id, Error.of(refusal.code, str(refusal)))]
+            said = refused(session, message, str(refusal)) if isinstance(message, Register) else []
+            return [*said, Reply(session.number, request_id, Error.of(refusal.code, str(refusal)))]
         except IllegalTransition as error:
             reply = Error.of(ErrorCode.BAD_STATE, str(error))
             return [Reply(session.number, request_id, reply)]
@@ -192,6 +194,8 @@ class Broker:
                 f"the client speaks protocol {message.protocol_min}..{message.protocol_max}, this"
                 f" daemon {PROTOCOL_VERSION}; update the older of the two",
             )
+        names = {"engine": message.engine, "client": message.client}
+        check_names(ErrorCode.BAD_MESSAGE, names)
         if message.kind != "tool":
             self.state.registry.check_name(session, message.engine)
         session.machine.fire(SessionEvent.HELLO)

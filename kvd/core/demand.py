@@ -6,6 +6,7 @@ seconds, in its own words; it is started again by itself only for workers that
 were served before.
 """
 
+from kvd.core.admission import refused
 from kvd.core.effects import DropFds, DropLane, Effect, Event, KillLane, Reply, StartLane
 from kvd.core.lanes import Lane, add_counters
 from kvd.core.state import BrokerState
@@ -51,6 +52,8 @@ def want_lane(state: BrokerState, device: str) -> list[Effect]:
     if device in state.lanes:
         return []
     state.lanes[device] = Lane(device, on_demand=True)
+    if device in state.failed_lanes:  # it was said before
+        return [StartLane(device)]
     return [Event(f"lane {device} is wanted", fields={"lane": device}), StartLane(device)]
 
 
@@ -61,7 +64,7 @@ def lane_failed(state: BrokerState, lane: Lane, message: LaneFailed, now: float)
     state.failed_lanes[lane.device] = (now, message.error)
     if len(state.failed_lanes) > MAX_CUDA_LANES:
         del state.failed_lanes[next(iter(state.failed_lanes))]  # the oldest
-    return [KillLane(lane.device, message.error)]
+    return [KillLane(lane.device)]
 
 
 def lane_ended(state: BrokerState, lane: Lane, *, served: bool) -> list[Effect]:
@@ -85,6 +88,7 @@ def lane_ended(state: BrokerState, lane: Lane, *, served: bool) -> list[Effect]:
         )
         for session in waiting:
             if session.pending is not None:
+                effects += refused(session, session.pending.message, refusal.text)
                 effects.append(Reply(session.number, session.pending.request_id, refusal))
                 effects.append(DropFds(session.number))
             session.pending = None

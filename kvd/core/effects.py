@@ -78,10 +78,9 @@ class DropLane:
 
 @dataclass(frozen=True, slots=True)
 class KillLane:
-    """End a lane process that hangs; its end is reported back as lost."""
+    """End a lane process; its end is reported back as lost."""
 
     device: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,13 @@ LIMITS = ("max_sessions", "max_namespaces", "max_leases", "cuda_lanes", "sweeps"
 class Surroundings:
     """What only the outside knows: handed in, like `BrokerState.available_bytes`.
 
-    time: unix seconds. max_fds: the limit of open descriptors, 0 where there is none.
+    time: unix seconds. host: the machine's name. max_fds: the limit of open descriptors, 0 where
+    there is none.
     dropped_frames: frames that were no messages, and replies that nobody read.
     """
 
     time: float = 0.0
+    host: str = ""
     cpu_seconds: float = 0.0
     rss_bytes: int = 0
     open_fds: int = 0

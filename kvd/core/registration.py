@@ -6,7 +6,7 @@ each other), for the pool's size (``auto``), or for a lane that is being
 restarted; it waits to a deadline and is then refused with the reason.
 """
 
-from kvd.core.admission import check_layout, check_rank
+from kvd.core.admission import check_layout, check_names, check_rank, names_of, refused
 from kvd.core.attachment import attach, bind, import_worker, lane_up
 from kvd.core.demand import check_device, want_lane
 from kvd.core.effects import (
@@ -60,6 +60,7 @@ class Registration:
             raise Refused(ErrorCode.BAD_STATE, f"REGISTER by a {session.kind}, only workers may")
         if session.pending is not None or session.releasing is not None:
             raise Refused(ErrorCode.BAD_STATE, "a registration of this session is under way")
+        check_names(ErrorCode.BAD_LAYOUT, names_of(message))
         check_device(self._state, message.device, now)
         unsized = self._state.namespaces is None
         others = engine.waiting if unsized else engine.workers
@@ -129,6 +130,7 @@ class Registration:
         session.pending = None
         if message.error:
             return [
+                *refused(session, pending.message, message.error),
                 Reply(session.number, pending.request_id, _refusal(message.error)),
                 *self._forget_descriptors(session),
             ]
@@ -141,11 +143,13 @@ class Registration:
         except Refused as refusal:
             return [
                 ToLane(pending.message.device, ReleaseWorker(session=session.number)),
+                *refused(session, pending.message, str(refusal)),
                 Reply(session.number, pending.request_id, Error.of(refusal.code, str(refusal))),
                 *self._forget_descriptors(session),
             ]
         session.machine.fire(SessionEvent.REGISTER)
         session.registration = pending.message
+        session.refusal = ""
         session.imported = True
         engine.workers[pending.message.rank] = session
         lane = self._state.lanes[pending.message.device]
@@ -168,6 +172,7 @@ class Registration:
             session.imported = False
             return [
                 ToLane(lane.device, ReleaseWorker(session=session.number)),
+                *refused(session, pending.message, str(error)),
                 Reply(session.number, pending.request_id, self._refused(error)),
                 *self._forget_descriptors(session),
                 *made,
@@ -273,6 +278,7 @@ class Registration:
                 )
                 code = ErrorCode.BAD_LAYOUT
             session.pending = None
+            effects += refused(session, pending.message, text)
             effects.append(Reply(session.number, pending.request_id, Error.of(code, text)))
             effects += self._forget_descriptors(session)
             if pending.importing and self._state.lanes[pending.message.device].up:

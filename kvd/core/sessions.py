@@ -53,6 +53,7 @@ class Session:
     releasing: int | None = None  # request id of an Unregister in progress
     since: float = 0.0  # when it said HELLO
     lookups: LookupTotals = field(default_factory=LookupTotals)  # as it said last
+    refusal: str = ""  # why its registration was refused last
 
     @property
     def state(self) -> SessionState:

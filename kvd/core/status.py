@@ -28,6 +28,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
         "version": version,
         "boot_id": state.boot_id.hex(),
         "pid": pid,
+        "host": around.host,
         "time": around.time,
         "started": state.measures.started,
         "runtime_dir": state.settings.runtime_dir,

@@ -88,8 +88,10 @@ class Supervision:
                 slots = engine.namespace.table.drop_owner(engine.number)
                 effects += self._state.revoke(engine.namespace, slots)
                 freed += len(slots)
-        text = f"lane {device} is lost: {lane.last_error}{in_words(freed)}"
-        effects.append(Event(text, "error", lane.fields))
+        if served or not lane.failure or not self._state.waiting_for(device):
+            text = f"lane {device} is lost: {lane.last_error}{in_words(freed)}"
+            effects.append(Event(text, "error", lane.fields))
+        # Else the registrations that are refused for it say why it could not start.
         for session in list(self._state.registry.sessions.values()):
             if session.registration is not None and session.registration.device == device:
                 session.imported = False
@@ -137,7 +139,8 @@ class Supervision:
                 continue
             if silent > timeout:
                 lane.killed = True
-                effects.append(KillLane(lane.device, f"silent for {silent:.1f} s"))
+                text = f"lane {lane.device} is killed: silent for {silent:.1f} s"
+                effects += [Event(text, "error", lane.fields), KillLane(lane.device)]
             elif now - lane.last_ping > PING_SECONDS:
                 lane.pings += 1
                 lane.last_ping = now

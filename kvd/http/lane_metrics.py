@@ -97,7 +97,7 @@ def _jobs(lanes: Sequence[Report]) -> Iterator[Metric]:
     )
     yield histogram(
         "kvd_job_stage_seconds",
-        "Time that jobs spent in a stage: queued, ordered, copied, reported.",
+        "Time that jobs spent in a stage: queued, stream_wait, copied, reported.",
         [
             ((*where, stage), spread)
             for where, _, stages in ways

@@ -1,7 +1,6 @@
 """`python -m kvd.lane`: a lane process, started by the broker and by nobody else."""
 
 import argparse
-import contextlib
 import logging
 import os
 import socket
@@ -57,9 +56,10 @@ def main() -> int:
             limits=Limits(options.max_queued_jobs, options.max_queued_bytes),
         )
     except (KvdError, OSError) as error:
-        log.error("the lane does not start: %s", error)  # noqa: TRY400  # the reason is said
-        with contextlib.suppress(EOFError, ChannelFull):
+        try:  # the broker says it, to the log and to the workers that wait
             link.send(LINK.encode(LaneFailed(error=str(error)[:TEXT_LIMIT])))
+        except (EOFError, ChannelFull):
+            log.error("the lane does not start: %s", error)  # noqa: TRY400  # the reason is said
         return 1
     os.close(options.pool_fd)
     try:

@@ -98,8 +98,11 @@ class ReplyTo:
 class LaneJob:
     """A job that has not ended, or just has. `serial` is unique in this lane.
 
-    Of a job that ended ok: accepted_ns <= turn_ns (its turn came, it may have waited for its
-    timeline) <= started_ns <= ended_ns (its last byte moved).
+    Of a job that ended ok: accepted_ns <= started_ns <= ended_ns (its last byte moved).
+
+    Attributes:
+        late_ns: when its turn came and the worker's timeline had not reached its number; else 0.
+        stream_wait_ns: from then until the number was reached.
     """
 
     serial: int
@@ -119,7 +122,8 @@ class LaneJob:
     in_flight_bytes: int = 0
     moved_bytes: int = 0
     copy_ns: int = 0
-    turn_ns: int = 0
+    late_ns: int = 0
+    stream_wait_ns: int = 0
     started_ns: int = 0
     ended_ns: int = 0
     outcome: Refusal = (JobStatus.OK, "")

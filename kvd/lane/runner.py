@@ -298,17 +298,21 @@ class Runner:
 
 
 def _reached(now: int) -> Callable[[LaneJob], bool]:
-    """Whether a job may start, by one reading of each worker's timeline; notes its first turn.
+    """Whether a job may start, by one reading of each worker's timeline; notes how long it waits.
 
     A number that is reached between two looks would let the later one of two jobs go first.
     """
     seen: dict[Worker, int] = {}
 
     def reached(job: LaneJob) -> bool:
-        job.turn_ns = job.turn_ns or now
         worker = job.worker
         if worker not in seen:
             seen[worker] = worker.control.timeline
-        return seen[worker] >= job.request.after
+        if seen[worker] < job.request.after:
+            job.late_ns = job.late_ns or now
+            return False
+        if job.late_ns and not job.stream_wait_ns:
+            job.stream_wait_ns = now - job.late_ns
+        return True
 
     return reached

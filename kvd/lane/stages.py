@@ -1,7 +1,8 @@
 """How long a lane's jobs spend in each stage of their lives.
 
-queued: accepted until its turn. ordered: waiting for the worker's timeline number.
-copied: first to last byte. reported: last byte until Done was sent. Each job that
+stream_wait: its turn had come, the engine's stream had not come as far as the job's number
+on the worker's timeline; 0 where nothing was waited for. queued: the rest of the time until
+it started. copied: first to last byte. reported: last byte until Done was sent. Each job that
 ended ok counts once in every stage.
 """
 
@@ -15,7 +16,7 @@ STAGE_BOUNDS = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0),
 )
 """Upper bounds in seconds."""
-STAGES = ("queued", "ordered", "copied", "reported")
+STAGES = ("queued", "stream_wait", "copied", "reported")
 
 
 class Stages:
@@ -26,9 +27,9 @@ class Stages:
 
     def observe(self, job: LaneJob, reported_ns: int) -> None:
         """A job has ended well, and its Done was sent at `reported_ns`."""
-        queued, ordered, copied, reported = self._by_way[job.direction]
-        queued.observe((job.turn_ns - job.accepted_ns) / 1e9)
-        ordered.observe((job.started_ns - job.turn_ns) / 1e9)
+        queued, stream_wait, copied, reported = self._by_way[job.direction]
+        queued.observe((job.started_ns - job.accepted_ns - job.stream_wait_ns) / 1e9)
+        stream_wait.observe(job.stream_wait_ns / 1e9)
         copied.observe((job.ended_ns - job.started_ns) / 1e9)
         reported.observe((reported_ns - job.ended_ns) / 1e9)
 

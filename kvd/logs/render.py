@@ -8,10 +8,10 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
+from kvd_proto.printable import printable
+
 _COLOURS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 _PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}  # of sd-daemon(3)
-# Whoever names an engine must not be able to write lines of the log, or to a terminal's controls.
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
 
 def formatter(style: str, process: str, context: Mapping[str, Any]) -> logging.Formatter:
@@ -82,6 +82,9 @@ def _clock(record: logging.LogRecord) -> str:
 
 
 def _text(event: EventDict) -> str:
-    text = str(event["event"]).translate(_CONTROLS)
+    # What a client wrote must not become lines of the log, nor control a terminal.
+    text = printable(str(event["event"]))
     exception = event.get("exception")
-    return f"{text}\n{exception}" if exception else text
+    if not exception:
+        return text
+    return "\n".join([text, *map(printable, str(exception).split("\n"))])

@@ -263,7 +263,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         _old_jobs,
         "The oldest job of lane {device} has waited {age}; {queued} in the queue.",
-        "See the stages of its jobs: long in 'ordered' is an engine whose stream stands still,"
+        "See the stages of its jobs: long in 'stream_wait' is an engine whose stream stands still,"
         " long in 'queued' or 'copied' is a device with too much to do.",
     ),
     Rule(

@@ -561,3 +561,12 @@ def test_a_layout_of_lists_is_taken_for_one_of_tuples(rig: Rig) -> None:
     layout = RankLayout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__})
     layout = msgspec.structs.replace(layout, storages=list(layout.storages))
     assert new_worker(rig, memory=[rig.memory], layout=layout, fingerprint=FINGERPRINT)
+
+
+def test_names_that_cannot_be_shown_are_refused(runtime_dir: Path, memory: HostMemory) -> None:
+    """An escape in the engine's or the model's name is an error that names it."""
+    with pytest.raises(UsageError, match="printable"):
+        Scheduler(runtime_dir, "a\x1b[2J")
+    worker = Worker(runtime_dir, "engine", 0, 1, deadline=DEADLINE)
+    with worker, pytest.raises(UsageError, match=r"fingerprint.model.*U\+202E at 1"):
+        worker.register([memory], LAYOUT, Fingerprint(model="a\u202e"), timeout=0.0)

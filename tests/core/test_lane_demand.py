@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.broker import Broker
 from kvd.core.demand import FAILED_SECONDS, MAX_CUDA_LANES
-from kvd.core.effects import DropLane, Effect, KillLane, Reply, StartLane
+from kvd.core.effects import DropLane, Effect, Event, KillLane, Reply, StartLane
 from kvd.core.sessions import Peer, Session
 from kvd.core.status import status_report
 from kvd.link import Imported, LaneCounters, LaneFailed, LanePong, LaneReady
@@ -145,10 +145,12 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words() -> None:
     for session in sessions:
         assert not replies(broker.request(session, 2, register(), 0.0))
     effects = broker.supervision.heard(DEVICE, LaneFailed(error="no such device"), 0.0)
-    assert KillLane(DEVICE, "no such device") in effects
+    assert KillLane(DEVICE) in effects
     effects = broker.supervision.lost(DEVICE, "exit status 1")
     errors = [reply for reply in replies(effects) if isinstance(reply, Error)]
     assert [(e.code, e.text) for e in errors] == [(ErrorCode.BAD_LAYOUT, "no such device")] * 2
+    lines = [effect.text for effect in effects if isinstance(effect, Event)]
+    assert [line.partition(" (")[0] for line in lines] == ["engine one worker", "engine two worker"]
     assert effects[-1] == DropLane(DEVICE)
     assert list(broker.state.lanes) == ["host"]
     broker.descriptors(sessions[0], 0, 1, 1.0)  # counted anew

@@ -5,7 +5,7 @@ import pytest
 
 from kvd.core.admission import check_rank
 from kvd.core.broker import Broker
-from kvd.core.effects import DropDirectory, Effect, OpenPool, Reply, ToLane
+from kvd.core.effects import DropDirectory, Effect, Event, OpenPool, Reply, ToLane
 from kvd.core.identity import namespace_id
 from kvd.core.sessions import Engine, Peer, Session
 from kvd.errors import Refused
@@ -372,3 +372,51 @@ def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
     assert orders(back) == [("host", ImportWorker, ranks[0].number)]
     bound = broker.supervision.heard("host", imported[0], 0.0)
     assert orders(bound) == [("host", BindWorker, ranks[0].number)]
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "nul\0", "left\u202eright", "two\nlines"])
+@pytest.mark.parametrize("field", ["model", "revision", "label"])
+def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
+    """A registration with an escape in a name gets one ERROR that names field and character."""
+    broker = make_broker(available=2**30)
+    message = msgspec.structs.replace(
+        register(), fingerprint=msgspec.structs.replace(Fingerprint(model="m"), **{field: name})
+    )
+    (reply,) = replies(broker.request(worker(broker), 2, message, 0.0))
+    assert isinstance(reply.message, Error)
+    assert reply.message.code is ErrorCode.BAD_LAYOUT
+    odd = next(character for character in name if not character.isprintable())
+    assert f"fingerprint.{field} {name!r}" in reply.message.text
+    assert f"U+{ord(odd):04X}" in reply.message.text
+    assert reply.message.text.isprintable()
+
+
+def test_an_engine_whose_name_cannot_be_shown_does_not_come_in() -> None:
+    """HELLO with an escape in the engine's name is refused, and no engine comes to be."""
+    broker = make_broker(available=2**30)
+    session, _ = broker.connected(bytes(16), Peer(1, 0, 0))
+    assert session is not None
+    hello = Hello(
+        kind="worker", engine="e\x1b", pid=1, protocol_min=1, protocol_max=1, client="test"
+    )
+    (reply,) = replies(broker.request(session, 1, hello, 0.0))
+    assert isinstance(reply.message, Error)
+    assert "engine 'e\\x1b'" in reply.message.text
+    assert not broker.state.registry.engines
+
+
+def test_a_refused_registration_is_one_line_of_the_log() -> None:
+    """However often a worker asks again, the reason is said once; another reason is news."""
+    broker = make_broker(available=2**30)
+    session = worker(broker)
+    lines = []
+    for request_id, device in enumerate(["tpu:0", "tpu:0", "tpu:0", "tpu:1"], 2):
+        message = msgspec.structs.replace(register(), device=device)
+        effects = broker.request(session, request_id, message, 0.0)
+        assert len(replies(effects)) == 1
+        lines += [effect.text for effect in effects if isinstance(effect, Event)]
+    assert [line.split(" is refused")[0] for line in lines] == [
+        "engine e worker (pid 1): rank 0 on 'tpu:0'",
+        "engine e worker (pid 1): rank 0 on 'tpu:1'",
+    ]
+    assert "'tpu:0' is not served here" in lines[0]

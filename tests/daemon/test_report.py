@@ -120,7 +120,7 @@ def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
     assert sum(namespace["eviction_age"]["counts"]) == evicted
     for way in ("store", "load"):
         stages = lane["stages"][way]
-        assert list(stages) == ["queued", "ordered", "copied", "reported"]
+        assert list(stages) == ["queued", "stream_wait", "copied", "reported"]
         for stage in stages.values():
             assert sum(stage["counts"]) == lane["counters"]["jobs"][f"{way}_ok"]
         assert report["counters"][f"{way}_bytes"] == lane["counters"][f"{way}_bytes"] > 0

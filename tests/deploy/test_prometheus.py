@@ -26,7 +26,7 @@ GROUPS = yaml.safe_load((PROMETHEUS / "kvd.rules.yml").read_text())["groups"]
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 DASHBOARD: dict[str, Any] = json.loads((GRAFANA / "kvd.json").read_text())
-STAGES = ("queued", "ordered", "copied", "reported")
+STAGES = ("queued", "stream_wait", "copied", "reported")
 
 
 def promtool(*arguments: str, where: Path = PROMETHEUS) -> str:

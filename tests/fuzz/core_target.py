@@ -216,7 +216,7 @@ class _Play:
                 case DropLane(device=device):
                     self.wanted.discard(device)
                 case KillLane():
-                    raise Finding(f"the lane is killed: {effect.reason}")
+                    raise Finding(f"lane {effect.device} is killed")
                 case _:
                     pass
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -63,6 +65,25 @@ CONTRAST = """() => {
     if (ratio < 4.5) bad.push(`${walk.currentNode.data.trim()}: ${ratio.toFixed(2)}`);
   }
   return bad;
+}"""
+# Figures that stand on another line than their unit.
+SPLIT = r"""() => {
+  const figure = /\d[\d.,]*[\s\u00a0](?:[KMGTP]iB|[kMGT]?B\/s|B|s|ms|µs|min|h|d|%)(?![\p{L}\d])/gu;
+  const bad = [];
+  let seen = 0;
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode;
+    if (!node.parentElement.checkVisibility() || node.parentElement.closest(".unseen")) continue;
+    for (const found of node.data.matchAll(figure)) {
+      const range = document.createRange();
+      range.setStart(node, found.index);
+      range.setEnd(node, found.index + found[0].length);
+      seen += 1;
+      if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) bad.push(found[0]);
+    }
+  }
+  return [seen, bad];
 }"""
 NAMELESS = """() => [...document.querySelectorAll(
     "svg, button, select, a, summary, table, section")]
@@ -173,6 +194,24 @@ def test_the_keyboard_reaches_everything(chromium: Any, busy: Daemon) -> None:
     assert page.text("#link") == "paused"
 
 
+def test_no_figure_is_split_from_its_unit(chromium: Any, busy: Daemon) -> None:
+    """On a narrow phone every figure stands on one line with its unit."""
+    page = tab(chromium, busy, {"width": 360, "height": 700})
+    page.until("/[1-9].*B.s/.test(document.getElementById('rate-in').textContent)")
+    seen, bad = page.ask(SPLIT)
+    assert bad == []
+    assert seen > 20
+    assert page.ask("document.documentElement.scrollWidth") <= 360
+
+
+def test_the_page_names_its_host(chromium: Any, busy: Daemon) -> None:
+    """With a tab for each node open, title and header say which is which."""
+    page = tab(chromium, busy, DESKTOP)
+    host = socket.gethostname()
+    page.until(f"document.title.includes({json.dumps(host)})")
+    assert f"on {host}, {busy.runtime_dir}" in page.text("#where")
+
+
 @pytest.fixture
 def start() -> Iterator[StartDaemon]:
     """Starts daemons; they end with the test."""
@@ -202,6 +241,20 @@ def test_a_restart_is_told_and_survived(chromium: Any, start: StartDaemon) -> No
     assert page.complaints == []
 
 
+def test_a_daemon_without_engines_is_not_called_well(chromium: Any, start: StartDaemon) -> None:
+    """It says that none is attached; the empty card is small, and charts begin with the daemon."""
+    daemon = start("--http-listen", "127.0.0.1:0")
+    page = tab(chromium, daemon, DESKTOP)
+    page.until("/^Nothing is wrong|held up/.test(document.getElementById('verdict').textContent)")
+    page.until("document.querySelectorAll('#events-list li').length > 1")
+    if "held up" not in page.text("#now"):
+        assert "no engine is attached" in page.text("#verdict")
+    height = "document.getElementById('engines').getBoundingClientRect().height"
+    title = "document.getElementById('engines-title').getBoundingClientRect().height"
+    assert page.ask(height) < 5 * page.ask(title)
+    assert re.match(r"start, \d+ (s|min)", page.text("#throughput-chart + .scale .left"))
+
+
 def test_a_wedged_broker_is_told(chromium: Any, start: StartDaemon) -> None:
     """A broker that stands still: the page says that what it shows is old, until it is back."""
     daemon = start("--http-listen", "127.0.0.1:0")
@@ -219,7 +272,7 @@ def test_what_is_wrong_comes_first_with_the_remedy(chromium: Any, start: StartDa
     """A daemon that drains says so on top, with the command that ends it."""
     daemon = start("--http-listen", "127.0.0.1:0")
     page = tab(chromium, daemon, PHONE)
-    page.until("/^All is well|held up/.test(document.getElementById('verdict').textContent)")
+    page.until("/^Nothing is wrong|held up/.test(document.getElementById('verdict').textContent)")
     remedy = "document.getElementById('problems').textContent.includes('kvd resume')"
     assert not page.ask(remedy)
     operate(daemon, "drain")

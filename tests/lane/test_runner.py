@@ -247,6 +247,29 @@ def test_an_epoch_that_moves_while_the_last_piece_flies_voids_the_store(bench: B
     assert bench.ended() == [(1, JobStatus.VOID)]
 
 
+def test_only_waiting_for_the_stream_counts_as_such(bench: Bench) -> None:
+    """A job behind others waits for no stream; one whose number is not reached does, till then."""
+    bench.now, bench.device.width = 1, 1
+    worker = bench.worker()
+    for number in (1, 2):
+        bench.submit(worker, make_job(Store, number, [number], [number]))
+    bench.submit(worker, make_job(Store, 3, [3], [3], after=5))
+    jobs = {job.request.job: job for job in bench.runner}
+    bench.runner.turn()
+    for now in (20, 30, 40):
+        bench.now = now
+        if bench.device.flying:
+            bench.device.land()
+        bench.runner.turn()
+        bench.runner.turn()
+    bench.now, bench.sources[0].words[0] = 100, 5
+    bench.runner.turn()
+    assert (jobs[2].accepted_ns, jobs[2].started_ns) == (1, 20)
+    assert [jobs[number].stream_wait_ns for number in (1, 2)] == [0, 0]
+    assert jobs[3].started_ns == 100
+    assert jobs[3].stream_wait_ns == 100 - jobs[3].late_ns > 0
+
+
 def test_a_device_error_fails_the_job(bench: Bench) -> None:
     """FAILED, after the other pieces have landed."""
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))

@@ -23,6 +23,7 @@ def empty_report(seconds: float = 0.0) -> dict[str, Any]:
         "version": "kvd 0.1.0",
         "boot_id": BOOT,
         "pid": 4242,
+        "host": "node-7",
         "time": START + seconds,
         "started": START,
         "runtime_dir": "/run/kvd",
@@ -170,7 +171,9 @@ def _engine(name: str, namespace: str, world_size: int, done: int) -> dict[str, 
 
 def _lane(device: str, done: int) -> dict[str, Any]:
     stage = histogram(BOUNDS, 0, 10 * done, 80 * done, 10 * done)
-    stages = {name: copy.deepcopy(stage) for name in ("queued", "ordered", "copied", "reported")}
+    stages = {
+        name: copy.deepcopy(stage) for name in ("queued", "stream_wait", "copied", "reported")
+    }
     return {
         "device": device,
         "up": True,

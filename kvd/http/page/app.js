@@ -91,7 +91,8 @@ function title() {
   const report = history.now;
   const bad = problems.filter((problem) => problem.level !== "hint").length;
   const state = outage ? "no contact" : report ? stateOf(report).text.toLowerCase() : "connecting";
-  const text = `${bad && !outage ? `(${bad}) ` : ""}kvd – ${state}`;
+  const where = report ? `${report.host} – ` : "";
+  const text = `${bad && !outage ? `(${bad}) ` : ""}${where}kvd – ${state}`;
   if (document.title !== text) document.title = text;
 }
 

@@ -2,7 +2,7 @@
 
 import { $, each, rows, say, set, svg } from "./dom.js";
 import { KEEP_SECONDS, byMinute } from "./history.js";
-import { NOTHING, clock, percent, rate } from "./words.js";
+import { NOTHING, clock, duration, percent, rate } from "./words.js";
 
 const [WIDE, HIGH, TOP] = [600, 120, 8];
 const HOLE_SECONDS = 5; // no line is drawn over a longer silence
@@ -36,9 +36,10 @@ class Chart {
     this.svg.after(scale);
   }
 
-  draw(serieses, most, label, restarts) {
+  /** `seconds`: how far back the chart reaches, which is to the start of a daemon that is young. */
+  draw(serieses, most, label, restarts, seconds) {
     const end = serieses[0].at(-1)?.time ?? 0;
-    const x = (time) => WIDE * (1 - (end - time) / KEEP_SECONDS);
+    const x = (time) => WIDE * (1 - (end - time) / seconds);
     const y = (value) => HIGH - (HIGH - TOP) * Math.min(1, value / most);
     serieses.forEach((series, i) => {
       const [area, line] = this.#lines[i];
@@ -52,7 +53,7 @@ class Chart {
     });
     const [top, left, right] = this.labels;
     say(top, label);
-    say(left, `${KEEP_SECONDS / 60} min ago`);
+    say(left, seconds < KEEP_SECONDS ? `start, ${duration(seconds)} ago` : `${duration(seconds)} ago`);
     say(right, "now");
   }
 }
@@ -100,7 +101,7 @@ export class Charts {
     const most = round(Math.max(highest(rates), 1e6));
     say($("rate-out"), rate(out));
     say($("rate-in"), rate(into));
-    this.#throughput.draw(rates, most, rate(most), history.restarts);
+    this.#throughput.draw(rates, most, rate(most), history.restarts, history.seconds);
     set(this.#throughput.svg, "aria-label", `Throughput of the last minutes: now ${rate(out)} out and`
       + ` ${rate(into)} in; at most ${rate(highest([rates[0]]))} out and ${rate(highest([rates[1]]))} in.`);
     table("throughput", [rates[1], rates[0]], rate);
@@ -109,7 +110,7 @@ export class Charts {
     const [tokens, chunks] = shares.map((series) => series.at(-1).value);
     say($("hit-tokens"), percent(tokens));
     say($("hit-chunks"), percent(chunks));
-    this.#hits.draw(shares, 1, "100 %", history.restarts);
+    this.#hits.draw(shares, 1, "100 %", history.restarts, history.seconds);
     set(this.#hits.svg, "aria-label", tokens == null
       ? "Hit rate: nobody has looked anything up in the last seconds."
       : `Hit rate: now ${percent(tokens)} of tokens and ${percent(chunks)} of chunks.`);

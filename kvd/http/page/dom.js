@@ -4,9 +4,16 @@ const SVG = "http://www.w3.org/2000/svg";
 
 export const $ = (id) => document.getElementById(id);
 
-/** Change a text only where it differs, so that nothing is drawn or selected anew for nothing. */
+// The space between a figure and its unit.
+const BEFORE_UNIT = /(?<=\d) (?=(?:[KMGTP]iB|[kMGT]?B\/s|B|s|ms|µs|min|h|d|%)(?![\p{L}\d]))/gu;
+
+/**
+ * Change a text only where it differs, so that nothing is drawn or selected anew for nothing.
+ * No line ends between a figure and its unit.
+ */
 export function say(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  const joined = text.replace(BEFORE_UNIT, "\u00a0");
+  if (element.textContent !== joined) element.textContent = joined;
 }
 
 export function set(element, name, value) {

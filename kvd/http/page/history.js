@@ -32,6 +32,13 @@ export class History {
     return this.reports[0];
   }
 
+  /** How far back a chart reaches: to the daemon's start, unless it or what is seen is older. */
+  get seconds() {
+    const { time, started } = this.now;
+    const first = Math.min(started, this.samples[0].time);
+    return Math.min(KEEP_SECONDS, Math.max(1, time - first));
+  }
+
   /** Times at which a daemon was seen for the first time after another one. */
   get restarts() {
     return this.samples.filter((s, i) => i && this.samples[i - 1].boot !== s.boot).map((s) => s.time);

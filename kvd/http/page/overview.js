@@ -16,7 +16,7 @@ export function showState(report) {
   const { text, tone } = stateOf(report);
   say($("state"), text);
   set($("state"), "data-tone", tone);
-  say($("where"), report.runtime_dir);
+  say($("where"), `on ${report.host}, ${report.runtime_dir}`);
   say($("uptime"), `up ${duration(report.time - report.started)}`);
   say($("identity"), `${report.version}, process ${report.pid}, boot ${report.boot_id.slice(0, 8)}`);
 }
@@ -24,9 +24,11 @@ export function showState(report) {
 /** Shows the verdict and returns it in words; `found` is the daemon's list of problems. */
 export function showProblems(found, report) {
   const bad = found.filter((problem) => problem.level !== "hint");
-  const text = bad.length ? `${several(bad.length, "thing needs", "things need")} a look.` : `All is well. ${doing(report)}`;
+  const served = report.engines.some((engine) => engine.attached);
+  const good = served ? "All is well." : "Nothing is wrong, but no engine is attached.";
+  const text = bad.length ? `${several(bad.length, "thing needs", "things need")} a look.` : `${good} ${doing(report)}`;
   say($("verdict"), text);
-  set($("verdict"), "data-tone", bad.length ? TONES[bad[0].level] : "good");
+  set($("verdict"), "data-tone", bad.length ? TONES[bad[0].level] : served ? "good" : "info");
   const ofRule = (problem) => found.filter((one) => one.rule === problem.rule).indexOf(problem);
   each($("problems"), found, (problem) => `${problem.rule} ${ofRule(problem)}`, make, (item, problem) => {
     set(item, "data-tone", TONES[problem.level]);
@@ -34,7 +36,7 @@ export function showProblems(found, report) {
     say(item.querySelector(".what"), problem.what);
     say(item.querySelector(".remedy"), problem.remedy);
   });
-  return bad.length ? `${text} ${bad.map((problem) => problem.what).join(" ")}` : "All is well.";
+  return bad.length ? `${text} ${bad.map((problem) => problem.what).join(" ")}` : good;
 }
 
 function make() {
@@ -45,7 +47,8 @@ function make() {
 function doing(report) {
   const attached = report.engines.filter((engine) => engine.attached).length;
   const up = report.lanes.filter((lane) => lane.state === "up").length;
-  return `${several(attached, "engine is", "engines are")} attached, ${several(up, "lane is", "lanes are")} up.`;
+  const lanes = `${several(up, "lane is", "lanes are")} up.`;
+  return attached ? `${several(attached, "engine is", "engines are")} attached, ${lanes}` : lanes;
 }
 
 export function showChecks(report) {

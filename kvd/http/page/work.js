@@ -5,8 +5,8 @@ import { count, gained, mean, merged, quantile } from "./history.js";
 import { NOTHING, device, duration, latency, number, percent, several, size } from "./words.js";
 
 const STAGES = {
-  queued: "until its turn",
-  ordered: "until the engine's stream is there",
+  queued: "until it started",
+  stream_wait: "its turn had come, the engine's stream was not there yet",
   copied: "first to last byte",
   reported: "until the engine is told",
 };

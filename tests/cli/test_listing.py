@@ -1,0 +1,80 @@
+"""`kvd engines` and `kvd namespaces`, against a daemon that says what a test wants."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvd.cli import cli
+from kvd.control import Control
+from kvd.http.exposition import Exposition
+from kvd.http.traffic import Traffic
+from kvd_proto.messages import Status, StatusReport
+from tests.client.fake_daemon import FakeDaemon
+from tests.watch.reports import loaded_report
+
+EVIL = "a\x1b[2J\0\u202e"
+SHOWN = "a\\x1b[2J\\x00\\u202e"
+LONG = "org/a-model-with-a-name-that-is-longer-than-most-terminals-are-wide-" + "x" * 60
+
+
+def report_with(name: str) -> dict[str, Any]:
+    """A loaded daemon's report in which an engine, a model and an event have this name."""
+    report = loaded_report(60.0)
+    report["engines"][0]["name"] = name
+    for space in report["namespaces"]:
+        space["model"] = name
+    report["events"][0]["text"] = f"engine {name} is here"
+    return report
+
+
+@pytest.fixture
+def daemon(runtime_dir: Path) -> Any:
+    """Makes a daemon that reports names as a careless one would."""
+    runtime_dir.mkdir(mode=0o700)
+    started: list[FakeDaemon] = []
+
+    def start(name: str) -> Path:
+        fake = FakeDaemon(runtime_dir)
+        started.append(fake)
+        fake.replies[Status] = lambda _: StatusReport(status=report_with(name))
+        return runtime_dir
+
+    yield start
+    for fake in started:
+        fake.kill()
+
+
+@pytest.mark.parametrize("command", ["engines", "namespaces"])
+def test_names_are_never_cut_when_piped(daemon: Any, command: str) -> None:
+    """Another program gets every name whole, on one line, however long it is."""
+    where = daemon(LONG)
+    result = CliRunner().invoke(cli, [command, "--runtime-dir", str(where)])
+    assert result.exit_code == 0, result.output
+    assert LONG in result.output
+
+
+@pytest.mark.parametrize(
+    "command", [["engines"], ["namespaces"], ["status"], ["top", "--once", "--interval", "0.1"]]
+)
+def test_no_command_writes_a_names_escapes_to_the_terminal(
+    daemon: Any, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ESC, NUL and changes of direction are written out, also where a daemon lets them pass."""
+    monkeypatch.setenv("COLUMNS", "200")
+    where = daemon(EVIL)
+    result = CliRunner().invoke(cli, [*command, "--runtime-dir", str(where)])
+    assert result.exit_code == 0, result.output
+    assert not set("\x1b\0\u202e") & set(result.output)
+    assert SHOWN in result.output
+
+
+def test_no_name_puts_controls_into_the_metrics(daemon: Any) -> None:
+    """What HTTP serves is made of the report as tools receive it."""
+    where = daemon(EVIL)
+    with Control(where) as control:
+        report = control.ask(Status(), StatusReport).status
+    text = Exposition(report, 0.0, Traffic()).encode("")[0].decode()
+    assert SHOWN.replace("\\", "\\\\") in text
+    assert not set("\x1b\0\u202e") & set(text)
