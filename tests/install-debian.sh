@@ -3,7 +3,8 @@
 # and only as root. Without it those tests are skipped and name this script.
 #   promtool                       alert rules                    tests/deploy
 #   systemd-analyze                the unit                       tests/deploy
-#   chromium                       the status page                tests/page
+#   chromium                       the status page                tests/http
+#   cc, libzmq, msgpack for C      a client in C                  tests/c_client
 #   buildah podman runc catatonit debootstrap   the image         make check-deploy
 set -eu
 missing=
@@ -13,6 +14,10 @@ want() { # package, and the program that shows it is there
 want prometheus promtool
 want systemd systemd-analyze
 want chromium chromium
+want gcc cc
+[ -e /usr/include/stdio.h ] || missing="$missing libc6-dev"
+[ -e /usr/include/zmq.h ] || missing="$missing libzmq3-dev"
+[ -e /usr/include/msgpack.h ] || missing="$missing libmsgpack-dev"
 if [ "${1:-}" = --images ]; then
   want buildah buildah
   want podman podman
@@ -27,5 +32,8 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
 fi
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
+# Debian 13 has renamed it.
+! apt-cache show libmsgpack-c-dev >/dev/null 2>&1 ||
+  missing=$(echo "$missing" | sed 's/libmsgpack-dev/libmsgpack-c-dev/')
 # shellcheck disable=SC2086  # a list of packages
 apt-get install -y -q --no-install-recommends $missing

@@ -189,8 +189,8 @@ class Register(Message, frozen=True, kw_only=True, omit_defaults=True):
     fingerprint: the same of all ranks.
     layout: what the memory looks like.
     handles: the memory of each of the layout's storages, in their order.
-    temporary: chunks are shared with temporary engines only and dropped when the last of them
-    leaves; such an engine takes no room in use but one column of the pool's grid.
+    temporary: chunks are shared with temporary engines only and dropped soon after the last of
+    them has left; such an engine takes no room in use but one column of the pool's grid.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]

@@ -1,0 +1,18 @@
+// The directory of chunks, as docs/protocol.md describes it: read only, without a lock.
+#pragma once
+
+#include <stdint.h>
+
+enum lookup { MISS, HIT, HIT_PENDING };
+
+struct directory {
+  const uint8_t *bytes;
+  uint64_t size;
+  uint32_t slots, capacity, probe_limit;
+  uint64_t records, index;
+};
+
+// Maps the file and checks its header; dies where it is no directory.
+void directory_map(struct directory *directory, int fd);
+void directory_unmap(struct directory *directory);
+enum lookup directory_lookup(const struct directory *directory, const char *key);
