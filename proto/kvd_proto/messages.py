@@ -146,7 +146,7 @@ class HostHandle(Message, frozen=True, tag="host"):
 class IpcHandle(Message, frozen=True, tag="ipc"):
     """A storage in a CUDA allocation of cudaMalloc, which its legacy IPC handle names.
 
-    handle: what `cuIpcGetMemHandle` gives for the allocation.
+    handle: what `cuIpcGetMemHandle` gives for the allocation's start.
     allocation: size of the allocation in bytes.
     offset: from the allocation's start to the storage's, in bytes.
     """
