@@ -32,14 +32,14 @@ from kvd_proto.messages import (
     Message,
     PrepareLoad,
     PrepareStore,
+    RequestFinished,
+    RequestNoted,
     Reset,
     ResetDone,
     Status,
     StatusReport,
     StoreCompleted,
     StorePrepared,
-    Touch,
-    Touched,
 )
 
 MAX_LEASE_SECONDS = 600.0
@@ -262,13 +262,20 @@ class Scheduler:
 
     # ------------------------------------------------------------------- rest
 
-    def touch(self, keys: Collection[bytes]) -> int:
-        """Say that these chunks were useful just now, prefix first; how many of them are here.
+    def request_finished(self, keys: Collection[bytes]) -> int:
+        """Say that a request has finished that loaded, stored or found present these chunks.
+
+        The daemon evicts what was used longest ago, and counts uses by this call: one for each
+        key. A prompt's head comes first. For several requests at once, put those of the last
+        one first.
+
+        Returns:
+            How many of them are here.
 
         Raises:
             UsageError: keys that cannot be meant; or closed.
         """
-        reply = self._ask(Touch(keys=_keys(keys)), Touched)
+        reply = self._ask(RequestFinished(keys=_keys(keys)), RequestNoted)
         return 0 if reply is None else reply.found
 
     def reset(self) -> ResetSummary:

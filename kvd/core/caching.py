@@ -21,12 +21,12 @@ from kvd_proto.messages import (
     Message,
     PrepareLoad,
     PrepareStore,
+    RequestFinished,
+    RequestNoted,
     Reset,
     ResetDone,
     StoreCompleted,
     StorePrepared,
-    Touch,
-    Touched,
 )
 
 
@@ -49,7 +49,7 @@ class Caching:
             CompleteStore: self._complete_store,
             PrepareLoad: self._prepare_load,
             CompleteLoad: self._complete_load,
-            Touch: self._touch,
+            RequestFinished: self._request_finished,
             Reset: self._reset,
         }
 
@@ -106,11 +106,13 @@ class Caching:
         released = namespace.table.complete_load(message.lease, engine.number)
         return [Reply(session.number, request_id, LoadCompleted(released=released))]
 
-    def _touch(self, session: Session, request_id: int, message: Touch, now: float) -> list[Effect]:
+    def _request_finished(
+        self, session: Session, request_id: int, message: RequestFinished, now: float
+    ) -> list[Effect]:
         del now
         _, namespace = self._state.attached_namespace(session.engine)
-        found = namespace.table.touch(message.keys)
-        return [Reply(session.number, request_id, Touched(found=found))]
+        found = namespace.table.finished(message.keys)
+        return [Reply(session.number, request_id, RequestNoted(found=found))]
 
     def _reset(self, session: Session, request_id: int, message: Reset, now: float) -> list[Effect]:
         """In pieces, for a large namespace takes seconds; answered when all of it is gone."""

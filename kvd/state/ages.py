@@ -3,9 +3,9 @@
 Every use has a stamp, microseconds that always grow: so they are both a time and an
 order. They lie in the ledger, where there is one, so that the next daemon knows them.
 
-A chunk's age is the time since it became READY or was last used: pinned for a
-load, or touched. It says whether the pool is large enough: chunks evicted within
-minutes would have been found by the next turn of a conversation.
+A chunk's age is the time since it got its slot or was last used: pinned for a load, or
+named by a request that has finished. It says whether the pool is large enough: chunks
+evicted within minutes would have been found by the next turn of a conversation.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Ages:
         self.now = max(self.now, int(now * 1e6))
 
     def used(self, slots: Sequence[int], last: int) -> None:
-        """These chunks are READY since now, or were used, the last of them first: at stamp `last`.
+        """These chunks got their slots, or were used, the last of them first: at stamp `last`.
 
         The others get the stamps right before it.
         """

@@ -3,10 +3,11 @@
 Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST
 2003). T1 holds chunks used once, T2 those used again; the ghost lists B1 and B2
 remember the keys of what was evicted from each. A key that comes back while its
-ghost is in B1 says that T1 is too small; in B2, that T2 is. Two things differ
-from the paper, because stores come in batches and victims may be pinned: the
-target moves when the chunk is READY, after its room was made, and a list that has
-nothing to give up lets the other one give instead.
+ghost is in B1 says that T1 is too small; in B2, that T2 is. Three things differ
+from the paper, because stores come in batches, victims may be pinned, and a use is
+a request, not a block: the target moves after the chunk's room was made, a list that
+has nothing to give up lets the other one give instead, and the end of the request
+that stored a chunk only renews its place.
 """
 
 from collections import OrderedDict
@@ -37,10 +38,12 @@ class ArcPolicy(Policy):
         self._b1: OrderedDict[bytes, None] = OrderedDict()
         self._b2: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0.0
+        self._unfinished: set[int] = set()  # no request that has them has finished
 
     def insert(self, slot: int) -> None:
-        """A chunk became READY: into T1, or, where its ghost is known, into T2."""
+        """A new chunk: into T1, or, where its ghost is known, into T2."""
         key = self.key_of(slot)
+        self._unfinished.add(slot)
         b1, b2 = self._b1, self._b2
         if key in b1:
             self._target = min(self.num_slots, self._target + max(1.0, len(b2) / len(b1)))
@@ -58,8 +61,16 @@ class ArcPolicy(Policy):
         """See Policy; into T1, for what was used again is not kept."""
         self._slots.extend(_T1, slots)
 
-    def touch(self, slot: int) -> None:
+    def refresh(self, slot: int) -> None:
+        """The hottest of its list."""
+        self._slots.append(self._slots.remove(slot), slot)
+
+    def use(self, slot: int) -> None:
         """Used again: the hottest of T2."""
+        if slot in self._unfinished:
+            self._unfinished.remove(slot)
+            self.refresh(slot)
+            return
         self._slots.remove(slot)
         self._slots.append(_T2, slot)
         self._trim()
@@ -67,6 +78,7 @@ class ArcPolicy(Policy):
     def remove(self, slot: int) -> None:
         """Forget the chunk; it leaves no ghost."""
         self._slots.remove(slot)
+        self._unfinished.discard(slot)
 
     def victims(self, n: int, may_evict: MayEvict) -> list[int] | None:
         """The `n` that bring T1 towards its target, coldest of each list first, or None."""
@@ -90,6 +102,7 @@ class ArcPolicy(Policy):
         for slot in chosen:
             (b1 if where(slot) == _T1 else b2)[key_of(slot)] = None
         self._slots.remove_all(chosen)
+        self._unfinished.difference_update(chosen)
         self._trim()
         return chosen
 
@@ -116,6 +129,8 @@ class ArcPolicy(Policy):
         self._slots.check_integrity()
         capacity, held = self.num_slots, {self.key_of(slot) for slot in self.order()}
         ghosts = [*self._b1, *self._b2]
+        if not all(slot in self for slot in self._unfinished):
+            raise IntegrityError(f"unfinished chunks that are in no list: {self!r}")
         if len(set(ghosts)) < len(ghosts) or held & set(ghosts):
             raise IntegrityError(f"a key is in two lists: {self!r}")
         if self._b1 and self._slots.size(_T1) + len(self._b1) > capacity:

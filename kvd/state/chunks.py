@@ -125,6 +125,7 @@ class ChunkTable:
         taken = list(offer.wanted)[: len(slots)]
         deadline = now + self.config.ticket_seconds
         begun, slots, generations = self.slots.begin(taken, slots, owner, deadline)
+        self._mark(slots)
         capped = len(taken) < len(offer.wanted) and self._pool.is_capped(self.space)
         no_room = StoreAnswer.QUOTA if capped else StoreAnswer.FULL
         answers = offer.settle(begun, len(taken), no_room)
@@ -208,10 +209,6 @@ class ChunkTable:
                 elif done == expected:
                     finish(owner, slot)
                     ready.append(slot)
-        # A prompt's head comes first in a job and must be the last to be evicted.
-        for slot in reversed(ready):
-            self.slots.policy.insert(slot)
-        self._mark(ready)
         self._counters.stored += len(ready)
         self._counters.stale_reports += stale
         return ShareOutcome(self.slots.refs(ready), self._give_up(failed))
@@ -274,7 +271,9 @@ class ChunkTable:
                 slots.append(slot)
         deadline = now + min(duration, self.config.lease_seconds)
         lease_id = self.slots.leases.grant(owner, slots, now, deadline) if slots else 0
-        self._touch(slots)
+        for slot in reversed(slots):
+            self.slots.policy.refresh(slot)
+        self._mark(slots)
         self._counters.asked += len(keys)
         self._counters.hits += len(slots)
         self._counters.misses += len(keys) - len(slots)
@@ -299,17 +298,22 @@ class ChunkTable:
         self.slots.unpinned(unpinned)
         return True
 
-    def touch(self, keys: Sequence[bytes]) -> int:
-        """These chunks were useful, a prompt's head first. How many of them are here."""
-        slots = [slot for slot in map(self.directory.find, keys) if slot >= 0]
-        self._touch([slot for slot in slots if self.directory.state(slot) == _READY])
-        return len(slots)
+    def finished(self, keys: Sequence[bytes]) -> int:
+        """A request that loaded, stored or offered these has finished; its head first.
 
-    def _touch(self, slots: list[int]) -> None:
+        They are as recent as the request, whether their bytes are here already or not.
+
+        Returns:
+            How many of them, each counted once, are here.
+        """
+        found = dict.fromkeys(map(self.directory.find, keys))
+        found.pop(-1, None)
+        slots = list(found)
         # The tail of a prompt is useless without its head, so it has to look colder.
         for slot in reversed(slots):
-            self.slots.policy.touch(slot)
+            self.slots.policy.use(slot)
         self._mark(slots)
+        return len(slots)
 
     def _mark(self, slots: list[int]) -> None:
         """Note that these were of use now, the hottest first."""
@@ -339,8 +343,8 @@ class ChunkTable:
         """Drop every chunk, in one go; those that are pinned go when their leases end."""
         if self._filter is not None:
             self._filter.clear()
-        gone, kept = self.slots.drop_all()
         revoke = self._give_up(list(self.slots.tickets))
+        gone, kept = self.slots.drop_all()
         self._pool.give_back(self.space)
         self._counters.reset += gone + kept
         return ResetOutcome(gone + len(revoke), kept, revoke)

@@ -19,17 +19,21 @@ class LruPolicy(Policy):
         self._slots = SlotLists(num_slots, 1)
 
     def insert(self, slot: int) -> None:
-        """A chunk became READY: it is the hottest."""
+        """A new chunk is the hottest."""
         self._slots.append(_ALL, slot)
 
     def restore(self, slots: npt.NDArray[np.int64]) -> None:
         """See Policy."""
         self._slots.extend(_ALL, slots)
 
-    def touch(self, slot: int) -> None:
+    def refresh(self, slot: int) -> None:
         """The chunk is the hottest again."""
         self._slots.remove(slot)
         self._slots.append(_ALL, slot)
+
+    def use(self, slot: int) -> None:
+        """The chunk is the hottest again."""
+        self.refresh(slot)
 
     def remove(self, slot: int) -> None:
         """Forget the chunk."""

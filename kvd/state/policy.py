@@ -1,7 +1,8 @@
 """What an eviction policy is, and the reuse threshold in front of one.
 
-A policy knows the READY chunks of one namespace by their slots and orders them.
-It does not know pins: the caller says for each candidate whether it may go.
+A policy knows the chunks of one namespace, from the moment that they get a slot, and
+orders them. It knows neither pins nor what is being written: the caller says for each
+candidate whether it may go. So a chunk's place does not depend on when its bytes arrive.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ MayEvict = Callable[[int], bool]
 
 
 class Policy(ABC):
-    """Which READY chunks go first.
+    """Which chunks go first.
 
     Args:
         num_slots: slots are numbered 0..num_slots - 1.
@@ -33,15 +34,22 @@ class Policy(ABC):
 
     @abstractmethod
     def insert(self, slot: int) -> None:
-        """A chunk became READY."""
+        """A chunk has got a slot, for a request that is under way."""
 
     @abstractmethod
     def restore(self, slots: npt.NDArray[np.int64]) -> None:
         """Chunks of the daemon before, the one used longest ago first, into an empty policy."""
 
     @abstractmethod
-    def touch(self, slot: int) -> None:
-        """A chunk was useful."""
+    def refresh(self, slot: int) -> None:
+        """A chunk is being used by a request that has not finished: no reference yet."""
+
+    @abstractmethod
+    def use(self, slot: int) -> None:
+        """A request that used or stored the chunk has finished.
+
+        One reference, but for the first call after `insert`: that request stored the chunk.
+        """
 
     @abstractmethod
     def remove(self, slot: int) -> None:

@@ -3,7 +3,7 @@
 The states are those of `kvd_proto.states.CHUNK`. A slot that is not FREE is in exactly
 one place besides the directory::
 
-    WRITING   tickets: its owner may write it until a deadline
+    WRITING   tickets: its owner may write it until a deadline; policy, too, for its place
     READY     policy: it may be evicted, unless a lease pins it
               doomed: it has left the index, and goes with the last lease that pins it
     DRAINING  draining: the lanes may have something under way there
@@ -23,6 +23,8 @@ from kvd.state.leases import Leases, Tickets
 from kvd.state.policy import Policy
 from kvd.state.space import Space
 from kvd_proto.directory import SlotState
+
+_READY = int(SlotState.READY)
 
 Ints = Sequence[int] | npt.NDArray[np.integer]
 
@@ -44,6 +46,8 @@ class Slots:
     ) -> tuple[list[bytes], list[int], list[int]]:
         """FREE -> WRITING: `owner` may write these new chunks until `deadline`.
 
+        A prompt's head comes first and must be the last to be evicted.
+
         Returns:
             Keys, slots and generations, without those whose key the index refused.
         """
@@ -56,6 +60,8 @@ class Slots:
             generations = [generation for generation in generations if generation]
         if slots:
             self.tickets.issue(owner, slots, deadline)
+        for slot in reversed(slots):
+            self.policy.insert(slot)
         return keys, slots, generations
 
     def victims(self, n: int, named: set[int]) -> list[int]:
@@ -64,19 +70,19 @@ class Slots:
         Raises:
             IntegrityError: the policy has fewer that may go than there should be.
         """
-        pins, policy = self.leases.pins, self.policy
+        pins, policy, state = self.leases.pins, self.policy, self.directory.state
         pinned = len(pins) - len(self._doomed)
-        kept = sum(slot not in pins and slot in policy for slot in named)
+        kept = sum(slot not in pins and state(slot) == _READY for slot in named)
         victims = policy.victims(
-            min(n, len(policy) - pinned - kept),
-            lambda slot: slot not in pins and slot not in named,
+            min(n, len(policy) - len(self.tickets) - pinned - kept),
+            lambda slot: slot not in pins and slot not in named and state(slot) == _READY,
         )
         if victims is None:
             raise IntegrityError(f"fewer chunks may go than were counted: {self!r}")
         return victims
 
     def finish(self, owner: int, slot: int) -> None:
-        """WRITING -> READY; the policy hears of it by `insert`, in the order of its own."""
+        """WRITING -> READY."""
         self.directory.make_ready(slot)
         self.tickets.close(owner, slot)
 
@@ -86,6 +92,7 @@ class Slots:
         for slot in slots:
             directory.write_state(slot, SlotState.DRAINING)
             directory.unindex(slot)
+            self.policy.remove(slot)
             self.tickets.close(directory.owner(slot), slot)
         self._draining.update(slots)
         return self.refs(slots)
@@ -109,7 +116,7 @@ class Slots:
         return self._leave(listed)
 
     def drop_all(self) -> tuple[int, int]:
-        """The same for every READY slot."""
+        """The same for every slot, once nothing is being written."""
         slots = self.policy.order()
         self.policy.clear()
         return self._leave(slots)
@@ -154,7 +161,7 @@ class Slots:
     def stats(self) -> dict[str, int]:
         """Chunks by state. Pinned and doomed ones are READY; doomed ones go at the last pin."""
         return {
-            "ready": len(self.policy) + len(self._doomed),
+            "ready": len(self.policy) - len(self.tickets) + len(self._doomed),
             "writing": len(self.tickets),
             "draining": len(self._draining),
             "pinned": len(self.leases.pins),
@@ -170,10 +177,11 @@ class Slots:
         for part in (self.directory, self.policy, self.leases, self.tickets, self.space):
             part.check_integrity()
         by_state = self.directory.slots_by_state()
-        order = self.policy.order()
+        order, writing = self.policy.order(), set(self.tickets)
+        ready = [slot for slot in order if slot not in writing]
         claims = {
-            SlotState.WRITING: (list(self.tickets), "tickets"),
-            SlotState.READY: ([*order, *self._doomed], "policy and doomed"),
+            SlotState.WRITING: (list(writing), "tickets"),
+            SlotState.READY: ([*ready, *self._doomed], "policy and doomed"),
             SlotState.DRAINING: (list(self._draining), "draining"),
         }
         for state, (slots, what) in claims.items():
@@ -185,10 +193,9 @@ class Slots:
         pins = self.leases.pins.keys()
         if not self._doomed <= pins or not pins <= set(by_state[SlotState.READY]):
             raise IntegrityError("pinned slots that are not READY, or doomed ones without a pin")
-        indexed = {
-            s for s in (*order, *self.tickets) if self.directory.find(self.directory.key(s)) == s
-        }
-        if len(indexed) != len(order) + len(self.tickets):
+        if len(ready) + len(writing) != len(order):
+            raise IntegrityError("a WRITING chunk without a place in the order of eviction")
+        if any(self.directory.find(self.directory.key(slot)) != slot for slot in order):
             raise IntegrityError("a WRITING or READY chunk cannot be found by its key")
         for slot in self.tickets:
             writers = self.space.geometry.writers(slot)
@@ -208,7 +215,7 @@ class Slots:
             ordered, doomed = slot in self.policy, slot in self._doomed
             claims = {
                 SlotState.WRITING: slot in tickets,
-                SlotState.READY: ordered != doomed,
+                SlotState.READY: (ordered and slot not in tickets) != doomed,
                 SlotState.DRAINING: slot in self._draining,
             }
             if [claimed for claimed, yes in claims.items() if yes] != [state] * (state != 0):
@@ -219,9 +226,9 @@ class Slots:
                 )
             if (doomed or slot in self.leases.pins) and state != SlotState.READY:
                 raise IntegrityError(f"slot {slot} is pinned and {SlotState(state).name}")
-            if (ordered or slot in tickets) and self.directory.find(
-                self.directory.key(slot)
-            ) != slot:
+            if slot in tickets and not ordered:
+                raise IntegrityError(f"slot {slot} is WRITING and has no place in the order")
+            if ordered and self.directory.find(self.directory.key(slot)) != slot:
                 raise IntegrityError(f"the chunk in slot {slot} cannot be found by its key")
         return sum(state != SlotState.FREE for state in states)
 

@@ -321,19 +321,20 @@ class LoadCompleted(Message, frozen=True):
     released: bool
 
 
-class Touch(Message, frozen=True):
-    """These chunks were useful just now, prefix first.
+class RequestFinished(Message, frozen=True):
+    """A request of the engine has finished that loaded, stored or found present these chunks.
 
-    keys: a prompt's head first.
+    keys: a prompt's head first; of several requests, those of the last one first. A key that is
+        named twice counts once, where it is named first.
     """
 
     keys: Keys
 
 
-class Touched(Message, frozen=True):
+class RequestNoted(Message, frozen=True):
     """How much of that is here.
 
-    found: how many of the keys have a chunk, READY or being written.
+    found: how many of the keys, each counted once, have a chunk, READY or being written.
     """
 
     found: Count
@@ -748,8 +749,8 @@ TAGS: dict[int, type[Message]] = {
     0x15: LoadPrepared,
     0x16: CompleteLoad,
     0x17: LoadCompleted,
-    0x18: Touch,
-    0x19: Touched,
+    0x18: RequestFinished,
+    0x19: RequestNoted,
     0x1A: Reset,
     0x1B: ResetDone,
     0x20: Store,
@@ -796,7 +797,7 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     CompleteStore: StoreCompleted,
     PrepareLoad: LoadPrepared,
     CompleteLoad: LoadCompleted,
-    Touch: Touched,
+    RequestFinished: RequestNoted,
     Reset: ResetDone,
     Store: Done,
     Load: Done,

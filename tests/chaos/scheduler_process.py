@@ -79,8 +79,8 @@ class Conductor:
         elif chance < 0.99:
             with self._calls.within(0.0, "lookup_many"):
                 self._scheduler.lookup_many(keys)
-            with self._calls.within(DEADLINE, "touch"):
-                self._scheduler.touch(keys)
+            with self._calls.within(DEADLINE, "request_finished"):
+                self._scheduler.request_finished(keys)
         elif chance < 0.995:
             with self._calls.within(DEADLINE, "status"):
                 self._scheduler.status()

@@ -224,7 +224,7 @@ GOOD: dict[str, Row] = {
     "Scheduler.complete_store": method("scheduler", "complete_store", keys=KEYS, success=True),
     "Scheduler.prepare_load": method("scheduler", "prepare_load", keys=KEYS, lease_seconds=1.0),
     "Scheduler.complete_load": method("scheduler", "complete_load", ticket=LoadTicket(lease=3)),
-    "Scheduler.touch": method("scheduler", "touch", keys=KEYS),
+    "Scheduler.request_finished": method("scheduler", "request_finished", keys=KEYS),
     "Scheduler.reset": method("scheduler", "reset"),
     "Scheduler.status": method("scheduler", "status"),
     "Scheduler.wait_attached": method("scheduler", "wait_attached", timeout=0.0),

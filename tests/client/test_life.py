@@ -167,7 +167,7 @@ def test_forked_child_has_a_closed_session(
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert scheduler.lookup(b"ready") is LookupResult.HIT
-    assert scheduler.touch([b"k"]) == 1
+    assert scheduler.request_finished([b"k"]) == 1
     assert worker.registered
 
 

@@ -19,8 +19,8 @@ from kvd_proto.messages import (
     Ping,
     PrepareLoad,
     PrepareStore,
+    RequestFinished,
     StorePrepared,
-    Touch,
 )
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.waiting import DEADLINE, eventually
@@ -36,7 +36,7 @@ def ask_everything(scheduler: Scheduler) -> None:
     assert (loaded.keys, loaded.lease, loaded.found.tolist()) == ((), 0, [False, False])
     scheduler.complete_load(loaded)
     assert scheduler.complete_store([b"k"]).ready == 0
-    assert scheduler.touch([b"k"]) == 0
+    assert scheduler.request_finished([b"k"]) == 0
     assert scheduler.reset().dropped == 0
     assert scheduler.status() == {}
 
@@ -113,8 +113,8 @@ def test_load_ticket_holds_a_lease(daemon: FakeDaemon, scheduler: Scheduler) -> 
 
 
 def test_small_requests(scheduler: Scheduler) -> None:
-    """Touch, reset and status return what the daemon says."""
-    assert scheduler.touch([b"a", b"b"]) == 2
+    """The end of a request, reset and status return what the daemon says."""
+    assert scheduler.request_finished([b"a", b"b"]) == 2
     assert scheduler.reset().dropped == 4
     assert scheduler.status() == {"ready": True}
 
@@ -250,13 +250,13 @@ def test_stale_session_connects_again(
     daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode
 ) -> None:
     """A daemon that does not know the session gets a new one by itself."""
-    good = daemon.replies[Touch]
-    daemon.replies[Touch] = lambda _: Error(code=code, text="who?")
-    assert scheduler.touch([b"k"]) == 0
-    daemon.replies[Touch] = good
+    good = daemon.replies[RequestFinished]
+    daemon.replies[RequestFinished] = lambda _: Error(code=code, text="who?")
+    assert scheduler.request_finished([b"k"]) == 0
+    daemon.replies[RequestFinished] = good
     daemon.wait_for(Hello, 2)
     until(scheduler, connected=True)
-    assert scheduler.touch([b"k"]) == 1
+    assert scheduler.request_finished([b"k"]) == 1
 
 
 @pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.LIMIT, ErrorCode.INTERNAL])
@@ -264,7 +264,7 @@ def test_refusal_is_a_miss(daemon: FakeDaemon, scheduler: Scheduler, code: Error
     """A refused request comes to nothing, and the session goes on."""
     daemon.replies[PrepareLoad] = lambda _: Error(code=code, text="no")
     assert scheduler.prepare_load([b"k"]).keys == ()
-    assert scheduler.touch([b"k"]) == 1
+    assert scheduler.request_finished([b"k"]) == 1
 
 
 def nonsense_answers() -> StorePrepared:

@@ -57,11 +57,11 @@ from kvd_proto.messages import (
     PrepareLoad,
     PrepareStore,
     Register,
+    RequestFinished,
     Reset,
     Resume,
     Status,
     StorePrepared,
-    Touch,
     Unregister,
 )
 
@@ -419,7 +419,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 Ping(),
                 PING,
                 Status(),
-                Touch(keys=tuple(KEYS[:3])),
+                RequestFinished(keys=tuple(KEYS[:3])),
                 Drain(),
                 Resume(),
                 Resume(),

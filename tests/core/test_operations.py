@@ -259,23 +259,21 @@ def test_an_unknown_namespace_is_named(bench: Bench) -> None:
 
 
 def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
-    """What was loaded or touched since stays, what is pinned stays, what is old goes."""
+    """What was loaded or used since stays, what is pinned stays, what is old goes."""
     namespace = bench.namespace()
     table = namespace.table
-    bench.store(namespace, [b"old", b"pinned", b"loaded", b"touched"])
+    bench.store(namespace, [b"old", b"pinned", b"loaded", b"used"])
     table.prepare_load([b"pinned"], OWNER, bench.now, 60.0)
     bench.now += 40
     bench.broker.tick(bench.now)
     lease = table.prepare_load([b"loaded"], OWNER, bench.now, 60.0).lease_id
     table.complete_load(lease, OWNER)
-    table.touch([b"touched"])
+    table.finished([b"used"])
     bench.now += 10
     evict = EvictOlderThan(seconds=30.0, namespace=namespace.id)
     assert bench.ask(evict) == OlderEvicted(chunks=1, bytes=4096)
-    here = [
-        k for k in (b"old", b"pinned", b"loaded", b"touched") if namespace.directory.find(k) >= 0
-    ]
-    assert here == [b"pinned", b"loaded", b"touched"]
+    here = [k for k in (b"old", b"pinned", b"loaded", b"used") if namespace.directory.find(k) >= 0]
+    assert here == [b"pinned", b"loaded", b"used"]
     assert bench.ask(EvictOlderThan(seconds=30.0)) == OlderEvicted(chunks=0, bytes=0)
     assert "not used for 30 s by uid 5 pid 4211: 1 chunks dropped" in bench.events[0]
     bench.now += 30

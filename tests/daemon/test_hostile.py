@@ -367,7 +367,7 @@ def test_absurd_arguments_are_misses_not_exceptions(daemon: Daemon) -> None:
         keys = [np.random.default_rng(i).bytes(36) for i in range(5000)]
         assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.MISS}
         assert not engine.scheduler.prepare_load(keys).keys
-        assert engine.scheduler.touch(keys + keys) == 0
+        assert engine.scheduler.request_finished(keys + keys) == 0
 
 
 def test_running_out_of_descriptors_turns_newcomers_away(start_daemon: StartDaemon) -> None:

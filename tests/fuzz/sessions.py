@@ -27,11 +27,11 @@ from kvd_proto.messages import (
     PrepareLoad,
     PrepareStore,
     Register,
+    RequestFinished,
     Reset,
     Resume,
     Status,
     Store,
-    Touch,
     Unregister,
     Wait,
 )
@@ -127,7 +127,7 @@ _ASIDE: list[Message] = [
     Ping(),
     Ping(lookups=Lookups(chunks=9, hit_chunks=3, tokens=100, hit_tokens=50)),
     Status(),
-    Touch(keys=(b"key-model-0-00", b"nobody's")),
+    RequestFinished(keys=(b"key-model-0-00", b"nobody's")),
     Reset(),
 ]
 _ORDERS: list[Message] = [

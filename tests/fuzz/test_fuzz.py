@@ -108,7 +108,7 @@ def _raises(*_: object, **__: object) -> NoReturn:
 @pytest.mark.parametrize(
     ("owner", "name", "planted", "leak"),
     [
-        (ChunkTable, "touch", _raises, False),
+        (ChunkTable, "finished", _raises, False),
         (ChunkTable, "drop_owner", lambda *_: [], True),
         (Registry, "remove", lambda *_: None, True),
     ],

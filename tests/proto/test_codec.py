@@ -25,7 +25,16 @@ from kvd_proto.errors import (
     VersionMismatch,
     WrongType,
 )
-from kvd_proto.messages import REPLY_OF, TAGS, Message, Ping, PrepareStore, Register, Store, Touch
+from kvd_proto.messages import (
+    REPLY_OF,
+    TAGS,
+    Message,
+    Ping,
+    PrepareStore,
+    Register,
+    RequestFinished,
+    Store,
+)
 from kvd_proto.vectors import BOOT_ID, EXAMPLES, REQUEST_ID, SESSION, vector
 
 PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -157,7 +166,7 @@ def test_mutated_messages_never_crash_the_codec(example: Message, data: st.DataO
 @given(st.lists(st.binary(min_size=1, max_size=48), max_size=50))
 def test_keys_survive(keys: list[bytes]) -> None:
     """Any keys of legal size come back as they were."""
-    message = Touch(keys=tuple(keys))
+    message = RequestFinished(keys=tuple(keys))
     assert WIRE.decode(WIRE.encode(message))[1] == message
 
 

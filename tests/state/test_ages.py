@@ -1,4 +1,4 @@
-"""Ages at eviction: since a chunk became READY or was last used, whoever needed its room."""
+"""Ages at eviction: since a chunk was stored or last used, whoever needed its room."""
 
 import numpy as np
 import pytest
@@ -47,12 +47,12 @@ def test_an_age_counts_from_the_last_use() -> None:
     table.check_integrity()
 
 
-def test_a_touch_is_a_use() -> None:
-    """What was touched is as young as what was loaded; the time is that of the last tick."""
+def test_the_end_of_a_request_is_a_use() -> None:
+    """What a request had is as young as its end; the time is that of the last tick."""
     table = one_namespace(2)
     store(table, "ab", BOOT)
     table.expire(BOOT + 50)
-    table.touch([b"a", b"b"])
+    table.finished([b"a", b"b"])
     store(table, "cd", BOOT + 54)
     assert ages(table) == {5: 2}
 

@@ -66,10 +66,18 @@ class Model:
         self.world_size = world_size
         self.replicated = replicated
         self.chunks: dict[bytes, Chunk] = {}
+        self.order: list[bytes] = []  # used longest ago first; may name keys that are gone
         self.draining: dict[int, int] = {}
         self.leases: dict[int, Lease] = {}
         self.doomed: set[int] = set()
         self.room = 0
+
+    def use(self, keys: list[bytes]) -> None:
+        """These are here and were used, the first of them last."""
+        for key in reversed(keys):
+            if key in self.order:
+                self.order.remove(key)
+            self.order.append(key)
 
     def pinned(self) -> set[int]:
         """Slots under any lease."""
@@ -186,7 +194,10 @@ class TableMachine(RuleBasedStateMachine):
                 full = True
         assert len(new) == len(decision.slots) >= len(decision.evicted)
         for key, slot, generation in zip(new, decision.slots, decision.generations, strict=True):
-            model.chunks[key] = Chunk(int(slot), int(generation), owner, self.now + TICKET)
+            model.chunks[key] = Chunk(
+                int(slot), int(generation), owner, self.now + TICKET, used=self.now
+            )
+        model.use(new)
         if decision.evicted or full:
             assert model.table.space.free_slots == 0
         if full:
@@ -214,7 +225,7 @@ class TableMachine(RuleBasedStateMachine):
                 continue
             chunk.ranks.add(rank)
             if chunk.ranks == model.expected(chunk.slot):
-                chunk.ready, chunk.used = True, self.now
+                chunk.ready = True
                 ready.append((chunk.slot, chunk.generation))
         assert outcome.ready == ready
         model.give_up(failed, outcome.dropped)
@@ -313,6 +324,7 @@ class TableMachine(RuleBasedStateMachine):
         chunks = [model.chunks[key] for key in found]
         for chunk in chunks:
             chunk.used = self.now
+        model.use(found)
         assert decision.found.tolist() == [key in found for key in keys]
         assert decision.slots.tolist() == [chunk.slot for chunk in chunks]
         assert decision.generations.tolist() == [chunk.generation for chunk in chunks]
@@ -335,13 +347,17 @@ class TableMachine(RuleBasedStateMachine):
             model.end_leases([number])
 
     @rule(space=st.sampled_from(SPACES), keys=keys_strategy)
-    def touch(self, space: int, keys: list[bytes]) -> None:
-        """Chunks were useful."""
+    def finished(self, space: int, keys: list[bytes]) -> None:
+        """A request has finished that used chunks, some of which may not be here yet or any more.
+
+        What is named twice counts where it is named first.
+        """
         model = self.models[space]
-        assert model.table.touch(keys) == sum(key in model.chunks for key in keys)
-        for key in keys:
-            if key in model.chunks:
-                model.chunks[key].used = self.now
+        here = [key for key in dict.fromkeys(keys) if key in model.chunks]
+        assert model.table.finished(keys) == len(here)
+        model.use(here)
+        for key in here:
+            model.chunks[key].used = self.now
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 12.0]))
     def time_passes(self, seconds: float) -> None:
@@ -460,6 +476,10 @@ class TableMachine(RuleBasedStateMachine):
                     assert hint is LookupResult.MISS
                 else:
                     assert hint is (LookupResult.HIT if chunk.ready else LookupResult.HIT_PENDING)
+            model.order = [key for key in model.order if key in model.chunks]
+            if self.policy == "lru":
+                order = [model.chunks[key].slot for key in model.order]
+                assert table.slots.policy.order() == order
             ready = sum(chunk.ready for chunk in model.chunks.values())
             assert table.slots.stats() == {
                 "ready": ready + len(model.doomed),

@@ -53,9 +53,9 @@ def test_oldest_goes_first(make: Make) -> None:
 
 
 def test_used_chunks_stay_longer(make: Make) -> None:
-    """A chunk that was touched outlives one that came later and was not."""
+    """A chunk that was used outlives one that came later and was not."""
     policy = filled(make, 8, 4)
-    policy.touch(0)
+    policy.use(0)
     assert policy.victims(3, anything) == [1, 2, 3]
     assert policy.victims(1, anything) == [0]
 
@@ -63,7 +63,7 @@ def test_used_chunks_stay_longer(make: Make) -> None:
 def test_all_or_nothing(make: Make) -> None:
     """Where fewer may go than are asked for, None goes and nothing changes."""
     policy = filled(make, 8, 5)
-    policy.touch(1)
+    policy.use(1)
     before = (policy.order(), repr(policy))
     assert policy.victims(4, lambda slot: slot not in {1, 2}) is None
     assert policy.victims(6, anything) is None
@@ -78,12 +78,14 @@ def test_none_wanted(make: Make) -> None:
 
 
 def test_wrong_use_raises(make: Make) -> None:
-    """Inserting twice, and touching or removing what is not there, are bugs and said to be."""
+    """Inserting twice, and using or removing what is not there, are bugs and said to be."""
     policy = filled(make, 4, 1)
     with pytest.raises(IntegrityError):
         policy.insert(0)
     with pytest.raises(IntegrityError):
-        policy.touch(1)
+        policy.use(1)
+    with pytest.raises(IntegrityError):
+        policy.refresh(1)
     with pytest.raises(IntegrityError):
         policy.remove(1)
 
@@ -119,18 +121,18 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, 9), key=st.binary(min_size=1, max_size=1))
     def insert(self, slot: int, key: bytes) -> None:
-        """A chunk becomes READY."""
+        """A chunk gets a slot."""
         if slot not in self.keys and key not in self.keys.values():
             self.keys[slot] = key
             self.policy.insert(slot)
 
     @rule(data=st.data())
     @precondition(lambda self: self.keys)
-    def touch(self, data: st.DataObject) -> None:
-        """A chunk is used."""
+    def use(self, data: st.DataObject) -> None:
+        """A chunk is used, by a request that has finished or not."""
         slot = data.draw(st.sampled_from(sorted(self.keys)))
         order = self.policy.order()
-        self.policy.touch(slot)
+        data.draw(st.sampled_from([self.policy.use, self.policy.refresh]))(slot)
         if isinstance(self.policy, LruPolicy):
             order.remove(slot)
             assert self.policy.order() == [*order, slot]
@@ -193,7 +195,8 @@ def test_arc_resists_a_scan() -> None:
         for slot in range(8):
             policy.insert(slot)
         for slot in range(4):
-            policy.touch(slot)
+            for _ in range(2):  # the request that stored it, and another one
+                policy.use(slot)
         for slot in range(8, 24):
             victims = policy.victims(1, anything)
             assert victims is not None
@@ -202,6 +205,21 @@ def test_arc_resists_a_scan() -> None:
 
     assert survivors(ArcPolicy(24, key_of)) == 4
     assert survivors(LruPolicy(24, key_of)) == 0
+
+
+def test_arc_counts_requests() -> None:
+    """A chunk is used again when another request has had it, not by the one that stored it."""
+    policy = filled(lambda slots: ArcPolicy(slots, key_of), 8, 3)
+    policy.refresh(0)  # loaded
+    policy.use(1)  # the request that stored it has finished
+    assert (policy.order(), "T1 3 T2 0" in repr(policy)) == ([2, 0, 1], True)
+    policy.use(1)
+    policy.refresh(1)
+    assert "T1 2 T2 1" in repr(policy)
+    policy.remove(2)
+    policy.insert(2)  # another chunk, in the same slot
+    policy.use(2)
+    assert "T1 2 T2 1" in repr(policy)
 
 
 def test_arc_learns_from_ghosts() -> None:

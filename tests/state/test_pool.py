@@ -115,7 +115,7 @@ def test_the_coldest_column_goes_first() -> None:
     old = add(namespaces, 1, PAGE)
     for first in range(0, 256, 2):
         store(old, first, 2)
-    old.table.touch([b"%d" % number for number in range(4)])
+    old.table.finished([b"%d" % number for number in range(4)])
     new = add(namespaces, 2, PAGE)
     assert store(new, 0, 2) == 2
     gone = [n for n in range(256) if old.directory.find(b"%d" % n) < 0]

@@ -182,9 +182,9 @@ class Reopening(RuleBasedStateMachine):
         self.table(space).prepare_load(keys, 1, self.now, 10.0)
 
     @rule(space=space_strategy, keys=keys_strategy)
-    def touch(self, space: int, keys: list[bytes]) -> None:
-        """Chunks are of use."""
-        self.table(space).touch(keys)
+    def finished(self, space: int, keys: list[bytes]) -> None:
+        """A request that used chunks has finished."""
+        self.table(space).finished(keys)
 
     @rule(space=space_strategy)
     def reset(self, space: int) -> None:

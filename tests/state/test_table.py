@@ -95,13 +95,30 @@ def test_duplicates() -> None:
     assert table.prepare_store([b"b", b"b"], 1, 0.0).answers.tolist() == [FULL, FULL]
 
 
-def test_touch_keeps_the_head_longest() -> None:
-    """After a touch a prompt's tail is evicted before its head, and others before both."""
+def test_the_head_stays_longest() -> None:
+    """When a request has finished its tail is evicted before its head, and others before both."""
     table = make(4)
     store(table, names(4))
-    assert table.touch([b"key 1", b"key 3", b"unknown"]) == 2
+    assert table.finished([b"key 1", b"key 3", b"unknown"]) == 2
     order = [store(table, names(1, first=10 + n))[0] for n in range(4)]
     assert order == [b"key 2", b"key 0", b"key 3", b"key 1"]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) -> None:
+    """Its tail goes first, also what was still on its way when the request had finished."""
+    table = make(6, policy=policy)
+    store(table, names(2))
+    lease = table.prepare_load(names(2), 1, 1.0, 10.0).lease_id
+    parts = [table.prepare_store(names(2, first=first), 1, 2.0) for first in (2, 4)]
+    table.complete_load(lease, 1)
+    assert table.finished([*names(2), *names(4, first=2)]) == 6
+    for part in reversed(parts):
+        done = (part.slots, part.generations, [0, 0], [1, 1])
+        assert len(table.share_done(1, 0, *done, ok=True).ready) == 2
+    order = [store(table, names(1, first=10 + n))[0] for n in range(6)]
+    assert order == list(reversed(names(6)))
+    table.check_integrity()
 
 
 def test_ready_only_with_every_rank() -> None:
@@ -192,7 +209,7 @@ def test_the_coldest_chunk_stays_while_it_is_leased(policy: str) -> None:
     keys = names(4)
     store(table, keys)
     lease = table.prepare_load(keys[:1], 1, 0.0, 10.0)
-    table.touch(keys[1:])
+    table.finished(keys[1:])
     assert table.prepare_store([b"new 1"], 1, 0.0).evicted != keys[:1]
     assert table.directory.lookup(keys[0]) is LookupResult.HIT
     table.complete_load(lease.lease_id, 1)

@@ -29,7 +29,7 @@ from kvd_proto.messages import (
     Message,
     PrepareLoad,
     PrepareStore,
-    Touch,
+    RequestFinished,
 )
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, make_layout
@@ -307,7 +307,6 @@ def test_a_reset_drops_every_chunk(engine: Engine) -> None:
     keys = keys_of("reset", 8)
     store(manager, engine, keys)
     manager.prepare_load(keys[:3], REQUEST)
-    manager.touch(keys, REQUEST)
     manager.reset_cache()
     assert looked_up(manager, keys) == {LookupResult.MISS}
     until(engine, lambda: not any(chunks(engine).values()))
@@ -315,30 +314,74 @@ def test_a_reset_drops_every_chunk(engine: Engine) -> None:
     assert store(manager, engine, keys) == keys
 
 
-def test_touches_of_a_step_are_one_message(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of all requests go together when the step ends, each key once, in order."""
+def request_of(name: str, keys: Sequence[OffloadKey]) -> ReqContext:
+    """A request whose chunks these are, its head first; as vLLM's scheduler describes it."""
+    request = ReqContext(name)
+    for number, key in enumerate(keys, 1):
+        request.set_offload_key_position(key, number * 16)
+    return request
+
+
+def test_requests_that_end_in_a_step_are_one_message(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each key once: of the last one first, and of each its head first, whatever came first."""
     manager = manager_of(engine)
-    keys = keys_of("touched", 6)
-    touched: list[list[bytes]] = []
-    monkeypatch.setattr(engine.scheduler, "touch", touched.append)
-    manager.touch(keys[:4], REQUEST)
-    manager.touch(keys[2:], OTHER)
-    assert not touched
-    manager.on_schedule_end(STEP_END)
-    manager.on_schedule_end(STEP_END)
-    assert touched == [keys]
+    keys = keys_of("used", 6)
+    store(manager, engine, keys[:2])
+    told: list[list[bytes]] = []
+    monkeypatch.setattr(engine.scheduler, "request_finished", told.append)
+    first, second = request_of("first", keys), request_of("second", keys)
+    for at in (4, 2, 0):
+        manager.prepare_store(keys[at : at + 2], first)
+    manager.prepare_load(keys[:1], second)
+    manager.prepare_store([keys[1], *keys_of("more", 1)], second)
+    manager.on_request_finished(first)
+    manager.on_request_finished(second)
+    manager.on_request_finished(request_of("nothing", []))
+    assert not told
+    manager.tell_finished()
+    manager.tell_finished()
+    assert told == [[keys[0], keys[1], *keys_of("more", 1), *keys[2:]]]
 
 
-def test_what_is_touched_stays_longest(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon hears of it: what was not touched makes room."""
+def test_what_others_are_writing_is_not_used(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what was offered only what is there counts, or what the request itself stores."""
+    manager = manager_of(engine)
+    keys = keys_of("begun", 4)
+    manager.prepare_store(keys[:2], REQUEST)
+    manager.prepare_store(keys, OTHER)
+    told: list[list[bytes]] = []
+    monkeypatch.setattr(engine.scheduler, "request_finished", told.append)
+    manager.on_request_finished(OTHER)
+    manager.tell_finished()
+    assert told == [keys[2:]]
+    manager.reset_cache()
+    manager.on_request_finished(REQUEST)
+    manager.tell_finished()
+    assert told == [keys[2:]]
+
+
+def test_what_a_finished_request_had_stays_longest(
+    small: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offered and found present is enough; its tail makes room before its head."""
     manager = manager_of(small)
     keys = keys_of("old", SMALL_POOL)
     store(manager, small, keys)
+    request = request_of("again", keys)
     sent = watched(small, monkeypatch)
-    manager.touch(keys[-4:], REQUEST)
-    manager.on_schedule_end(STEP_END)
-    assert sent == [Touch]
-    assert manager.prepare_store(keys_of("new", 2), REQUEST).evicted_keys == keys[-5:-7:-1]
+    assert not manager.prepare_store(keys[:4], request).keys_to_store
+    manager.prepare_load(keys[4:8], request)
+    manager.complete_load(keys[4:8], request)
+    manager.on_request_finished(request)
+    manager.tell_finished()
+    assert sent == [PrepareStore, PrepareLoad, CompleteLoad, RequestFinished]
+    new = keys_of("new", SMALL_POOL - 2)
+    evicted = manager.prepare_store(new, REQUEST).evicted_keys
+    assert evicted == [*keys[:7:-1], *keys[7:1:-1]]
 
 
 def test_each_call_is_at_most_one_message(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,12 +420,12 @@ def use_all(manager: KvdOffloadingManager, keys: list[OffloadKey], failures: int
     figures = counted(manager)
     assert figures[metrics.ATTACHED] == 0
     assert figures.get(metrics.ALLOCATION_FAILURE, 0) == failures
-    manager.touch(keys, REQUEST)
     manager.on_schedule_end(STEP_END)
     manager.mark_failed(keys)
     manager.complete_store(keys, REQUEST)
     manager.stop_loading(REQUEST.req_id)
     manager.on_request_finished(REQUEST)
+    manager.tell_finished()
     assert not list(manager.take_events())
     assert not manager.has_pending_work()
 
@@ -400,13 +443,13 @@ def test_without_a_daemon_everything_is_a_miss(runtime_dir: Path) -> None:
 
 
 def test_a_daemon_that_ends_leaves_misses(engine: Engine, daemon: Daemon) -> None:
-    """Also with a load pinned, a store begun and touches to be sent."""
+    """Also with a load pinned, a store begun and a request that has finished."""
     manager = manager_of(engine)
     keys = keys_of("left", 5)
     store(manager, engine, keys)
     manager.prepare_load(keys, OTHER)
     manager.prepare_store(keys_of("begun", 3), OTHER)
-    manager.touch(keys, OTHER)
+    manager.on_request_finished(OTHER)
     daemon.stop(signal.SIGKILL)
     changed = engine.scheduler._changed
     with changed:

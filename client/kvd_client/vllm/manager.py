@@ -31,7 +31,10 @@ from kvd_client import LoadTicket, Scheduler, StoreAnswer, StoreTicket
 from kvd_client import LookupResult as Found
 from kvd_client.vllm import metrics
 from kvd_client.vllm.slots import ChunkSlots
+from kvd_client.vllm.uses import Uses
 from kvd_proto.messages import MAX_KEYS
+
+_USED = (StoreAnswer.ACCEPTED, StoreAnswer.PRESENT)
 
 
 class KvdOffloadingManager(OffloadingManager):
@@ -53,7 +56,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._no_loads: set[str] = set()
         self._pending_since: dict[str, float] = {}
         self._failed: set[OffloadKey] = set()
-        self._touched: dict[OffloadKey, None] = {}  # ordered
+        self._uses = Uses()
         self._reset_owed = False
         self._stats = OffloadingConnectorStats()
 
@@ -65,7 +68,11 @@ class KvdOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what was remembered about the request, but for a load that still runs."""
+        """Forget what was remembered about the request, but for a load that still runs.
+
+        What it used is told by `tell_finished`.
+        """
+        self._uses.finish(req_context)
         self._no_loads.discard(req_context.req_id)
         self._pending_since.pop(req_context.req_id, None)
 
@@ -106,6 +113,7 @@ class KvdOffloadingManager(OffloadingManager):
             self.scheduler.complete_load(ticket)
             return ChunkSlots(missing=missing)
         self._tickets[req_context.req_id] = ticket
+        self._uses.add(wanted, req_context)
         return ChunkSlots(ticket.slots, ticket.generations, _per_group(wanted))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -114,11 +122,6 @@ class KvdOffloadingManager(OffloadingManager):
         ticket = self._tickets.pop(req_context.req_id, None)
         if ticket is not None:
             self.scheduler.complete_load(ticket)
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Remember for the end of the step: one message for all requests."""
-        del req_context
-        self._touched.update(dict.fromkeys(keys))
 
     # ---------------------------------------------------------------- stores
 
@@ -129,13 +132,14 @@ class KvdOffloadingManager(OffloadingManager):
 
         Never None: vLLM would ask again for the same chunks in every step.
         """
-        del req_context
         wanted = list(keys)[:MAX_KEYS]
         # While no daemon serves this engine nothing is asked: the answer is known.
         served = self.scheduler.attached
         ticket = self.scheduler.prepare_store(wanted) if served else StoreTicket()
         accepted = [OffloadKey(key) for key in ticket.keys]
         evicted = [OffloadKey(key) for key in ticket.evicted]
+        pairs = zip(wanted, ticket.answers, strict=False)
+        self._uses.add((key for key, answer in pairs if answer in _USED), req_context)
         if served and not ticket.served:
             self._stats.increase_counter(metrics.ALLOCATION_FAILURE)
         refused = ticket.answers.count(StoreAnswer.FULL)
@@ -169,13 +173,16 @@ class KvdOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------ rest
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Send the step's touches, and a reset that is owed."""
+        """Send a reset that is owed."""
         del context
         if self._reset_owed and self.scheduler.attached:
             self._reset_owed = not self.scheduler.reset().served
-        if self._touched:
-            self.scheduler.touch(list(self._touched)[:MAX_KEYS])
-            self._touched.clear()
+
+    def tell_finished(self) -> None:
+        """Tell the daemon what the requests used that have finished: one message for all."""
+        keys = self._uses.take()
+        if keys and self.scheduler.attached:
+            self.scheduler.request_finished(keys)
 
     def reset_cache(self) -> None:
         """Drop every chunk of the namespace, for all engines that share it.
@@ -186,7 +193,7 @@ class KvdOffloadingManager(OffloadingManager):
             self.scheduler.complete_load(ticket)
         self._tickets.clear()
         self._failed.clear()
-        self._touched.clear()
+        self._uses.clear()
         self._reset_owed = not self.scheduler.reset().served
 
     def take_events(self) -> Iterable[OffloadingEvent]:

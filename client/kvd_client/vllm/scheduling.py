@@ -10,7 +10,9 @@ from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.rank import KvdWorkerMetadata
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -48,6 +50,12 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._asked.pop(request.request_id, None)
         kept: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         return kept
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
+        """A step's jobs. At its end it is known which requests have finished."""
+        meta = super().build_connector_meta(scheduler_output)
+        self.manager.tell_finished()
+        return meta
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take in what has ended in this step."""
