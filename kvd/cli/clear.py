@@ -59,7 +59,7 @@ def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
 def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> None:
     """Drop the chunks that were of no use for some time.
 
-    A chunk is of use when it is stored, loaded, or touched by its engine. Pinned
+    A chunk is of use when a request stores, loads or offers it. Pinned
     chunks are in use and stay. Room that becomes free by it is free for every
     namespace.
 

@@ -52,22 +52,30 @@ class Setting:
         )
 
 
-def with_in_process_copy(options: EngineOptions) -> EngineOptions:
-    """The same engine with a cache inside it, where vLLM has no prefix cache of its own.
+def with_in_process_copy(
+    options: EngineOptions,
+    *,
+    pool_bytes: int = 64 * 2**20,
+    blocks_per_chunk: int = 2,
+    figures: Path | None = None,
+) -> EngineOptions:
+    """The same engine with a cache inside it, managed by vLLM; `figures` takes what it counts.
 
-    So it is for MLA on a CPU without AMX.
+    MLA needs one on a CPU without AMX: vLLM has no prefix cache of its own there.
     """
+    counted = figures is not None
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": "InProcessSpec",
-            "spec_module_path": "in_process",
-            "blocks_per_chunk": 2,
-            "bytes": 64 * 2**20,
+            "spec_name": "CountedSpec" if counted else "InProcessSpec",
+            "spec_module_path": "tests.vllm.counted" if counted else "bench.in_process",
+            "blocks_per_chunk": blocks_per_chunk,
+            "bytes": pool_bytes,
+            **({"figures": str(figures)} if counted else {}),
         },
     }
-    return replace(options, kv_transfer=transfer, env={"PYTHONPATH": str(ROOT / "bench")})
+    return replace(options, kv_transfer=transfer, env={"PYTHONPATH": str(ROOT)})
 
 
 @dataclass(frozen=True)
