@@ -208,7 +208,7 @@ def test_what_could_not_be_given_back_is_when_the_daemon_speaks_again(
     ticket = hasty.prepare_load([b"k"])
     assert ticket.lease
     daemon.freeze()
-    assert hasty.touch([b"k"]) == 0
+    assert hasty.request_finished([b"k"]) == 0
     assert not hasty.connected
     hasty.complete_load(ticket)
     hasty.complete_store([b"failed"], success=False)
@@ -217,7 +217,7 @@ def test_what_could_not_be_given_back_is_when_the_daemon_speaks_again(
     assert daemon.wait_for(CompleteLoad)[0].lease == ticket.lease
     assert daemon.wait_for(CompleteStore)[0].keys == (b"failed",)
     until(hasty, connected=True)
-    assert hasty.touch([b"k"]) == 1
+    assert hasty.request_finished([b"k"]) == 1
     assert len(daemon.wait_for(CompleteStore)) == len(daemon.wait_for(CompleteLoad)) == 1
 
 
@@ -228,11 +228,11 @@ def test_what_is_owed_ends_with_its_daemon(runtime_dir: Path) -> None:
         eventually(lambda: scheduler.connected)
         ticket = scheduler.prepare_load([b"k"])
         first.freeze()
-        assert scheduler.touch([b"k"]) == 0
+        assert scheduler.request_finished([b"k"]) == 0
         scheduler.complete_load(ticket)
     with scheduler, FakeDaemon(runtime_dir) as second:
         second.wait_for(Hello)
-        eventually(lambda: scheduler.touch([b"k"]))
+        eventually(lambda: scheduler.request_finished([b"k"]))
         assert not [m for m in second.received if isinstance(m, CompleteLoad)]
 
 

@@ -259,7 +259,7 @@ def test_what_a_frozen_daemon_was_not_told_it_hears_when_it_goes_on(daemon: Daem
         wait_state(daemon, pinned=4, writing=2)
         daemon.process.send_signal(signal.SIGSTOP)
         try:
-            assert not engine.scheduler.touch(keys)
+            assert not engine.scheduler.request_finished(keys)
             assert not engine.scheduler.connected
             engine.scheduler.complete_load(ticket)
             engine.scheduler.complete_store(lost.keys, success=False)
