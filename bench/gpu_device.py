@@ -17,6 +17,8 @@ from kvd.lane.cuda.driver import BatchCopy
 from kvd.lane.device import Direction
 
 Bytes = npt.NDArray[np.uint8]
+WARM_SECONDS, WARM_BYTES = 1.0, 64 * 2**20
+MOST_COPIES = 2**16  # of one call of `batched`: a driver may need microseconds for each
 _VERSION = Path("/sys/module/nvidia/version")
 
 
@@ -63,10 +65,39 @@ class Gpu:
         _call("cuMemcpyDtoH", data.ctypes.data, address, nbytes)
         return data
 
+    def warm(self, seconds: float = WARM_SECONDS) -> None:
+        """Keep the device and the bus busy for so long: an idle device has low clocks."""
+        pinned = Pinned(2 * WARM_BYTES)
+        host, device = pinned.address, driver.allocate(2 * WARM_BYTES)
+        load, store = self.streams[Direction.LOAD], self.streams[Direction.STORE]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            driver.copy(device, host, WARM_BYTES, load)
+            driver.copy(host + WARM_BYTES, device + WARM_BYTES, WARM_BYTES, store)
+            _call("cuMemsetD8Async", device, 0, WARM_BYTES, load)  # its processors too
+            self.wait()
+        pinned.close()
+        driver.free(device)
+
     def wait(self) -> None:
         """Until both streams are idle."""
         for stream in self.streams.values():
             driver.wait_for_stream(stream)
+
+
+class Pinned:
+    """Pinned host memory at `address`, all of its pages there."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, nbytes)
+        host = np.frombuffer(self._memory, np.uint8)
+        host[:] = 1
+        self.address = host.ctypes.data
+        driver.register_host(self.address, nbytes)
+
+    def close(self) -> None:
+        """Unpin it."""
+        driver.unregister_host(self.address)
 
 
 class Reference:
@@ -80,11 +111,8 @@ class Reference:
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
         self._gpu = gpu
         self._nbytes = nbytes
-        self._memory = mmap.mmap(-1, 2 * nbytes)
-        host = np.frombuffer(self._memory, np.uint8)
-        host[:] = 1  # every page is there before it counts
-        self._host = host.ctypes.data
-        driver.register_host(self._host, 2 * nbytes)
+        self._pinned = Pinned(2 * nbytes)
+        self._host = self._pinned.address
         self._device = driver.allocate(2 * nbytes)
         try:
             self._batch: BatchCopy | None = BatchCopy.find()
@@ -109,12 +137,12 @@ class Reference:
     def batched(self, nbytes: int, fragment: int, *directions: Direction) -> float:
         """GB/s of `cuMemcpyBatchAsync` between places in another order on the two sides.
 
-        The calls are as large as a piece of the lane's.
+        The calls are as large as a piece of the lane's; of short fragments fewer bytes are moved.
         """
         batch = self._batch
         if batch is None:
             raise RuntimeError("this driver has no cuMemcpyBatchAsync")
-        count = nbytes // fragment
+        count = min(nbytes // fragment, MOST_COPIES)
         rng = np.random.default_rng(0)
         there, here = (rng.permutation(count).astype(np.uint64) * fragment for _ in range(2))
         sizes = np.full(count, fragment, np.uint64)
@@ -143,7 +171,7 @@ class Reference:
 
     def close(self) -> None:
         """Give the memory back."""
-        driver.unregister_host(self._host)
+        self._pinned.close()
         driver.free(self._device)
 
     def _ends(self, direction: Direction) -> tuple[int, int]:

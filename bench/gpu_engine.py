@@ -90,7 +90,9 @@ class Engine:
         self._size = self.device_bytes = layout.storages[0]
         self._address = driver.allocate(self._size)
         # The period divides no page, so that all pages differ.
-        gpu.write(self._address, np.resize(rng.integers(0, 256, 2**22 - 3, np.uint8), self._size))
+        pattern = rng.integers(0, 256, 2**22 - 3, np.uint8)
+        for begin in range(0, self._size, len(pattern)):
+            gpu.write(self._address + begin, pattern[: self._size - begin])
         memory = DeviceMemory.at(self._address, self._size)
         name = engine_name()
         self.worker = Worker(daemon.runtime_dir, name, 0, 1)
@@ -99,6 +101,7 @@ class Engine:
         memory.close()
         if not self.worker.wait_attached(SECONDS) or not self.scheduler.wait_attached(SECONDS):
             raise RuntimeError("the engine does not become complete")
+        daemon.wait_usable(SECONDS)
 
     def store(self) -> tuple[list[bytes], float]:
         """Store everything under new keys: the keys, GB/s."""
@@ -152,10 +155,12 @@ class Engine:
         Raises:
             RuntimeError: it is not.
         """
-        data = self._gpu.read(self._address, self._size)
-        pages = data.reshape(TENSORS, self._num_blocks, self._fragment)
-        if not all(np.array_equal(tensor[self._from], tensor[self._to]) for tensor in pages):
-            raise RuntimeError(f"{self._fragment} bytes: what was loaded is not what was stored")
+        size = self._size // TENSORS
+        for tensor in range(TENSORS):
+            data = self._gpu.read(self._address + tensor * size, size)
+            pages = data.reshape(self._num_blocks, self._fragment)
+            if not np.array_equal(pages[self._from], pages[self._to]):
+                raise RuntimeError(f"{self._fragment} bytes: loaded is not what was stored")
 
     def close(self) -> None:
         """End both sessions and free the memory."""

@@ -18,7 +18,11 @@ WAYS = {"dma": (2 * 2**20, 0), "kernel": (8192, 2**20)}
 
 
 class Neighbour:
-    """Another process that computes on the GPU; ended with the context."""
+    """Another process that computes on the GPU; ended with the context.
+
+    Raises:
+        RuntimeError: where the context begins: it cannot, with the reason.
+    """
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -27,9 +31,10 @@ class Neighbour:
             stdout=subprocess.PIPE,
             text=True,
         )
-        if self._answer() != "ready":
+        answer = self._answer()
+        if answer != "ready":
             self._end()
-            raise RuntimeError("the process that computes does not start")
+            raise RuntimeError(answer or "the process that computes does not start")
         return self
 
     def tflops(self, seconds: float) -> float:
@@ -97,30 +102,31 @@ class Saturated:
             raise self._failed
 
 
-def measure(gpu: Gpu, way: str, nbytes: int, rounds: int) -> dict[str, float]:
+def measure(gpu: Gpu, way: str, nbytes: int, rounds: int, log: Path) -> dict[str, float]:
     """TFLOP/s alone and beside kvd, the loss in percent, kvd's GB/s meanwhile.
 
     Args:
         gpu: where kvd moves.
         way: one of WAYS.
         nbytes: to move at a time.
-        rounds: alone and beside kvd in turn.
+        rounds: alone and beside kvd in turn, after a first one that does not count.
+        log: the daemon's.
 
     Raises:
         RuntimeError: torch sees no GPU, or the kernel does not work on it.
     """
-    if not torch_sees_a_gpu():
-        raise RuntimeError("torch sees no GPU")
     fragment, below = WAYS[way]
-    daemon = Daemon(pool_bytes(fragment, nbytes))
-    measured = chosen_by_a_lane(gpu)
-    if measured:
-        prefer(daemon, measured, below)
-    elif below:
-        raise RuntimeError("the kernel does not work on this device")
-    with Neighbour() as neighbour, daemon, Engine(gpu, daemon, fragment, nbytes) as engine:
-        engine.store()
-        return _beside(neighbour, gpu, engine, rounds)
+    with Neighbour() as neighbour:
+        measured = chosen_by_a_lane(gpu, log)
+        daemon = Daemon(pool_bytes(fragment, nbytes), log=log)
+        if measured:
+            prefer(daemon, measured, below)
+        elif below:
+            raise RuntimeError("the kernel does not work on this device")
+        with daemon, Engine(gpu, daemon, fragment, nbytes) as engine:
+            engine.store()
+            _beside(neighbour, gpu, engine, 1)
+            return _beside(neighbour, gpu, engine, rounds)
 
 
 def _beside(neighbour: Neighbour, gpu: Gpu, engine: Engine, rounds: int) -> dict[str, float]:
@@ -136,10 +142,3 @@ def _beside(neighbour: Neighbour, gpu: Gpu, engine: Engine, rounds: int) -> dict
         "loss_percent": 100 * (1 - median(beside) / median(alone)),
         "kvd_GBps": median(rates),
     }
-
-
-def torch_sees_a_gpu() -> bool:
-    """Whether torch is there, with CUDA, and finds a device."""
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    return not done.returncode

@@ -56,18 +56,19 @@ def registration(gpu: Gpu, nbytes: int, rounds: int) -> dict[str, float]:
     }
 
 
-def latency(gpu: Gpu, jobs: int) -> dict[str, float]:
+def latency(gpu: Gpu, jobs: int, log: Path) -> dict[str, float]:
     """Microseconds from submission to seen finished of jobs of one chunk; and the lane's memory.
 
     The device memory that is gone once the lane runs is its context and what it keeps there.
     """
     fragment, nbytes = LATENCY_FRAGMENT, LATENCY_BYTES
-    with Daemon(pool_bytes(fragment, nbytes)) as daemon:
+    with Daemon(pool_bytes(fragment, nbytes), log=log) as daemon:
         before = gpu.free_bytes()
         with Engine(gpu, daemon, fragment, nbytes) as engine:
             context = before - gpu.free_bytes() - engine.device_bytes
             keys, _ = engine.store()
             engine.load(keys)
+            gpu.warm()
             chosen = (keys * (jobs // len(keys) + 1))[:jobs]
             loads = engine.one_chunk(Direction.LOAD, chosen)
             stores = engine.one_chunk(Direction.STORE, fresh_keys(jobs))
@@ -90,10 +91,10 @@ def thresholds(daemon: Daemon) -> dict[str, str | int]:
     return kept | ({"file": found[0].name} if found else {})
 
 
-def chosen_by_a_lane(gpu: Gpu) -> dict[str, str | int]:
+def chosen_by_a_lane(gpu: Gpu, log: Path) -> dict[str, str | int]:
     """What a lane that is started for it has measured."""
     fragment, nbytes = LATENCY_FRAGMENT, LATENCY_BYTES
-    with Daemon(pool_bytes(fragment, nbytes)) as daemon:
+    with Daemon(pool_bytes(fragment, nbytes), log=log) as daemon:
         with Engine(gpu, daemon, fragment, nbytes):
             pass
         return thresholds(daemon)

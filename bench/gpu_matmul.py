@@ -1,7 +1,7 @@
 """A process that keeps the GPU busy with matrix products, as an engine does.
 
 For each line with a number of seconds on standard input it answers with the TFLOP/s of bf16
-products in that time; it ends with its input.
+products in that time; it ends with its input. Where it cannot it says why instead of `ready`.
 """
 
 import sys
@@ -14,6 +14,9 @@ SIZE, AT_A_TIME = 8192, 8
 
 def main() -> None:
     """Say `ready`, then answer."""
+    if not torch.cuda.is_available():
+        print("torch sees no GPU", flush=True)
+        return
     left = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
     right = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
     product = torch.empty_like(left)

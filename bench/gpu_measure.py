@@ -48,15 +48,17 @@ def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
     gpu = Gpu()
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "device": gpu.describe,
-        "latency": lambda: gpu_lane.latency(gpu, options.jobs),
-        "registration": lambda: gpu_lane.registration(gpu, 2 * nbytes, 3),
-        "fragments": lambda: fragments(gpu, int(which), nbytes, options.rounds),
-        "interference": lambda: gpu_interference.measure(gpu, which, nbytes, 3),
+        "latency": lambda: gpu_lane.latency(gpu, options.jobs, options.log),
+        "registration": lambda: gpu_lane.registration(gpu, nbytes, 3),
+        "fragments": lambda: fragments(gpu, int(which), nbytes, options.rounds, options.log),
+        "interference": lambda: gpu_interference.measure(gpu, which, nbytes, 3, options.log),
     }
+    if kind != "device":
+        gpu.warm()
     return sections[kind]()
 
 
-def fragments(gpu: Gpu, fragment: int, nbytes: int, rounds: int) -> dict[str, Any]:
+def fragments(gpu: Gpu, fragment: int, nbytes: int, rounds: int, log: Path) -> dict[str, Any]:
     """By direction: GB/s of kvd, of the raw copy, of batches; and what the lane chose.
 
     Args:
@@ -64,14 +66,16 @@ def fragments(gpu: Gpu, fragment: int, nbytes: int, rounds: int) -> dict[str, An
         fragment: bytes that lie in one place.
         nbytes: to move at a time, about.
         rounds: all in turn; a first one does not count. Fewer where they take long.
+        log: the daemon's.
     """
     rates: dict[str, dict[str, list[float]]] = {
         name: {"kvd": [], "raw": [], "batch": []} for name in DIRECTIONS
     }
-    end = time.monotonic() + ROUNDS_SECONDS
-    with Daemon(pool_bytes(fragment, nbytes)) as daemon:
+    with Daemon(pool_bytes(fragment, nbytes), log=log) as daemon:
         with Engine(gpu, daemon, fragment, nbytes) as engine:
             reference = Reference(gpu, engine.nbytes)
+            gpu.warm()
+            end = time.monotonic() + ROUNDS_SECONDS
             for number in range(rounds + 1):
                 if number > LEAST_ROUNDS and time.monotonic() > end:
                     break
@@ -101,6 +105,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", required=True)
     parser.add_argument("--part-out", type=Path, required=True)
+    parser.add_argument("--log", type=Path, required=True, help="for the daemons' lines")
     parser.add_argument("--mib", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--jobs", type=int, required=True)

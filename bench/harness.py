@@ -45,9 +45,15 @@ def fresh_keys(count: int) -> list[bytes]:
 
 
 class Daemon:
-    """A `kvd serve` of its own with a pool of `cpu_bytes` and `options`; ended with the context."""
+    """A `kvd serve` of its own with a pool of `cpu_bytes` and `options`; ended with the context.
 
-    def __init__(self, cpu_bytes: int, *options: str) -> None:
+    Args:
+        cpu_bytes: of the pool.
+        options: more of `kvd serve`.
+        log: a file to which it and its lanes append theirs; else that is gone with it.
+    """
+
+    def __init__(self, cpu_bytes: int, *options: str, log: Path | None = None) -> None:
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > cpu_bytes
         self._place = Path(
             tempfile.mkdtemp(prefix="kvd-bench-", dir=SHARED_MEMORY if roomy else None)
@@ -55,6 +61,7 @@ class Daemon:
         self.runtime_dir = self._place / "run"
         self._cpu_bytes = cpu_bytes
         self._options = options
+        self._log_path = log or self._place / "log"
         self.start_ms = 0.0
 
     def __enter__(self) -> Self:
@@ -62,7 +69,8 @@ class Daemon:
         command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
         command += ["--cpu-bytes", str(self._cpu_bytes), "--pool-dir", str(self._place)]
         command += ["--http-listen", "off", "--keep-pool", "no", *self._options]
-        self._log = (self._place / "log").open("w")
+        self._log = self._log_path.open("ab")
+        begin = self._log.tell()
         self._process = subprocess.Popen(command, stderr=self._log, start_new_session=True)
         try:
             while not self.status().get("ready"):
@@ -70,9 +78,8 @@ class Daemon:
                     self._process.poll() is not None
                     or time.perf_counter() - started > READY_SECONDS
                 ):
-                    raise RuntimeError(
-                        f"the daemon is not ready: {Path(self._log.name).read_text()}"
-                    )
+                    said = self._log_path.read_bytes()[begin:].decode(errors="replace")
+                    raise RuntimeError(f"the daemon is not ready: {said}")
                 time.sleep(POLL_SECONDS)
         except BaseException:
             self._end()
@@ -88,6 +95,24 @@ class Daemon:
         except NotRunning:
             return {}
         return reply.status if isinstance(reply, StatusReport) else {}
+
+    def wait_usable(self, seconds: float) -> None:
+        """Wait until every lane can copy all of the pool; less is taken of a store before that.
+
+        Raises:
+            RuntimeError: a lane cannot, or not in this time.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            lanes = self.status().get("lanes", [])
+            if lanes and all(lane["usable_bytes"] >= lane["pool_bytes"] > 0 for lane in lanes):
+                return
+            errors = [lane["pin_error"] for lane in lanes if lane["pin_error"]]
+            if errors or time.monotonic() > end:
+                raise RuntimeError(
+                    errors[0] if errors else f"the pool is not usable in {seconds:g} s: {lanes}"
+                )
+            time.sleep(POLL_SECONDS)
 
     def memory(self) -> tuple[float, float]:
         """MiB resident beyond the pool and the workers' tensors: of the broker, of the lane."""

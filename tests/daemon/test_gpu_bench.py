@@ -1,14 +1,21 @@
 """What `make gpu` runs, where there is no GPU: its refusals, and its benchmark's shape."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
+import zipfile
+from operator import not_
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.fakecuda.harness import FakeCuda
+from tests.gpu import run as gpu_run
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "tests" / "gpu"
@@ -57,6 +64,10 @@ def test_the_gpu_benchmark_runs_and_writes_every_figure(fakecuda: FakeCuda, tmp_
     }
     assert {"driver", "cuda", "date", "bytes", "rounds"} <= set(result)
     assert "at least 0.95" in shown
+    # What the daemon and its lanes said, part by part.
+    said = (tmp_path / "gpu.log").read_text().split("== fragments 4096\n")[1]
+    assert "lane cuda:" in said
+    assert "all 6 MiB of the pool are allocated" in said
 
 
 @pytest.mark.slow
@@ -105,7 +116,7 @@ def with_a_driver(self, part):
     return run(self, part)
 gpu_parts.Parts.run = with_a_driver
 wanted = ("device", "latency", "fragments 65536", "registration")
-gpu_transfer._parts = lambda lengths: [gpu_parts.Part(name, 10.0) for name in wanted]
+gpu_transfer._parts = lambda lengths: [gpu_parts.Part(name, 20.0) for name in wanted]
 options = argparse.Namespace(
     mib=2, rounds=1, jobs=4, fragments=(65536,), seconds=120.0, out=Path(sys.argv[2])
 )
@@ -143,6 +154,92 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     assert "beside dma: loss percent 1.50 at most 2: met" in lines
     assert "beside kernel: loss percent 9.00" in lines
     assert "not measured: registration: it took more than 45 s" in lines
+
+
+def test_parts_that_import_torch_have_time_for_it_twice() -> None:
+    """Torch on a cold disk takes 30 s; what the part measures takes its own time beside that."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import gpu_transfer\n"
+        "print(*(part.seconds for part in gpu_transfer._parts(gpu_transfer.FRAGMENTS)"
+        " if part.name.startswith('interference')))"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "bench")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    limits = [float(text) for text in done.stdout.split()]
+    assert len(limits) == 2
+    assert all(limit >= 2 * 30 + 60 for limit in limits)
+
+
+def test_make_gpu_says_which_wheels_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages that are neither there nor in the folder are named, and no others."""
+    packages = ["kvd-one>=1", "kvd.two>=2", "kvd-three"]
+    monkeypatch.delenv("WHEELS", raising=False)
+    with pytest.raises(gpu_run.Refused, match=r"lacks kvd-one>=1, kvd.two>=2, kvd-three; put"):
+        gpu_run._install(packages, tmp_path / "site")
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / "kvd_two-2.0-py3-none-any.whl").touch()
+    monkeypatch.setenv("WHEELS", str(wheels))
+    with pytest.raises(gpu_run.Refused, match=r" lack kvd-one>=1, kvd-three; put"):
+        gpu_run._install(packages, tmp_path / "site")
+
+
+def test_make_gpu_installs_wheels_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel whose own needs are not in the folder is installed all the same, kvd is not."""
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "kvd_two-2.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("kvd_two.py", "HERE = True\n")
+        info = "kvd_two-2.0.dist-info/"
+        needs = "Metadata-Version: 2.1\nName: kvd-two\nVersion: 2.0\nRequires-Dist: numpy\n"
+        wheel.writestr(info + "METADATA", needs)
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(info + "RECORD", "")
+    monkeypatch.setenv("WHEELS", str(wheels))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setattr(gpu_run, "needed", lambda: {"kvd_two": "kvd-two>=2", "numpy": "numpy"})
+    environment = gpu_run._environment(site)
+    code = "import kvd_two, kvd.version; print(kvd_two.HERE, kvd.version.__file__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
+    assert done.stdout == f"True {ROOT / 'kvd' / 'version.py'}\n"
+
+
+def test_make_gpu_says_how_to_enlarge_shared_memory(tmp_path: Path) -> None:
+    """Room for the pools of the benchmark and the tests, or the command that makes it."""
+    gpu_run.check_shared_memory(1, tmp_path)
+    with pytest.raises(gpu_run.Refused, match=rf"remount,size=24g {tmp_path} "):
+        gpu_run.check_shared_memory(2**62, tmp_path)
+
+
+def test_what_make_gpu_starts_has_ended_when_it_goes_on(tmp_path: Path) -> None:
+    """A process that its program leaves behind does not run beside the next part."""
+    said = tmp_path / "said"
+    code = (
+        "import subprocess, sys\n"
+        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open(sys.argv[1], 'w').write(str(left.pid))"
+    )
+    command = [sys.executable, "-c", code, str(said)]
+    end = time.monotonic() + PATIENCE
+    assert gpu_run._run("the tests", command, dict(os.environ), end) == 0
+    left = int(said.read_text())
+    eventually(lambda: runs(left), not_)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_make_gpu_refuses_in_a_sentence_without_a_gpu() -> None:

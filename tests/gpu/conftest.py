@@ -1,5 +1,6 @@
 """Tests on a real GPU. They share the engine of tests/daemon, not its conftest's needs."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,10 +27,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def gpu_daemons() -> Iterator[StartDaemon]:
-    """Starts daemons and ends them with the test."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
-        started_daemons(Path(path) / "run") as start,
-    ):
-        yield start
+def gpu_daemons(request: pytest.FixtureRequest) -> Iterator[StartDaemon]:
+    """Starts daemons and ends them with the test; their logs are appended to the file LOG."""
+    with tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path:
+        try:
+            with started_daemons(Path(path) / "run") as start:
+                yield start
+        finally:
+            _keep_logs(Path(path), request.node.name)
+
+
+def _keep_logs(folder: Path, test: str) -> None:
+    if "LOG" not in os.environ:
+        return
+    with Path(os.environ["LOG"]).open("ab") as kept:
+        for log in sorted(folder.glob("*.log")):
+            kept.writelines((f"== {test}, {log.name}\n".encode(), log.read_bytes()))

@@ -2,9 +2,12 @@
 
 It uses the Python that runs it, with that Python's torch; kvd is taken from the
 source tree and not installed. Packages that are missing come from the folder of
-wheels that WHEELS names, into a temporary folder. Nothing is downloaded.
+wheels that WHEELS names, into a temporary folder. Nothing is downloaded. What it
+finds is in bench/out: gpu.json, and the daemons' logs in gpu.log and gpu-tests.log.
 """
 
+import argparse
+import contextlib
 import importlib.util
 import os
 import re
@@ -19,10 +22,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (ROOT, ROOT / "client", ROOT / "proto")
+LOG = ROOT / "bench" / "out" / "gpu-tests.log"
 SECONDS = 470.0
+DRIVER_SECONDS, IMPORT_SECONDS = 60.0, 120.0
 SHARE_OF_TESTS = 0.45
 LAST_WORDS_SECONDS = 10.0
-SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 2 * 2**30
+SHARED_MEMORY = Path("/dev/shm")
+# The benchmark's pool is three times what it moves at a time; and what the tests need.
+POOLS, SPARE_BYTES = 3, 2**30
 # What the endpoint over HTTP needs, which is off here.
 NOT_NEEDED = {"prometheus-client", "starlette", "uvicorn"}
 # Where a package's module has another name.
@@ -35,37 +42,46 @@ class Refused(Exception):
 
 def main() -> int:
     """Run both; the exit status, 2 where it refuses."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=2048, help="the benchmark moves at a time")
+    mib = parser.parse_args().mib
     end = time.monotonic() + SECONDS
+    # A shell ignores Ctrl-C in what it runs in the background, and so would all that this starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        _check()
+        _check(POOLS * mib * 2**20 + SPARE_BYTES)
         with tempfile.TemporaryDirectory(prefix="kvd-gpu-") as folder:
             environment = _environment(Path(folder))
-            tests = [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini"]
+            LOG.parent.mkdir(parents=True, exist_ok=True)
+            LOG.write_bytes(b"")
+            tests = [sys.executable, "-m", "pytest", "-v", "-c", "tests/gpu/pytest.ini"]
             tests += ["--rootdir", "tests/gpu", "--confcutdir", "tests/gpu", "-m", "gpu"]
             tests += ["-p", "no:cacheprovider", "tests/gpu"]
             half = time.monotonic() + SHARE_OF_TESTS * SECONDS
             tested = _run("the tests", tests, environment, half)
             left = end - time.monotonic() - LAST_WORDS_SECONDS
-            bench = [sys.executable, "bench/gpu_transfer.py", "--seconds", f"{left:.0f}"]
+            bench = [sys.executable, "bench/gpu_transfer.py"]
+            bench += ["--seconds", f"{left:.0f}", "--mib", f"{mib}"]
             return _run("the benchmark", bench, environment, end) or tested
     except Refused as refusal:
         print(f"make gpu: {refusal}", file=sys.stderr)
         return 2
 
 
-def _check() -> None:
-    """Refuse where there is no GPU, or no torch that can use it.
+def _check(shared_bytes: int) -> None:
+    """Refuse where there is no GPU, too little shared memory, or no torch that can use the GPU.
 
     Raises:
         Refused: with the reason.
     """
-    # In a process of its own: the driver is never loaded into this one.
+    # In processes of their own: the driver is never loaded into this one.
     probe = [sys.executable, str(Path(__file__).parent / "probe.py")]
-    done = subprocess.run(probe, capture_output=True, text=True, check=False)
+    done = _ask(probe, DRIVER_SECONDS, "the NVIDIA driver does not answer")
     if done.returncode:
         raise Refused(f"{done.stderr.strip()}; it needs a machine with an NVIDIA GPU")
+    check_shared_memory(shared_bytes)
     code = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = _ask([sys.executable, "-c", code], IMPORT_SECONDS, "torch and its CUDA do not start")
     if done.returncode == 3:
         raise Refused(
             f"the torch of {sys.executable} has no CUDA; choose another: make gpu PYTHON="
@@ -75,13 +91,32 @@ def _check() -> None:
         raise Refused(
             f"{sys.executable} cannot import torch ({last}); choose another: make gpu PYTHON="
         )
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if free < SHARED_BYTES:
+
+
+def check_shared_memory(needed_bytes: int, folder: Path = SHARED_MEMORY) -> None:
+    """Refuse where the pools do not fit.
+
+    Raises:
+        Refused: with the remedy.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
         raise Refused(
-            f"{SHARED_MEMORY} has {free // 2**20} MiB free and {SHARED_BYTES // 2**20} are needed;"
-            " give a container more, as with --shm-size=4g, or enlarge it:"
-            f" mount -o remount,size=4g {SHARED_MEMORY}"
+            f"{folder} has {free // 2**20} MiB free and {needed_bytes // 2**20} are needed; enlarge"
+            f" it: mount -o remount,size=24g {folder} (a container: --shm-size=24g)"
         )
+
+
+def _ask(command: list[str], seconds: float, late: str) -> "subprocess.CompletedProcess[str]":
+    """Run a program that answers by its exit status.
+
+    Raises:
+        Refused: it does not answer; `late` says of what.
+    """
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise Refused(f"{late} within {seconds:g} s; look at nvidia-smi and dmesg") from None
 
 
 def needed(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, str]:
@@ -118,6 +153,7 @@ def _environment(folder: Path) -> dict[str, str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     # Plugins that happen to be there are no part of these tests.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    environment["LOG"] = str(LOG)
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     command = [sys.executable, "-c", code, *packages, "kvd.broker.service", "kvd_client"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -137,15 +173,19 @@ def _is_there(module: str) -> bool:
 def _install(packages: list[str], folder: Path) -> None:
     wheels = os.environ.get("WHEELS", "")
     listed = ", ".join(packages)
-    names = " ".join(f"'{package}'" for package in packages)
     if not wheels:
         raise Refused(
             f"{sys.executable} lacks {listed}; put their wheels into a folder and name it:"
-            f" WHEELS=folder make gpu (where there is a network: python{sys.version_info[0]}."
-            f"{sys.version_info[1]} -m pip download --only-binary=:all: -d folder {names})"
+            f" WHEELS=folder make gpu ({_download(packages)})"
         )
     if not Path(wheels).is_dir():
         raise Refused(f"WHEELS={wheels} is no folder; it is to have the wheels of {listed}")
+    there = {_plain(wheel.name.split("-")[0]) for wheel in Path(wheels).glob("*.whl")}
+    if missing := [package for package in packages if _plain(package) not in there]:
+        raise Refused(
+            f"{sys.executable} and WHEELS={wheels} lack {', '.join(missing)}; put their wheels"
+            f" there too ({_download(missing)})"
+        )
     if not _is_there("pip"):
         raise Refused(f"{sys.executable} lacks {listed}, and pip to install them from {wheels}")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
@@ -162,20 +202,35 @@ def _install(packages: list[str], folder: Path) -> None:
     raise Refused(f"{wheels} has not all wheels for {listed} ({said})")
 
 
+def _plain(package: str) -> str:
+    """A name as wheels have it: `cuda_bindings` of `cuda-bindings>=13`."""
+    return re.sub("[-_.]+", "_", re.split("[<>=~! ]", package)[0]).lower()
+
+
+def _download(packages: list[str]) -> str:
+    names = " ".join(f"'{package}'" for package in packages)
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    return (
+        f"where there is a network: {python} -m pip download --only-binary=:all: -d folder {names}"
+    )
+
+
 def _run(what: str, command: list[str], environment: dict[str, str], end: float) -> int:
-    """Run a program until it ends or the time is over; its exit status."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    """Run a program until it ends or the time is over; its exit status. Nothing of it stays."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)
     try:
         return process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         print(f"make gpu: {what} take too long and are ended", file=sys.stderr)
-        process.send_signal(signal.SIGINT)  # it ends the daemons that it has started
-        try:
-            process.wait(LAST_WORDS_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
         return 1
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # it ends the daemons that it has started
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":

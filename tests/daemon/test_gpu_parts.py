@@ -1,0 +1,155 @@
+"""The parts of the GPU's benchmark, each alone, on a test driver that is no GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakecuda.harness import FakeCuda, calls
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 150
+MIB = 2**20
+
+pytestmark = [pytest.mark.slow, pytest.mark.fakecuda]
+
+
+def run(code: str, environment: dict[str, str], *arguments: object) -> str:
+    """Run code with the benchmark's modules at hand; what it prints."""
+    before = f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r})\n"
+    done = subprocess.run(
+        [sys.executable, "-c", before + code, *map(str, arguments)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def torch_for(environment: dict[str, str], folder: Path, *, has_gpu: bool) -> dict[str, str]:
+    """The environment with a torch that notes each import and computes nothing."""
+    package = folder / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(TORCH.format(log=str(folder / "imports"), gpu=has_gpu))
+    return environment | {"PYTHONPATH": str(folder)}
+
+
+TORCH = """
+import time, types
+with open({log!r}, "a") as log:
+    log.write("imported\\n")
+bfloat16 = None
+Tensor = object
+cuda = types.SimpleNamespace(is_available=lambda: {gpu}, synchronize=lambda: None)
+randn = lambda *shape, **how: object()
+empty_like = lambda other: object()
+def matmul(left, right, out):
+    time.sleep(0.001)
+"""
+
+WAITING = """
+from pathlib import Path
+from gpu_device import Gpu
+from gpu_engine import Engine, pool_bytes
+from harness import Daemon
+from tests.fakecuda.harness import write_control
+
+FRAGMENT, NBYTES = 65536, 96 * 2**20
+control, partly = Path(sys.argv[1]), []
+
+class Watched(Daemon):
+    def status(self):
+        found = super().status()
+        lanes = [lane for lane in found.get("lanes", []) if lane["device"] != "host"]
+        if any(0 < lane["usable_bytes"] < lane["pool_bytes"] for lane in lanes):
+            partly.append(True)
+            write_control(control, "unhang=")
+        return found
+
+with Watched(pool_bytes(FRAGMENT, NBYTES)) as daemon:
+    with Engine(Gpu(), daemon, FRAGMENT, NBYTES) as engine:
+        keys, _ = engine.store()
+        assert len(keys) == engine.chunks
+        engine.load(keys)
+        engine.check()
+assert partly
+"""
+
+
+def test_an_engine_of_the_benchmark_waits_for_the_whole_pool(
+    fakecuda: FakeCuda, tmp_path: Path
+) -> None:
+    """The second piece is not pinned until somebody looks; the first store finds all the room."""
+    control = tmp_path / "switches"
+    # Two registrations for the lane itself, then the pool's pieces.
+    environment = fakecuda.environment(CONTROL=control, HANG="cuMemHostRegister:4")
+    run(WAITING, environment, control)
+
+
+BESIDE = """
+import json
+from pathlib import Path
+import gpu_interference
+from gpu_device import Gpu
+gpu_interference.SECONDS = 0.1
+log, *ways = sys.argv[1:]
+for way in ways:
+    try:
+        print(json.dumps(gpu_interference.measure(Gpu(), way, 2**21, 1, Path(log))))
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_what_another_process_loses_is_measured_with_one_import_of_torch(
+    fakecuda: FakeCuda, tmp_path: Path
+) -> None:
+    """Both ways, beside a process that computes; the daemons' and lanes' lines are kept."""
+    environment = torch_for(fakecuda.environment(), tmp_path, has_gpu=True)
+    log = tmp_path / "log"
+    found = run(BESIDE, environment, log, "dma", "kernel").splitlines()
+    assert len(found) == 2
+    for figures in map(json.loads, found):
+        assert all(figures[name] > 0 for name in ("alone_tflops", "beside_tflops", "kvd_GBps"))
+    assert len((tmp_path / "imports").read_text().splitlines()) == len(found)
+    said = log.read_text()
+    assert "lane cuda:" in said
+    assert "BatchEngine" in said  # what the lane chose, and why
+
+
+def test_a_neighbour_that_cannot_compute_says_why(fakecuda: FakeCuda, tmp_path: Path) -> None:
+    """A torch without a GPU: the part ends with the reason, before a daemon is started."""
+    environment = torch_for(fakecuda.environment(), tmp_path, has_gpu=False)
+    assert run(BESIDE, environment, tmp_path / "log", "dma") == "torch sees no GPU\n"
+    assert not (tmp_path / "log").exists()
+
+
+WARMING = """
+from gpu_device import Gpu
+import gpu_device, gpu_measure
+gpu_device.WARM_BYTES = 2**16
+gpu_measure.main()
+"""
+
+
+def test_clocks_are_warm_before_anything_is_measured(fakecuda: FakeCuda, tmp_path: Path) -> None:
+    """The device computes and copies before the lane tries its ways, and again before rounds."""
+    log = tmp_path / "calls"
+    options = {"--part": "fragments 65536", "--part-out": tmp_path / "out"}
+    options |= {"--log": tmp_path / "log", "--mib": 2, "--rounds": 1, "--jobs": 1}
+    arguments = [text for pair in options.items() for text in pair]
+    run(WARMING, fakecuda.environment(LOG=log), *arguments)
+    lines = [line.split() for line in log.read_text("ascii").splitlines()]
+    mine = lines[0][0]
+    lane = next(i for i, (pid, _) in enumerate(lines) if pid != mine)
+    assert ["cuMemsetD8Async", mine] in [[name, pid] for pid, name in lines[:lane]]
+    names = calls(log, int(mine))
+    # From the engine's registration to its first job.
+    between = names[names.index("cuIpcGetMemHandle") : names.index("cuStreamWriteValue64")]
+    assert "cuMemsetD8Async" in between
