@@ -159,7 +159,7 @@ static void do_register(struct engine *engine) {
 
 static struct message about_keys(struct engine *engine, enum tag tag, enum tag reply) {
   struct body body;
-  body_begin(&body, tag == PREPARE_STORE ? 1 : 2);
+  body_begin(&body, tag == PREPARE_LOAD || tag == COMPLETE_STORE ? 2 : 1);
   put_keys(&body, KEYS, CHUNKS);
   if (tag == PREPARE_LOAD) put_number(&body, "lease_ms", 10000);
   if (tag == COMPLETE_STORE) put_bool(&body, "success", true);
@@ -275,6 +275,12 @@ static void complete_store(struct engine *engine) {
   message_free(&reply);
 }
 
+static void request_finished(struct engine *engine) {
+  struct message reply = about_keys(engine, REQUEST_FINISHED, REQUEST_NOTED);
+  expect(number(&reply, "found") == CHUNKS, "both chunks are here");
+  message_free(&reply);
+}
+
 static void unregister(struct engine *engine) {
   struct body body;
   body_begin(&body, 0);
@@ -319,6 +325,7 @@ static void serve(struct engine *engine, const char *runtime_dir) {
   await_done(engine, id, 2, "ok");
   compare(engine, LOADED);
   complete_load(engine, lease);
+  request_finished(engine);
   done("loaded and equal");
   chunks.generations[0]++;
   await_done(engine, send_job(engine, LOAD, 3, LOADED, &chunks, 0), 3, "stale");
