@@ -19,6 +19,7 @@ from typing import Any
 from harness import Figures, median
 
 from kvd.broker.keep import Keep
+from kvd.broker.memory import PoolMemory
 from kvd.control import Control
 from kvd.core.identity import namespace_id
 from kvd.errors import KvdError
@@ -70,9 +71,9 @@ def fill(place: Place, chunks: int) -> None:
     """Leave a pool with so many READY chunks, as a daemon does that is killed."""
     keep = Keep(place.pool_dir, place.runtime_dir, keeps=True)
     found = keep.open(place.cpu_bytes)
-    with keep.pool_file.open("wb") as file:
-        file.truncate(place.cpu_bytes)
-        keep.commit(found, place.cpu_bytes, file.fileno())
+    pool = PoolMemory(keep.pool_file, place.cpu_bytes)
+    keep.commit(found, place.cpu_bytes, pool)
+    pool.close()
     namespaces = Namespaces(
         place.cpu_bytes,
         make_buffer=lambda _, size: bytearray(size),

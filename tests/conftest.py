@@ -2,8 +2,9 @@
 
 import importlib.util
 import signal
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,23 @@ def start_daemon(runtime_dir: Path) -> Iterator[StartDaemon]:
     """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the test."""
     with started_daemons(runtime_dir) as start:
         yield start
+
+
+@pytest.fixture
+def small_tmpfs() -> Iterator[Callable[[Path, int], None]]:
+    """Mounts a tmpfs of so many bytes over a directory, until the test has ended."""
+    mounted: list[Path] = []
+
+    def mount(place: Path, nbytes: int) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode:
+            pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+        mounted.append(place)
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=60)
 
 
 @pytest.fixture(scope="session")

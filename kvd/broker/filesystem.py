@@ -14,6 +14,7 @@ import psutil
 from kvd_proto.sizes import format_size
 
 _HUGETLBFS = "hugetlbfs"
+_TMPFS = "tmpfs"
 _FREE_PAGES = Path("/sys/kernel/mm/hugepages")
 _SMALL_PAGE = 4096
 
@@ -22,58 +23,79 @@ _SMALL_PAGE = 4096
 class Filesystem:
     """The filesystem under a directory.
 
+    kind, mounted_at: as the kernel lists it.
     page_bytes: what files in it are multiples of.
-    room: bytes that are left in it.
-    writable: files can be written with write().
+    size, room: its bytes, and how many are left.
     """
 
+    directory: Path
+    kind: str
+    mounted_at: str
     page_bytes: int
+    size: int
     room: int
-    writable: bool
 
     @classmethod
     def of(cls, directory: Path) -> "Filesystem":
         """Look at the filesystem that `directory` is on."""
         found = os.statvfs(directory)
-        room = found.f_bavail * found.f_frsize
-        if _kind(directory) != _HUGETLBFS:
-            return cls(_SMALL_PAGE, room, writable=True)
+        size, room = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        kind, mounted_at = _mount(directory)
+        if kind != _HUGETLBFS:
+            return cls(directory, kind, mounted_at, _SMALL_PAGE, size, room)
         page = found.f_bsize
         if not found.f_blocks:
             room = _free_huge_pages(page) * page
-        return cls(page, room, writable=False)
+        return cls(directory, kind, mounted_at, page, size, room)
+
+    @property
+    def writable(self) -> bool:
+        """Files can be written with write()."""
+        return self.kind != _HUGETLBFS
+
+    @property
+    def is_memory(self) -> bool:
+        """What lies in it counts as memory of the control group that put it there."""
+        return self.kind == _TMPFS
 
     def whole_pages(self, nbytes: int) -> int:
         """`nbytes` rounded up to whole pages."""
         return -(-nbytes // self.page_bytes) * self.page_bytes
 
-    def remedy(self, nbytes: int, directory: Path) -> str:
-        """What to do where `nbytes` do not fit."""
-        if self.writable:
+    def remedy(self, wanted: int, missing: int) -> str:
+        """What to do where a pool of `wanted` bytes lacks some, in whole pages."""
+        if not self.writable:
+            return (
+                f"choose a smaller --cpu-bytes or reserve {wanted // self.page_bytes} huge pages of"
+                f" {format_size(self.page_bytes)} (sysctl vm.nr_hugepages)"
+            )
+        if self.kind == _TMPFS:
+            mib = -(-(self.size + missing) // 2**20)
             return (
                 "choose a smaller --cpu-bytes or enlarge the filesystem"
-                f" (mount -o remount,size=… {directory})"
+                f" (mount -o remount,size={mib}M {self.mounted_at})"
             )
-        pages = self.whole_pages(nbytes) // self.page_bytes
         return (
-            f"choose a smaller --cpu-bytes or reserve {pages} huge pages of"
-            f" {format_size(self.page_bytes)} (sysctl vm.nr_hugepages)"
+            f"choose a smaller --cpu-bytes or make room at {self.mounted_at} ({self.kind}); a tmpfs"
+            " such as /dev/shm suits a pool better"
         )
 
 
-def _kind(directory: Path) -> str:
-    """The type of the filesystem that is mounted nearest above `directory`."""
+def _mount(directory: Path) -> tuple[str, str]:
+    """Type and place of what is mounted nearest above `directory`."""
     place = str(directory.resolve())
     nearest = max(
         (
             part
-            for part in psutil.disk_partitions(all=True)
+            for part in reversed(psutil.disk_partitions(all=True))  # the last one is on top
             if Path(place).is_relative_to(part.mountpoint)
         ),
         key=lambda part: len(part.mountpoint),
         default=None,
     )
-    return str(nearest.fstype) if nearest is not None else ""
+    if nearest is None:
+        return "", "/"
+    return str(nearest.fstype), str(nearest.mountpoint)
 
 
 def _free_huge_pages(page_bytes: int) -> int:

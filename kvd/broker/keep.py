@@ -7,10 +7,14 @@ names, so that a daemon finds what its predecessor left, and nobody else's::
     <pool_dir>/kvd-<digest>/manifest.json      which pool this is
     <pool_dir>/kvd-<digest>/<namespace>.ledger its READY chunks, see kvd.state.ledger
 
-On hugetlbfs, where files cannot be written, only the pool lies there; the rest is in
-/dev/shm. What cannot be believed is set aside under another name, the latest of it only;
-a pool never is, since two do not fit into memory: its file is used again, without its
-chunks, where the size is right, and is removed where it is not.
+On hugetlbfs, where files cannot be written, only the pool lies there; the rest is in a
+directory of /dev/shm. What cannot be believed is set aside under another name, the latest
+of it only; a pool never is, since two do not fit into memory: its file is used again.
+
+A pool that this daemon does not go on with is given up when the new one is there, and not
+before: the file grows beside the old bytes, new ledgers have names of their own, and no lane
+writes until then. The manifest decides: written anew, it says that the old pool is no more.
+A start that fails or is killed before leaves everything as it was.
 """
 
 import contextlib
@@ -24,12 +28,16 @@ import stat
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
+from kvd.broker import manifest as manifests
 from kvd.broker.filesystem import Filesystem
-from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError, Refused
+from kvd.broker.manifest import VERSION, Manifest, kernel_boot, objection
+from kvd.broker.memory import PoolMemory
+from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, Refused
 from kvd.settings import Settings
 from kvd.state.ledger import MAGIC
 from kvd_proto.messages import ErrorCode
@@ -37,32 +45,14 @@ from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.broker")
 
-_VERSION = 1
 MANIFEST = "manifest.json"
 POOL = "pool"
 NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
 _LEDGER = ".ledger"
+_DRAFT = ".new"  # of a ledger beside those of the pool before
 _ASIDE = ".damaged-"
 _EPOCH_SHIFT = 32
-_LAST_EPOCH = 2**32 - 1
 _LAST_CLOCK = 2**32 - 2**24
-
-
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which pool this is.
-
-    inode, bytes: of the pool's file, so that no other file is taken for it.
-    kernel: the machine's boot, for a filesystem that outlives it may have lost some writes.
-    epoch: the daemon that wrote this; the next one has a greater one.
-    """
-
-    version: int
-    pool: str
-    cpu_bytes: int
-    bytes: int
-    inode: int
-    kernel: str
-    epoch: int
 
 
 @dataclass(slots=True)
@@ -105,13 +95,14 @@ class Keep:
         self._cold = cold
         name = area_name(runtime_dir)
         self._filesystem = Filesystem.of(pool_dir)
-        notes_dir = pool_dir if self._filesystem.writable else NOTES_DIR
-        for litter in {*pool_dir.glob(f"{name}-*"), *notes_dir.glob(f"{name}-*")}:
-            _remove_tree(litter)
+        notes = notes_area(runtime_dir, pool_dir, self._filesystem)
+        for area in {pool_dir / name, notes}:
+            for litter in area.parent.glob(f"{area.name}-*"):
+                _remove_tree(litter)
         try:
-            self._notes = self._own_directory(notes_dir / name)
+            self._notes = self._own_directory(notes)
             self._place = (
-                self._notes if notes_dir == pool_dir else self._own_directory(pool_dir / name)
+                self._notes if notes == pool_dir / name else self._own_directory(pool_dir / name)
             )
         except OSError as error:
             raise ConfigError(
@@ -126,6 +117,9 @@ class Keep:
             raise AlreadyRunning(f"another daemon uses the pool in {self._notes}") from None
         self.pool_file = self._place / POOL
         self._manifest_file = self._notes / MANIFEST
+        self._goes_on = False
+        self._own = False  # nothing of a daemon before is left
+        self._new: tuple[Manifest, PoolMemory] | None = None  # not there yet
 
     @classmethod
     def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "Keep":
@@ -137,7 +131,7 @@ class Keep:
 
     def kept_bytes(self) -> int | None:
         """`cpu_bytes` of the pool that is there and can be used again; None without one."""
-        manifest = self._believable()
+        manifest = self._usable
         return manifest.cpu_bytes if manifest is not None else None
 
     def held_bytes(self) -> int:
@@ -148,47 +142,83 @@ class Keep:
             return 0
 
     def open(self, cpu_bytes: int) -> Found:
-        """Find what a pool of `cpu_bytes` can go on with; what it cannot is cleared away."""
-        manifest = self._believable()
+        """Find what a pool of `cpu_bytes` can go on with; what it cannot stays until `settle`."""
+        self._undo()
+        manifest = self._usable
         if manifest is not None and manifest.cpu_bytes != cpu_bytes:
             log.warning(
-                "the kept pool has %s, %s are wanted: it is given back, and the cache starts empty",
+                "the kept pool has %s, %s are wanted: it is given up when the new one is there, and"
+                " the cache starts empty",
                 format_size(manifest.cpu_bytes),
                 format_size(cpu_bytes),
             )
             manifest = None
+        self._goes_on = manifest is not None
         # The clock makes epochs grow even where no manifest is left to tell the last one. It may
         # be wrong by any number of years: they must fit 32 bits, with room for more restarts.
         now = max(0, min(int(time.time()), _LAST_CLOCK))
+        epoch = max(now, self._before.epoch + 1) if self._before is not None else now
         if manifest is None:
-            self._forget_chunks()
-            self._check_pool_file(cpu_bytes)
-            return Found(os.urandom(16).hex(), now)
-        found = Found(manifest.pool, max(now, manifest.epoch + 1))
+            self._clear_pool_path()
+            return Found(os.urandom(16).hex(), epoch)
+        found = Found(manifest.pool, epoch)
         for file in sorted(self._notes.glob(f"*{_LEDGER}")):
             self._open_ledger(file, found)
+        if not found.ledgers:
+            log.info("the kept pool of %s is used again; it has no chunks", format_size(cpu_bytes))
         return found
 
-    def commit(self, found: Found, cpu_bytes: int, pool_fd: int) -> None:
-        """From here on the next daemon may go on with this pool.
+    def commit(self, found: Found, cpu_bytes: int, pool: PoolMemory) -> None:
+        """This daemon's pool, for the next one to go on with: at once, or from `settle` on.
 
         Call it when its file is there and before any chunk is kept.
 
         Raises:
             PoolError: there is no room for the manifest.
         """
-        status = os.fstat(pool_fd)
-        self._write(
-            Manifest(
-                version=_VERSION,
-                pool=found.pool,
-                cpu_bytes=cpu_bytes,
-                bytes=status.st_size,
-                inode=status.st_ino,
-                kernel=_kernel_boot(),
-                epoch=found.epoch,
-            )
+        manifest = Manifest(
+            version=VERSION,
+            pool=found.pool,
+            cpu_bytes=cpu_bytes,
+            bytes=pool.nbytes,
+            inode=os.fstat(pool.fd).st_ino,
+            kernel=kernel_boot(),
+            epoch=found.epoch,
         )
+        self._new = manifest, pool
+        if self._goes_on or pool.fresh:  # nothing is given up for it
+            self.settle()
+
+    def settle(self) -> None:
+        """All that is certain to fit is there, and nobody else writes there: give up the rest.
+
+        Does nothing where that is done.
+        """
+        if self._new is None:
+            return
+        manifest, pool = self._new
+        if not self._goes_on:
+            if self._before is not None:
+                log.info("the new pool is there: the one that was kept is given up")
+            for file in self._notes.glob(f"*{_LEDGER}"):
+                _remove_tree(file)
+        manifests.write(self._manifest_file, manifest)
+        self._before, self._new, self._own = manifest, None, not self._goes_on
+        for draft in self._notes.glob(f"*{_LEDGER}{_DRAFT}"):
+            draft.rename(draft.with_suffix(""))
+        pool.settle()
+
+    def failed(self) -> None:
+        """The pool cannot be had after all: what this daemon made goes with it."""
+        if self._own:
+            self.keeps = False  # it will not fit next time either
+
+    @property
+    def what_stays(self) -> str:
+        """What a start that fails leaves, for the end of a sentence; empty for nothing."""
+        if self._before is None or self._own:
+            return ""
+        return f"; the kept pool of {format_size(self._before.cpu_bytes)} stays as it was"
 
     def make_ledger(self, name: str, nbytes: int) -> mmap.mmap:
         """Zeroed memory of `nbytes` for the ledger of a namespace, by its id in hex.
@@ -200,7 +230,7 @@ class Keep:
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = os.open(self._notes / f"{name}{_LEDGER}", flags, 0o600)
+            fd = os.open(self._ledger_file(name), flags, 0o600)
             try:
                 os.posix_fallocate(fd, 0, nbytes)
                 return mmap.mmap(fd, nbytes)
@@ -215,7 +245,7 @@ class Keep:
 
     def drop_ledger(self, name: str) -> None:
         """The namespace is closed."""
-        (self._notes / f"{name}{_LEDGER}").unlink(missing_ok=True)
+        self._ledger_file(name).unlink(missing_ok=True)
 
     def set_aside(self, name: str, reason: LedgerDamaged | str) -> None:
         """The ledger of a namespace cannot be believed: keep it under another name, to look at."""
@@ -224,8 +254,10 @@ class Keep:
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """Leave everything to the next daemon, or remove it."""
-        if not self.keeps:
+        """Leave everything to the next daemon, or remove it; close the pool's memory before."""
+        if self._new is not None:
+            self._undo()
+        elif self._own and not self.keeps:
             self.remove()
         for place in {self._place, self._notes}:
             with contextlib.suppress(OSError):  # only where nothing was ever put there
@@ -260,13 +292,18 @@ class Keep:
         self.keeps = False
         return other
 
-    def _believable(self) -> Manifest | None:
-        """The manifest, where the pool it speaks of is there and may be used."""
-        if self._cold or not self.keeps:
-            return None
+    @cached_property
+    def _before(self) -> Manifest | None:
+        """The manifest, where the pool it speaks of is there; this daemon's once it is settled."""
         try:
-            manifest = msgspec.json.decode(self._manifest_file.read_bytes(), type=Manifest)
+            manifest = manifests.read(self._manifest_file)
         except FileNotFoundError:
+            if self.pool_file.exists() or any(self._notes.glob(f"*{_LEDGER}")):
+                log.warning(
+                    "what is kept in %s is not used: there is no %s; the cache starts empty",
+                    self._notes,
+                    MANIFEST,
+                )
             return None
         except (OSError, msgspec.DecodeError) as error:
             self._set_aside(self._manifest_file, f"it cannot be read: {error}")
@@ -274,26 +311,34 @@ class Keep:
         reason = objection(manifest, self.pool_file)
         if reason:
             log.warning("what is kept in %s is not used: %s", self._notes, reason)
-            self._manifest_file.unlink()
             return None
         return manifest
 
-    def _check_pool_file(self, cpu_bytes: int) -> None:
-        """Without chunks the file's memory is worth keeping, if it is ours and of that size."""
-        try:
-            status = self.pool_file.lstat()
-        except OSError:
-            return
-        if (
-            not stat.S_ISREG(status.st_mode)
-            or status.st_uid != os.geteuid()
-            or status.st_size != self._filesystem.whole_pages(cpu_bytes)
-        ):
-            _remove_tree(self.pool_file)
+    @property
+    def _usable(self) -> Manifest | None:
+        """The same where this daemon may go on with it."""
+        return self._before if self.keeps and not self._cold else None
 
-    def _forget_chunks(self) -> None:
-        for file in [*self._notes.glob(f"*{_LEDGER}"), self._manifest_file]:
-            _remove_tree(file)
+    def _undo(self) -> None:
+        """Remove what a start has made that did not come to its end, this one's or another's."""
+        self._new = None
+        for draft in self._notes.glob(f"*{_LEDGER}{_DRAFT}"):
+            _remove_tree(draft)
+        with contextlib.suppress(FileNotFoundError):
+            if self._before is not None and self.pool_file.lstat().st_size > self._before.bytes:
+                os.truncate(self.pool_file, self._before.bytes)
+
+    def _clear_pool_path(self) -> None:
+        """What is no file of ours holds no pool; a file is used again, for its memory."""
+        with contextlib.suppress(OSError):
+            status = self.pool_file.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                _remove_tree(self.pool_file)
+
+    def _ledger_file(self, name: str) -> Path:
+        """The ledger of a namespace of this daemon."""
+        beside = _DRAFT if self._new is not None else ""
+        return self._notes / f"{name}{_LEDGER}{beside}"
 
     def _open_ledger(self, file: Path, found: Found) -> None:
         """Map a ledger; one whose making was cut short by a kill never held anything."""
@@ -308,6 +353,7 @@ class Keep:
                 self._set_aside(file, "it is no file of this user's")
             elif os.pread(fd, len(MAGIC), 0).strip(b"\0") == b"":
                 file.unlink()
+                log.warning("%s is empty: its namespace starts without chunks", file)
             else:
                 found.ledgers[file.name.removesuffix(_LEDGER)] = mmap.mmap(fd, status.st_size)
         finally:
@@ -320,53 +366,24 @@ class Keep:
         file.rename(aside)
         log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
 
-    def _write(self, manifest: Manifest) -> None:
-        """All of it or nothing, whenever this process is killed."""
-        draft = self._manifest_file.with_suffix(".new")
-        try:
-            draft.touch(mode=0o600)
-            draft.write_bytes(msgspec.json.encode(manifest))
-            draft.rename(self._manifest_file)
-        except OSError as error:
-            raise PoolError(
-                f"{draft} cannot be written: {error.strerror}; make room there, or choose another"
-                " --pool-dir"
-            ) from error
-
     def __repr__(self) -> str:
         return f"<Keep {self._place}{'' if self.keeps else ', not kept'}>"
 
 
-def area_name(runtime_dir: Path) -> str:
-    """What the directory of this runtime directory's pool is called."""
-    digest = hashlib.blake2b(os.fsencode(runtime_dir), digest_size=6).hexdigest()
+def area_name(*paths: Path) -> str:
+    """What the directory is called that belongs to a runtime directory, or to that and more."""
+    digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=6).hexdigest()
     return f"kvd-{digest}"
 
 
-def objection(manifest: Manifest, pool_file: Path) -> str:
-    """Why the pool that a manifest speaks of cannot be used; empty where it can."""
-    if manifest.version != _VERSION:
-        return f"it has version {manifest.version}, this daemon reads {_VERSION}"
-    if not 0 <= manifest.epoch < _LAST_EPOCH:
-        return f"its epoch {manifest.epoch} is the last one, or none"
-    if manifest.kernel != _kernel_boot():
-        return "the machine was started anew since"
-    try:
-        status = pool_file.lstat()
-    except OSError as error:
-        return f"its pool cannot be found: {error.strerror}"
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        return "its pool is no file of this user's"
-    if (status.st_ino, status.st_size) != (manifest.inode, manifest.bytes):
-        return (
-            f"its pool is another file: inode {status.st_ino} of {status.st_size} bytes,"
-            f" not {manifest.inode} of {manifest.bytes}"
-        )
-    return ""
+def notes_area(runtime_dir: Path, pool_dir: Path, filesystem: Filesystem) -> Path:
+    """Where manifest and ledgers of a pool lie: beside it, or in a directory for this pool_dir.
 
-
-def _kernel_boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    The latter is no other pool's, so that nothing of a pool in NOTES_DIR is taken for its own.
+    """
+    if filesystem.writable:
+        return pool_dir / area_name(runtime_dir)
+    return NOTES_DIR / area_name(runtime_dir, pool_dir.absolute())
 
 
 def _remove_tree(path: Path) -> None:

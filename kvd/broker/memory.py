@@ -17,6 +17,7 @@ import os
 import threading
 from pathlib import Path
 
+from kvd.broker.cgroup import memory_limit
 from kvd.broker.filesystem import Filesystem
 from kvd.errors import PoolError, Refused
 from kvd.filling import FillOrder
@@ -31,8 +32,12 @@ class PoolMemory:
     """The pool's file.
 
     Args:
-        path: where it lies; a file of the right size that is there is used with what it holds.
+        path: where it lies; a file that is there is used with what it holds. A larger one keeps
+            its size until `settle`.
         nbytes: its size at least; it has whole pages.
+
+    Attributes:
+        fresh: no memory was there.
 
     Raises:
         PoolError: it cannot be made, with the figures.
@@ -48,20 +53,24 @@ class PoolMemory:
             self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self.fd = os.open(path, flags, 0o600)
-            held = os.fstat(self.fd).st_blocks * 512
-            problem = lack_of_room(filesystem, path.parent, nbytes, held)
+            status = os.fstat(self.fd)
+            held, size = status.st_blocks * 512, status.st_size
+            self.fresh = not held
+            problem = lack_of_room(filesystem, nbytes, held)
             if problem:
                 os.close(self.fd)
-                path.unlink()
+                if self.fresh:
+                    path.unlink()
                 raise PoolError(problem)
-            os.ftruncate(self.fd, self.nbytes)
+            os.ftruncate(self.fd, max(self.nbytes, size))
         except OSError as error:
             raise PoolError(f"{path}: the pool cannot be made: {error.strerror}") from error
-        if held >= self.nbytes:
+        self._size_before: int | None = size
+        if held >= max(self.nbytes, size):
             self.allocated = self.nbytes
         # Lanes touch what is allocated, and count it; where some of it is there already and
         # some is not, only a whole pool is safe to touch.
-        self._patchy = 0 < held < self.nbytes
+        self._patchy = not self.fresh and not self.allocated
         self._exclusive = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stop = threading.Event()
@@ -121,11 +130,18 @@ class PoolMemory:
         """Every page is there."""
         return self.allocated >= self.nbytes and not self.error
 
+    def settle(self) -> None:
+        """The file is this pool from here on: what it has beyond is given back."""
+        os.ftruncate(self.fd, self.nbytes)
+        self._size_before = None
+
     def close(self) -> None:
-        """Stop allocating, and let go of the file."""
+        """Stop allocating, and let go of the file; without `settle` it has its old size again."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self._size_before is not None:
+            os.ftruncate(self.fd, self._size_before)
         for fd in (self.fd, self._wake_read, self._wake_write):
             os.close(fd)
 
@@ -133,22 +149,28 @@ class PoolMemory:
         return f"<PoolMemory {format_size(self.allocated)} of {format_size(self.nbytes)}>"
 
 
-def lack_of_room(filesystem: Filesystem, directory: Path, nbytes: int, held: int) -> str:
-    """Why a pool of `nbytes` cannot be had, with figures and remedy; empty where it can.
+def lack_of_room(filesystem: Filesystem, nbytes: int, held: int) -> str:
+    """Why a pool of `nbytes` cannot be had, with figures and remedy; empty where it may be.
 
     Args:
-        filesystem: what `directory` is on.
-        directory: where the pool's file goes.
+        filesystem: where the pool's file goes.
         nbytes: the pool's size.
         held: bytes that a file there takes now and the pool uses again.
     """
-    room = filesystem.room + held
-    if room >= filesystem.whole_pages(nbytes):
-        return ""
-    return (
-        f"a pool of {format_size(nbytes)} does not fit {directory}, which has"
-        f" {format_size(room)} left; {filesystem.remedy(nbytes, directory)}"
-    )
+    room, wanted = filesystem.room + held, filesystem.whole_pages(nbytes)
+    if room < wanted:
+        return (
+            f"a pool of {format_size(nbytes)} does not fit {filesystem.directory}, which has"
+            f" {format_size(room)} left; {filesystem.remedy(wanted, wanted - room)}"
+        )
+    group = memory_limit() if filesystem.is_memory else None
+    if group is not None and wanted - held > group.limit:
+        return (
+            f"a pool of {format_size(nbytes)} does not fit the control group {group.group}, which"
+            f" may take {format_size(group.limit)}; choose a smaller --cpu-bytes or raise the limit"
+            " (memory.max, MemoryMax=, resources.limits.memory)"
+        )
+    return ""
 
 
 class DirectoryMemory:

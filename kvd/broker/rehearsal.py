@@ -17,7 +17,8 @@ import msgspec
 
 from kvd.broker.filesystem import Filesystem
 from kvd.broker.http import bind_tcp
-from kvd.broker.keep import MANIFEST, NOTES_DIR, POOL, Manifest, area_name, objection
+from kvd.broker.keep import MANIFEST, POOL, area_name, notes_area
+from kvd.broker.manifest import objection, read
 from kvd.broker.memory import lack_of_room
 from kvd.errors import ConfigError, HandoverFailed, PoolError
 from kvd.listen import parse_listen
@@ -40,8 +41,7 @@ def rehearse(settings: Settings, runtime_dir: Path) -> None:
     """
     place = Place.of(settings, runtime_dir)
     if settings.pool_bytes is not None:
-        held = place.held_bytes
-        problem = lack_of_room(place.filesystem, place.pool_dir, settings.pool_bytes, held)
+        problem = lack_of_room(place.filesystem, settings.pool_bytes, place.held_bytes)
         if problem:
             raise PoolError(problem)
     _start_children()
@@ -89,9 +89,9 @@ def outlook(settings: Settings, runtime_dir: Path, theirs: dict[str, Any], *, co
 class Place:
     """Where a daemon with these settings finds what is kept."""
 
-    pool_dir: Path
     filesystem: Filesystem
-    area: str
+    area: Path
+    notes: Path
 
     @classmethod
     def of(cls, settings: Settings, runtime_dir: Path) -> "Place":
@@ -111,17 +111,18 @@ class Place:
                 f"pool_dir = {pool_dir}: Permission denied; choose a directory that this user may"
                 " write, with --pool-dir"
             )
-        return cls(pool_dir, Filesystem.of(pool_dir), area.name)
+        filesystem = Filesystem.of(pool_dir)
+        return cls(filesystem, area, notes_area(runtime_dir, pool_dir, filesystem))
 
     @property
     def pool_file(self) -> Path:
         """The pool."""
-        return self.pool_dir / self.area / POOL
+        return self.area / POOL
 
     @property
     def manifest_file(self) -> Path:
         """What says which pool it is."""
-        return (self.pool_dir if self.filesystem.writable else NOTES_DIR) / self.area / MANIFEST
+        return self.notes / MANIFEST
 
     @property
     def held_bytes(self) -> int:
@@ -134,14 +135,14 @@ class Place:
 
 def _objection(settings: Settings, place: Place) -> str:
     try:
-        manifest = msgspec.json.decode(place.manifest_file.read_bytes(), type=Manifest)
+        manifest = read(place.manifest_file)
     except (OSError, msgspec.DecodeError) as error:
         return f"no pool can be read in {place.manifest_file.parent} ({error})"
     wanted = settings.pool_bytes
     if wanted is not None and manifest.cpu_bytes != wanted:
         return (
             f"the pool has {format_size(manifest.cpu_bytes)}, {format_size(wanted)} are wanted:"
-            " it is given back"
+            " it is given up when the new one is there"
         )
     return objection(manifest, place.pool_file)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvd.broker.keep import Found, Keep
 from kvd.broker.memory import PoolMemory
-from kvd.errors import IntegrityError, LedgerDamaged
+from kvd.errors import IntegrityError, LedgerDamaged, PoolError
 from kvd.filling import FillOrder
 from kvd.state.ledger import Ledger
 from kvd.state.namespaces import Keeping, Namespaces
@@ -32,8 +32,15 @@ def open_pool(
         PoolError: the memory cannot be had.
     """
     found = keep.open(cpu_bytes)
-    pool = PoolMemory(keep.pool_file, cpu_bytes)
-    keep.commit(found, cpu_bytes, pool.fd)
+    try:
+        pool = PoolMemory(keep.pool_file, cpu_bytes)
+    except PoolError as error:
+        raise PoolError(f"{error}{keep.what_stays}") from error
+    try:
+        keep.commit(found, cpu_bytes, pool)
+    except PoolError:
+        pool.close()
+        raise
     keeping = Keeping(keep.make_ledger, found.pool, found.generation_base) if keep.keeps else None
     while True:
         namespaces = make_namespaces(keeping, pool.fill)

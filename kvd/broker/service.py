@@ -163,6 +163,7 @@ class Service:
         now = time.monotonic()
         pool = self._pool
         if pool is not None and pool.may_be_written and not self.core.state.stopping:
+            self._keep.settle()
             self._lanes.start_due(pool, now)
         if self._polled:
             self.core.state.measures.turn(time.monotonic() - self._polled, now)
@@ -229,8 +230,8 @@ class Service:
 
     def _pool_turn(self, pool: PoolMemory) -> None:
         if pool.error:
-            self._keep.keeps = False  # it will not fit next time either
-            raise PoolError(pool.error)
+            self._keep.failed()
+            raise PoolError(f"{pool.error}{self._keep.what_stays}")
         with contextlib.suppress(BlockingIOError):
             os.read(pool.done_fd, 512)
         self.core.state.allocated = pool.allocated

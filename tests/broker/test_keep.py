@@ -1,6 +1,8 @@
 """What one daemon leaves and the next one takes over, in files but without processes."""
 
+import errno
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from kvd.broker import filesystem, keep
+from kvd.broker import filesystem, keep, memory
+from kvd.broker.cgroup import MemoryLimit
 from kvd.broker.filesystem import Filesystem
 from kvd.broker.keep import Keep, area_name
+from kvd.broker.manifest import VERSION
 from kvd.broker.memory import DirectoryMemory, PoolMemory
 from kvd.broker.reopen import open_pool
 from kvd.errors import AlreadyRunning, ConfigError, PoolError
@@ -22,6 +26,7 @@ from kvd.filling import FillOrder
 from kvd.state.chunks import ChunkTable
 from kvd.state.namespaces import Keeping, Namespace, Namespaces
 from kvd_proto.directory import SlotState
+from tests.full import fill_up
 
 PAGE = 4096
 SIZE = 256 * PAGE
@@ -69,8 +74,21 @@ class Life:
         self.namespaces.check_integrity()
         return [ready_keys(namespace.table) for namespace in self.namespaces]
 
+    def allocate(self) -> None:
+        """Have all of the pool, or the error."""
+        self.pool.start()
+        while not self.pool.ready and not self.pool.error:
+            os.sched_yield()
+
+    def kill(self) -> None:
+        """The kernel lets go of everything, and nothing is undone."""
+        self.ended = True
+        self.directories.close()
+        for fd in (self.pool.fd, self.keep._lock_fd):
+            os.close(fd)
+
     def end(self) -> None:
-        """As after a kill: nothing is written any more, the kernel lets go of the locks."""
+        """Nothing is written any more, and all locks are let go of."""
         if self.ended:
             return
         self.ended = True
@@ -105,7 +123,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
             )
 
         kept = Keep(tmp_path, RUNTIME, keeps=keeps, cold=cold)
-        pool, namespaces = open_pool(kept, cpu_bytes, bytes([9]) * 16, make)
+        try:
+            pool, namespaces = open_pool(kept, cpu_bytes, bytes([9]) * 16, make)
+        except PoolError:
+            kept.close()
+            raise
+        if pool.may_be_written:  # as the daemon's loop does before lanes start
+            kept.settle()
         lives.append(Life(kept, pool, namespaces, directories))
         return lives[0]
 
@@ -262,20 +286,22 @@ def test_what_was_evicted_reset_or_yielded_stays_away(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"cpu_bytes": SIZE // 2}, {"cold": True}, {"keeps": False}], ids=str
+    "change",
+    [{"cpu_bytes": SIZE // 2}, {"cpu_bytes": 2 * SIZE}, {"cold": True}, {"keeps": False}],
+    ids=str,
 )
 def test_other_settings_start_empty(
     start: Start, tmp_path: Path, change: dict[str, int | bool]
 ) -> None:
-    """Another size, a cold start or keeping nothing: no chunk; memory of that size is reused."""
+    """Another size, a cold start or keeping nothing: no chunk; the file's memory is used again."""
     life = start()
     store(life.open().table, keys_of("k", 9))
-    life.pool.start()
-    while life.pool.allocated < SIZE:
-        os.sched_yield()
+    life.allocate()
     life = start(**change)
     assert not len(life.namespaces)
-    assert life.pool.allocated == (0 if "cpu_bytes" in change else SIZE)
+    life.allocate()
+    life.keep.settle()
+    assert (area(tmp_path) / "pool").stat().st_size == life.pool.nbytes
     store(life.open().table, keys_of("n", 5))
     if life.keep.keeps:
         assert start(**(change | {"cold": False})).held == [set(keys_of("n", 5))]
@@ -283,6 +309,182 @@ def test_other_settings_start_empty(
         life.end()
         assert not area(tmp_path).exists()
         start()
+
+
+def kept_chunks(start: Start, cpu_bytes: int = SIZE) -> set[bytes]:
+    """Leave a pool of which every page is there, with chunks; their keys."""
+    life = start(cpu_bytes)
+    life.allocate()
+    store(life.open(0).table, keys_of("a", 9))
+    store(life.open(1).table, keys_of("b", 5))
+    left = set().union(*life.held)
+    life.end()
+    return left
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    """Every file of the area."""
+    return {file.name: file.read_bytes() for file in place.iterdir()}
+
+
+LARGER: list[dict[str, int | bool]] = [
+    {"cpu_bytes": 3 * SIZE},
+    {"cpu_bytes": 3 * SIZE, "cold": True},
+    {"cpu_bytes": 3 * SIZE, "keeps": False},
+]
+
+
+@pytest.mark.parametrize("change", LARGER, ids=str)
+def test_a_pool_that_cannot_fit_leaves_what_is_kept(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int | bool]
+) -> None:
+    """Filesystem or control group are too small: every file is as it was, and the error says so."""
+    keys = kept_chunks(start)
+    before = contents(area(tmp_path))
+    with pytest.raises(PoolError, match=r"does not fit .*; the kept pool of 1 MiB stays as it was"):
+        start(**(change | {"cpu_bytes": 2**60}))
+    assert contents(area(tmp_path)) == before
+    monkeypatch.setattr(Filesystem, "is_memory", property(lambda _: True))
+    limit = MemoryLimit(Path("/sys/fs/cgroup/small"), SIZE, SIZE)
+    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+    with pytest.raises(
+        PoolError, match=r"control group /sys/fs/cgroup/small, which may take 1 MiB"
+    ):
+        start(**change)
+    assert contents(area(tmp_path)) == before
+    life = start()
+    assert set().union(*life.held) == keys
+    assert life.pool.ready
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
+@pytest.mark.parametrize("change", LARGER, ids=str)
+def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, int | bool],
+    *,
+    killed: bool,
+) -> None:
+    """Memory runs out half-way, or the daemon is killed there: the next one has every chunk."""
+    keys = kept_chunks(start)
+    before = contents(area(tmp_path))
+    real = os.posix_fallocate
+
+    def half(fd: int, first: int, length: int) -> None:
+        real(fd, first, length * 2 // 3)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fails() -> Life:
+        life = start(**change)
+        life.open(0)
+        monkeypatch.setattr(os, "posix_fallocate", half)
+        life.allocate()
+        monkeypatch.undo()
+        assert "No space left" in life.pool.error
+        assert (area(tmp_path) / "pool").stat().st_blocks * 512 == 2 * SIZE
+        return life
+
+    if killed:
+        fails().kill()
+        assert contents(area(tmp_path)) != before
+    else:
+        life = fails()
+        life.keep.failed()
+        assert life.keep.what_stays
+        life.end()
+        assert contents(area(tmp_path)) == before
+    life = start()
+    assert set().union(*life.held) == keys
+    assert life.pool.ready
+    assert (area(tmp_path) / "pool").stat().st_size == SIZE
+    assert not list(area(tmp_path).glob("*.new"))
+
+
+def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_path: Path) -> None:
+    """Until then every byte lies there as it was, engines register, and no lane may write."""
+    kept_chunks(start)
+    before = contents(area(tmp_path))
+    life = start(3 * SIZE)
+    life.open(0)
+    assert not life.pool.may_be_written
+    assert before.items() - {"pool": before["pool"]}.items() <= contents(area(tmp_path)).items()
+    assert (area(tmp_path) / "pool").read_bytes()[:SIZE] == before["pool"]
+    life.allocate()
+    assert life.pool.ready
+    life.keep.settle()
+    store(life.table(0), keys_of("n", 7))
+    assert set(contents(area(tmp_path))) == {"pool", "manifest.json", f"{NAMES[0].hex()}.ledger"}
+    life = start(3 * SIZE)
+    assert life.held == [set(keys_of("n", 7))]
+    assert life.pool.ready
+
+
+def test_the_rest_of_a_kept_pool_that_cannot_be_had_loses_no_chunk(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of which a part was allocated is kept where the rest does not fit any more."""
+    life = start()
+    os.posix_fallocate(life.pool.fd, 0, SIZE // 2)
+    store(life.open(0).table, keys_of("a", 9))
+    life = start()
+    assert not life.pool.ready
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    life.allocate()
+    life.keep.failed()
+    life.end()
+    monkeypatch.undo()
+    assert start().held == [set(keys_of("a", 9))]
+
+
+def test_a_first_pool_that_cannot_be_allocated_gives_its_memory_back(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing was kept nothing stays."""
+    life = start()
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: Path("/nowhere").stat())
+    life.allocate()
+    life.keep.failed()
+    life.end()
+    assert not area(tmp_path).exists()
+
+
+def test_a_full_filesystem_hinders_no_restart(
+    start: Start, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
+) -> None:
+    """The pool is there, so the next daemon starts with it and needs no byte more."""
+    small_tmpfs(tmp_path, 2 * SIZE)
+    keys = kept_chunks(start)
+    fill_up(tmp_path)
+    for _ in range(2):
+        life = start()
+        assert set().union(*life.held) == keys
+        assert life.pool.ready
+    with pytest.raises(PoolError, match=rf"remount,size=3M {re.escape(str(tmp_path))}\)"):
+        start(3 * SIZE // 2)
+    assert set().union(*start().held) == keys
+    assert life.ended
+
+
+def test_another_pool_dir_leaves_what_is_kept(start: Start, tmp_path: Path) -> None:
+    """A start elsewhere, which works or not, takes nothing away here."""
+    keys = kept_chunks(start)
+    before = contents(area(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other = Keep(elsewhere, RUNTIME, keeps=True)
+    assert other.kept_bytes() is None
+    pool = PoolMemory(other.pool_file, SIZE)
+    other.commit(other.open(SIZE), SIZE, pool)
+    pool.close()
+    other.close()
+    assert contents(area(tmp_path)) == before
+    assert set().union(*start().held) == keys
 
 
 def ledger_of(place: Path) -> Path:
@@ -364,7 +566,7 @@ def damaged_manifest(place: Path) -> None:
 def other_version(place: Path) -> None:
     """A newer daemon's."""
     file = place / "manifest.json"
-    file.write_text(file.read_text().replace('"version":1', '"version":99'))
+    file.write_text(file.read_text().replace(f'"version":{VERSION}', '"version":99'))
 
 
 def other_boot(place: Path) -> None:
@@ -396,6 +598,18 @@ def no_manifest(place: Path) -> None:
     (place / "manifest.json").unlink()
 
 
+def empty_ledger(place: Path) -> None:
+    """Nothing is in it."""
+    os.truncate(ledger_of(place), 0)
+
+
+def zeroed_ledger(place: Path) -> None:
+    """Zeros, as of one whose making was cut short."""
+    size = ledger_of(place).stat().st_size
+    os.truncate(ledger_of(place), 0)
+    os.truncate(ledger_of(place), size)
+
+
 HARMS: list[tuple[Callable[[Path], None], str]] = [
     (damaged_magic, "no ledger"),
     (damaged_figures, "header is damaged"),
@@ -413,7 +627,9 @@ HARMS: list[tuple[Callable[[Path], None], str]] = [
     (other_pool, "another file"),
     (no_pool, "cannot be found"),
     (folder_for_pool, "no file of this user's"),
-    (no_manifest, ""),
+    (no_manifest, "there is no manifest.json; the cache starts empty"),
+    (empty_ledger, "is empty: its namespace starts without chunks"),
+    (zeroed_ledger, "is empty: its namespace starts without chunks"),
 ]
 
 
@@ -564,19 +780,23 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     monkeypatch.setattr(filesystem, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
     monkeypatch.setattr(keep, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
-    assert found == Filesystem(2**21, 3 * 2**21, writable=False)
+    assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
     assert found.whole_pages(2**21 + 1) == 2**22
     kept = Keep(huge, RUNTIME, keeps=True)
     assert kept.pool_file == huge / area_name(RUNTIME) / "pool"
     pool = PoolMemory(kept.pool_file, 2**21 + 1)
     assert pool.nbytes == pool.fill.nbytes == 2**22
     assert pool.fill.piece_bytes % 2**21 == 0
-    kept.commit(kept.open(2**21 + 1), 2**21 + 1, pool.fd)
-    assert (notes / area_name(RUNTIME) / "manifest.json").exists()
+    kept.commit(kept.open(2**21 + 1), 2**21 + 1, pool)
+    assert (notes / area_name(RUNTIME, huge) / "manifest.json").exists()
     assert kept.kept_bytes() == 2**21 + 1
     with pytest.raises(PoolError, match=r"reserve 4 huge pages of 2 MiB \(sysctl vm.nr_hugepages"):
         PoolMemory(huge / "large", 7 * 2**20)
     pool.close()
+    beside = Keep(notes, RUNTIME, keeps=True)  # a pool where the notes of the other one lie
+    assert beside.kept_bytes() is None
+    beside.close()
+    assert kept.kept_bytes() == 2**21 + 1
     assert kept.remove() == 0
     kept.close()
     assert not list(huge.iterdir())

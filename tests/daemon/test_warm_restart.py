@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,9 @@ from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
+from tests.full import fill_up
 from tests.soak.restart_loop import run
+from tests.waiting import PATIENCE
 
 KEEP = ("--keep-pool", "yes")
 SHM = Path("/dev/shm")
@@ -131,6 +134,64 @@ def test_auto_finds_the_kept_pool(start_daemon: StartDaemon) -> None:
     ).wait_attached() as engine:
         assert third.status()["pool"]["cpu_bytes"] == 4 * size
         assert hits(engine, keys) == 0
+
+
+@pytest.mark.parametrize("cpu_bytes", ["80MiB", "1TiB"])
+def test_a_wrong_size_loses_nothing(
+    start_daemon: StartDaemon,
+    tmp_path: Path,
+    small_tmpfs: Callable[[Path, int], None],
+    cpu_bytes: str,
+) -> None:
+    """A start that wants more than there is ends with the figures; the right one has all chunks."""
+    small_tmpfs(tmp_path, 70 * 2**20)
+    place = (*KEEP, "--pool-dir", str(tmp_path))
+    keys = keys_of("kept", 20)
+    first = start_daemon(*place)
+    with Engine(first.runtime_dir).wait_attached() as engine:
+        stored(engine, keys)
+        first.stop()
+    wrong = start_daemon(*place, cpu_bytes=cpu_bytes, ready=False)
+    assert wrong.process.wait(timeout=PATIENCE) == 1
+    assert "the kept pool of 64 MiB stays as it was" in wrong.log.read_text()
+    again = start_daemon(*place)
+    with Engine(again.runtime_dir).wait_attached() as engine:
+        assert hits(engine, keys) == 20
+
+
+def test_another_size_that_fits_is_served(warm: Daemon, start_daemon: StartDaemon) -> None:
+    """A larger and then a smaller pool take the kept one's place, and only its place."""
+    with Engine(warm.runtime_dir).wait_attached() as engine:
+        stored(engine, keys_of("kept", 10))
+        for cpu_bytes in (96, 32):
+            warm.stop()
+            warm = start_daemon(*KEEP, cpu_bytes=f"{cpu_bytes}MiB")
+            engine.wait_attached()
+            assert hits(engine, keys_of("kept", 10)) == 0
+            stored(engine, keys_of("kept", 10))
+            assert (area(warm) / "pool").stat().st_size == cpu_bytes * 2**20
+    assert "the new pool is there" in warm.log.read_text()
+
+
+def test_a_full_filesystem_hinders_no_restart(
+    start_daemon: StartDaemon, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
+) -> None:
+    """The pool is there, and a daemon that starts with it needs no room; its chunks are hits."""
+    small_tmpfs(tmp_path, 70 * 2**20)
+    place = (*KEEP, "--pool-dir", str(tmp_path))
+    keys = keys_of("kept", 20)
+    first = start_daemon(*place)
+    with Engine(first.runtime_dir).wait_attached() as engine:
+        stored(engine, keys)
+        first.stop()
+        fill_up(tmp_path)
+        second = start_daemon(*place)
+        engine.wait_attached()
+        assert hits(engine, keys) == 20
+        second.stop(signal.SIGKILL)
+        start_daemon(*place)
+        engine.wait_attached()
+        assert hits(engine, keys) == 20
 
 
 @pytest.mark.slow
