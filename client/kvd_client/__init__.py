@@ -28,6 +28,7 @@ from kvd_client.errors import (
     RegistrationError,
     Unavailable,
     UnsupportedMemory,
+    UnsupportedVllm,
     UsageError,
 )
 from kvd_client.jobs import JobResult
@@ -62,6 +63,7 @@ __all__ = [
     "Timeline",
     "Unavailable",
     "UnsupportedMemory",
+    "UnsupportedVllm",
     "UsageError",
     "Worker",
 ]

@@ -10,6 +10,7 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── RegistrationError    the daemon refused the registration; carries its code and sentence
     ├── Unavailable          no daemon within the deadline (registration with `required=True` only)
     ├── UnsupportedMemory    tensors whose memory cannot be shared with another process
+    ├── UnsupportedVllm      vLLM lacks what kvd's connector needs of it
     ├── CudaError            the CUDA driver refused a call; carries its code and name
     └── Interrupted          never leaves the package: an exchange with the daemon came to nothing
         ├── DaemonLost       its end of a connection is closed, or it speaks no sense
@@ -48,6 +49,10 @@ class Unavailable(KvdClientError):
 
 class UnsupportedMemory(KvdClientError):
     """This memory cannot be shared with another process."""
+
+
+class UnsupportedVllm(KvdClientError):
+    """kvd's connector cannot work with this release of vLLM."""
 
 
 class CudaError(KvdClientError):

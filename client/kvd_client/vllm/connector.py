@@ -7,20 +7,23 @@ up, and a failed load is reported for its request, which vLLM then computes.
 import logging
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvd_client.vllm.identity import random_hash_seed
+from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import OptionsError
 from kvd_client.vllm.rank import KvdConnectorWorker
 from kvd_client.vllm.scheduling import KvdConnectorScheduler
 from kvd_client.vllm.spec import KvdOffloadingSpec
+from kvd_client.vllm.upstream import ConnectorSide, check, name_spec
+from kvd_client.vllm.versions import untested
+from kvd_client.vllm.worker import KvdOffloadingWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,11 +32,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvd_client.vllm")
 
 
-class KvdConnector(OffloadingConnector):
+class KvdConnector(ConnectorSide):
     """The connector of one process: of the scheduler's, or of one rank's.
 
     Raises:
         OptionsError: a configuration that cannot be meant.
+        UnsupportedVllm: this vLLM works in another way than the connector needs.
     """
 
     def __init__(
@@ -42,18 +46,16 @@ class KvdConnector(OffloadingConnector):
         role: KVConnectorRole,
         kv_cache_config: "KVCacheConfig",
     ) -> None:
-        # Not OffloadingConnector's: that makes a spec of its own choice.
-        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        check(type(self), KvdOffloadingSpec, KvdOffloadingManager, KvdOffloadingWorker)
+        super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
         _check_failure_policy(vllm_config)
         config = build_offloading_config(vllm_config, kv_cache_config)
         spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
-        self.connector_scheduler: KvdConnectorScheduler | None = None
-        self.connector_worker: KvdConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            warning = random_hash_seed(vllm_config)
-            if warning:
-                log.warning(warning)
+            for warning in (untested(vllm.__version__), random_hash_seed(vllm_config)):
+                if warning:
+                    log.warning(warning)
             self.connector_scheduler = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
         else:
             self.connector_worker = KvdConnectorWorker(spec, vllm_config, kv_cache_config)
@@ -74,9 +76,7 @@ class KvdConnector(OffloadingConnector):
     ) -> KVConnectorPromMetrics:
         """Build vLLM's metrics of offloading, with this spec's."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        # vLLM finds a spec's metrics by these names.
-        extra.setdefault("spec_name", KvdOffloadingSpec.__name__)
-        extra.setdefault("spec_module_path", "kvd_client.vllm")
+        name_spec(extra, KvdOffloadingSpec, "kvd_client.vllm")
         return super().build_prom_metrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from huggingface_hub.constants import HF_HUB_CACHE
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import Fingerprint
+from kvd_client.vllm.upstream import attention_backends
+from kvd_client.vllm.versions import release
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,13 +30,12 @@ def fingerprint(config: OffloadingConfig, vllm_config: "VllmConfig", label: str)
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     speculative = vllm_config.speculative_config
     parallel = config.parallel
-    release = ".".join(vllm.__version__.split(".")[:2])
     return Fingerprint(
         model=str(model.model),
         revision=_digest(
             model.revision,
             _weights(model.model),
-            getattr(model.hf_config, "_commit_hash", None),  # of a hub's model
+            _hub_commits(model.model, model.revision, load.download_dir),
             model.hf_config.to_dict(),
             model.quantization,
             [load.load_format, model.seed if load.load_format == "dummy" else None],
@@ -43,8 +45,11 @@ def fingerprint(config: OffloadingConfig, vllm_config: "VllmConfig", label: str)
             f"{model.dtype} weights, {config.model.dtype} cache,"
             f" {cache.mamba_cache_dtype} and {cache.mamba_ssm_cache_dtype} states"
         ).replace("torch.", ""),
-        kv_layout=f"{config.kv_cache_layout}, {cache.prefix_caching_hash_algo}, vllm {release}",
-        attention_backend=", ".join(_attention_backends(vllm_config)),
+        kv_layout=(
+            f"{config.kv_cache_layout}, {cache.prefix_caching_hash_algo},"
+            f" vllm {release(vllm.__version__)}"
+        ),
+        attention_backend=", ".join(attention_backends(vllm_config)),
         parallelism=(
             f"tp {parallel.tp_size} pp {parallel.pp_size} pcp {parallel.pcp_size}"
             f" dcp {parallel.dcp_size}"
@@ -76,15 +81,12 @@ def _weights(model: str) -> list[Any]:
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _attention_backends(vllm_config: "VllmConfig") -> list[str]:
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    return sorted(
-        {
-            layer.get_attn_backend().get_name()
-            for layer in layers
-            if hasattr(layer, "get_attn_backend")
-        }
-    )
+def _hub_commits(model: str, revision: str | None, download_dir: str | None) -> list[str]:
+    """Commits of a hub's model in this machine's caches, which its files were read from."""
+    caches = {HF_HUB_CACHE, download_dir or HF_HUB_CACHE}
+    folder = "models--" + model.replace("/", "--")
+    refs = [Path(cache, folder, "refs", revision or "main") for cache in sorted(caches)]
+    return [ref.read_text() for ref in refs if ref.is_file()]
 
 
 def _digest(*parts: Any) -> str:

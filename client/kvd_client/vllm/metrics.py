@@ -1,13 +1,22 @@
 """Metrics of the connector, beside those that vLLM counts itself (bytes, times, sizes)."""
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics as vllm_metrics
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
 )
 
-ALLOCATION_FAILURE = vllm_metrics._ConnectorMetricName.ALLOCATION_FAILURE  # noqa: SLF001  # its only name
+from kvd_client.vllm.upstream import ALLOCATION_FAILURE
+
+__all__ = [
+    "ALLOCATION_FAILURE",
+    "ATTACHED",
+    "CHUNKS_REFUSED",
+    "DEFINITIONS",
+    "LOAD_FAILURES",
+    "STORE_FAILURES",
+]
+
 ATTACHED = "vllm:kv_offload_kvd_attached"
 LOAD_FAILURES = "vllm:kv_offload_kvd_load_failures"
 STORE_FAILURES = "vllm:kv_offload_kvd_store_failures"

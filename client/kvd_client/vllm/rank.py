@@ -10,9 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
-    OffloadingConnectorWorker,
-)
+
+from kvd_client.vllm.upstream import RankSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,10 +41,8 @@ class KvdWorkerMetadata(OffloadingWorkerMetadata):
         )
 
 
-class KvdConnectorWorker(OffloadingConnectorWorker):
+class KvdConnectorWorker(RankSide):
     """vLLM's worker side, for jobs that may fail."""
-
-    _connector_worker_meta: KvdWorkerMetadata
 
     def __init__(
         self,
@@ -54,16 +51,16 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         kv_cache_config: "KVCacheConfig",
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._connector_worker_meta = KvdWorkerMetadata()
+        self.report = KvdWorkerMetadata()
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Take in what has ended; a failed load is both finished and failed."""
         assert self.worker is not None  # noqa: S101  # made by register_kv_caches
         results = KVConnectorTransferResults()
-        meta = self._connector_worker_meta
+        meta: KvdWorkerMetadata = self.report
         for ended in self.worker.get_finished():
             meta.mark_completed(ended.job_id)
-            request = self._load_jobs.pop(ended.job_id, None)
+            request = self.take_load(ended.job_id)
             if request is not None:
                 results.finished_recving.add(request)
             if not ended.success:
@@ -78,8 +75,8 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
 
     def build_connector_worker_meta(self) -> KvdWorkerMetadata | None:
         """What has ended since the last call, for the scheduler."""
-        meta = self._connector_worker_meta
+        meta: KvdWorkerMetadata = self.report
         if not meta.completed_jobs:
             return None
-        self._connector_worker_meta = KvdWorkerMetadata()
+        self.report = KvdWorkerMetadata()
         return meta

@@ -1,0 +1,37 @@
+"""Which releases of vLLM the connector works with; vLLM is not imported here."""
+
+from kvd_client.errors import UnsupportedVllm
+
+TESTED = ("0.32",)
+
+
+def release(version: str) -> str:
+    """Major and minor number: what decides about interfaces and about the KV's bytes."""
+    return ".".join(version.split(".")[:2])
+
+
+def untested(version: str) -> str:
+    """A warning where kvd's tests were not run with this release, or nothing."""
+    if release(version) in TESTED:
+        return ""
+    return (
+        f"kvd's connector was not tested with vLLM {version}, only with {_names()};"
+        " compare answers with and without it before you rely on it, or install a tested release"
+    )
+
+
+def unsupported(version: str, lacks: str) -> UnsupportedVllm:
+    """The error for a release that the connector cannot work with.
+
+    Args:
+        version: of the installed vLLM.
+        lacks: what the connector needs and does not find.
+    """
+    return UnsupportedVllm(
+        f"kvd's connector cannot work with vLLM {version}: {lacks}; it was tested with"
+        f" {_names()}: install that, or leave --kv-transfer-config out"
+    )
+
+
+def _names() -> str:
+    return ", ".join(f"vLLM {name}" for name in TESTED)

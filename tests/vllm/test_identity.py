@@ -1,0 +1,75 @@
+"""Which engines share chunks: what makes their identities differ."""
+
+from pathlib import Path
+
+import pytest
+
+from kvd_client import Fingerprint
+from kvd_client.vllm import identity
+from tests.vllm.configs import engine_config, full, offloading_config, sized
+
+HUB_MODEL = "org/name"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache on this machine, empty."""
+    folder = tmp_path / "hub"
+    monkeypatch.setattr(identity, "HF_HUB_CACHE", str(folder))
+    return folder
+
+
+def move(cache: Path, commit: str, revision: str = "main") -> None:
+    """The hub's model is now at this commit, and was fetched."""
+    ref = cache / "models--org--name" / "refs" / revision
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    ref.write_text(commit)
+
+
+def of_hub_model(
+    folder: Path, revision: str | None = None, download_dir: Path | None = None
+) -> Fingerprint:
+    """The identity of an engine with a model of the hub's."""
+    vllm_config = engine_config(folder)
+    vllm_config.model_config.model = HUB_MODEL
+    vllm_config.model_config.revision = revision
+    vllm_config.load_config.download_dir = download_dir and str(download_dir)
+    kv_cache_config = sized(vllm_config, full(["a", "b"]))
+    return identity.fingerprint(offloading_config(vllm_config, kv_cache_config), vllm_config, "")
+
+
+def test_another_commit_of_a_hubs_model_is_another_model(tmp_path: Path, cache: Path) -> None:
+    """The same name at a later commit has other weights: nothing is shared."""
+    move(cache, "a" * 40)
+    before = of_hub_model(tmp_path)
+    assert of_hub_model(tmp_path) == before
+    move(cache, "b" * 40)
+    assert of_hub_model(tmp_path) != before
+    move(cache, "a" * 40)
+    assert of_hub_model(tmp_path) == before
+
+
+def test_a_revision_has_its_own_commit(tmp_path: Path, cache: Path) -> None:
+    """What moves under another name changes nothing."""
+    move(cache, "a" * 40, "refs/pr/7")
+    before = of_hub_model(tmp_path, "refs/pr/7")
+    move(cache, "b" * 40)
+    assert of_hub_model(tmp_path, "refs/pr/7") == before
+    move(cache, "c" * 40, "refs/pr/7")
+    assert of_hub_model(tmp_path, "refs/pr/7") != before
+
+
+def test_weights_in_a_folder_of_their_own_count_too(tmp_path: Path, cache: Path) -> None:
+    """With download_dir the weights' commit is there, the configuration's in the hub's cache."""
+    weights = tmp_path / "weights"
+    move(cache, "a" * 40)
+    move(weights, "a" * 40)
+    before = of_hub_model(tmp_path, download_dir=weights)
+    move(weights, "b" * 40)
+    assert of_hub_model(tmp_path, download_dir=weights) != before
+
+
+def test_a_model_that_no_cache_knows_has_an_identity(tmp_path: Path, cache: Path) -> None:
+    """Without a commit, as with weights from elsewhere, the name and its configuration count."""
+    assert not cache.exists()
+    assert of_hub_model(tmp_path) == of_hub_model(tmp_path)
