@@ -37,7 +37,7 @@ def refusal(extra: dict[str, Any]) -> str:
 
 def test_defaults() -> None:
     """Without settings the engine runs with a daemon at /run/kvd, or without one."""
-    assert read_options({}) == Options(
+    assert read_options({}, {}) == Options(
         runtime_dir="/run/kvd",
         required=False,
         deadline=1.0,
@@ -47,6 +47,14 @@ def test_defaults() -> None:
         pending_timeout=1.0,
         label="",
     )
+
+
+def test_the_environment_names_the_daemon_where_the_configuration_does_not() -> None:
+    """KVD_RUNTIME_DIR is read as the daemon reads it: an empty one is not set."""
+    named = {"KVD_RUNTIME_DIR": "/run/other"}
+    assert read_options({}, named).runtime_dir == "/run/other"
+    assert read_options({"runtime_dir": "/run/mine"}, named).runtime_dir == "/run/mine"
+    assert read_options({}, {"KVD_RUNTIME_DIR": ""}).runtime_dir == "/run/kvd"
 
 
 def test_every_key_of_either_side_is_taken() -> None:

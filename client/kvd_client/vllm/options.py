@@ -5,11 +5,14 @@
     OptionsError (a ValueError: vLLM prints its sentence and does not start)
 """
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+
+RUNTIME_DIR = "KVD_RUNTIME_DIR"  # the daemon and its tools read it as well
 
 Seconds = Annotated[float, Meta(gt=0, le=600)]
 
@@ -40,7 +43,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """What an engine can be told about its daemon.
 
     Attributes:
-        runtime_dir: the daemon's runtime directory.
+        runtime_dir: the daemon's runtime directory; where it is not given, that of the variable
+            KVD_RUNTIME_DIR.
         required: fail at start where the daemon is not there or cannot serve this memory;
             otherwise the engine runs without offload until it can.
         deadline: seconds that the daemon may take for an answer; then it is treated as absent
@@ -63,8 +67,12 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     label: Annotated[str, Meta(max_length=256)] = ""
 
 
-def read_options(extra: Mapping[str, Any]) -> Options:
+def read_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:
     """The options in `kv_connector_extra_config`.
+
+    Args:
+        extra: the configuration.
+        environment: of the process, for what is not configured.
 
     Raises:
         OptionsError: naming the key, its value and what is possible.
@@ -80,6 +88,8 @@ def read_options(extra: Mapping[str, Any]) -> Options:
             "kv_connector_extra_config: canonical_layout=true is not supported; remove it"
         )
     own = {key: value for key, value in extra.items() if key not in VLLM_KEYS}
+    if environment.get(RUNTIME_DIR):  # empty is not set, as for the daemon
+        own.setdefault("runtime_dir", environment[RUNTIME_DIR])
     try:
         options = msgspec.convert(own, Options, strict=True)
     except msgspec.ValidationError as error:

@@ -1,0 +1,85 @@
+"""What a user types: three keys, and vLLM knows whose connector that is."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvd_client import vllm_plugin
+from kvd_client.vllm import KvdConnector
+from kvd_client.vllm.versions import TESTED, release, untested
+from tests.vllm.configs import engine_config, full, sized
+
+
+def test_the_plug_in_is_installed() -> None:
+    """VLLM finds it where it looks for plug-ins that every process runs."""
+    (found,) = entry_points(group="vllm.general_plugins", name="kvd")
+    assert found.load() is vllm_plugin.register
+
+
+def test_vllms_plug_ins_make_the_name_known_and_import_nothing() -> None:
+    """What vLLM runs in each process imports neither its factory nor the connector."""
+    program = """
+        import sys
+        from vllm.config import KVTransferConfig
+        import vllm.plugins
+        vllm.plugins.load_general_plugins()
+        factory = "vllm.distributed.kv_transfer.kv_connector.factory"
+        print(factory in sys.modules, "kvd_client.vllm" in sys.modules)
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        print("kvd_client.vllm" in sys.modules)
+        typed = KVTransferConfig(
+            kv_connector="KvdConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
+        )
+        print(KVConnectorFactory.get_connector_class(typed).__module__)
+        print(KVConnectorFactory.supports_hma_config(typed))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["False", "False", "False", "kvd_client.vllm.connector", "True"]
+
+
+@pytest.mark.parametrize(("version", "warned"), [(vllm.__version__, 0), ("0.33.1", 1)])
+def test_an_untested_vllm_is_warned_of_once(
+    version: str,
+    warned: int,
+    tmp_path: Path,
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The scheduler's connector says so in one line, the ranks' do not; the engine starts."""
+    monkeypatch.setattr("kvd_client.vllm.connector._log_as_vllm_does", lambda: None)
+    monkeypatch.setattr(vllm, "__version__", version)
+    vllm_config = engine_config(tmp_path, {"runtime_dir": str(runtime_dir)})
+    kv_cache_config = sized(vllm_config, full(["a", "b"]))
+    for role in KVConnectorRole:
+        KvdConnector(vllm_config, role, kv_cache_config).shutdown()
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum(f"not tested with vLLM {version}, only with vLLM 0.32" in t for t in texts) == warned
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+g0123456", "0.32.0+cpu"])
+def test_a_tested_release_needs_no_sentence(version: str) -> None:
+    """Patches and builds of a tested release are that release."""
+    assert release(version) in TESTED
+    assert not untested(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.1", "1.32.0", "dev", "0.320.0"])
+def test_an_untested_release_is_named(version: str) -> None:
+    """One sentence: which it is, which are tested, what to do."""
+    text = untested(version)
+    assert f"not tested with vLLM {version}, only with vLLM 0.32;" in text
+    assert "install a tested release" in text
