@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvd.errors import BadFrame
-from kvd.zmtp import Incoming, frame_header, opening
+from kvd.zmtp import MAX_PINGS, Incoming, frame_header, opening
 
 READ_BYTES = 256 * 1024
 UNREAD_BYTES = 2**20  # replies that wait for a peer, before it is not read any more
@@ -55,10 +55,29 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def _has_something_to_say(sock: socket.socket) -> bool:
+    """Whether there is anything to read; the end of the connection is not."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except OSError:
+        return False
+
+
 class _Connection:
     """One peer: its socket, what it has begun to say, and what it has not read."""
 
-    __slots__ = ("incoming", "kept", "number", "outgoing", "pid", "proven", "sock", "uid", "unread")
+    __slots__ = (
+        "deadline",
+        "incoming",
+        "kept",
+        "number",
+        "outgoing",
+        "pid",
+        "proven",
+        "sock",
+        "uid",
+        "unread",
+    )
 
     def __init__(self, number: int, sock: socket.socket, max_bytes: int) -> None:
         self.number = number
@@ -69,6 +88,7 @@ class _Connection:
         self.unread = 0
         self.kept = 0
         self.proven = False
+        self.deadline = 0.0  # when it is given up if nothing comes; 0: never
 
     @property
     def identity(self) -> bytes:
@@ -119,6 +139,7 @@ class Router:
         self._unproven: OrderedDict[int, _Connection] = OrderedDict()
         self._strangers: Counter[int] = Counter()  # how many of these, by their process
         self._hot: OrderedDict[int, _Connection] = OrderedDict()
+        self._mortal: dict[int, _Connection] = {}  # those with a deadline
         self._kept = 0
         self._next = 1
         self._opening = opening(b"ROUTER")
@@ -157,6 +178,8 @@ class Router:
                 self._flush(connection)
             if events & ~select.EPOLLOUT and connection.sock.fileno() >= 0:
                 self._hot[connection.number] = connection
+        if self._mortal:
+            self._bury()
 
     def take(self) -> Received | None:
         """The next message of those who have something to say, who take turns."""
@@ -164,18 +187,30 @@ class Router:
             _, connection = self._hot.popitem(last=False)
             try:
                 frame = connection.incoming.take()
-                if frame is None and self._read(connection):
+                if (
+                    frame is None
+                    and len(connection.incoming.pongs) < MAX_PINGS
+                    and self._read(connection)
+                ):
                     frame = connection.incoming.take()
                 self._weigh(connection)
             except BadFrame as error:
                 self._give_up(connection, str(error), error.limit)
                 continue
+            pinged = bool(connection.incoming.pongs)
+            if pinged:
+                self._answer_pings(connection)
             if connection.incoming.dropped:
                 self.dropped += connection.incoming.dropped
                 connection.incoming.dropped = 0
+            if (
+                (pinged or frame is not None)
+                and len(connection.incoming)
+                and connection.unread <= UNREAD_BYTES
+                and connection.sock.fileno() >= 0
+            ):
+                self._hot[connection.number] = connection
             if frame is not None:
-                if len(connection.incoming) and connection.unread <= UNREAD_BYTES:
-                    self._hot[connection.number] = connection
                 return Received(connection.identity, frame)
         return None
 
@@ -198,22 +233,7 @@ class Router:
         connection = self._by_identity.get(identity)
         if connection is None or connection.unread > UNREAD_BYTES + self._max_bytes:
             return False
-        header = frame_header(len(frame))
-        sent = 0
-        if not connection.outgoing:
-            try:
-                sent = connection.sock.sendmsg([header, frame], [], socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._close(connection)
-                return False
-        rest = len(header) + len(frame) - sent
-        if rest:
-            connection.outgoing.append(memoryview(header + frame)[sent:])
-            self._waits(connection, rest)
-            self._weigh(connection)
-        return True
+        return self._send(connection, frame_header(len(frame)), frame)
 
     def close(self, linger: float = 0.0) -> None:
         """Close everything; replies get so many seconds to leave. May be called again."""
@@ -327,9 +347,55 @@ class Router:
             self._close(connection)
             return False
         connection.incoming.feed(self._scratch[:count])
+        if connection.number in self._mortal:
+            self._await(connection)
         if count == READ_BYTES:  # else epoll tells of what comes later
             self._hot[connection.number] = connection
         return True
+
+    def _send(self, connection: _Connection, *parts: bytes) -> bool:
+        """Send now what the socket takes, the rest later; false where the peer is gone."""
+        sent = 0
+        if not connection.outgoing:
+            try:
+                sent = connection.sock.sendmsg(parts, [], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._close(connection)
+                return False
+        rest = sum(map(len, parts)) - sent
+        if rest:
+            connection.outgoing.append(memoryview(b"".join(parts))[sent:])
+            self._waits(connection, rest)
+            self._weigh(connection)
+        return True
+
+    def _answer_pings(self, connection: _Connection) -> None:
+        """Send the PONGs, and note how long the peer wants to be waited for."""
+        pongs, connection.incoming.pongs = connection.incoming.pongs, []
+        self._await(connection)
+        self._send(connection, *pongs)
+
+    def _await(self, connection: _Connection) -> None:
+        """Something has come: the time to wait for more starts anew, where the peer has set one."""
+        ttl = connection.incoming.ttl
+        if ttl:
+            connection.deadline = time.monotonic() + ttl
+            self._mortal[connection.number] = connection
+        else:
+            self._mortal.pop(connection.number, None)
+
+    def _bury(self) -> None:
+        """Close the connections of those that were silent for as long as they said themselves."""
+        now = time.monotonic()
+        for connection in [one for one in self._mortal.values() if one.deadline < now]:
+            if _has_something_to_say(connection.sock):
+                self._await(connection)
+                continue
+            text = "a connection of pid %d (uid %d) is closed: nothing came for %g s, its own limit"
+            log.info(text, connection.pid, connection.uid, connection.incoming.ttl)
+            self._close(connection)
 
     def _flush(self, connection: _Connection) -> None:
         while connection.outgoing:
@@ -390,6 +456,7 @@ class Router:
         del self._by_identity[connection.identity]
         self._know(connection)
         self._hot.pop(connection.number, None)
+        self._mortal.pop(connection.number, None)
         self._kept -= connection.kept
         connection.sock.close()
 

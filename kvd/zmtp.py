@@ -1,11 +1,14 @@
-"""ZMTP 3.0, the bytes of ZeroMQ's sockets, as one server connection hears and speaks them. No I/O.
+"""ZMTP 3.1, the bytes of ZeroMQ's sockets, as one server connection hears and speaks them. No I/O.
 
 libzmq puts a message of several parts together before it hands it over, however
 many there are, and has a bound for the part alone: one client could fill the
 daemon's memory. Messages of kvd have one part. So here a part that others follow is
 skipped as it arrives, and what is kept of a connection is one unfinished frame.
 
-Specification: https://rfc.zeromq.org/spec/23/ (ZMTP 3.0, NULL mechanism).
+A peer that sends PING gets its PONG, and may say with it after how much silence it is to be
+given up. This side sends no PING: the end of a Unix socket's peer is seen without one.
+
+Specification: https://rfc.zeromq.org/spec/37/ (ZMTP 3.1, NULL mechanism).
 """
 
 import struct
@@ -18,6 +21,10 @@ _GREETING_BYTES = 64
 _MAX_COMMAND_BYTES = 4096
 MAX_PARTS = 64
 """Parts of a message that is skipped, before its sender is given up."""
+MAX_PINGS = 64
+"""PINGs that are taken in before their PONGs have been fetched."""
+_PING, _PONG = b"PING", b"PONG"
+_TTL_BYTES, _MAX_CONTEXT_BYTES = 2, 16
 
 
 def _command(name: bytes, body: bytes) -> bytes:
@@ -30,9 +37,9 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 def opening(kind: bytes) -> bytes:
-    """What one side says first: version 3.0, no mechanism, and the kind of its socket."""
+    """What one side says first: version 3.1, no mechanism, and the kind of its socket."""
     signature = b"\xff" + bytes(8) + b"\x7f"
-    greeting = signature + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    greeting = signature + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
     return greeting + _command(b"READY", _property(b"Socket-Type", kind))
 
 
@@ -64,6 +71,10 @@ class Incoming:
         self._skipped = 0  # their bytes
         self.dropped = 0
         """Messages of several parts, none of which was kept."""
+        self.pongs: list[bytes] = []
+        """Answers to PINGs, for whoever reads these to send and to clear."""
+        self.ttl = 0.0
+        """Seconds of silence after which the peer, as it said last, is to be given up; 0: never."""
 
     def __len__(self) -> int:
         """Bytes that are kept."""
@@ -81,7 +92,7 @@ class Incoming:
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """The next message, or None where it has not arrived in full.
+        """The next message; None where it has not arrived in full, or MAX_PINGS came before it.
 
         Raises:
             BadFrame: this is no ZMTP, or a message above its bounds; the connection is of no
@@ -89,7 +100,7 @@ class Incoming:
         """
         if self._state is _State.GREETING and not self._greeted():
             return None
-        while not self._skip:
+        while not self._skip and len(self.pongs) < MAX_PINGS:
             head = self._head()
             if head is None:
                 return None
@@ -139,7 +150,7 @@ class Incoming:
         return whole
 
     def _command(self, flags: int, size: int, start: int) -> bool:
-        """Take a command in; false where it has not arrived in full. Only READY has a meaning."""
+        """Take a command in; false where it has not arrived in full."""
         if size > _MAX_COMMAND_BYTES or flags & _MORE:
             raise BadFrame(f"a command of {size} bytes, flags 0x{flags:02x}")
         if len(self._buffer) - start < size:
@@ -148,8 +159,16 @@ class Incoming:
             if self._buffer[start : start + 6] != b"\x05READY":
                 raise BadFrame("the first command is not READY")
             self._state = _State.OPEN
+        elif self._buffer[start : start + 5] == b"\x04" + _PING:
+            self._ping(bytes(self._buffer[start + 5 : start + size]))
         self._at = start + size
         return True
+
+    def _ping(self, body: bytes) -> None:
+        if not _TTL_BYTES <= len(body) <= _TTL_BYTES + _MAX_CONTEXT_BYTES:
+            raise BadFrame(f"a PING with {len(body)} bytes, it has 2 to 18")
+        self.ttl = int.from_bytes(body[:_TTL_BYTES], "big") / 10
+        self.pongs.append(_command(_PONG, body[_TTL_BYTES:]))
 
     def _pass_over(self, flags: int, size: int, start: int) -> None:
         """Skip a part of a message that has several."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import BadFrame
-from kvd.zmtp import MAX_PARTS, Incoming, frame_header, opening
+from kvd.zmtp import MAX_PARTS, MAX_PINGS, Incoming, frame_header, opening
 
 LIMIT = 4096
 HELLO = opening(b"DEALER")
@@ -98,6 +98,53 @@ def test_other_protocols_are_refused(start: bytes) -> None:
     incoming.feed(start)
     with pytest.raises(BadFrame, match="greeting"):
         incoming.take()
+
+
+def command(name: bytes, body: bytes) -> bytes:
+    """A command."""
+    content = bytes((len(name),)) + name + body
+    return bytes((4, len(content))) + content
+
+
+@pytest.mark.parametrize("context", [b"", b"c", b"0123456789abcdef"])
+def test_a_ping_is_owed_a_pong_with_its_context(context: bytes) -> None:
+    """The answer repeats what came with it, its time to live is kept, messages are whole."""
+    incoming = Incoming(LIMIT)
+    incoming.feed(
+        HELLO + part(b"before") + command(b"PING", b"\x00\x19" + context) + part(b"after")
+    )
+    assert everything(incoming) == [b"before", b"after"]
+    assert incoming.pongs == [command(b"PONG", context)]
+    assert incoming.ttl == 2.5
+
+
+def test_pings_are_taken_in_a_bounded_number_at_a_time() -> None:
+    """A flood of them waits for its answers to be fetched, and what follows it is not lost."""
+    incoming = Incoming(LIMIT)
+    incoming.feed(HELLO + command(b"PING", b"\0\0") * (MAX_PINGS + 1) + part(b"after"))
+    assert incoming.take() is None
+    assert len(incoming.pongs) == MAX_PINGS
+    incoming.pongs.clear()
+    assert incoming.take() == b"after"
+    assert len(incoming.pongs) == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"\0", bytes(19)])
+def test_a_ping_of_another_size_is_refused(body: bytes) -> None:
+    """It has a time to live of two bytes and up to sixteen of context."""
+    incoming = Incoming(LIMIT)
+    incoming.feed(HELLO + command(b"PING", body))
+    with pytest.raises(BadFrame, match=f"PING with {len(body)} bytes"):
+        incoming.take()
+
+
+def test_other_commands_say_nothing() -> None:
+    """A PONG that nobody asked for, and commands of other sockets, are passed over."""
+    incoming = Incoming(LIMIT)
+    strange = command(b"PONG", b"x") + command(b"SUBSCRIBE", b"x") + command(b"", b"")
+    incoming.feed(HELLO + strange + part(b"after"))
+    assert everything(incoming) == [b"after"]
+    assert incoming.pongs == []
 
 
 def test_traffic_before_ready_is_refused() -> None:
