@@ -13,6 +13,7 @@ import os
 import threading
 from typing import Protocol
 
+from kvd_client import sealed
 from kvd_client.arguments import shown
 from kvd_client.errors import UsageError
 
@@ -26,8 +27,7 @@ class ControlPage:
     nbytes = CONTROL_PAGE_BYTES
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("kvd-control", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, CONTROL_PAGE_BYTES)
+        self.fd = sealed.make("kvd-control", CONTROL_PAGE_BYTES)
         self._map = mmap.mmap(self.fd, CONTROL_PAGE_BYTES)
         self._words = memoryview(self._map).cast("Q")
 

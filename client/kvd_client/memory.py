@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvd_client import sealed
 from kvd_client.arguments import collection, shown, size_of_file, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_proto.devices import HOST
@@ -19,14 +20,14 @@ class HostMemory:
     """One storage in shared host memory. Its descriptor is closed with it.
 
     Args:
-        fd: a descriptor of the memory; taken over.
+        fd: a descriptor of memfd_create(2), taken over. Its file is sealed against shrinking.
         nbytes: how much of it is the storage.
         offset: where in the file the storage begins.
         array: the storage as u8[nbytes] in this process, where numpy made it.
 
     Raises:
         UsageError: no open descriptor, no numbers, or an array of another size.
-        UnsupportedMemory: the file is smaller than offset + nbytes.
+        UnsupportedMemory: the file is smaller than offset + nbytes, or cannot be sealed.
     """
 
     device = HOST
@@ -44,6 +45,7 @@ class HostMemory:
             raise UnsupportedMemory(
                 f"nbytes={nbytes} from offset={offset} do not lie inside a file of {have} bytes"
             )
+        sealed.seal(fd)
         self.fd = fd
         self._closing = weakref.finalize(self, os.close, fd)
         self.nbytes = nbytes
@@ -60,12 +62,13 @@ class HostMemory:
         """
         if not isinstance(nbytes, int) or nbytes <= 0:
             raise UsageError(f"nbytes={shown(nbytes)}: a number of bytes above 0 is needed")
-        fd = os.memfd_create("kvd-memory", os.MFD_CLOEXEC)
+        fd = -1
         try:
-            os.ftruncate(fd, nbytes)
+            fd = sealed.make("kvd-memory", nbytes)
             array = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         except (OSError, ValueError, OverflowError) as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise UnsupportedMemory(f"nbytes={nbytes} cannot be allocated: {error}") from error
         return cls(fd, nbytes, array=array)
 

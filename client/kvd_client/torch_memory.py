@@ -6,7 +6,9 @@ stays where it is and is named by a handle. A storage is shared and counted once
 however many tensors are views of it.
 """
 
+import ctypes
 import itertools
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +16,18 @@ from typing import Any
 
 import torch
 
+from kvd_client import sealed
 from kvd_client.arguments import collection, shown, whole
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_client.memory import HostMemory
 from kvd_client.registration import Memory
 from kvd_proto.layout import TensorSpec
+
+_MAP_FIXED = 0x10  # linux/mman.h; not in Python's mmap
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +213,13 @@ def _share_cuda(storage: Any) -> DeviceMemory:
 
 
 def _share_cpu(storage: Any) -> HostMemory:
+    """Move a storage into a memory file that keeps its size; one that is there already stays.
+
+    torch moves it into a file on /dev/shm, at an address of its own, and such a file cannot be
+    sealed. So a memory file with the same bytes takes the file's place, under the storage's
+    address and under its descriptor: it is as if torch had used it from the start.
+    """
+    shared_before = storage.is_shared()
     try:
         fd, size = storage._share_fd_cpu_()
     except RuntimeError as error:
@@ -212,5 +227,30 @@ def _share_cpu(storage: Any) -> HostMemory:
             f"{storage.nbytes()} bytes cannot be moved to shared memory: {error}; is /dev/shm"
             " large enough?"
         ) from error
+    if not sealed.is_sealed(fd):
+        if shared_before:
+            raise UnsupportedMemory(
+                f"{size} bytes are in shared memory of torch already, in a file that could be"
+                " shortened: share tensors with kvd before share_memory_() is called"
+            )
+        _into_sealed_file(storage.data_ptr(), size, fd)
     # The descriptor is the storage's own and goes with it.
     return HostMemory(os.dup(fd), size)
+
+
+def _into_sealed_file(address: int, nbytes: int, fd: int) -> None:
+    """Put a memory file where another file is mapped, and under its descriptor."""
+    try:
+        file = sealed.make("kvd-tensor", nbytes)
+    except OSError as error:
+        raise UnsupportedMemory(f"{nbytes} bytes of shared memory: {error}") from error
+    try:
+        with mmap.mmap(file, nbytes) as copy:
+            copy[:] = (ctypes.c_char * nbytes).from_address(address)
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        if _mmap(address, nbytes, protection, flags, file, 0) != address:
+            reason = os.strerror(ctypes.get_errno())
+            raise UnsupportedMemory(f"{nbytes} bytes cannot be mapped anew: {reason}")
+        os.dup2(file, fd, inheritable=False)
+    finally:
+        os.close(file)

@@ -17,6 +17,7 @@ from kvd.errors import ImportFailed, LaneError
 from kvd.filling import FillOrder
 from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd.lane.pretouch import Pretouch
+from kvd.lane.shared import size_of
 from kvd_proto.messages import Handle, HostHandle
 
 
@@ -63,7 +64,9 @@ class HostDevice(Device):
                     f"descriptor {handle.fd_index} is named, {len(descriptors)} were sent"
                 )
             if handle.fd_index not in mapped:
-                mapped[handle.fd_index] = _map(descriptors[handle.fd_index])
+                mapped[handle.fd_index] = _map(
+                    descriptors[handle.fd_index], f"descriptor {handle.fd_index}"
+                )
             whole = mapped[handle.fd_index]
             if handle.offset + size > len(whole):
                 raise ImportFailed(
@@ -161,11 +164,11 @@ class HostDevice(Device):
         )
 
 
-def _map(fd: int) -> memoryview:
-    size = os.fstat(fd).st_size
+def _map(fd: int, name: str) -> memoryview:
+    size = size_of(fd, name)
     if size == 0:
-        raise ImportFailed("a descriptor of 0 bytes holds no memory")
+        raise ImportFailed(f"{name} of 0 bytes holds no memory")
     try:
         return memoryview(mmap.mmap(fd, size))
     except (OSError, ValueError) as error:
-        raise ImportFailed(f"{size} bytes cannot be mapped: {error}") from error
+        raise ImportFailed(f"{name}: {size} bytes cannot be mapped: {error}") from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Device, MemoryId
 from kvd.lane.once import Once
+from kvd.lane.shared import size_of
 from kvd.link import BindWorker, ImportWorker
 from kvd.who import Who
 from kvd_proto.directory import DirectoryView
@@ -30,14 +31,14 @@ class ControlPage:
     Word 1, epoch: jobs of any other epoch are void.
 
     Args:
-        fd: a memory file of at least 4096 bytes; stays the caller's.
+        fd: a sealed memory file of at least 4096 bytes; stays the caller's.
 
     Raises:
-        ImportFailed: it is smaller, or cannot be mapped.
+        ImportFailed: it is smaller, not sealed, or cannot be mapped.
     """
 
     def __init__(self, fd: int) -> None:
-        size = os.fstat(fd).st_size
+        size = size_of(fd, "the control page (descriptor 0)")
         if size < CONTROL_PAGE_BYTES:
             raise ImportFailed(
                 f"the control page has {size} bytes, {CONTROL_PAGE_BYTES} are needed"

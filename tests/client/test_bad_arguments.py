@@ -38,6 +38,7 @@ from kvd_client import (
     UnsupportedMemory,
     UsageError,
     Worker,
+    sealed,
     torch_memory,
 )
 from kvd_client.session import Handler
@@ -140,8 +141,7 @@ def device_memory() -> DeviceMemory:
 
 def host_memory(rig: Rig, **arguments: Any) -> Any:
     """Over a descriptor of its own, where none of another kind is given."""
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, 4096)
+    fd = sealed.make("test", 4096)
     try:
         return rig.keep(HostMemory(**{"fd": fd, **arguments}))
     except KvdClientError:

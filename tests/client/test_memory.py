@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +42,56 @@ def test_host_memory_checks_sizes() -> None:
     with pytest.raises(UnsupportedMemory, match="do not lie inside"):
         HostMemory(memory.fd, 64, offset=1)
     memory.close()
+
+
+def cannot_shrink(fd: int) -> bool:
+    """The kernel refuses to shorten this file."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    return True
+
+
+def test_memory_that_is_shared_cannot_be_shortened() -> None:
+    """The kernel refuses for new memory, parts of it, the control page and tensors of torch."""
+    memory, page = HostMemory.allocate(8192), ControlPage()
+    shared = share_torch([torch.zeros(4, 8)])
+    for one in (memory, memory.part(0, 64), page, *shared.memory):
+        assert cannot_shrink(one.fd)
+
+
+def test_memory_made_elsewhere_is_sealed_where_that_can_be() -> None:
+    """A memory file that may be sealed is; one that may not be is refused with what to use."""
+    fd = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    assert cannot_shrink(HostMemory(fd, 4096).fd)
+    fd = os.memfd_create("theirs")
+    os.ftruncate(fd, 4096)
+    with pytest.raises(UnsupportedMemory, match=r"could be shortened.*MFD_ALLOW_SEALING"):
+        HostMemory(fd, 4096)
+    os.close(fd)
+
+
+def test_torch_itself_can_send_a_moved_tensor_on() -> None:
+    """To torch the storage is one of its shared ones: its descriptor is of the same bytes."""
+    tensor = torch.arange(5000, dtype=torch.int32)
+    before = tensor.clone()
+    shared = share_torch([tensor])
+    fd, size = tensor.untyped_storage()._share_fd_cpu_()
+    other = torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]  # torch's own
+    again = torch.tensor([], dtype=torch.int32).set_(other)
+    assert torch.equal(again, before)
+    tensor[4999] = 7
+    assert int(again[4999]) == 7
+    assert "/dev/shm/torch" not in Path("/proc/self/maps").read_text()
+    shared.close()
+
+
+def test_tensors_that_torch_has_shared_before_are_refused() -> None:
+    """Other processes may have them mapped, so that they cannot be moved, nor sealed."""
+    tensor = torch.zeros(4, 8)
+    tensor.untyped_storage().share_memory_()
+    with pytest.raises(UnsupportedMemory, match="before share_memory_"):
+        share_torch([tensor])
 
 
 def test_control_page_words() -> None:

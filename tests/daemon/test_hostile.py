@@ -6,7 +6,8 @@ import os
 import random
 import resource
 import socket
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvd_client import (
     TensorRef,
     TensorSpec,
     Worker,
+    sealed,
 )
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.messages import (
@@ -221,29 +223,65 @@ def test_a_door_that_is_sent_through_itself_holds_nobody_in(client: RawClient) -
     assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
 
 
-def test_memory_smaller_than_claimed_is_refused(client: RawClient) -> None:
-    """A descriptor whose file is shorter than the layout says is refused with both sizes."""
-    client.hello(kind="worker")
-    layout = make_layout()
-    fds = [os.memfd_create("test") for _ in range(3)]
-    for fd, size in zip(fds, (4096, layout.storages[0], layout.storages[1] - 4096), strict=True):
-        os.ftruncate(fd, size)
-    frame = WIRE.encode(Handles(first=0, count=3), 0, client.boot_id, client.token)
+def loose(nbytes: int) -> int:
+    """A memory file that may be shortened."""
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def on_tmpfs(nbytes: int) -> int:
+    """A file that cannot carry a seal."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(nbytes)
+        return os.dup(file.fileno())
+
+
+def register_with(client: RawClient, fds: list[int]) -> Message:
+    """The answer to a registration of two storages of memory with these descriptors."""
+    frame = WIRE.encode(Handles(first=0, count=len(fds)), 0, client.boot_id, client.token)
     socket.send_fds(client.door, [frame], fds)
     for fd in fds:
         os.close(fd)
-    register = Register(
-        rank=0,
-        world_size=1,
-        device="host",
-        fingerprint=Fingerprint(model="m"),
-        layout=layout,
-        handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
+    return client.ask(
+        Register(
+            rank=0,
+            world_size=1,
+            device="host",
+            fingerprint=Fingerprint(model="m"),
+            layout=make_layout(),
+            handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
+        )
     )
-    reply = client.ask(register)
+
+
+def test_memory_smaller_than_claimed_is_refused(client: RawClient) -> None:
+    """A descriptor whose file is shorter than the layout says is refused with both sizes."""
+    client.hello(kind="worker")
+    first, second = make_layout().storages
+    reply = register_with(
+        client, [sealed.make("test", size) for size in (4096, first, second - 4096)]
+    )
     assert code_of(reply) is ErrorCode.BAD_LAYOUT
-    assert str(layout.storages[1]) in text_of(reply)
+    assert str(second) in text_of(reply)
     assert isinstance(client.ask(Ping()), Pong)
+
+
+@pytest.mark.parametrize("make", [loose, on_tmpfs])
+@pytest.mark.parametrize("which", [0, 2])
+def test_memory_that_could_be_shortened_is_refused(
+    client: RawClient, daemon: Daemon, make: Callable[[int], int], which: int
+) -> None:
+    """Be it the control page or a storage: the error says which one, and how to make it."""
+    client.hello(kind="worker")
+    sizes = (4096, *make_layout().storages)
+    fds = [make(n) if i == which else sealed.make("test", n) for i, n in enumerate(sizes)]
+    reply = register_with(client, fds)
+    assert code_of(reply) is ErrorCode.BAD_LAYOUT
+    assert f"descriptor {which}" in text_of(reply)
+    assert "could be shortened" in text_of(reply)
+    assert "F_ADD_SEALS, F_SEAL_SHRINK" in text_of(reply)
+    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
 
 
 def test_an_unknown_device_is_named(client: RawClient) -> None:
@@ -426,9 +464,7 @@ def test_a_layout_of_absurd_size_is_refused(client: RawClient, daemon: Daemon) -
     """Sixty thousand tensors do not fit the way to the lane: an error, and all goes on."""
     client.hello(kind="worker")
     count = 60_000
-    fds = [os.memfd_create("test") for _ in range(2)]
-    os.ftruncate(fds[0], 4096)
-    os.ftruncate(fds[1], 4096 * count)
+    fds = [sealed.make("test", 4096), sealed.make("test", 4096 * count)]
     frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
     socket.send_fds(client.door, [frame], fds)
     for fd in fds:

@@ -18,7 +18,8 @@ from tests.fuzz.sessions import session
 from tests.fuzz.values import JUNK, changed, fields_of
 
 SOCKETS: tuple[Where, ...] = ("door", "broker", "lane")
-FDS = ("mem:4096", "mem:0", "mem:1", "mem:65536", "mem:1099511627776", "pipe", "null", "zero")
+SIZES = (4096, 0, 1, 65536, 1099511627776)
+FDS = (*(f"mem:{size}" for size in SIZES), "loose:65536", "pipe", "null", "zero")
 MORE_FDS = ("folder", "socket", "event", "write-only", "own door")
 Change = Callable[[Script, random.Random], Script]
 

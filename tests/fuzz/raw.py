@@ -11,6 +11,7 @@ from pathlib import Path
 
 import zmq
 
+from kvd_client import sealed
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import Error, ErrorCode, LaneUp, Message
@@ -153,6 +154,8 @@ def _open(kind: str, door: socket.socket, stack: ExitStack) -> int:
     elif kind == "event":
         fd = os.eventfd(0)
     elif kind.startswith("mem:"):
+        fd = sealed.make("fuzz", int(kind.partition(":")[2]))
+    elif kind.startswith("loose:"):
         fd = os.memfd_create("fuzz")
         os.ftruncate(fd, int(kind.partition(":")[2]))
     else:

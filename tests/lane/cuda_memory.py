@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd_client import sealed
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
 from tests.lane.device_contract import Bytes, Source
 
@@ -45,7 +46,7 @@ class CudaWorkers:
         together, apart = sizes[:2], sizes[2:]
         handles: list[Handle] = []
         addresses: list[int] = []
-        descriptors = [os.memfd_create("control page")]
+        descriptors = [sealed.make("control page", 4096)]
         for group in (together, *((size,) for size in apart)):
             total = sum(group) + GAP * (len(group) + 1)
             offset = GAP

@@ -4,6 +4,7 @@ Memory is read and written through mappings of the tests' own, so that what the
 lane did is seen without the lane's code.
 """
 
+import fcntl
 import mmap
 import os
 import select
@@ -45,11 +46,12 @@ M = TypeVar("M", bound=Message)
 
 
 class Memory:
-    """A memory file and the tests' own mapping of it."""
+    """A memory file, sealed as a worker's is, and the tests' own mapping of it."""
 
     def __init__(self, nbytes: int, flags: int = 0) -> None:
-        self.fd = os.memfd_create("kvd-test", flags)
+        self.fd = os.memfd_create("kvd-test", flags | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
 import os
+import socket
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import pytest
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Direction
 from kvd.lane.host import HostDevice
+from kvd.lane.workers import ControlPage
+from kvd_client import sealed
 from kvd_proto.messages import HostHandle
 from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain, transfer
 from tests.lane.support import Memory
@@ -120,8 +124,38 @@ def test_a_pool_file_smaller_than_promised_is_refused(host: HostRig) -> None:
 
 def test_an_empty_descriptor_is_refused(host: HostRig) -> None:
     """A file of 0 bytes is refused by name instead of by mmap's own words."""
-    empty = Memory(4096)
-    os.ftruncate(empty.fd, 0)
+    empty = sealed.make("empty", 0)
     with pytest.raises(ImportFailed, match="0 bytes"):
-        host.device.import_memory((HostHandle(0),), (1,), (empty.fd,))
-    empty.close()
+        host.device.import_memory((HostHandle(0),), (1,), (empty,))
+    os.close(empty)
+
+
+def opened(kind: str) -> int:
+    """A descriptor of something that is no memory file."""
+    if kind == "pipe":
+        return os.pipe()[0]
+    if kind == "socket":
+        return socket.socket().detach()
+    if kind == "file":
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+    return os.open(kind, os.O_RDONLY)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "file", "/proc/self/maps", "/dev/zero", "/"])
+def test_what_is_no_memory_file_is_refused_and_not_asked_for_its_size(
+    host: HostRig, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The kernel alone says what a descriptor is: whoever owns the file system is asked nothing."""
+
+    def fstat(fd: int) -> os.stat_result:
+        raise AssertionError(f"descriptor {fd} is asked for its size")
+
+    foreign = opened(kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        with pytest.raises(ImportFailed, match="descriptor 0 is no memory file; make it"):
+            host.device.import_memory((HostHandle(0),), (1,), (foreign,))
+        with pytest.raises(ImportFailed, match=r"control page .* is no memory file"):
+            ControlPage(foreign)
+    os.close(foreign)
