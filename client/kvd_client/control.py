@@ -1,10 +1,7 @@
-"""The control page: a worker's two words in memory that its lane reads.
+"""The control page: a worker's words in memory that its lane reads; see `kvd_proto.control`.
 
-Word 0, the timeline: everything that was numbered up to here has happened.
-Word 1, the epoch: jobs of an older one are void. Each is a little-endian u64 at
-an offset of eight, written by this process or its CUDA streams alone; item
-assignment of a "Q" view is one store of eight bytes, so the other side never
-reads half a number.
+They are written by this process or its CUDA streams alone; item assignment of a
+"Q" view is one store of eight bytes, so the other side never reads half a number.
 """
 
 import ctypes
@@ -16,19 +13,17 @@ from typing import Protocol
 from kvd_client import sealed
 from kvd_client.arguments import shown
 from kvd_client.errors import UsageError
-
-CONTROL_PAGE_BYTES = 4096
-_TIMELINE, _EPOCH = 0, 1
+from kvd_proto.control import CONTROL_BYTES, CONTROL_WORDS, TIMELINE_WORD
 
 
 class ControlPage:
-    """A new control page; both words are 0."""
+    """A new control page; all words are 0."""
 
-    nbytes = CONTROL_PAGE_BYTES
+    nbytes = CONTROL_BYTES
 
     def __init__(self) -> None:
-        self.fd = sealed.make("kvd-control", CONTROL_PAGE_BYTES)
-        self._map = mmap.mmap(self.fd, CONTROL_PAGE_BYTES)
+        self.fd = sealed.make("kvd-control", CONTROL_BYTES)
+        self._map = mmap.mmap(self.fd, CONTROL_BYTES)
         self._words = memoryview(self._map).cast("Q")
 
     @property
@@ -39,20 +34,19 @@ class ControlPage:
     @property
     def timeline(self) -> int:
         """The number that has been reached."""
-        return self._words[_TIMELINE]
+        return self._words[TIMELINE_WORD]
 
     @timeline.setter
     def timeline(self, number: int) -> None:
-        self._words[_TIMELINE] = number
+        self._words[TIMELINE_WORD] = number
 
-    @property
-    def epoch(self) -> int:
-        """Jobs of this epoch are valid."""
-        return self._words[_EPOCH]
+    def epoch(self, word: int) -> int:
+        """The number at a word, which a store that is sent now names."""
+        return self._words[word]
 
-    def next_epoch(self) -> None:
-        """Void every job that was submitted until now and has not ended."""
-        self._words[_EPOCH] += 1
+    def next_epoch(self, word: int) -> None:
+        """Void the store whose word this is."""
+        self._words[word] += 1
 
     def close(self) -> None:
         """Close the descriptor; a lane that has mapped the page keeps it."""
@@ -61,7 +55,37 @@ class ControlPage:
             self.fd = -1
 
     def __repr__(self) -> str:
-        return f"<ControlPage timeline={self.timeline} epoch={self.epoch}>"
+        return f"<ControlPage timeline={self.timeline}>"
+
+
+class StoreWords:
+    """Which words of a control page are free for stores. Not for several threads at once."""
+
+    def __init__(self, page: ControlPage) -> None:
+        self._page = page
+        self._free = list(range(CONTROL_WORDS - 1, TIMELINE_WORD, -1))
+
+    @property
+    def next(self) -> tuple[int, int]:
+        """The word that the next store gets and its epoch; word 0 where none is free."""
+        word = self._free[-1] if self._free else 0
+        return word, self._page.epoch(word)
+
+    def take(self) -> None:
+        """A store was sent with `next`."""
+        self._free.pop()
+
+    def end(self, word: int) -> None:
+        """The store of this word is over. Whatever a lane may still do for it is void."""
+        self._page.next_epoch(word)
+        self._free.append(word)
+
+    def are_free_but(self, taken: set[int]) -> bool:
+        """Whether exactly these words are taken."""
+        return sorted([*self._free, *taken]) == list(range(1, CONTROL_WORDS))
+
+    def __repr__(self) -> str:
+        return f"<StoreWords {len(self._free)} free>"
 
 
 class Signals(Protocol):

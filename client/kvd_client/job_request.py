@@ -27,13 +27,14 @@ def job_request(
     slots: Integers,
     generations: Integers,
     after: int,
-    epoch: int,
+    word: tuple[int, int],
     seconds: float,
 ) -> Store | Load:
     """The message of one job, whose fields `messages.Job` describes.
 
-    The layout is that of the registration, None before there is one; `seconds`
-    is how long the job may wait for the timeline.
+    The layout is that of the registration, None before there is one; `word` is a store's
+    word of the control page with its epoch; `seconds` is how long the job may wait for the
+    timeline.
 
     Raises:
         UsageError: values that are no whole numbers, arrays that do not fit each other or
@@ -67,17 +68,19 @@ def job_request(
             check_blocks(layout, blocks.numpy())
         except JobShapeError as error:
             raise UsageError(f"block_ids={shown(block_ids)}: {error}") from error
-    return kind(
-        job=job_id,
-        block_ids=blocks,
-        group_sizes=sizes,
-        block_indices=indices,
-        slots=chosen,
-        generations=versions,
-        after=after,
-        epoch=epoch,
-        deadline_ms=max(1, round(seconds * 1000)),
-    )
+    fields: dict[str, Any] = {
+        "job": job_id,
+        "block_ids": blocks,
+        "group_sizes": sizes,
+        "block_indices": indices,
+        "slots": chosen,
+        "generations": versions,
+        "after": after,
+        "deadline_ms": max(1, round(seconds * 1000)),
+    }
+    if kind is Store:
+        return Store(**fields, word=word[0], epoch=word[1])
+    return Load(**fields)
 
 
 def _array(name: str, values: Integers, dtype: DType) -> IntArray:

@@ -1,10 +1,10 @@
 """The jobs of a worker that have not ended, and the lanes that they were given to.
 
 A job ends with the lane's answer, or with the lane's death, which its lifeline
-shows without doubt. Only a store can also be ended from here: a new epoch makes
-the lane discard whatever it still copies for it. An answer may be lost, where a
-lane had to close the way to this worker; so the lane is asked about loads that
-are long in coming, and they end when it says that they did.
+shows without doubt. Only a store can also be ended from here: a new number at its
+word of the control page makes the lane discard whatever it still copies for it.
+An answer may be lost, where a lane had to close the way to this worker; so the lane
+is asked about loads that are long in coming, and they end when it says that they did.
 """
 
 import logging
@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from kvd_client.control import ControlPage
+from kvd_client.control import ControlPage, StoreWords
 from kvd_client.errors import UsageError
 from kvd_client.lane_link import LaneLink
+from kvd_proto.control import CONTROL_WORDS
 from kvd_proto.errors import ProtoError
 from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, Store, Wait
 
@@ -50,20 +51,25 @@ class JobResult:
 class _Running:
     link: LaneLink
     request_id: int
-    is_store: bool
+    word: int  # a store's own word of the control page; 0 for a load
     submitted: float
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it can be voided."""
+        return self.word > 0
 
 
 class JobTable:
     """Every unfinished job of one worker. May be used by any thread.
 
     Args:
-        control: the worker's control page, whose epoch voids stores.
+        control: the worker's control page, whose words void stores.
         store_seconds: after which a store that has not ended is given up.
     """
 
     def __init__(self, control: ControlPage, store_seconds: float) -> None:
-        self._control = control
+        self._words = StoreWords(control)
         self._store_seconds = store_seconds
         self._lock = threading.Lock()
         self._lane: LaneLink | None = None
@@ -99,12 +105,14 @@ class JobTable:
 
     # ------------------------------------------------------------------ jobs
 
-    def submit(self, job_id: int, build: Callable[[int], Store | Load], *, usable: bool) -> bool:
+    def submit(
+        self, job_id: int, build: Callable[[tuple[int, int]], Store | Load], *, usable: bool
+    ) -> bool:
         """Give a job to the lane, or note its failure.
 
         Args:
             job_id: the caller's number.
-            build: makes the message for an epoch.
+            build: makes the message, with a word of the control page and its epoch for a store.
             usable: false where the worker is not registered.
 
         Raises:
@@ -113,10 +121,17 @@ class JobTable:
         with self._lock:
             if job_id in self._running:
                 raise UsageError(f"job {job_id} has not ended; number the next one differently")
-            message = build(self._control.epoch)
+            word, epoch = self._words.next
+            message = build((word, epoch))
+            is_store = isinstance(message, Store)
             lane = self._lane if usable else None
             if lane is None:
                 self._finished.append(_failed(job_id, "no lane serves this worker now"))
+                return False
+            if is_store and not word:
+                text = f"{CONTROL_WORDS - 1} stores are under way already; wait for some of them"
+                result = JobResult(job_id, success=False, status=JobStatus.SHED, text=text)
+                self._finished.append(result)
                 return False
             try:
                 request_id = lane.send(message)
@@ -126,8 +141,10 @@ class JobTable:
                 self._finished.append(_failed(job_id, "the lane takes no more"))
                 return False
             lane.pending[request_id] = job_id
-            is_store = isinstance(message, Store)
-            self._running[job_id] = _Running(lane, request_id, is_store, time.monotonic())
+            if is_store:
+                self._words.take()
+            now = time.monotonic()
+            self._running[job_id] = _Running(lane, request_id, word if is_store else 0, now)
             return True
 
     def finished(self) -> list[JobResult]:
@@ -177,8 +194,11 @@ class JobTable:
             self._tell_lanes(Cancel, frozenset(job_ids) & self._running.keys())
 
     def close(self) -> None:
-        """Forget every job and lane."""
+        """Forget every job and lane; stores that have not ended are void."""
         with self._lock:
+            for running in self._running.values():
+                if running.is_store:
+                    self._words.end(running.word)
             self._forget()
 
     def abandon(self) -> None:
@@ -187,7 +207,7 @@ class JobTable:
         self._forget()
 
     def check_integrity(self) -> None:
-        """Jobs and the lanes' open requests name each other.
+        """Jobs and the lanes' open requests name each other; every word is free or one store's.
 
         Raises:
             AssertionError: they do not.
@@ -197,6 +217,9 @@ class JobTable:
             running = {(id(r.link), r.request_id): job for job, r in self._running.items()}
             if owed != running or (self._lane is not None and self._lane not in self._links):
                 raise AssertionError(f"{self!r}: lanes owe {owed}, running are {running}")
+            taken = {r.word for r in self._running.values() if r.is_store}
+            if not self._words.are_free_but(taken):
+                raise AssertionError(f"{self!r}: stores have {taken}, {self._words!r}")
 
     def __len__(self) -> int:
         return len(self._running)
@@ -228,13 +251,14 @@ class JobTable:
                 self._links.remove(link)
 
     def _end(self, result: JobResult) -> None:
-        self._running.pop(result.job_id, None)
+        running = self._running.pop(result.job_id, None)
+        if running is not None and running.is_store:
+            self._words.end(running.word)
         self._finished.append(result)
 
     def _void(self, job_ids: Collection[int], seconds: float) -> None:
         if not job_ids:
             return
-        self._control.next_epoch()
         log.warning("%d stores voided, not done within %g s", len(job_ids), seconds)
         for job_id in job_ids:
             running = self._running[job_id]

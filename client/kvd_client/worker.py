@@ -289,8 +289,9 @@ class Worker:
     def wait(self, job_ids: Iterable[int], timeout: float = 10.0) -> frozenset[int]:
         """Return when the blocks of these jobs may be overwritten; the lane does them first.
 
-        When the time is out, stores are voided (nothing of them will be found) and their blocks
-        are free. A load cannot be voided while something may write: it stays unfinished.
+        When the time is out, these stores are voided (nothing of them will be found) and their
+        blocks are free. A load cannot be voided while something may write: it stays unfinished.
+        Jobs that are not named go on.
 
         Args:
             job_ids: unknown and finished ones count as ended.
@@ -378,7 +379,7 @@ class Worker:
             )
         wanted = self._wanted
 
-        def build(epoch: int) -> Store | Load:
+        def build(word: tuple[int, int]) -> Store | Load:
             return job_request(
                 kind,
                 wanted.message.layout if wanted is not None else None,
@@ -391,7 +392,7 @@ class Worker:
                 # What has been reached already is "now"; to signal a new number here would also
                 # vouch for work that was reserved before and has not finished.
                 after=self.timeline.reached if after is None else after,
-                epoch=epoch,
+                word=word,
                 seconds=self.job_timeout,
             )
 

@@ -17,10 +17,11 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import JobShapeError
 from kvd_proto.expand import Copies, check_shape, chunks_per_group, coverage
-from kvd_proto.messages import Job, JobStatus, Load
+from kvd_proto.messages import Job, JobStatus, Load, Store
 from kvd_proto.states import JOB, JobEvent, JobState, Machine
 
 SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
+VOID_TEXT = "the worker has taken the store's blocks back"
 
 Mask = npt.NDArray[np.bool_]
 Refusal = tuple[JobStatus, str]
@@ -158,14 +159,22 @@ class LaneJob:
         """The same for programs."""
         return {**self.worker.who.fields, "job": self.request.job}
 
+    @property
+    def void(self) -> bool:
+        """Whether the worker has taken a store's blocks back."""
+        request = self.request
+        return (
+            isinstance(request, Store) and self.worker.control.epoch(request.word) != request.epoch
+        )
+
     def objection(self) -> Refusal | None:
         """Why the job's chunks or blocks are not its own now; None where they are.
 
         Asked before the first byte and after the last one: whatever happened in
         between to a slot has changed its generation or its state.
         """
-        if self.worker.control.epoch != self.request.epoch:
-            return JobStatus.VOID, f"the worker's epoch is no longer {self.request.epoch}"
+        if self.void:
+            return JobStatus.VOID, VOID_TEXT
         chunks, directory = self.chunks, self.binding.directory
         if self.direction is Direction.STORE:
             bad = chunks.own & ~_writing(self.binding, chunks.slots, chunks.generations)

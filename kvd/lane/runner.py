@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.device import Device, Direction, Finished, Transfer, TransferId
-from kvd.lane.jobs import Chunks, LaneJob, ReplyTo
+from kvd.lane.jobs import VOID_TEXT, Chunks, LaneJob, ReplyTo
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
 from kvd_proto.errors import JobShapeError
@@ -214,8 +214,8 @@ class Runner:
         if job.machine.state is JobState.QUEUED and not self._start(job):
             return
         if job.next_piece < len(job.pieces):
-            if job.worker.control.epoch != job.request.epoch:
-                self.stop(job, JobStatus.VOID, "the worker's epoch moved on while it ran")
+            if job.void:
+                self.stop(job, JobStatus.VOID, VOID_TEXT)
                 return
             self._submit_piece(job)
         if job.next_piece == len(job.pieces):

@@ -15,23 +15,18 @@ from kvd.lane.once import Once
 from kvd.lane.shared import size_of
 from kvd.link import BindWorker, ImportWorker
 from kvd.who import Who
+from kvd_proto.control import CONTROL_BYTES, TIMELINE_WORD
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError, LayoutError
 from kvd_proto.expand import Expander
 from kvd_proto.layout import RankLayout, slot_bytes
 
-CONTROL_PAGE_BYTES = 4096
-_TIMELINE, _EPOCH = 0, 1
-
 
 class ControlPage:
-    """A worker's words in shared memory: u64 each, little-endian, written by the worker alone.
-
-    Word 0, timeline: everything that the worker numbered up to this has happened.
-    Word 1, epoch: jobs of any other epoch are void.
+    """A worker's words in shared memory, written by the worker alone; see `kvd_proto.control`.
 
     Args:
-        fd: a sealed memory file of at least 4096 bytes; stays the caller's.
+        fd: a sealed memory file of at least `CONTROL_BYTES`; stays the caller's.
 
     Raises:
         ImportFailed: it is smaller, not sealed, or cannot be mapped.
@@ -39,12 +34,10 @@ class ControlPage:
 
     def __init__(self, fd: int) -> None:
         size = size_of(fd, "the control page (descriptor 0)")
-        if size < CONTROL_PAGE_BYTES:
-            raise ImportFailed(
-                f"the control page has {size} bytes, {CONTROL_PAGE_BYTES} are needed"
-            )
+        if size < CONTROL_BYTES:
+            raise ImportFailed(f"the control page has {size} bytes, {CONTROL_BYTES} are needed")
         try:
-            page = mmap.mmap(fd, CONTROL_PAGE_BYTES, prot=mmap.PROT_READ)
+            page = mmap.mmap(fd, CONTROL_BYTES, prot=mmap.PROT_READ)
         except OSError as error:
             raise ImportFailed(f"the control page cannot be mapped: {error}") from error
         self._page = page
@@ -54,12 +47,11 @@ class ControlPage:
     @property
     def timeline(self) -> int:
         """The number that has been reached."""
-        return self._words[_TIMELINE]
+        return self._words[TIMELINE_WORD]
 
-    @property
-    def epoch(self) -> int:
-        """The epoch whose jobs are valid."""
-        return self._words[_EPOCH]
+    def epoch(self, word: int) -> int:
+        """The number that a store of this word must have been sent with."""
+        return self._words[word]
 
     def close(self) -> None:
         """Unmap it; nothing can be read afterwards."""
@@ -67,7 +59,7 @@ class ControlPage:
         self._page.close()
 
     def __repr__(self) -> str:
-        return f"<ControlPage timeline={self.timeline} epoch={self.epoch}>"
+        return f"<ControlPage timeline={self.timeline}>"
 
 
 @dataclass(frozen=True, slots=True)

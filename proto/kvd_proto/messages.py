@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd_proto.arrays import IntArray
+from kvd_proto.control import CONTROL_WORDS
 from kvd_proto.layout import RankLayout
 
 PROTOCOL_VERSION = 1
@@ -62,7 +63,7 @@ class JobStatus(StrEnum):
     OK = "ok"  # every byte was copied and the chunks were what was asked for to the end
     CANCELLED = "cancelled"  # by Cancel, before it was done
     STALE = "stale"  # a chunk is not, or not any more, what the job named: slot, generation, blocks
-    VOID = "void"  # the worker gave it up with its epoch word
+    VOID = "void"  # the worker gave the store up by its word of the control page
     TIMEOUT = "timeout"  # not done within its deadline_ms
     REFUSED = "refused"  # arrays that do not fit, a job number in use, or no engine attached
     SHED = "shed"  # the engine's queue in the lane is full; stores go first
@@ -368,7 +369,6 @@ class Job(Message, frozen=True):
     slots, generations: the chunks, group by group,
     cdiv(group_size + block_index % blocks_per_chunk, blocks_per_chunk) each.
     after: the timeline number that must be reached before memory is touched.
-    epoch: the worker's epoch word at submission.
     deadline_ms: from the job's arrival, in ms; one that has not ended by then ends as `timeout`.
     """
 
@@ -379,12 +379,18 @@ class Job(Message, frozen=True):
     slots: IntArray
     generations: IntArray
     after: Count
-    epoch: Count
     deadline_ms: Annotated[int, Meta(ge=1, le=600_000)]
 
 
 class Store(Job, frozen=True):
-    """Copy the worker's blocks into the pool. Answered by Done."""
+    """Copy the worker's blocks into the pool. Answered by Done.
+
+    word: the word of the control page that is this store's while it is under way.
+    epoch: the number that stood there when the store was sent; with another one it is void.
+    """
+
+    word: Annotated[int, Meta(ge=1, lt=CONTROL_WORDS)]
+    epoch: Count
 
 
 class Load(Job, frozen=True):

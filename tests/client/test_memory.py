@@ -95,12 +95,14 @@ def test_tensors_that_torch_has_shared_before_are_refused() -> None:
 
 
 def test_control_page_words() -> None:
-    """Word 0 is the timeline and word 1 the epoch, little-endian u64."""
+    """Word 0 is the timeline, the others are stores' epochs, little-endian u64."""
     page = ControlPage()
     page.timeline = 0x0102030405060708
-    page.next_epoch()
-    other = mmap.mmap(page.fd, 4096)
+    page.next_epoch(1)
+    other = mmap.mmap(page.fd, 64 * 1024)
     assert other[:9] == bytes((8, 7, 6, 5, 4, 3, 2, 1, 1))
+    page.next_epoch(page.nbytes // 8 - 1)
+    assert other[-8:] == bytes((1, 0, 0, 0, 0, 0, 0, 0))
     page.close()
     assert os.fstat(os.dup(1))  # closing twice closes nobody else's descriptor
     page.close()

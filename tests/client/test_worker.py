@@ -92,7 +92,7 @@ def test_jobs_go_to_the_lane_and_come_back(
     assert worker.get_finished() == []
     job = daemon.wait_for(kind)[0]
     assert {name: getattr(job, name).numpy().tolist() for name in JOB} == JOB
-    assert (job.job, job.after, job.epoch) == (11, 0, 0)
+    assert (job.job, job.after) == (11, 0)
 
 
 def test_after_names_the_timeline(daemon: FakeDaemon, worker: Worker) -> None:
@@ -240,15 +240,27 @@ def test_wait_hoists_and_returns_when_done(daemon: FakeDaemon, worker: Worker) -
     assert worker.get_finished()[0].success
 
 
+def words(daemon: FakeDaemon) -> memoryview:
+    """The worker's control page, as a lane sees it."""
+    return memoryview(mmap.mmap(daemon.worker_fds()[0], 64 * 1024)).cast("Q")
+
+
+def void(daemon: FakeDaemon, page: memoryview) -> list[int]:
+    """Numbers of the stores so far that a lane takes for void."""
+    stores = [message for message in daemon.received if isinstance(message, Store)]
+    return [store.job for store in stores if page[store.word] != store.epoch]
+
+
 def test_wait_out_of_time_voids_stores_not_loads(daemon: FakeDaemon, worker: Worker) -> None:
-    """The epoch is bumped for a store; a load stays unfinished until the lane says otherwise."""
+    """A store's word moves on; a load stays unfinished until the lane says otherwise."""
     daemon.hold_jobs = True
     worker.submit_store(1, **JOB)
     worker.submit_load(2, **JOB)
     daemon.wait_for(Load)
+    page = words(daemon)
+    assert void(daemon, page) == []
     assert worker.wait([1, 2], timeout=0.01) == frozenset({2})
-    epoch = mmap.mmap(daemon.worker_fds()[0], 4096)[8:16]
-    assert int.from_bytes(epoch, "little") == 1
+    assert void(daemon, page) == [1]
     (voided,) = worker.get_finished()
     assert (voided.job_id, voided.status) == (1, JobStatus.VOID)
     assert worker.unfinished == 1
@@ -257,15 +269,78 @@ def test_wait_out_of_time_voids_stores_not_loads(daemon: FakeDaemon, worker: Wor
     assert [r.job_id for r in worker.get_finished()] == [2]
     worker._jobs.check_integrity()
     worker.submit_store(3, **JOB)
-    assert daemon.wait_for(Store, 2)[1].epoch == 1
+    daemon.wait_for(Store, 2)
+    assert void(daemon, page) == [1]
 
 
-def test_wait_for_loads_alone_leaves_the_epoch(daemon: FakeDaemon, worker: Worker) -> None:
-    """Nothing is voided for a load's sake."""
+def test_wait_gives_up_only_what_it_was_asked_about(daemon: FakeDaemon, worker: Worker) -> None:
+    """The worker's other jobs go on, and a store that comes later is good as well."""
+    daemon.hold_jobs = True
+    worker.submit_store(1, **JOB)
+    worker.submit_store(2, **JOB)
+    worker.submit_load(3, **JOB)
+    worker.submit_store(4, **JOB)
+    daemon.wait_for(Store, 3)
+    page = words(daemon)
+    assert worker.wait([2], timeout=0.01) == frozenset()
+    worker.submit_store(5, **JOB)
+    daemon.wait_for(Store, 4)
+    assert void(daemon, page) == [2]
+    assert [(r.job_id, r.status) for r in worker.get_finished()] == [(2, JobStatus.VOID)]
+    daemon.finish()
+    assert {r.job_id for r in results(worker, 4) if r.success} == {1, 3, 4, 5}
+
+
+def test_a_word_serves_many_stores_one_after_the_other(daemon: FakeDaemon, worker: Worker) -> None:
+    """Words are used again, and a store that is over is void for ever."""
+    daemon.hold_jobs = True
+    for number in range(6):
+        worker.submit_store(number, **JOB)
+        daemon.wait_for(Store, number + 1)
+        if number % 2:
+            daemon.finish()
+            assert results(worker)[0].success
+        else:
+            worker.wait([number], timeout=0)
+            assert worker.get_finished()[0].status is JobStatus.VOID
+            daemon.lose()
+    assert void(daemon, words(daemon)) == [0, 1, 2, 3, 4, 5]
+    assert len({store.word for store in daemon.wait_for(Store)}) == 1
+
+
+def test_more_stores_than_there_are_words_are_shed(daemon: FakeDaemon, worker: Worker) -> None:
+    """They are failures that say so; loads go on, and stores when others have ended."""
+    del worker._jobs._words._free[2:]
+    daemon.hold_jobs = True
+    assert worker.submit_store(1, **JOB)
+    assert worker.submit_store(2, **JOB)
+    assert not worker.submit_store(3, **JOB)
+    assert worker.submit_load(4, **JOB)
+    (shed,) = worker.get_finished()
+    assert (shed.job_id, shed.status) == (3, JobStatus.SHED)
+    assert "stores are under way already" in shed.text
+    worker.wait([1], timeout=0)
+    assert worker.submit_store(3, **JOB)
+
+
+def test_stores_that_a_closed_worker_leaves_are_void(daemon: FakeDaemon, worker: Worker) -> None:
+    """Its engine may use the blocks again, even where the daemon could not be told."""
+    daemon.hold_jobs = True
+    worker.submit_store(1, **JOB)
+    daemon.wait_for(Store)
+    page = words(daemon)
+    worker.close()
+    assert void(daemon, page) == [1]
+
+
+def test_wait_for_loads_alone_voids_nothing(daemon: FakeDaemon, worker: Worker) -> None:
+    """A store of the same worker goes on."""
     daemon.hold_jobs = True
     worker.submit_load(2, **JOB)
+    worker.submit_store(3, **JOB)
+    daemon.wait_for(Store)
     assert worker.wait([2], timeout=0.01) == frozenset({2})
-    assert mmap.mmap(daemon.worker_fds()[0], 4096)[8] == 0
+    assert void(daemon, words(daemon)) == []
 
 
 def test_an_answer_that_comes_while_the_lane_is_told_to_hurry_is_seen(

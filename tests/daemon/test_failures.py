@@ -201,6 +201,35 @@ def test_wait_that_runs_out_of_time_voids_the_store(daemon: Daemon) -> None:
         assert [result.success for result in worker.get_finished()] == [False]
 
 
+def test_wait_that_runs_out_of_time_leaves_other_jobs_alone(daemon: Daemon) -> None:
+    """A load and another store of the worker end as they would have without it."""
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        old, lost, kept = keys_of("old", 2), keys_of("lost", 2), keys_of("kept", 2)
+        engine.store(old, first_block=1)
+        wait_hit(engine, old)
+        worker = engine.workers[0]
+        later = worker.timeline.reserve()
+        shape = ([4, 0], [0, 0])
+        for job, keys, first in ((901, lost, 5), (902, kept, 9)):
+            ticket = engine.scheduler.prepare_store(keys)
+            blocks = engine.fill(keys, first)
+            worker.submit_store(job, blocks, *shape, ticket.slots, ticket.generations, later)
+        loading = engine.scheduler.prepare_load(old)
+        blocks = list(range(33, 37))
+        engine.poison(blocks)
+        worker.submit_load(903, blocks, *shape, loading.slots, loading.generations, later)
+        assert not worker.wait([901], 0.1)
+        engine.poison(range(5, 9))
+        worker.timeline.signal(later)
+        assert not worker.wait([902, 903], PATIENCE)
+        ended = {result.job_id: result.success for result in worker.get_finished()}
+        assert ended == {901: False, 902: True, 903: True}
+        assert engine.wrong_bytes(old, blocks) == 0
+        wait_state(daemon, writing=0, draining=0, ready=4)
+        assert engine.scheduler.lookup_many(lost) == [LookupResult.MISS] * 2
+        assert engine.load(kept) == (2, 0)
+
+
 def test_a_store_that_is_given_up_frees_its_slots(daemon: Daemon) -> None:
     """complete_store without success: the keys are misses and may be offered again."""
     with Engine(daemon.runtime_dir).wait_attached() as engine:

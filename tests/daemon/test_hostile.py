@@ -25,6 +25,7 @@ from kvd_client import (
     sealed,
 )
 from kvd_proto.codec import HEADER_BYTES, WIRE
+from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import (
     Error,
     ErrorCode,
@@ -260,7 +261,7 @@ def test_memory_smaller_than_claimed_is_refused(client: RawClient) -> None:
     client.hello(kind="worker")
     first, second = make_layout().storages
     reply = register_with(
-        client, [sealed.make("test", size) for size in (4096, first, second - 4096)]
+        client, [sealed.make("test", size) for size in (CONTROL_BYTES, first, second - 4096)]
     )
     assert code_of(reply) is ErrorCode.BAD_LAYOUT
     assert str(second) in text_of(reply)
@@ -274,7 +275,7 @@ def test_memory_that_could_be_shortened_is_refused(
 ) -> None:
     """Be it the control page or a storage: the error says which one, and how to make it."""
     client.hello(kind="worker")
-    sizes = (4096, *make_layout().storages)
+    sizes = (CONTROL_BYTES, *make_layout().storages)
     fds = [make(n) if i == which else sealed.make("test", n) for i, n in enumerate(sizes)]
     reply = register_with(client, fds)
     assert code_of(reply) is ErrorCode.BAD_LAYOUT
@@ -464,7 +465,7 @@ def test_a_layout_of_absurd_size_is_refused(client: RawClient, daemon: Daemon) -
     """Sixty thousand tensors do not fit the way to the lane: an error, and all goes on."""
     client.hello(kind="worker")
     count = 60_000
-    fds = [sealed.make("test", 4096), sealed.make("test", 4096 * count)]
+    fds = [sealed.make("test", CONTROL_BYTES), sealed.make("test", 4096 * count)]
     frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
     socket.send_fds(client.door, [frame], fds)
     for fd in fds:

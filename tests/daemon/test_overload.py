@@ -156,8 +156,8 @@ def test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load(
                 slots=IntArray.of([slot], "u4"),
                 generations=IntArray.of([generation], "u8"),
                 after=0,
-                epoch=0,
                 deadline_ms=60_000,
+                **({"word": 8191, "epoch": 0} if kind is Store else {}),
             )
 
         stores = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)

@@ -86,7 +86,7 @@ def job_of(engine: Engine, kind: type[Store] | type[Load], **changed: Any) -> St
         None,
         job_id=999,
         after=0,
-        epoch=engine.workers[0]._control.epoch,
+        word=(1, engine.workers[0]._control.epoch(1)),
         seconds=5.0,
         **{**arrays, **changed},
     )

@@ -6,6 +6,7 @@ from itertools import count
 from msgspec.structs import fields
 
 from kvd_proto.arrays import IntArray
+from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     REPLY_OF,
@@ -151,7 +152,7 @@ def _register(
 ) -> None:
     actor = 1 + rank
     out.enter(actor, "worker", name)
-    out.descriptors(actor, ("mem:4096", *(f"mem:{size}" for size in layout.storages)))
+    out.descriptors(actor, (f"mem:{CONTROL_BYTES}", *(f"mem:{size}" for size in layout.storages)))
     out.ask(
         actor,
         Register(
@@ -177,8 +178,8 @@ def _job(kind: type[Store | Load], number: int, chunks: int, layout: RankLayout)
         slots=IntArray.of(range(SLOT, SLOT + chunks), "u4"),
         generations=IntArray.of(range(GENERATION, GENERATION + chunks), "u8"),
         after=0,
-        epoch=0,
         deadline_ms=5000,
+        **({"word": 1, "epoch": 0} if kind is Store else {}),
     )
 
 

@@ -22,12 +22,13 @@ from kvd.lane.jobs import ReplyTo
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Workers
 from kvd.link import BindWorker, ImportWorker
+from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import slot_bytes
 from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
 from tests.lane.cuda_rig import PATIENCE, POOL_BYTES, CudaRig
 from tests.lane.device_contract import Run, drain, pattern, transfer
-from tests.lane.support import NAMESPACE, Directory, Memory, make_job, simple_layout
+from tests.lane.support import EPOCH, NAMESPACE, Directory, Memory, make_job, simple_layout
 
 SIZES = (65536, 32768)
 PAGE = 4096
@@ -240,11 +241,11 @@ def a_device_that_hangs_is_given_up(rig: CudaRig) -> None:
 
 
 def a_store_is_void_when_its_blocks_were_taken_back(rig: CudaRig) -> None:
-    """The worker's epoch moved on while the copy ran: it may have read what came after."""
+    """Its word has moved on while the copy ran: it may have read what came after."""
     served = Served(rig, SlotState.WRITING)
     rig.driver.set("hold=copies")
     served.submit(make_job(Store, 1, [1], [1]))
-    served.next_epoch()
+    served.take_back()
     rig.driver.set("hold=")
     served.finish(JobStatus.VOID)
 
@@ -288,7 +289,7 @@ class Served:
         layout = simple_layout(tensors=1, num_blocks=blocks, page=PAGE, blocks_per_chunk=1)
         self.mark = rig.driver.mark
         self.source = rig.make_worker(layout.storages)
-        self._page = Memory(4096)
+        self._page = Memory(CONTROL_BYTES)
         workers = Workers(rig.device)
         descriptors = [self._page.fd, *self.source.descriptors[1:]]
         self._worker = workers.add(
@@ -325,9 +326,9 @@ class Served:
         for _ in range(TURNS):
             self._turn()
 
-    def next_epoch(self) -> None:
-        """The worker voids what it has submitted."""
-        self._page.bytes[8] = 1
+    def take_back(self) -> None:
+        """The worker voids the store."""
+        self._page.bytes[8 * EPOCH] = 1
 
     def replace(self, slot: int) -> None:
         """The broker gives the slot to another chunk."""

@@ -35,11 +35,13 @@ from kvd.link import (
 from kvd.seqpacket import Channel, close_all
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE, Header
+from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
-from kvd_proto.messages import Done, HostHandle, Job, JobStatus, Message
+from kvd_proto.messages import Done, HostHandle, Job, JobStatus, Message, Store
 
 PATIENCE = 10.0
+TIMELINE, EPOCH = 0, 1  # words of a control page; the second is that of stores
 NAMESPACE = bytes(range(16))
 BOOT = b"b" * 16
 M = TypeVar("M", bound=Message)
@@ -118,7 +120,7 @@ class FakeWorker:
         self.layout, self.session = layout, session
         self.rank, self.world_size = rank, world_size
         self.token = bytes([session]) * 16
-        self.page = Memory(4096)
+        self.page = Memory(CONTROL_BYTES)
         self.words = self.page.bytes.view("<u8")
         self.storages = [Memory(size) for size in layout.storages]
         self._context = zmq.Context()
@@ -221,12 +223,17 @@ def make_job(
     *,
     generation: int = 1,
     after: int = 0,
+    word: int = EPOCH,
     epoch: int = 0,
     deadline_ms: int = 20_000,
     group_sizes: Sequence[int] | None = None,
     block_indices: Sequence[int] = (0,),
 ) -> Job:
-    """A job; of one group that starts at a chunk's first block if nothing else is said."""
+    """A job; of one group that starts at a chunk's first block if nothing else is said.
+
+    Stores share a word of the control page if nothing else is said, and end together by it.
+    """
+    own = {"word": word, "epoch": epoch} if issubclass(kind, Store) else {}
     return kind(
         job=number,
         block_ids=IntArray.of(blocks, "i4"),
@@ -235,8 +242,8 @@ def make_job(
         slots=IntArray.of(slots, "u4"),
         generations=IntArray.of([generation] * len(slots), "u8"),
         after=after,
-        epoch=epoch,
         deadline_ms=deadline_ms,
+        **own,
     )
 
 

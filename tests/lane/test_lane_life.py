@@ -26,6 +26,7 @@ from kvd.link import (
 from kvd.seqpacket import Channel, close_all
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, WIRE
+from kvd_proto.control import CONTROL_WORDS
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import slot_bytes
 from kvd_proto.messages import (
@@ -46,6 +47,7 @@ from kvd_proto.messages import (
 from tests.lane.support import (
     NAMESPACE,
     PATIENCE,
+    TIMELINE,
     Directory,
     FakeWorker,
     Lane,
@@ -54,7 +56,6 @@ from tests.lane.support import (
 )
 
 SLOTS = 16
-TIMELINE, EPOCH = 0, 1
 
 
 @pytest.fixture
@@ -98,16 +99,26 @@ def test_a_timeline_that_is_never_reached_times_out(lane: Lane, worker: FakeWork
     assert (lane.pool.bytes == 0xAB).all()
 
 
-def test_a_job_of_another_epoch_is_void(lane: Lane, worker: FakeWorker) -> None:
-    """Once the worker has moved its epoch on, queued jobs of the old one move nothing."""
+def test_a_store_whose_blocks_were_taken_back_is_void(lane: Lane, worker: FakeWorker) -> None:
+    """Once its word of the control page has moved on, a queued store moves nothing."""
     lane.pool.bytes[:] = 0xAB
-    worker.job(Store, 1, [1, 2], [3], after=1, epoch=0)
-    worker.words[EPOCH] = 1
+    worker.job(Store, 1, [1, 2], [3], after=1, word=9, epoch=0)
+    worker.words[9] = 1
     worker.words[TIMELINE] = 1
     assert worker.done().status is JobStatus.VOID
     assert not lane.share().ok
     assert (lane.pool.bytes == 0xAB).all()
-    assert worker.run(Store, 2, [1, 2], [3], epoch=1) is JobStatus.OK
+    assert worker.run(Store, 2, [1, 2], [3], word=9, epoch=1) is JobStatus.OK
+
+
+@pytest.mark.parametrize("word", [TIMELINE, CONTROL_WORDS])
+def test_a_store_cannot_name_a_word_that_is_none(worker: FakeWorker, word: int) -> None:
+    """The timeline's, or one behind the page: refused before anything is read there."""
+    worker.job(Store, 1, [1, 2], [3], word=word)
+    error = worker.reply()[1]
+    assert isinstance(error, Error)
+    assert error.code is ErrorCode.BAD_MESSAGE
+    assert worker.run(Store, 2, [1, 2], [3]) is JobStatus.OK
 
 
 def test_cancelled_jobs_end_and_give_their_chunks_up(lane: Lane, worker: FakeWorker) -> None:

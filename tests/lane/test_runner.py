@@ -18,7 +18,7 @@ from kvd_proto.directory import SlotState
 from kvd_proto.layout import slot_bytes
 from kvd_proto.messages import Handle, HostHandle, Job, JobStatus, Load, Store
 from kvd_proto.states import JobState
-from tests.lane.support import NAMESPACE, Directory, FakeWorker, make_job, simple_layout
+from tests.lane.support import EPOCH, NAMESPACE, Directory, FakeWorker, make_job, simple_layout
 
 REPLY = ReplyTo(b"", 1, bytes(16))
 PAGE = 2 * 2**20  # one page is one piece
@@ -223,12 +223,12 @@ def test_a_slot_that_is_given_up_while_it_is_stored_is_not_reported(bench: Bench
     assert share.slots.numpy().tolist() == [4]
 
 
-def test_an_epoch_that_moves_during_the_copy_voids_the_job(bench: Bench) -> None:
+def test_a_store_that_is_taken_back_during_the_copy_is_void(bench: Bench) -> None:
     """No further piece is submitted, and the job ends as VOID once the flying ones have landed."""
     bench.device.width = 1
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
     bench.runner.turn()
-    bench.sources[0].words[1] = 9
+    bench.sources[0].words[EPOCH] = 9
     bench.device.land()
     bench.runner.turn()
     bench.runner.turn()
@@ -236,12 +236,12 @@ def test_an_epoch_that_moves_during_the_copy_voids_the_job(bench: Bench) -> None
     assert bench.ended() == [(1, JobStatus.VOID)]
 
 
-def test_an_epoch_that_moves_while_the_last_piece_flies_voids_the_store(bench: Bench) -> None:
-    """The epoch is read after the last byte: a store that may have read reused blocks is VOID."""
+def test_a_store_that_is_taken_back_while_the_last_piece_flies_is_void(bench: Bench) -> None:
+    """Its word is read after the last byte: a store that may have read reused blocks is VOID."""
     bench.submit(bench.worker(), make_job(Store, 1, [1], [3]))
     bench.runner.turn()
     assert len(bench.device.flying) == 1
-    bench.sources[0].words[1] = 9
+    bench.sources[0].words[EPOCH] = 9
     bench.device.land()
     bench.runner.turn()
     assert bench.ended() == [(1, JobStatus.VOID)]
@@ -268,6 +268,29 @@ def test_only_waiting_for_the_stream_counts_as_such(bench: Bench) -> None:
     assert [jobs[number].stream_wait_ns for number in (1, 2)] == [0, 0]
     assert jobs[3].started_ns == 100
     assert jobs[3].stream_wait_ns == 100 - jobs[3].late_ns > 0
+
+
+def test_only_the_store_of_a_word_is_void_by_it(bench: Bench) -> None:
+    """Another store and a load of the same worker, in flight and queued, go on to their end."""
+    bench.directory.set([5, 6], SlotState.READY, count=1)
+    worker = bench.worker()
+    for number, word in ((1, 1), (2, 2), (3, 3)):
+        bench.submit(worker, make_job(Store, number, [number], [number], word=word))
+    bench.submit(worker, make_job(Load, 4, [7], [5]))
+    bench.runner.turn()
+    bench.sources[0].words[2] = 1
+    bench.submit(worker, make_job(Load, 5, [8], [6]))
+    for _ in range(8):
+        while bench.device.flying:
+            bench.device.land()
+        bench.runner.turn()
+    assert dict(bench.ended()) == {
+        1: JobStatus.OK,
+        2: JobStatus.VOID,
+        3: JobStatus.OK,
+        4: JobStatus.OK,
+        5: JobStatus.OK,
+    }
 
 
 def test_a_device_error_fails_the_job(bench: Bench) -> None:
