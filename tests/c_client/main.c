@@ -20,19 +20,18 @@
 enum { LAYERS = 2, BLOCKS = 64, PAGE = 4096, FACTOR = 2, CHUNKS = 2, POISON = 0xEE };
 enum { STORAGE = BLOCKS * PAGE, MEMORY = LAYERS * STORAGE, LISTED = CHUNKS * FACTOR };
 enum { ACCEPTED = 1, PRESENT = 2, FOUND = 1 };
+enum { CONTROL_BYTES = 65536, TIMELINE = 0, EPOCH = 1 };  // words of the control page
 static const char *const KEYS[CHUNKS] = {"c-client chunk 0", "c-client chunk 1"};
+static const char *const OTHER_KEYS[CHUNKS] = {"c-client chunk 2", "c-client chunk 3"};
 static const uint64_t STORED[LISTED] = {1, 2, 3, 4}, LOADED[LISTED] = {40, 39, 12, 50};
-
-struct control_page {
-  volatile uint64_t timeline, epoch;
-};
 
 struct engine {
   struct session scheduler, worker;
   struct lane lane;
   struct directory directory;
   uint8_t *memory;
-  struct control_page *control;
+  volatile uint64_t *control;
+  const char *const *keys;  // of the chunks that it is about
 };
 
 struct chunks {
@@ -126,7 +125,7 @@ static void do_register(struct engine *engine) {
   int fds[2];
   char label[32];
   struct body body;
-  engine->control = shared_memory(4096, &fds[0]);
+  engine->control = shared_memory(CONTROL_BYTES, &fds[0]);
   engine->memory = shared_memory(MEMORY, &fds[1]);
   send_handles(&engine->worker, fds, 2);
   close(fds[0]);
@@ -160,7 +159,7 @@ static void do_register(struct engine *engine) {
 static struct message about_keys(struct engine *engine, enum tag tag, enum tag reply) {
   struct body body;
   body_begin(&body, tag == PREPARE_LOAD || tag == COMPLETE_STORE ? 2 : 1);
-  put_keys(&body, KEYS, CHUNKS);
+  put_keys(&body, engine->keys, CHUNKS);
   if (tag == PREPARE_LOAD) put_number(&body, "lease_ms", 10000);
   if (tag == COMPLETE_STORE) put_bool(&body, "success", true);
   return exchange(&engine->scheduler, tag, &body, reply);
@@ -187,7 +186,7 @@ static uint64_t send_job(struct engine *engine, enum tag tag, uint64_t job, cons
                          const struct chunks *chunks, uint64_t after) {
   const uint64_t size = LISTED, index = 0;
   struct body body;
-  body_begin(&body, 9);
+  body_begin(&body, tag == STORE ? 10 : 8);
   put_number(&body, "job", job);
   put_integers(&body, "block_ids", blocks, LISTED, 4);
   put_integers(&body, "group_sizes", &size, 1, 4);
@@ -195,7 +194,10 @@ static uint64_t send_job(struct engine *engine, enum tag tag, uint64_t job, cons
   put_integers(&body, "slots", chunks->slots, CHUNKS, 4);
   put_integers(&body, "generations", chunks->generations, CHUNKS, 8);
   put_number(&body, "after", after);
-  put_number(&body, "epoch", engine->control->epoch);
+  if (tag == STORE) {
+    put_number(&body, "word", EPOCH);
+    put_number(&body, "epoch", engine->control[EPOCH]);
+  }
   put_number(&body, "deadline_ms", PATIENCE_MS);
   return ask_lane(&engine->lane, tag, &body);
 }
@@ -217,10 +219,21 @@ static void await_lookup(struct engine *engine, enum lookup expected) {
   const struct timespec pause = {.tv_nsec = 1000000};
   int64_t end = now_ms() + PATIENCE_MS;
   for (int i = 0; i < CHUNKS; i++)
-    while (directory_lookup(&engine->directory, KEYS[i]) != expected) {
-      if (now_ms() >= end) die("%s is not in the state that is due", KEYS[i]);
+    while (directory_lookup(&engine->directory, engine->keys[i]) != expected) {
+      if (now_ms() >= end) die("%s is not in the state that is due", engine->keys[i]);
       nanosleep(&pause, NULL);
     }
+}
+
+// The worker takes the blocks back before the store has begun: no chunk comes of it.
+static void give_up_a_store(struct engine *engine) {
+  engine->keys = OTHER_KEYS;
+  struct chunks chunks = prepare(engine, PREPARE_STORE, ACCEPTED, NULL);
+  uint64_t id = send_job(engine, STORE, 4, STORED, &chunks, 2);
+  engine->control[EPOCH]++;
+  engine->control[TIMELINE] = 2;
+  await_done(engine, id, 4, "void");
+  await_lookup(engine, MISS);
 }
 
 static void ping(struct engine *engine) {
@@ -294,6 +307,7 @@ static void unregister(struct engine *engine) {
 
 static void serve(struct engine *engine, const char *runtime_dir) {
   uint64_t id, lease;
+  engine->keys = KEYS;
   session_open(&engine->scheduler, runtime_dir, "scheduler", "c-engine");
   session_open(&engine->worker, runtime_dir, "worker", "c-engine");
   done("hello");
@@ -311,7 +325,7 @@ static void serve(struct engine *engine, const char *runtime_dir) {
   memset(engine->memory, POISON, MEMORY);
   id = send_job(engine, STORE, 1, STORED, &chunks, 1);
   compute(engine, STORED);  // the lane waits for the timeline
-  engine->control->timeline = 1;
+  engine->control[TIMELINE] = 1;
   await_done(engine, id, 1, "ok");
   done("stored");
   await_lookup(engine, HIT);
@@ -330,6 +344,8 @@ static void serve(struct engine *engine, const char *runtime_dir) {
   chunks.generations[0]++;
   await_done(engine, send_job(engine, LOAD, 3, LOADED, &chunks, 0), 3, "stale");
   done("another generation is stale");
+  give_up_a_store(engine);
+  done("given up");
   ping(engine);
   done("pong");
   wrong_requests(engine);
