@@ -12,8 +12,8 @@ _LONGEST_DELAY = 5.0
 class ChildProcess:
     """One child at a time.
 
-    One that had served is followed soon by the next; one that dies before is
-    given growing pauses.
+    One that had served is followed soon by the next; one that dies before, or cannot be
+    started, is given growing pauses.
 
     Args:
         module: what ``python -m`` runs.
@@ -67,6 +67,11 @@ class ChildProcess:
         if self._process is not None:
             self._process.kill()
 
+    def put_off(self, now: float) -> None:
+        """None could be started, or it ended before it served: pause for longer each time."""
+        self._delay = min(2 * self._delay, _LONGEST_DELAY)
+        self.start_at = now + self._delay
+
     def reap(self, now: float) -> str:
         """Collect the ended process; why it ended. Sets when the next may start."""
         if self._process is None:
@@ -76,8 +81,11 @@ class ChildProcess:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
-        self._delay = _FIRST_DELAY if self.served else min(2 * self._delay, _LONGEST_DELAY)
-        self.start_at = now + (self._pause if self.served else self._delay)
+        if self.served:
+            self._delay = _FIRST_DELAY
+            self.start_at = now + self._pause
+        else:
+            self.put_off(now)
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
     def __repr__(self) -> str:

@@ -95,7 +95,7 @@ class HttpProcess:
             self._beat, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             log.error("the HTTP process cannot be started: %s", error)  # noqa: TRY400  # expected when descriptors run out
-            self._child.start_at = now + _LOOK_SECONDS
+            self._child.put_off(now)
             return
         fds = [theirs, self._unix.fileno()]
         arguments = ["--runtime-dir", str(self._runtime_dir), "--beat-fd", str(theirs)]
@@ -108,7 +108,7 @@ class HttpProcess:
         except OSError as error:
             log.error("the HTTP process cannot be started: %s", error)  # noqa: TRY400  # expected when descriptors run out
             self._close_beat()
-            self._child.start_at = now + _LOOK_SECONDS
+            self._child.put_off(now)
             return
         finally:
             os.close(theirs)

@@ -19,7 +19,6 @@ from kvd.seqpacket import close_all
 from kvd_proto.errors import DecodeError
 
 log = logging.getLogger("kvd.broker")
-START_AGAIN_SECONDS = 1.0
 
 
 class Lanes:
@@ -79,7 +78,7 @@ class Lanes:
             except OSError as error:
                 text, lane = "lane %s cannot be started: %s", {"lane": process.device}
                 log.error(text, process.device, error, extra=lane)  # noqa: TRY400  # the reason is said
-                process.start_at = now + START_AGAIN_SECONDS
+                process.put_off(now)
                 continue
             if process.channel is not None:
                 self._poller.register(process.channel.fileno(), zmq.POLLIN)

@@ -1,8 +1,10 @@
 """Facts in, findings out: the table of checks, in the order in which they are shown."""
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
-from kvd.doctor.facts import Facts
+from kvd.doctor.facts import Facts, UnseenError
 from kvd.doctor.findings import Finding, fail, ok, warn
 from kvd.lane.cuda import driver
 from kvd_proto.sizes import format_size
@@ -13,6 +15,15 @@ SPARE_FILES = 256
 _OWNER_ONLY = 0o007
 
 
+class Check(Protocol):
+    """Judges facts."""
+
+    __name__: str
+
+    def __call__(self, facts: Facts, /) -> Iterable[Finding]:
+        """The findings."""
+
+
 def machine(facts: Facts) -> Iterator[Finding]:
     """Kernel and Python."""
     text = f"Linux {facts.kernel}, Python {facts.python}, {facts.cpus} processors"
@@ -21,6 +32,19 @@ def machine(facts: Facts) -> Iterator[Finding]:
         yield fail("machine", text, "kvd needs Linux 5.4 or newer: watch processes by pidfd")
     else:
         yield ok("machine", text)
+
+
+def processes(facts: Facts) -> Iterator[Finding]:
+    """The processes that a daemon starts: lanes, HTTP."""
+    if facts.child_problem:
+        yield fail(
+            "processes",
+            f"this user cannot start {sys.executable}: {facts.child_problem}",
+            "lanes and HTTP are processes of it: install kvd with a Python that its user may"
+            " execute, such as PYTHON=/usr/bin/python3 deploy/systemd/install.sh",
+        )
+    else:
+        yield ok("processes", f"this user can start {sys.executable}")
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
@@ -318,8 +342,9 @@ def clock(facts: Facts) -> Iterator[Finding]:
         )
 
 
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
+CHECKS: tuple[Check, ...] = (
     machine,
+    processes,
     memory,
     control_group,
     pool_dir,
@@ -337,5 +362,19 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """All findings."""
-    return [finding for check in CHECKS for finding in check(facts)]
+    """All findings; a check that fails is one, too."""
+    return [finding for check in CHECKS for finding in _findings(check, facts)]
+
+
+def _findings(check: Check, facts: Facts) -> list[Finding]:
+    name, found = check.__name__.replace("_", " "), []
+    try:
+        for finding in check(facts):
+            found.append(finding)  # noqa: PERF402  # what came before an error counts
+    except UnseenError as error:
+        text = f"this cannot be looked at: {error}"
+        found.append(warn(name, text, "run kvd doctor as the daemon's user, or as root"))
+    except Exception as error:  # noqa: BLE001  # the other checks are worth having
+        text = f"this check failed: {type(error).__name__}: {error}"
+        found.append(warn(name, text, "a bug in kvd: report it; the other lines hold"))
+    return found

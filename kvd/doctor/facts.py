@@ -8,7 +8,9 @@ import ctypes
 import os
 import platform
 import resource
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +31,12 @@ _ANSWER_SECONDS = 3.0
 _CLOCK_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of linux/timex.h
 _TIMEX_BYTES = 208  # of struct timex on 64-bit Linux; its status is the int at 40
 _STATUS_AT = 40
+_CHILD_SECONDS = 20.0
 T = TypeVar("T")
+
+
+class UnseenError(Exception):
+    """A fact that could not be looked at, when it is asked for; says why."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,9 @@ class RuntimeFacts:
 class Facts:
     """Everything that the checks look at. Sizes in bytes, limits None where there is none.
 
+    A fact in `unseen` could not be had, for the reason there: to ask for it raises `UnseenError`.
+
+    child_problem: why this installation cannot start processes of its own; empty where it can.
     huge_pages: fields of /proc/meminfo that begin with Huge, pages counted, sizes in bytes.
     nodes: memory of each NUMA node. clock_synchronized: None where the kernel does not say.
     others: pid and command line of daemons that serve other directories.
@@ -97,33 +107,78 @@ class Facts:
     port_problem: str
     swap_used: int = 0
     cpus: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    child_problem: str = ""
+    unseen: Mapping[str, str] = field(default_factory=dict)
+
+    def __getattribute__(self, name: str) -> Any:
+        """The fact.
+
+        Raises:
+            UnseenError: it could not be had.
+        """
+        unseen = object.__getattribute__(self, "unseen")
+        if name in unseen:
+            raise UnseenError(unseen[name])
+        return object.__getattribute__(self, name)
 
 
 def gather(settings: Settings) -> Facts:
-    """Look at this machine for a daemon with these settings; takes a few seconds at most."""
-    runtime = _runtime(Path(settings.runtime_dir))
-    daemon = runtime.holder
-    memory = psutil.virtual_memory()
+    """Look at this machine for a daemon with these settings; takes a few seconds at most.
+
+    What cannot be looked at is no reason not to look at the rest.
+    """
+    unseen: dict[str, str] = {}
+
+    def look(fact: str, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is what the doctor has to say
+            unseen[fact] = str(error) or type(error).__name__
+            return None
+
+    runtime = look("runtime", lambda: _runtime(Path(settings.runtime_dir)))
+    daemon = runtime.holder if runtime is not None else None
+    questions: dict[str, Callable[[], Any]] = {
+        "kernel": platform.release,
+        "python": platform.python_version,
+        "child_problem": _child_problem,
+        "locked": lambda: _limit(daemon, resource.RLIMIT_MEMLOCK),
+        "open_files": lambda: _limit(daemon, resource.RLIMIT_NOFILE),
+        "memory": lambda: int(psutil.virtual_memory().total),
+        "available": lambda: int(psutil.virtual_memory().available),
+        "cgroup": lambda: memory_limit(daemon),
+        "pool": lambda: _filesystem(Path(settings.pool_dir)),
+        "huge_pages": lambda: _huge_pages(_read(Path("/proc/meminfo"))),
+        "nodes": lambda: _nodes(Path("/sys/devices/system/node")),
+        "gpus": ask_gpus,
+        "others": lambda: _others(daemon),
+        "clock_synchronized": _clock,
+        "port_problem": lambda: "" if daemon else _port_problem(settings.http_listen),
+        "swap_used": lambda: int(psutil.swap_memory().used),
+    }
     return Facts(
         settings=settings,
-        kernel=platform.release(),
-        python=platform.python_version(),
-        subject=f"the daemon, pid {daemon}" if daemon else "a process started from here",
-        locked=_limit(daemon, resource.RLIMIT_MEMLOCK),
-        open_files=_limit(daemon, resource.RLIMIT_NOFILE),
-        memory=int(memory.total),
-        available=int(memory.available),
-        cgroup=memory_limit(daemon),
-        pool=_filesystem(Path(settings.pool_dir)),
-        huge_pages=_huge_pages(_read(Path("/proc/meminfo"))),
-        nodes=_nodes(Path("/sys/devices/system/node")),
-        gpus=ask_gpus(),
         runtime=runtime,
-        others=_others(daemon),
-        clock_synchronized=_clock(),
-        port_problem="" if daemon else _port_problem(settings.http_listen),
-        swap_used=int(psutil.swap_memory().used),
+        subject=f"the daemon, pid {daemon}" if daemon else "a process started from here",
+        **{fact: look(fact, question) for fact, question in questions.items()},
+        unseen=unseen,
     )
+
+
+def _child_problem() -> str:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ""],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_CHILD_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    last = done.stderr.strip().rpartition("\n")[2]
+    return (last or f"exit status {done.returncode}") if done.returncode else ""
 
 
 def _limit(pid: int | None, which: int) -> int | None:

@@ -1,7 +1,7 @@
 """What the doctor says of machines that are described to it."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +96,13 @@ def with_facts(**changes: Any) -> Callable[[Facts], Facts]:
     return lambda facts: replace(facts, **changes)
 
 
+GIVEN = ("settings", "unseen", "cpus", "subject")
 REPORT = {"version": "kvd 0.1.0", "pid": 7, "ready": False, "not_ready": ["lane host is not up"]}
 BROKEN: list[tuple[str, Level, str, Callable[[Facts], Facts]]] = [
     ("machine", Level.FAIL, "4.18", with_facts(kernel="4.18.0-553")),
     ("memory", Level.FAIL, "at most 58 GiB", with_facts(available=60 * GIB)),
     ("memory", Level.WARN, "2 GiB", with_facts(available=65 * GIB)),
+    ("processes", Level.FAIL, "PYTHON=", with_facts(child_problem="Permission denied")),
     ("swap", Level.WARN, "1 GiB", with_facts(swap_used=GIB)),
     ("cgroup", Level.FAIL, "memory.max", with_facts(cgroup=MemoryLimit(Path("/g"), 9 * GIB, 0))),
     ("pool directory", Level.FAIL, "no such directory", pool(exists=False)),
@@ -137,6 +139,22 @@ def test_each_fault_is_named_with_its_remedy(
     assert [finding.level for finding in found] == [level], found
     assert says in found[0].text + found[0].remedy
     assert found[0].remedy
+
+
+@pytest.mark.parametrize("fact", [f.name for f in fields(Facts) if f.name not in GIVEN])
+def test_a_fact_that_cannot_be_had_is_a_finding(fact: str) -> None:
+    """The check that needs it says why it has none, and every other check has its say."""
+    facts = replace(healthy(), unseen={fact: "[Errno 13] Permission denied: '/x'"})
+    unseen = [f for f in examine(facts) if "cannot be looked at: [Errno 13]" in f.text]
+    assert unseen
+    assert {finding.level for finding in unseen} == {Level.WARN}
+    assert len({finding.name for finding in examine(facts)}) >= len(CHECKS) - len(unseen)
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    """A kernel whose version nobody can read ends no doctor."""
+    (found,) = of(replace(healthy(), kernel="custom"), "machine")
+    assert "this check failed: ValueError" in found.text
 
 
 def test_what_a_running_daemon_has_taken_is_not_missed() -> None:

@@ -1,5 +1,6 @@
 """`kvd doctor` on this machine, as it is and deliberately broken."""
 
+import errno
 import json
 import os
 import resource
@@ -11,8 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from click.testing import CliRunner
 
+from kvd.cli import cli
 from tests.daemon.serving import StartDaemon, started_daemons
 from tests.fakecuda.harness import FakeCuda
 
@@ -164,6 +168,28 @@ def test_a_daemon_that_hangs_fails(tmp_path: Path, start: StartDaemon) -> None:
         os.kill(daemon.process.pid, 18)
     assert (status, found["daemon"]["level"]) == (1, "fail")
     assert f"pid {daemon.process.pid} holds" in found["daemon"]["text"]
+
+
+@pytest.mark.parametrize("fails", ["statvfs", "access"])
+def test_no_doctor_ends_in_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """With a Python that cannot be executed and places that cannot be seen, all else is judged."""
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/closed")
+
+    monkeypatch.setattr(sys, "executable", str(tmp_path))
+    monkeypatch.setattr(os, fails, denied)
+    monkeypatch.setattr(psutil, "process_iter", denied)
+    done = CliRunner().invoke(cli, ["doctor", "--json", *quiet(tmp_path)])
+    assert done.exit_code == 1, done.output
+    assert isinstance(done.exception, SystemExit)
+    found = {finding["name"]: finding for finding in json.loads(done.output)["findings"]}
+    assert "Permission denied" in found["processes"]["text"]
+    assert "PYTHON=" in found["processes"]["remedy"]
+    assert {"gpus", "daemon", "pool dir"} <= found.keys()
+    assert found["HTTP"]["level"] == "ok"
 
 
 def test_findings_are_readable_lines(tmp_path: Path) -> None:
