@@ -75,7 +75,7 @@ class Parts:
                     shutil.rmtree(left, ignore_errors=True)
             try:
                 found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-            except FileNotFoundError:
+            except (FileNotFoundError, ValueError):  # killed before it wrote, or while it did
                 if late:
                     raise Missing(f"it took more than {limit:.0f} s") from None
                 raise Missing(f"it ended with exit status {process.returncode}") from None

@@ -171,6 +171,21 @@ def test_parts_that_import_torch_have_time_for_it_twice() -> None:
     assert all(limit >= 2 * 30 + 60 for limit in limits)
 
 
+@pytest.mark.parametrize("half", ["", "{", '{"a": [1'])
+def test_a_part_that_dies_while_it_writes_costs_its_own_figures(half: str) -> None:
+    """Nothing, or half of what was to be written: the part is missing, with how it ended."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from gpu_parts import Missing, Part, Parts\n"
+        "dies = 'import sys; open(sys.argv[-1], \"w\").write(%r); sys.exit(7)' % sys.argv[2]\n"
+        "try: Parts([sys.executable, '-c', dies], 60.0).run(Part('dies', 30.0))\n"
+        "except Missing as missing: print(missing)"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "bench"), half]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert (done.stdout, done.stderr) == ("it ended with exit status 7\n", "")
+
+
 def test_make_gpu_says_which_wheels_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakecuda.harness import FakeCuda, calls
+from tests.gpu import run as gpu_run
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 150
@@ -153,3 +154,27 @@ def test_clocks_are_warm_before_anything_is_measured(fakecuda: FakeCuda, tmp_pat
     # From the engine's registration to its first job.
     between = names[names.index("cuIpcGetMemHandle") : names.index("cuStreamWriteValue64")]
     assert "cuMemsetD8Async" in between
+
+
+def test_logs_of_the_tests_daemons_are_kept(fakecuda: FakeCuda, tmp_path: Path) -> None:
+    """The tests as make gpu runs them: what a daemon and its lanes said goes to one file."""
+    log = tmp_path / "gpu-tests.log"
+    environment = fakecuda.environment() | {
+        "GPU_TESTS_LOG": str(log),
+        "PYTHONPATH": ":".join(map(str, gpu_run.SOURCES)),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    wanted = "test_two_ranks_on_one_gpu_get_every_byte_back[driver_rank-ipc]"
+    done = subprocess.run(
+        [sys.executable, *gpu_run.TESTS, "-k", wanted],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    said = log.read_text()
+    assert said.startswith(f"== {wanted}, run-0.log\n")
+    assert "lane cuda:" in said

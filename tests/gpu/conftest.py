@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def gpu_daemons(request: pytest.FixtureRequest) -> Iterator[StartDaemon]:
-    """Starts daemons and ends them with the test; their logs are appended to the file LOG."""
+    """Starts daemons and ends them with the test; their logs go to GPU_TESTS_LOG."""
     with tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path:
         try:
             with started_daemons(Path(path) / "run") as start:
@@ -38,8 +38,8 @@ def gpu_daemons(request: pytest.FixtureRequest) -> Iterator[StartDaemon]:
 
 
 def _keep_logs(folder: Path, test: str) -> None:
-    if "LOG" not in os.environ:
+    if "GPU_TESTS_LOG" not in os.environ:
         return
-    with Path(os.environ["LOG"]).open("ab") as kept:
+    with Path(os.environ["GPU_TESTS_LOG"]).open("ab") as kept:
         for log in sorted(folder.glob("*.log")):
             kept.writelines((f"== {test}, {log.name}\n".encode(), log.read_bytes()))

@@ -22,6 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (ROOT, ROOT / "client", ROOT / "proto")
+TESTS = (
+    *("-m", "pytest", "-v", "-c", "tests/gpu/pytest.ini", "--rootdir", "tests/gpu"),
+    *("--confcutdir", "tests/gpu", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"),
+)
 LOG = ROOT / "bench" / "out" / "gpu-tests.log"
 SECONDS = 470.0
 DRIVER_SECONDS, IMPORT_SECONDS = 60.0, 120.0
@@ -54,11 +58,8 @@ def main() -> int:
             environment = _environment(Path(folder))
             LOG.parent.mkdir(parents=True, exist_ok=True)
             LOG.write_bytes(b"")
-            tests = [sys.executable, "-m", "pytest", "-v", "-c", "tests/gpu/pytest.ini"]
-            tests += ["--rootdir", "tests/gpu", "--confcutdir", "tests/gpu", "-m", "gpu"]
-            tests += ["-p", "no:cacheprovider", "tests/gpu"]
             half = time.monotonic() + SHARE_OF_TESTS * SECONDS
-            tested = _run("the tests", tests, environment, half)
+            tested = _run("the tests", [sys.executable, *TESTS], environment, half)
             left = end - time.monotonic() - LAST_WORDS_SECONDS
             bench = [sys.executable, "bench/gpu_transfer.py"]
             bench += ["--seconds", f"{left:.0f}", "--mib", f"{mib}"]
@@ -153,7 +154,7 @@ def _environment(folder: Path) -> dict[str, str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     # Plugins that happen to be there are no part of these tests.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    environment["LOG"] = str(LOG)
+    environment["GPU_TESTS_LOG"] = str(LOG)
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     command = [sys.executable, "-c", code, *packages, "kvd.broker.service", "kvd_client"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
