@@ -37,6 +37,7 @@ from kvd.broker import manifest as manifests
 from kvd.broker.filesystem import Filesystem
 from kvd.broker.manifest import VERSION, Manifest, kernel_boot, objection
 from kvd.broker.memory import PoolMemory
+from kvd.broker.places import check_place
 from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, Refused
 from kvd.settings import Settings
 from kvd.state.ledger import MAGIC
@@ -80,7 +81,7 @@ class Keep:
         cold: begin without what is there.
 
     Raises:
-        ConfigError: pool_dir is none, or cannot be written.
+        ConfigError: pool_dir is none, cannot be written, or can be written by every user.
         AlreadyRunning: another daemon uses the pool, whatever became of the runtime directory.
     """
 
@@ -96,6 +97,9 @@ class Keep:
         name = area_name(runtime_dir)
         self._filesystem = Filesystem.of(pool_dir)
         notes = notes_area(runtime_dir, pool_dir, self._filesystem)
+        check_place("pool_dir", pool_dir)
+        if notes.parent != pool_dir:
+            check_place("the directory of the pool's manifest", notes.parent)
         for area in {pool_dir / name, notes}:
             for litter in area.parent.glob(f"{area.name}-*"):
                 _remove_tree(litter)

@@ -20,6 +20,7 @@ from kvd.broker.http import bind_tcp
 from kvd.broker.keep import MANIFEST, POOL, area_name, notes_area
 from kvd.broker.manifest import objection, read
 from kvd.broker.memory import lack_of_room
+from kvd.broker.places import check_place
 from kvd.errors import ConfigError, HandoverFailed, PoolError
 from kvd.listen import parse_listen
 from kvd.settings import Settings
@@ -98,13 +99,14 @@ class Place:
         """Look at the directory.
 
         Raises:
-            ConfigError: it is none, or this user may not write there.
+            ConfigError: it is none, or this user may not write there, or every user may.
         """
         pool_dir = Path(settings.pool_dir)
         if not pool_dir.is_dir():
             raise ConfigError(
                 f"pool_dir = {pool_dir}: no such directory; use a tmpfs such as /dev/shm"
             )
+        check_place("pool_dir", pool_dir)
         area = pool_dir / area_name(runtime_dir)
         if not os.access(area if area.exists() else pool_dir, os.W_OK | os.X_OK):
             raise ConfigError(

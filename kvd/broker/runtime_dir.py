@@ -3,16 +3,21 @@
 The lock is an flock on ``kvd.lock``: the kernel drops it with the process, so
 a SIGKILLed daemon never keeps its successor out. A daemon that ends removes the
 file, so whoever gets a lock looks whether its file is still the one at that path.
+The file is written to, perhaps by root: no link is followed to it, and nothing but a
+file that has this one name is taken.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import select
+import stat
 import threading
 from pathlib import Path
 
+from kvd.broker.places import check_place
 from kvd.errors import AlreadyRunning, ConfigError
 
 log = logging.getLogger("kvd.broker")
@@ -46,7 +51,8 @@ class RuntimeDir:
 
         Raises:
             AlreadyRunning: naming the pid of the daemon that holds it.
-            ConfigError: the directory cannot be made or written.
+            ConfigError: the directory cannot be made or written, every user may write it, or
+                what is called kvd.lock there is no lock of a daemon's.
         """
         try:
             self.path.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -66,9 +72,13 @@ class RuntimeDir:
     def holder(self) -> str:
         """The pid of the daemon that has the lock, as that daemon sees itself."""
         try:
-            return self.lock_file.read_text("ascii", "replace").strip() or "unknown"
-        except OSError:
+            fd = _opened(self.lock_file, os.O_RDONLY)
+        except (OSError, ConfigError):
             return "unknown"
+        try:
+            return os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+        finally:
+            os.close(fd)
 
     def lock_after(self, turn: "Turn") -> None:
         """Take the directory with a lock that was waited for."""
@@ -136,8 +146,8 @@ class Turn:
     def _take(self) -> None:
         try:
             self.fd = _locked(self._file, fcntl.LOCK_EX)
-        except OSError as error:  # then nobody may have the lock, and whoever waits gives up
-            log.error("%s: %s", self._file, error.strerror)  # noqa: TRY400  # the reason is said
+        except (OSError, ConfigError) as error:  # nobody has the lock, and whoever waits gives up
+            log.error("%s cannot be locked: %s", self._file, error)  # noqa: TRY400  # the reason is said
             return
         os.eventfd_write(self.done_fd, 1)
 
@@ -150,13 +160,15 @@ def _locked(file: Path, how: int) -> int:
 
     Raises:
         BlockingIOError: somebody has the lock, and `how` does not wait.
+        ConfigError: what is there is no lock of a daemon's, or every user may write there.
         OSError: the file cannot be opened.
     """
+    check_place("runtime_dir", file.parent)
     while True:
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        fd = _opened(file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, how)
-            if os.path.samestat(os.fstat(fd), file.stat()):
+            if os.path.samestat(os.fstat(fd), file.lstat()):
                 return fd
         except FileNotFoundError:
             pass
@@ -164,3 +176,27 @@ def _locked(file: Path, how: int) -> int:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _opened(file: Path, flags: int) -> int:
+    """The lock's file; no link to another one, and nothing that has other names, too.
+
+    Raises:
+        ConfigError: what is there is something else.
+        OSError: it cannot be opened.
+    """
+    wrong = ConfigError(
+        f"{file} is a link or no plain file, so no daemon made it: remove it, and see to it that"
+        f" only the daemon's user may write {file.parent}"
+    )
+    try:
+        fd = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise wrong from None
+        raise
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(fd)
+        raise wrong
+    return fd

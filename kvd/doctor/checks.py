@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from kvd.broker.places import danger
 from kvd.doctor.facts import Facts, UnseenError
 from kvd.doctor.findings import Finding, fail, ok, warn
 from kvd.lane.cuda import driver
@@ -121,6 +122,8 @@ def pool_dir(facts: Facts) -> Iterator[Finding]:
         yield fail(
             "pool directory", f"{text}: not writable for this user", "run kvd as its own user"
         )
+    elif problem := danger(place.path, place.mode):
+        yield fail("pool directory", name, problem)
     elif facts.runtime.report is None and pool is not None and pool > place.free:
         yield fail(
             "pool directory",
@@ -281,6 +284,8 @@ def runtime_dir(facts: Facts) -> Iterator[Finding]:
         )
     elif not here.exists:
         yield ok("runtime directory", f"{name}: will be made")
+    elif problem := danger(here.path, here.mode):
+        yield fail("runtime directory", name, problem)
     elif here.mode & _OWNER_ONLY:
         yield warn(
             "runtime directory",

@@ -41,7 +41,7 @@ class UnseenError(Exception):
 
 @dataclass(frozen=True)
 class Filesystem:
-    """Where the pool is to lie. Sizes in bytes; `kind` as /proc/mounts names it."""
+    """Where the pool is to lie, with its mode. Sizes in bytes; `kind` as /proc/mounts names it."""
 
     path: Path
     exists: bool = False
@@ -50,6 +50,7 @@ class Filesystem:
     size: int = 0
     free: int = 0
     writable: bool = False
+    mode: int = 0o700
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ def _filesystem(path: Path) -> Filesystem:
         size=room.f_blocks * room.f_frsize,
         free=room.f_bavail * room.f_frsize,
         writable=os.access(path, os.W_OK | os.X_OK),
+        mode=path.stat().st_mode,
     )
 
 

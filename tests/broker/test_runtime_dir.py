@@ -2,12 +2,16 @@
 
 import os
 import select
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvd.broker.keep import Keep
+from kvd.broker.rehearsal import Place
 from kvd.broker.runtime_dir import RuntimeDir, Turn
-from kvd.errors import AlreadyRunning
+from kvd.errors import AlreadyRunning, ConfigError
+from kvd.settings import Settings
 
 PATIENCE = 60.0
 
@@ -63,3 +67,73 @@ def test_of_many_that_wait_one_has_it(held: RuntimeDir) -> None:
         place.lock_after(turn)
         assert not poller.poll(0)
         place.release()
+
+
+def _linked(lock: Path, other: Path) -> None:
+    lock.symlink_to(other)
+
+
+def _second_name(lock: Path, other: Path) -> None:
+    lock.hardlink_to(other)
+
+
+def _fifo(lock: Path, _other: Path) -> None:
+    os.mkfifo(lock)
+
+
+def _folder(lock: Path, _other: Path) -> None:
+    lock.mkdir()
+
+
+@pytest.mark.parametrize("plant", [_linked, _second_name, _fifo, _folder])
+def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_is_written(
+    runtime_dir: Path, tmp_path: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    """A link, another file's second name, a pipe or a directory: one sentence with the remedy."""
+    other = tmp_path / "other"
+    other.write_text("what another program keeps")
+    runtime_dir.mkdir(mode=0o750)
+    plant(runtime_dir / "kvd.lock", other)
+    runtime = RuntimeDir(runtime_dir)
+    with pytest.raises(ConfigError, match=r"kvd\.lock is a link or no plain file.*: remove it"):
+        runtime.lock()
+    assert runtime.holder() == "unknown"
+    assert not Turn(runtime).wait(0.05)
+    assert other.read_text() == "what another program keeps"
+
+
+def test_a_link_to_nothing_makes_no_file(runtime_dir: Path, tmp_path: Path) -> None:
+    """Where the link leads there is no file afterwards."""
+    runtime_dir.mkdir(mode=0o750)
+    (runtime_dir / "kvd.lock").symlink_to(tmp_path / "new")
+    with pytest.raises(ConfigError, match="is a link"):
+        RuntimeDir(runtime_dir).lock()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2777, 0o707])
+def test_a_directory_that_every_user_may_write_is_refused(runtime_dir: Path, mode: int) -> None:
+    """As runtime_dir and as pool_dir, also by whoever takes over: with the mode and the remedy."""
+    runtime_dir.mkdir()
+    runtime_dir.chmod(mode)
+    remedy = rf"{mode:04o} lets every user .* chmod o-w {runtime_dir}, or chmod \+t"
+    with pytest.raises(ConfigError, match=f"runtime_dir = .*{remedy}"):
+        RuntimeDir(runtime_dir).lock()
+    with pytest.raises(ConfigError, match=f"pool_dir = .*{remedy}"):
+        Keep(runtime_dir, Path("/run/some"), keeps=True)
+    with pytest.raises(ConfigError, match=f"pool_dir = .*{remedy}"):
+        Place.of(Settings(pool_dir=str(runtime_dir)), Path("/run/some"))
+    assert list(runtime_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o1777, 0o770])
+def test_a_directory_whose_files_others_cannot_replace_is_taken(
+    runtime_dir: Path, mode: int
+) -> None:
+    """Such as /tmp with its sticky bit, or one that the daemon's group may write."""
+    runtime_dir.mkdir()
+    runtime_dir.chmod(mode)
+    runtime = RuntimeDir(runtime_dir)
+    runtime.lock()
+    runtime.release()
+    Keep(runtime_dir, Path("/run/some"), keeps=False).close()

@@ -91,6 +91,16 @@ def test_a_host_path_gets_its_owner_from_the_init_container() -> None:
     assert init["command"][:5] == ["install", "-d", "-m", "0750", "-o"]
 
 
+def test_an_empty_dir_is_closed_to_others_by_the_init_container() -> None:
+    """Kubernetes makes it for every user to write, which kvd refuses; its group keeps it."""
+    init, kvd = pod("sidecar.yaml")["initContainers"]
+    given = {mount["name"]: mount["mountPath"] for mount in init["volumeMounts"]}
+    assert init["command"] == ["chmod", "2770", *given.values()]
+    assert set(given.values()) == {Settings().runtime_dir, Settings().pool_dir}
+    mounted = {mount["name"]: mount["mountPath"] for mount in kvd["volumeMounts"]}
+    assert given.items() <= mounted.items()
+
+
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
 def test_the_pool_fits_the_memory(name: str, tmp_path: Any) -> None:
     """The limit is at least 4 GiB above cpu_bytes, and the volume of the pool above it."""
