@@ -249,6 +249,20 @@ def test_what_make_gpu_starts_has_ended_when_it_goes_on(tmp_path: Path) -> None:
     eventually(lambda: runs(left), not_)
 
 
+def test_what_make_gpu_starts_can_be_told_to_end() -> None:
+    """In the background of a shell, which ignores interrupts: what is started heeds them."""
+    heeds = "signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    code = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from tests.gpu import run\n"
+        f"command = [sys.executable, '-c', 'import signal, sys; sys.exit(not {heeds})']\n"
+        "sys.exit(run._run('it', command, dict(os.environ), time.monotonic() + 60))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=PATIENCE)
+    assert done.returncode == 0
+
+
 def runs(pid: int) -> bool:
     """Whether a process is there, and no zombie."""
     try:

@@ -50,8 +50,6 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=2048, help="the benchmark moves at a time")
     mib = parser.parse_args().mib
     end = time.monotonic() + SECONDS
-    # A shell ignores Ctrl-C in what it runs in the background, and so would all that this starts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         _check(POOLS * mib * 2**20 + SPARE_BYTES)
         with tempfile.TemporaryDirectory(prefix="kvd-gpu-") as folder:
@@ -218,6 +216,8 @@ def _download(packages: list[str]) -> str:
 
 def _run(what: str, command: list[str], environment: dict[str, str], end: float) -> int:
     """Run a program until it ends or the time is over; its exit status. Nothing of it stays."""
+    # A shell ignores Ctrl-C in what it runs in the background, and so would all that this starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)
     try:
         return process.wait(max(0.0, end - time.monotonic()))
