@@ -16,6 +16,7 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvd.broker.runtime_dir import no_socket
 from kvd.core.sessions import Peer, Session
 from kvd.errors import KvdError
 from kvd.seqpacket import Channel
@@ -66,9 +67,13 @@ class Door:
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._socket.bind(str(path))
-        path.chmod(0o660)
-        self._socket.listen(128)
+        try:
+            self._socket.bind(str(path))
+            path.chmod(0o660)
+            self._socket.listen(128)
+        except OSError as error:
+            self._socket.close()
+            raise no_socket(path, error) from error
         # Given up to turn a visitor away when no descriptor is left to let it in.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._socket.setblocking(False)  # the socket API's own form
