@@ -107,6 +107,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(ge=1, le=65536),
         About("Most connections at one time.", _LIMIT, "N", live=True),
     ] = 1024
+    max_sessions_per_user: Annotated[
+        int,
+        Meta(ge=1, le=65536),
+        About("Most connections of one user at one time.", _LIMIT, "N", live=True),
+    ] = 512
     max_namespaces: Annotated[
         int,
         Meta(ge=1, le=4096),

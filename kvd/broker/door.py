@@ -24,6 +24,8 @@ from kvd.seqpacket import Channel
 log = logging.getLogger("kvd.broker")
 _UCRED = struct.Struct("iII")
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; not in Python's socket
+MAX_NOTICE_BYTES = 2048
+"""Of what a client sends here; it all consists of Handles, which have less than 100."""
 _MAX_GROUPS = 65536  # the kernel's own limit, NGROUPS_MAX
 
 
@@ -104,7 +106,8 @@ class Door:
         if pid > 0:  # 0: the peer's pid namespace is not visible from here
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(pid)
-        return Visitor(Channel(connection), Peer(pid, uid, gid, _groups(connection)), pidfd)
+        channel = Channel(connection, max_received_bytes=MAX_NOTICE_BYTES)
+        return Visitor(channel, Peer(pid, uid, gid, _groups(connection)), pidfd)
 
     def _turn_away(self) -> None:
         log.error("no file descriptor is left for a new session; raise LimitNOFILE")
