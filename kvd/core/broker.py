@@ -221,7 +221,7 @@ class Broker:
             engine = self.state.registry.join(session, message.engine)
             who = session.who
             effects.append(Event(f"{who} is here", fields=who.fields))
-            if engine.attached:
+            if engine.served:
                 effects.append(attached_notice(engine, session.number))
         return effects
 

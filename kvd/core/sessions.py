@@ -107,6 +107,11 @@ class Engine:
         return found
 
     @property
+    def served(self) -> bool:
+        """It is attached, and a lane that lives has mapped the memory of every rank."""
+        return self.attached and all(worker.imported for worker in self.workers.values())
+
+    @property
     def world_size(self) -> int:
         """As its workers registered it; 0 before the first."""
         for worker in self.workers.values():
