@@ -221,7 +221,10 @@ def _diagram(title: str, table: Mapping[StrEnum, Mapping[StrEnum, StrEnum]]) -> 
 
 
 def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
-    """A directory of five slots, and keys to look up: all at one home, the last one not there."""
+    """A directory of five slots, and keys to look up: all at one home, the last one not there.
+
+    The first key is there twice: what was there before a reset does not count.
+    """
     num_slots = 5
     writer = DirectoryWriter.create(
         bytearray(directory_bytes(num_slots)), num_slots, bytes(range(32, 48)), BOOT_ID
@@ -229,6 +232,10 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
     mask = writer.header.index_capacity - 1
     names = (b"chunk-%d" % number for number in range(1000))
     keys = [key for key in names if crc32(key) & mask == mask][:3]
+    writer.begin(keys[:1], [4], 1)
+    writer.add_share(4, 0, 0, 4, 1)
+    writer.write_state(4, SlotState.READY)
+    writer.forget()
     writer.begin(keys[:2], [2, 0], 1)
     writer.add_share(2, 0, 2, 2, 1)
     writer.write_state(2, SlotState.READY)
@@ -246,7 +253,9 @@ def _lookup(writer: DirectoryWriter, key: bytes) -> str:
         same = "same hash" if entry >> 32 == hash32 else "another hash"
         walk.append(f"{at}: 0x{entry:016x}, slot {slot}, {same}")
         if writer.record(slot).key == key:
-            break
+            if writer.record(slot).generation > writer.floor:
+                break
+            walk[-1] += ", not above the floor"
         at = (at + 1) % head.index_capacity
     else:
         walk.append(f"{at}: zero, not there")

@@ -1,5 +1,6 @@
 """The scheduler's side: what is cached, where to store, what to load."""
 
+import contextlib
 import itertools
 import logging
 import mmap
@@ -90,7 +91,10 @@ class Scheduler:
     ) -> None:
         self._changed = threading.Condition()
         self._attachment: Attachment | None = None
-        # Swapped on attaching, detaching, silence, loss, close and fork: a lookup tests nothing.
+        self._silent = False
+        self._owed: Reset | None = None  # a reset that no daemon has answered yet
+        # Swapped on attaching, detaching, silence, loss, a reset, close and fork: a lookup tests
+        # nothing.
         self._find: Callable[[bytes], LookupResult] = self._find_nothing
         self._counts_tokens = flag("counts_tokens", counts_tokens)
         self._counts = LookupCounts(tokens=counts_tokens)
@@ -226,8 +230,11 @@ class Scheduler:
                 f"lease_seconds={shown(lease_seconds)}: above 0 and at most {MAX_LEASE_SECONDS:g}"
             )
         lease_ms = max(1, round(lease_seconds * 1000))
-        reply = self._ask(PrepareLoad(keys=wanted, lease_ms=lease_ms), LoadPrepared)
         nothing = LoadTicket(found=np.zeros(len(wanted), np.bool_))
+        if self._owed is not None:
+            self._session.check_open()
+            return nothing
+        reply = self._ask(PrepareLoad(keys=wanted, lease_ms=lease_ms), LoadPrepared)
         if reply is None:
             return nothing
         found = reply.found.numpy().astype(np.bool_)
@@ -278,16 +285,48 @@ class Scheduler:
         reply = self._ask(RequestFinished(keys=_keys(keys)), RequestNoted)
         return 0 if reply is None else reply.found
 
-    def reset(self) -> ResetSummary:
-        """Drop every chunk of this engine's namespace.
+    def reset(self, timeout: float | None = None) -> ResetSummary:
+        """Drop every chunk of this engine's namespace, for all engines that share it.
+
+        A daemon that does not answer in time, or cannot be told now, is told as soon as it
+        can be, by itself. Until it has answered this engine finds nothing.
+
+        Args:
+            timeout: seconds to wait for the answer; None: the deadline.
 
         Raises:
-            UsageError: closed.
+            UsageError: no seconds; or closed.
         """
-        reply = self._ask(Reset(), ResetDone)
-        if reply is None:
+        patience = self._session.deadline if timeout is None else seconds("timeout", timeout)
+        self._session.check_open()
+        message = Reset()
+        self._owe(message)
+        return self._settle_reset(message, patience)
+
+    def _settle_reset(self, message: Reset, patience: float) -> ResetSummary:
+        reply = self._session.request(message, patience)
+        if not isinstance(reply, ResetDone):
             return ResetSummary()
+        self._answered(message)
         return ResetSummary(reply.dropped, reply.deferred, served=True)
+
+    def _owe(self, message: Reset) -> None:
+        with self._changed:
+            self._owed = message
+            self._choose()
+
+    def _answered(self, message: Message) -> None:
+        with self._changed:
+            if self._owed is message:  # not one that was asked for later
+                self._owed = None
+                self._choose()
+
+    def _make_up(self) -> None:
+        """Ask for the reset that is owed, if one is: the daemon can be told now."""
+        message = self._owed
+        if message is not None and self.attached:
+            with contextlib.suppress(UsageError):  # closed meanwhile
+                self._settle_reset(message, self._session.deadline)
 
     def status(self) -> dict[str, Any]:
         """The daemon's state as `kvd status --json` prints it; empty without a daemon.
@@ -300,7 +339,7 @@ class Scheduler:
 
     @property
     def attached(self) -> bool:
-        """Whether every rank is registered and has a lane, so that chunks can be found."""
+        """Whether every rank of the engine is registered, so that chunks can be found."""
         return self._attachment is not None
 
     @property
@@ -375,15 +414,18 @@ class Scheduler:
         message = notice.message
         if isinstance(message, Attached):
             self._attach(_map(message, notice))
+            self._make_up()
         elif isinstance(message, Detached):
             log.info("engine %s is detached: %s", self._session.engine, message.reason)
             self._attach(None)
 
     def on_silent(self, silent: bool) -> None:
         """See Handler: hits that cannot be loaded are none."""
-        attachment = self._attachment
-        usable = attachment is not None and not silent
-        self._find = attachment.directory.lookup if usable and attachment else self._find_nothing
+        with self._changed:
+            self._silent = silent
+            self._choose()
+        if not silent:
+            self._make_up()
 
     def undo(self, request: Message, reply: Message) -> Message | None:
         """See Handler: slots and pins that nobody knows of must not outlive the silence."""
@@ -393,6 +435,8 @@ class Scheduler:
             return CompleteStore(keys=keys, success=False) if keys else None
         if isinstance(reply, LoadPrepared) and len(reply.slots):
             return CompleteLoad(lease=reply.lease)
+        if isinstance(reply, ResetDone):
+            self._answered(request)
         return None
 
     def on_lost(self) -> None:
@@ -408,8 +452,15 @@ class Scheduler:
     def _attach(self, attachment: Attachment | None) -> None:
         with self._changed:
             self._attachment = attachment
-            self._find = attachment.directory.lookup if attachment else self._find_nothing
+            self._silent = False
+            self._choose()
             self._changed.notify_all()
+
+    def _choose(self) -> None:
+        """What lookups use: the directory, where what it has can be loaded."""
+        attachment = self._attachment
+        usable = attachment is not None and not self._silent and self._owed is None
+        self._find = attachment.directory.lookup if usable and attachment else self._find_nothing
 
     def _ask(self, message: Message, kind: type[M]) -> M | None:
         reply = self._session.request(message)

@@ -80,7 +80,7 @@ class Broker:
             boot_id,
             open_namespaces,
             available_bytes,
-            Registry(settings.max_sessions, settings.max_sessions_per_user),
+            Registry(settings.max_sessions),
             kept_bytes=kept_bytes,
         )
         self.state.surroundings = surroundings
@@ -91,7 +91,7 @@ class Broker:
         self.pid = pid
         self._registration = Registration(self.state)
         self._operations = Operations(self.state)
-        self._caching = Caching(self.state, self._operations.sweeps)
+        self._caching = Caching(self.state)
         self.supervision = Supervision(self.state, self._registration)
         self.reloading = Reloading(self.state)
         self.handover = Handover(self.state, self._operations.sweeps, way_out or WayOut())
@@ -111,20 +111,13 @@ class Broker:
 
     def connected(
         self, token: bytes, peer: Peer, *, own: bool = False
-    ) -> tuple[Session, list[Effect]]:
-        """Somebody has connected; there is always room for a process of the daemon's `own`.
-
-        Raises:
-            Refused: there is no room; counted.
-        """
+    ) -> tuple[Session | None, list[Effect]]:
+        """Somebody came to the door. None where the house is full, save for a child of `own`."""
         registry = self.state.registry
-        if not own:
-            try:
-                registry.check_room(peer)
-            except Refused as refusal:
-                self.state.measures.reached(refusal.limit)
-                self.state.measures.refusals[refusal.code.value] += 1
-                raise
+        if len(registry.sessions) >= registry.max_sessions and not own:
+            self.state.measures.reached("max_sessions")
+            text = f"connection of pid {peer.pid} refused: {registry.full}"
+            return None, [Event(text, "warning", {"pid": peer.pid})]
         session = registry.connect(token, peer)
         return session, [Notify(session.number, Greeting(pid=self.pid))]
 
@@ -221,7 +214,7 @@ class Broker:
             engine = self.state.registry.join(session, message.engine)
             who = session.who
             effects.append(Event(f"{who} is here", fields=who.fields))
-            if engine.served:
+            if engine.attached:
                 effects.append(attached_notice(engine, session.number))
         return effects
 

@@ -5,11 +5,10 @@ up while lanes may be writing there is called back from them.
 """
 
 from kvd.core.admission import check_leases
-from kvd.core.effects import Effect, Reply
+from kvd.core.effects import Effect, Event, Reply
 from kvd.core.operations import Handler
 from kvd.core.sessions import Session
 from kvd.core.state import BrokerState
-from kvd.core.sweeps import Sweep, Sweeps
 from kvd.errors import Refused
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
@@ -35,12 +34,10 @@ class Caching:
 
     Args:
         state: shared.
-        sweeps: takes what is too long to be done in one go.
     """
 
-    def __init__(self, state: BrokerState, sweeps: Sweeps) -> None:
+    def __init__(self, state: BrokerState) -> None:
         self._state = state
-        self._sweeps = sweeps
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Who serves which request; each refuses engines that are not complete."""
@@ -57,7 +54,7 @@ class Caching:
         self, session: Session, request_id: int, message: PrepareStore, now: float
     ) -> list[Effect]:
         self._open_for_work(session, len(message.keys))
-        engine, namespace = self._state.served_namespace(session.engine)
+        engine, namespace = self._state.attached_namespace(session.engine)
         usable = self._state.usable_bytes(engine)
         decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
         reply = StorePrepared(
@@ -84,7 +81,7 @@ class Caching:
     def _prepare_load(
         self, session: Session, request_id: int, message: PrepareLoad, now: float
     ) -> list[Effect]:
-        engine, namespace = self._state.served_namespace(session.engine)
+        engine, namespace = self._state.attached_namespace(session.engine)
         check_leases(engine, namespace, self._state.settings.max_leases)
         seconds = min(message.lease_ms / 1000, self._state.settings.lease_seconds)
         usable = self._state.usable_bytes(engine)
@@ -115,20 +112,20 @@ class Caching:
         return [Reply(session.number, request_id, RequestNoted(found=found))]
 
     def _reset(self, session: Session, request_id: int, message: Reset, now: float) -> list[Effect]:
-        """In pieces, for a large namespace takes seconds; answered when all of it is gone."""
+        """Answered at once: nothing of before is found any more; slots are freed afterwards."""
         del message, now
         _, namespace = self._state.attached_namespace(session.engine)
-        sweep = Sweep(
-            session.number,
-            request_id,
-            # That of a self-test is its own affair.
-            "" if namespace.temporary else f"{session.who} reset its namespace",
-            lambda done: ResetDone(dropped=done.chunks, deferred=done.deferred),
-            (namespace,),
-            by_engine=True,
-            fields=session.who.fields,
+        done = namespace.table.reset()
+        reply = Reply(
+            session.number, request_id, ResetDone(dropped=done.dropped, deferred=done.deferred)
         )
-        return self._sweeps.start(sweep)
+        told: list[Effect] = []
+        if not namespace.temporary:  # that of a self-test is its own affair
+            text = f"{session.who} reset its namespace: {done.dropped} chunks dropped"
+            if done.deferred:
+                text += f"; {done.deferred} more go when their leases end"
+            told.append(Event(text, fields=session.who.fields))
+        return [reply, *told, *self._state.revoke(namespace, done.revoke)]
 
     def _open_for_work(self, session: Session, keys: int) -> None:
         if self._state.draining:

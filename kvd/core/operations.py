@@ -127,7 +127,7 @@ class Operations:
     @property
     def busy(self) -> bool:
         """Something is under way that goes on in pieces."""
-        return bool(self.sweeps) or bool(self.checking)
+        return self.sweeps.busy or bool(self.checking)
 
     def work(self) -> list[Effect]:
         """A piece of it."""

@@ -1,10 +1,11 @@
 """Dropping many chunks, a piece at a time, so that engines are served in between.
 
-Operators clear and evict; engines reset their namespace.
+Operators clear and evict. A sweep goes once over the slots of its namespaces. What is
+stored behind it stays, what is stored before it may go too; all that was there when it
+began is gone when it is answered.
 
-A sweep goes once over the slots of its namespaces. What is stored behind it stays,
-what is stored before it may go too; all that was there when it began is gone when
-it is answered.
+An engine's reset is answered before, for nothing of it is found any more; here the slots
+that it left behind are freed.
 """
 
 from collections import deque
@@ -15,14 +16,13 @@ from typing import Protocol
 from kvd.core.effects import DropDirectory, Effect, Event, Reply
 from kvd.core.state import BrokerState
 from kvd.errors import Refused
+from kvd.state.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.state.namespaces import Namespace
 from kvd.who import Fields
 from kvd_proto.messages import ErrorCode, Message
 from kvd_proto.sizes import format_size
 
 MAX_SWEEPS = 16
-PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
-EMPTY_PIECES = 16  # so many that hold none are looked at in one go
 
 
 @dataclass(slots=True)
@@ -47,7 +47,6 @@ class Sweep:
 
     unused_for: only those that were of no use for so many seconds; None: all.
     what: for the log, in words, such as "cleared by uid 0 pid 7"; empty where nobody needs to know.
-    by_engine: an engine resets its namespace, it is no operator's order.
     """
 
     session: int
@@ -56,7 +55,6 @@ class Sweep:
     answer: Answer
     namespaces: tuple[Namespace, ...]
     unused_for: float | None = None
-    by_engine: bool = False
     fields: Fields = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     index: int = 0
@@ -73,6 +71,11 @@ class Sweeps:
     def __len__(self) -> int:
         return len(self._sweeps)
 
+    @property
+    def busy(self) -> bool:
+        """There is `work` to do."""
+        return bool(self._sweeps) or self._unswept is not None
+
     def start(self, sweep: Sweep) -> list[Effect]:
         """Begin one. Without an age, stores that are under way are given up at once.
 
@@ -82,8 +85,8 @@ class Sweeps:
         if len(self) >= MAX_SWEEPS:
             raise Refused(
                 ErrorCode.LIMIT,
-                f"{MAX_SWEEPS} clears, evictions and resets are under way, no more are allowed; try"
-                " again when they have ended",
+                f"{MAX_SWEEPS} clears and evictions are under way, no more are allowed; try again"
+                " when they have ended",
                 limit="sweeps",
             )
         effects: list[Effect] = []
@@ -97,7 +100,10 @@ class Sweeps:
         return effects
 
     def work(self) -> list[Effect]:
-        """Do one piece; at the end of a sweep its reply."""
+        """Do one piece, and one of what a reset has left; at the end of a sweep its reply."""
+        unswept = self._unswept
+        if unswept is not None:
+            unswept.table.sweep()
         if not self._sweeps:
             return []
         sweep = self._sweeps[0]
@@ -125,7 +131,6 @@ class Sweeps:
                 sweep.position,
                 PIECE_SLOTS,
                 unused_for=sweep.unused_for,
-                by_engine=sweep.by_engine,
             )
             sweep.position += PIECE_SLOTS
             sweep.tally.chunks += gone
@@ -136,6 +141,11 @@ class Sweeps:
                 return
             if gone or kept:
                 return
+
+    @property
+    def _unswept(self) -> Namespace | None:
+        namespaces = self._state.namespaces or ()
+        return next((each for each in namespaces if not each.table.is_swept), None)
 
     def _is_open(self, namespace: Namespace) -> bool:
         namespaces = self._state.namespaces

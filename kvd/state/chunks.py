@@ -8,8 +8,9 @@ It is the only writer of its directory, and the states of a slot are those of
     WRITING -> DRAINING a share failed, complete_store without success, the ticket's
                         deadline passed, the session is gone, reset
     DRAINING -> FREE    revoked: the lanes have nothing under way there
-    READY -> FREE       evicted or reset; a reset chunk that is pinned is doomed, that
-                        is, it leaves the index at once and its slot at the last pin
+    READY -> FREE       evicted or reset. A reset chunk is found by nobody at once, and leaves
+                        its slot by `sweep`; one that is pinned is doomed, that is, it
+                        leaves its slot at the last pin
 
 Methods decide first and then act; none of them waits, and none raises for what a
 client may send.
@@ -41,6 +42,9 @@ from kvd.state.pool import Pool
 from kvd.state.slots import Ints, Slots
 from kvd_proto.answers import StoreAnswer
 from kvd_proto.directory import SlotState
+
+PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
+EMPTY_PIECES = 16  # so many that hold none are looked at in one go
 
 _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 
@@ -147,6 +151,8 @@ class ChunkTable:
         if usable is not None:
             self._pool.acquire_within(space, need, usable)
             return space.take_within(need, usable), []
+        while space.free_slots < need and self.slots.forgotten:
+            self.sweep()
         if space.free_slots < need:
             self._pool.acquire(space, need)
         slots = space.take(min(need, space.free_slots))
@@ -340,14 +346,35 @@ class ChunkTable:
         return self._give_up(self.slots.tickets.of(owner))
 
     def reset(self) -> ResetOutcome:
-        """Drop every chunk, in one go; those that are pinned go when their leases end."""
-        if self._filter is not None:
-            self._filter.clear()
+        """Drop every chunk: from now on nobody finds it, and the next daemon does not, either.
+
+        Slots are freed by `sweep`; those that are pinned go when their leases end. What was
+        offered and not stored yet keeps its count.
+        """
         revoke = self._give_up(list(self.slots.tickets))
-        gone, kept = self.slots.drop_all()
-        self._pool.give_back(self.space)
+        gone, kept = self.slots.forget()
         self._counters.reset += gone + kept
         return ResetOutcome(gone + len(revoke), kept, revoke)
+
+    @property
+    def is_swept(self) -> bool:
+        """No slot is held by a chunk that a reset has dropped."""
+        return not self.slots.forgotten
+
+    def sweep(self) -> None:
+        """Free some of the slots whose chunks a reset has dropped: a few milliseconds at most."""
+        for _ in range(EMPTY_PIECES):
+            if self.slots.sweep(PIECE_SLOTS):
+                break
+        if self.is_swept:
+            self.give_back()
+
+    def empty(self) -> None:
+        """Drop every chunk and free its slot, in one go; nothing is pinned or being written."""
+        self.reset()
+        while not self.is_swept:
+            self.sweep()
+        self.give_back()
 
     def give_up_stores(self) -> Refs:
         """Give up whatever is being written, and forget offers; slots to be revoked."""
@@ -361,9 +388,8 @@ class ChunkTable:
         count: int,
         *,
         unused_for: float | None = None,
-        by_engine: bool = False,
     ) -> tuple[int, int]:
-        """Drop the READY chunks in `count` slots from `first` on, for an operator or an engine.
+        """Drop the READY chunks in `count` slots from `first` on, for an operator.
 
         With `unused_for` only those that were of no use for so many seconds, and none
         that is pinned.
@@ -376,10 +402,7 @@ class ChunkTable:
         if unused_for is not None:
             old = self.ages.of(slots) >= unused_for
             slots = [s for s, is_old in zip(slots, old, strict=True) if is_old and s not in pins]
-        if by_engine:
-            self._counters.reset += len(slots)
-        else:
-            self._counters.removed += len(slots)
+        self._counters.removed += len(slots)
         return self.slots.drop(slots)
 
     def give_back(self) -> None:
@@ -394,9 +417,10 @@ class ChunkTable:
 
     def yield_slots(self, slots: list[int]) -> None:
         """Evict these READY, unpinned chunks: another namespace needs the room."""
-        self.ages.evicted(slots)
+        current = [slot for slot in slots if slot in self.slots.policy]
+        self.ages.evicted(current)
+        self._counters.yielded += len(current)
         self.slots.drop(slots)
-        self._counters.yielded += len(slots)
 
     # -------------------------------------------------------------- inspection
 

@@ -53,7 +53,7 @@ class DirectoryWriter(DirectoryView):
     ) -> None:
         super().__init__(buffer)
         self.ledger = ledger
-        self._generation_base = generation_base
+        self._generation_base = self._highest = generation_base
         if self._whole.readonly:
             raise DirectoryError("the writer of a directory needs writable memory")
         self._words = self._records.cast("Q")
@@ -128,6 +128,27 @@ class DirectoryWriter(DirectoryView):
         states: list[int] = self._columns["state"][first : first + count].tolist()
         return states
 
+    @property
+    def floor(self) -> int:
+        """Chunks of this generation or a lower one were forgotten."""
+        return self._floor[0]
+
+    def forget(self) -> None:
+        """Nothing that is here counts any more, for readers at once and for the next daemon.
+
+        No chunk is WRITING. Records and index entries stay until the slots are freed.
+        """
+        if self.ledger is not None:
+            self.ledger.forget(self._highest)
+        self._floor[0] = self._generation_base = self._highest
+
+    def forgotten_slots(self, first: int, count: int) -> list[int]:
+        """The READY slots among `count` from `first` on whose chunks do not count, ascending."""
+        part = slice(first, first + count)
+        ready = self._columns["state"][part] == SlotState.READY
+        old = self._columns["generation"][part] <= np.uint64(self.floor)
+        return (np.flatnonzero(ready & old) + first).tolist()
+
     def ready_slots(self, first: int, count: int) -> list[int]:
         """The READY slots among `count` from `first` on, ascending."""
         states = self._columns["state"][first : first + count]
@@ -153,7 +174,7 @@ class DirectoryWriter(DirectoryView):
         """
         index, mask, limit = self._index, self._mask, self._limit
         words, records, pack_into = self._words, self._records, RECORD.pack_into
-        base = self._generation_base
+        base, highest = self._generation_base, self._highest
         generations = []
         for key, slot in zip(keys, slots, strict=True):
             hash32 = crc32(key)
@@ -180,6 +201,8 @@ class DirectoryWriter(DirectoryView):
             )
             index[i & mask] = hash32 << 32 | slot + 1
             generations.append(generation)
+            highest = max(highest, generation)
+        self._highest = highest
         return generations
 
     def free(self, slots: Sequence[int]) -> list[bytes]:
@@ -247,6 +270,7 @@ class DirectoryWriter(DirectoryView):
         head = self.header
         table = np.frombuffer(self._whole, RECORD_DTYPE, self.num_slots, head.records_offset)
         slots = chunks.slots
+        self._highest = max(self._highest, int(chunks.generations.max(initial=0)))
         for name, values in (
             ("key", chunks.keys),
             ("key_len", chunks.key_lengths),
@@ -342,5 +366,5 @@ class DirectoryWriter(DirectoryView):
             key = self.key(slot)
             if not 0 < len(key) <= KEY_BYTES or crc32(key) != hash32:
                 raise IntegrityError(f"index entry {place}: slot {slot} has another key")
-            if self.find(key) != slot:
+            if self.generation(slot) > self.floor and self.find(key) != slot:
                 raise IntegrityError(f"slot {slot} cannot be found by its key {key.hex()}")

@@ -8,12 +8,13 @@ Little-endian. A header page, then the stamps, then the records::
 
     offset  type    header
          0  8 bytes magic "kvd-led" and a zero byte, written last: without it, nothing was kept
-         8  u32     version (2)
+         8  u32     version (3)
         12  u32     size of a record (80)
         16  u64     number of slots
         24  u32     length of the description
         28  u32     zlib.crc32 of bytes 8..28 and the description
         32          description: `Kept` as JSON
+     65528  u64     floor: a record counts only where its generation is above it
 
     u64 for every slot: when its chunk was last of use, in microseconds; 0 for never
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 MAGIC = b"kvd-led\0"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 65536  # the description of a thousand ranks fits
 RECORD_BYTES = 80
 _WORDS = RECORD_BYTES // 8
@@ -62,6 +63,7 @@ _CHECKED = 72
 _HEAD = struct.Struct("<IIQI")
 _CHECK = struct.Struct("<I")
 _DESCRIPTION_AT = 32
+_FLOOR_AT = HEADER_BYTES - 8
 _RECORD = struct.Struct(f"<QIHHBxH4x{KEY_BYTES}s")
 _TAIL = struct.Struct("<I4x")
 _DTYPE = np.dtype(
@@ -127,6 +129,7 @@ class Ledger:
         self.kept, self.num_slots = _read_header(whole)
         self._whole = whole
         stamps_end = HEADER_BYTES + self.num_slots * 8
+        self._floor = whole[_FLOOR_AT:HEADER_BYTES].cast("Q")
         self._records = whole[stamps_end : stamps_end + self.num_slots * RECORD_BYTES]
         self._words = self._records.cast("Q")
         self.stamps: npt.NDArray[np.uint64] = np.frombuffer(
@@ -143,10 +146,10 @@ class Ledger:
         whole = memoryview(buffer).cast("B")
         description = msgspec.json.encode(kept)
         end = _DESCRIPTION_AT + len(description)
-        if len(whole) < ledger_bytes(num_slots) or end > HEADER_BYTES:
+        if len(whole) < ledger_bytes(num_slots) or end > _FLOOR_AT:
             raise LedgerDamaged(
                 f"{len(whole)} bytes for a ledger of {ledger_bytes(num_slots)} bytes whose"
-                f" header has {end} of {HEADER_BYTES}"
+                f" header has {end} of {_FLOOR_AT}"
             )
         head = _HEAD.pack(VERSION, RECORD_BYTES, num_slots, len(description))
         whole[8 : 8 + len(head)] = head
@@ -171,8 +174,12 @@ class Ledger:
         for slot in slots:
             words[slot * _WORDS] = 0
 
+    def forget(self, floor: int) -> None:
+        """Chunks of this generation or a lower one are none: one store, whatever their number."""
+        self._floor[0] = floor
+
     def __len__(self) -> int:
-        return int(np.count_nonzero(self._table()["generation"]))
+        return int(np.count_nonzero(self._table()["generation"] > np.uint64(self._floor[0])))
 
     def chunks(self) -> KeptChunks:
         """Every chunk, the one used longest ago first.
@@ -181,7 +188,7 @@ class Ledger:
             LedgerDamaged: a record's check word does not fit, or its figures cannot be.
         """
         table = self._table()
-        slots = np.flatnonzero(table["generation"])
+        slots = np.flatnonzero(table["generation"] > np.uint64(self._floor[0]))
         slots = slots[np.argsort(self.stamps[slots], kind="stable")]
         rows = np.frombuffer(self._records, np.uint8).reshape(-1, RECORD_BYTES)[slots]
         found = rows.view(_DTYPE).reshape(-1)
@@ -214,6 +221,7 @@ class Ledger:
     def release(self) -> None:
         """Let go of the buffer. Nothing works afterwards."""
         self.stamps = np.zeros(0, np.uint64)
+        self._floor.release()
         self._words.release()
         self._records.release()
         self._whole.release()
@@ -232,7 +240,7 @@ def _read_header(whole: memoryview) -> tuple[Kept, int]:
         raise LedgerDamaged(f"ledger version {version}; {VERSION} is spoken here")
     (check,) = _CHECK.unpack_from(whole, 28)
     end = _DESCRIPTION_AT + length
-    if end > HEADER_BYTES or check != crc32(
+    if end > _FLOOR_AT or check != crc32(
         whole[_DESCRIPTION_AT:end], crc32(whole[8 : 8 + _HEAD.size])
     ):
         raise LedgerDamaged("the ledger's header is damaged: its check word does not fit")

@@ -328,7 +328,7 @@ class Namespaces:
         """
         if namespace.engines or not namespace.table.slots.is_idle:
             raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
-        namespace.table.reset()
+        namespace.table.empty()
         self.closed_counters.update(namespace.table.counters())
         self.pool.leave(namespace.table.space)
         namespace.directory.release()

@@ -6,6 +6,7 @@ one place besides the directory::
     WRITING   tickets: its owner may write it until a deadline; policy, too, for its place
     READY     policy: it may be evicted, unless a lease pins it
               doomed: it has left the index, and goes with the last lease that pins it
+              forgotten: nobody finds it since a reset, and `sweep` frees it
     DRAINING  draining: the lanes may have something under way there
 
 Each method takes slots from one state to the next, in all places at once.
@@ -40,6 +41,8 @@ class Slots:
         self.tickets = Tickets()
         self._draining: set[int] = set()
         self._doomed: set[int] = set()
+        self.forgotten = 0
+        self._swept = 0  # where `sweep` goes on
 
     def begin(
         self, keys: list[bytes], slots: list[int], owner: int, deadline: float
@@ -112,14 +115,40 @@ class Slots:
         """READY -> FREE, or doomed where pinned: how many of each."""
         listed = list(slots)
         for slot in listed:
-            self.policy.remove(slot)
+            if slot in self.policy:
+                self.policy.remove(slot)
+            else:
+                self.forgotten -= 1
         return self._leave(listed)
 
-    def drop_all(self) -> tuple[int, int]:
-        """The same for every slot, once nothing is being written."""
-        slots = self.policy.order()
+    def forget(self) -> tuple[int, int]:
+        """Every READY slot is forgotten, or doomed where pinned: how many of each.
+
+        It takes as long however many there are that nobody has pinned. No slot is WRITING.
+
+        Raises:
+            IntegrityError: one is.
+        """
+        if self.tickets:
+            raise IntegrityError(f"slots are being written: {self!r}")
+        _, kept = self.drop([slot for slot in self.leases.pins if slot in self.policy])
+        gone = len(self.policy)
         self.policy.clear()
-        return self._leave(slots)
+        self.directory.forget()
+        self.forgotten += gone
+        return gone, kept
+
+    def sweep(self, count: int) -> int:
+        """READY -> FREE for what is forgotten among the next `count` slots; how many."""
+        first = self._swept
+        slots = self._forgotten_among(first, count)
+        self._swept = first + count if first + count < self.directory.num_slots else 0
+        self.forgotten -= len(slots)
+        return self._leave(slots)[0]
+
+    def _forgotten_among(self, first: int, count: int) -> list[int]:
+        old = self.directory.forgotten_slots(first, count)
+        return [slot for slot in old if slot not in self._doomed]
 
     def _leave(self, slots: list[int]) -> tuple[int, int]:
         pins = self.leases.pins
@@ -179,9 +208,12 @@ class Slots:
         by_state = self.directory.slots_by_state()
         order, writing = self.policy.order(), set(self.tickets)
         ready = [slot for slot in order if slot not in writing]
+        forgotten = self._forgotten_among(0, self.directory.num_slots)
+        if len(forgotten) != self.forgotten:
+            raise IntegrityError(f"{len(forgotten)} slots are forgotten: {self!r}")
         claims = {
             SlotState.WRITING: (list(writing), "tickets"),
-            SlotState.READY: ([*ready, *self._doomed], "policy and doomed"),
+            SlotState.READY: ([*ready, *self._doomed, *forgotten], "policy, doomed, forgotten"),
             SlotState.DRAINING: (list(self._draining), "draining"),
         }
         for state, (slots, what) in claims.items():
@@ -211,11 +243,13 @@ class Slots:
         states = self.directory.states(first, count)
         tickets = set(self.tickets)
         free = self.space.free_among(first, first + len(states))
+        forgotten = set(self._forgotten_among(first, len(states)))
         for slot, state in enumerate(states, first):
             ordered, doomed = slot in self.policy, slot in self._doomed
+            kinds = (ordered and slot not in tickets, doomed, slot in forgotten)
             claims = {
                 SlotState.WRITING: slot in tickets,
-                SlotState.READY: (ordered and slot not in tickets) != doomed,
+                SlotState.READY: sum(kinds) == 1,
                 SlotState.DRAINING: slot in self._draining,
             }
             if [claimed for claimed, yes in claims.items() if yes] != [state] * (state != 0):

@@ -2,11 +2,11 @@
 
 Little-endian throughout. Three parts, in this order:
 
-Header, one page of 4096 bytes, the rest of it zero::
+Header, one page of 4096 bytes, the rest of it zero; only the floor ever changes::
 
     offset  type     field
          0  8 bytes  magic "kvd-dir" and a zero byte
-         8  u32      version (1)
+         8  u32      version (2)
         12  u32      record size (80)
         16  u32      number of slots
         20  u32      index capacity, a power of two
@@ -18,11 +18,12 @@ Header, one page of 4096 bytes, the rest of it zero::
         56  16 bytes namespace id
         72  16 bytes boot id of the daemon that writes it
         88  u32      check word: zlib.crc32 of bytes 0..88
+        96  u64      floor: a chunk counts only where its generation is above it
 
 Slot records, one for every slot of the pool, all zero for a slot never used::
 
     offset  type     field
-         0  u64      generation: one more at every FREE -> WRITING
+         0  u64      generation: grows at every FREE -> WRITING
          8  u64      ranks done: bit r is set when rank r's share is there
         16  u32      owner: number of the engine that writes it
         20  u8       state: FREE 0, WRITING 1, READY 2, DRAINING 3
@@ -37,7 +38,9 @@ Index, `index capacity` entries of u64: ``hash32 << 32 | slot + 1``, zero when
 empty, where ``hash32 = zlib.crc32(key)`` and the home of an entry is
 ``hash32 % index capacity``. Linear probing, at most `probe limit` entries from
 home on; deletion shifts entries back, so there are no tombstones. Only WRITING
-and READY chunks are in the index.
+and READY chunks are in the index. A reset raises the floor above all generations so
+far: whatever was there is a miss at once, and leaves records and index piece by piece
+afterwards. Meanwhile a key may have two entries, of which one is above the floor.
 
 A reader needs no lock. It compares the key in the record, so it never takes
 one key for another; while the writer shifts entries it may miss a key that is
@@ -62,7 +65,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MAGIC = b"kvd-dir\0"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
 RECORD_BYTES = 80
 _FEW = 8  # slots that are looked at one by one
@@ -73,12 +76,12 @@ NO_SHARE_YET = 0xFFFF
 
 HEADER = struct.Struct("<8s6I3Q16s16s")
 CHECK_WORD = struct.Struct("<I")
+FLOOR_AT = 96
 RECORD = struct.Struct("<QQIBBHHH4x48s")
 SLOT_MASK = 0xFFFF_FFFF
 
-# By key length: state, key length and the key itself, read in one call from KEY_PART on.
-KEY_PART = 20
-KEY_READERS = tuple(struct.Struct(f"<BB10x{n}s").unpack_from for n in range(KEY_BYTES + 1))
+# By key length: generation, state, key length and the key itself, read in one call.
+KEY_READERS = tuple(struct.Struct(f"<Q12xBB10x{n}s").unpack_from for n in range(KEY_BYTES + 1))
 
 RECORD_DTYPE = np.dtype(
     {
@@ -232,6 +235,7 @@ class DirectoryView:
         head = self.header
         self._whole = whole
         self._records = whole[head.records_offset : head.index_offset]
+        self._floor = whole[FLOOR_AT : FLOOR_AT + 8].cast("Q")
         self._index = whole[head.index_offset : head.total_bytes].cast("Q")
         self._mask = head.index_capacity - 1
         self._limit = head.probe_limit
@@ -270,8 +274,13 @@ class DirectoryView:
             if entry >> 32 == hash32:
                 base: int = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
                 if base < self._records_bytes:
-                    state, length, name = KEY_READERS[size](self._records, base + KEY_PART)
-                    if name == key and length == size and _WRITING <= state <= _READY:
+                    generation, state, length, name = KEY_READERS[size](self._records, base)
+                    if (
+                        name == key
+                        and length == size
+                        and _WRITING <= state <= _READY
+                        and generation > self._floor[0]
+                    ):
                         return base // RECORD_BYTES
             left -= 1
             i = (i + 1) & mask
@@ -290,8 +299,8 @@ class DirectoryView:
             if entry >> 32 == hash32:
                 base = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
                 if base < self._records_bytes:
-                    state, length, name = KEY_READERS[size](self._records, base + KEY_PART)
-                    if name == key and length == size:
+                    generation, state, length, name = KEY_READERS[size](self._records, base)
+                    if name == key and length == size and generation > self._floor[0]:
                         if state == _READY:
                             return _HIT
                         if state == _WRITING:
@@ -377,6 +386,7 @@ class DirectoryView:
     def release(self) -> None:
         """Let go of the buffer, so that its owner may unmap it. Nothing works afterwards."""
         self._columns.clear()
+        self._floor.release()
         self._index.release()
         self._records.release()
         self._whole.release()

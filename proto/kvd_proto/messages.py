@@ -346,10 +346,10 @@ class Reset(Message, frozen=True):
 
 
 class ResetDone(Message, frozen=True):
-    """The namespace is empty.
+    """Nothing that was in the namespace is found any more, by nobody and after no restart.
 
-    dropped: chunks that are gone.
-    deferred: chunks that nobody finds any more and that go when their leases end.
+    dropped: chunks whose slots are free, or will be soon.
+    deferred: chunks whose slots are free when the leases that pin them have ended.
     """
 
     dropped: Count
@@ -702,7 +702,7 @@ class Handles(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """Broker to every session of an engine whose ranks are all registered and served by lanes.
+    """Broker to every session of an engine whose ranks are all registered.
 
     Carries a read-only descriptor of the namespace's directory.
 
@@ -719,7 +719,7 @@ class Attached(Message, frozen=True):
 
 
 class Detached(Message, frozen=True):
-    """A rank has left, or a lane is lost: nothing can be loaded or stored until the next Attached.
+    """The engine is no longer complete: loads and stores answer NOT_READY until it is.
 
     reason: for people.
     """

@@ -7,7 +7,7 @@
 
 #include "wire.h"
 
-enum { VERSION = 1, RECORD_BYTES = 80, PAGE_BYTES = 4096, CHECKED_BYTES = 88, MAX_KEY_BYTES = 48 };
+enum { VERSION = 2, RECORD_BYTES = 80, PAGE_BYTES = 4096, CHECKED_BYTES = 88, FLOOR_AT = 96, MAX_KEY_BYTES = 48 };
 enum { WRITING = 1, READY = 2 };
 
 static uint32_t crc32(const void *bytes, size_t size) {
@@ -59,7 +59,8 @@ enum lookup directory_lookup(const struct directory *directory, const char *key)
     uint32_t slot = (uint32_t)entry - 1;
     if (entry >> 32 == hash && slot < directory->slots) {
       const uint8_t *record = directory->bytes + directory->records + (uint64_t)slot * RECORD_BYTES;
-      if (record[21] == length && memcmp(record + 32, key, length) == 0) {
+      if (record[21] == length && memcmp(record + 32, key, length) == 0 &&
+          u64(record) > u64(directory->bytes + FLOOR_AT)) {
         if (record[20] == READY) return HIT;
         if (record[20] == WRITING) return HIT_PENDING;
       }

@@ -79,6 +79,7 @@ def directory_fd(keys: dict[bytes, int], boot_id: bytes) -> int:
     index = np.frombuffer(data, "<u8", header.index_capacity, header.index_offset)
     for slot, (key, state) in enumerate(keys.items()):
         at = header.records_offset + slot * 80
+        data[at] = 1  # the generation: above the floor
         data[at + 20 : at + 22] = bytes((state, len(key)))
         data[at + 32 : at + 32 + len(key)] = key
         home = crc32(key) & (header.index_capacity - 1)

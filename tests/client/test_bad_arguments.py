@@ -225,7 +225,7 @@ GOOD: dict[str, Row] = {
     "Scheduler.prepare_load": method("scheduler", "prepare_load", keys=KEYS, lease_seconds=1.0),
     "Scheduler.complete_load": method("scheduler", "complete_load", ticket=LoadTicket(lease=3)),
     "Scheduler.request_finished": method("scheduler", "request_finished", keys=KEYS),
-    "Scheduler.reset": method("scheduler", "reset"),
+    "Scheduler.reset": method("scheduler", "reset", timeout=1.0),
     "Scheduler.status": method("scheduler", "status"),
     "Scheduler.wait_attached": method("scheduler", "wait_attached", timeout=0.0),
     "Scheduler.close": method("scheduler", "close"),

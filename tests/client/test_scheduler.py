@@ -20,6 +20,8 @@ from kvd_proto.messages import (
     PrepareLoad,
     PrepareStore,
     RequestFinished,
+    Reset,
+    ResetDone,
     StorePrepared,
 )
 from tests.client.fake_daemon import SECONDS, FakeDaemon
@@ -153,7 +155,8 @@ def test_restarted_daemon_is_found_again(runtime_dir: Path) -> None:
             second.wait_for(Hello)
             second.attach()
             assert scheduler.wait_attached(SECONDS)
-            assert scheduler.lookup(b"ready") is LookupResult.HIT
+            # It was told meanwhile of the reset that nobody heard.
+            eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
             assert len(scheduler.prepare_store([b"x"])) == 1
 
 
@@ -219,6 +222,55 @@ def test_what_could_not_be_given_back_is_when_the_daemon_speaks_again(
     until(hasty, connected=True)
     assert hasty.request_finished([b"k"]) == 1
     assert len(daemon.wait_for(CompleteStore)) == len(daemon.wait_for(CompleteLoad)) == 1
+
+
+def test_a_reset_that_is_not_answered_in_time_is_asked_once(
+    daemon: FakeDaemon, hasty: Scheduler
+) -> None:
+    """Nothing is found until the daemon has answered, late as it may be; then it is over."""
+    daemon.keys = {b"ready": 2}
+    daemon.attach()
+    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
+    daemon.freeze()
+    assert not hasty.reset(0.01).served
+    assert hasty.lookup(b"ready") is LookupResult.MISS
+    assert not hasty.prepare_load([b"ready"]).keys
+    daemon.thaw()
+    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
+    assert len(daemon.wait_for(Reset)) == 1
+
+
+def test_a_reset_during_silence_is_made_up_for(daemon: FakeDaemon, hasty: Scheduler) -> None:
+    """The answer to an earlier one does not count: it is told of the last one, once."""
+    daemon.keys = {b"ready": 2}
+    daemon.attach()
+    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
+    daemon.freeze()
+    assert not hasty.reset(0.01).served
+    assert not hasty.reset(0.01).served  # nothing is sent to a daemon that is silent
+    daemon.thaw()
+    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
+    assert len(daemon.wait_for(Reset)) == 2
+
+
+def test_a_reset_without_a_daemon_is_told_to_the_next_one(runtime_dir: Path) -> None:
+    """What it has kept is not found before it has answered."""
+    with Scheduler(runtime_dir, "engine", deadline=DEADLINE) as scheduler:
+        assert not scheduler.reset().served
+        with FakeDaemon(runtime_dir) as daemon:
+            meanwhile: list[LookupResult | bool] = []
+
+            def answer(_: Message) -> Message:
+                meanwhile.extend((scheduler.attached, scheduler.lookup(b"ready")))
+                return ResetDone(dropped=0, deferred=0)
+
+            daemon.replies[Reset] = answer
+            daemon.keys = {b"ready": 2}
+            daemon.wait_for(Hello)
+            daemon.attach()
+            eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
+            assert len(daemon.wait_for(Reset)) == 1
+            assert meanwhile == [True, LookupResult.MISS]
 
 
 def test_what_is_owed_ends_with_its_daemon(runtime_dir: Path) -> None:

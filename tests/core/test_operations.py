@@ -1,12 +1,17 @@
 """What operators' requests decide: drain and resume, clear and evict."""
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 
 from kvd.core.broker import Broker
-from kvd.core.effects import Effect, Event, Reply
+from kvd.core.effects import Event, Reply
 from kvd.core.sessions import Peer, Session
-from kvd.core.sweeps import MAX_SWEEPS, PIECE_SLOTS
+from kvd.core.sweeps import MAX_SWEEPS
 from kvd.settings import Settings
+from kvd.state.chunks import PIECE_SLOTS
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.answers import LookupResult
 from kvd_proto.messages import (
@@ -368,8 +373,8 @@ def test_only_some_checks_at_a_time(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_reset_goes_in_pieces_and_is_answered_when_all_is_gone(policy: str) -> None:
-    """Others are served in between; after the answer nothing of before is a hit, what came is."""
+def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
+    """From the answer on nothing of before is found; what is stored then is, and stays."""
     bench = Bench(chunks=4 * PIECE_SLOTS, policy=policy)
     namespace = bench.namespace()
     bench.engine(namespace)
@@ -381,29 +386,82 @@ def test_a_reset_goes_in_pieces_and_is_answered_when_all_is_gone(policy: str) ->
     bench.store(namespace, keys)
     lease = table.prepare_load([b"3000"], OWNER, bench.now, 60.0)
     bench.store(namespace, [b"begun"], finish=False)
-    assert not [
-        effect
+    (reply,) = [
+        effect.message
         for effect in bench.broker.request(scheduler, 8, Reset(), bench.now)
         if isinstance(effect, Reply)
     ]
-    assert table.directory.lookup(b"begun") is LookupResult.MISS
-    effects: list[Effect] = []
-    turns = 0
-    while not any(isinstance(effect, Reply) for effect in effects):
-        effects += bench.broker.work()
-        turns += 1
-        if turns == 2:
-            bench.store(namespace, [b"new, far behind"])  # takes the slot that is free first
-        assert isinstance(bench.broker.request(bench.tool, 9, Status(), bench.now)[0], Reply)
-        table.check_integrity()
-    assert turns > 3
-    (reply,) = [effect.message for effect in effects if isinstance(effect, Reply)]
-    assert isinstance(reply, ResetDone)
+    assert reply == ResetDone(dropped=len(keys), deferred=1)  # with the one that was begun
     assert set(table.directory.lookup_many([*keys, b"begun"])) == {LookupResult.MISS}
     assert not table.prepare_load(keys, OWNER, bench.now, 60.0).found.any()
-    assert reply.deferred == table.slots.stats()["doomed"] == 1
-    assert reply.dropped >= len(keys)  # but for the pinned one, and with the one that was begun
-    assert table.counters()["reset"] >= len(keys)
+    assert table.slots.stats()["ready"] == table.slots.stats()["doomed"] == 1
+    table.check_integrity()
+    new = [b"new", b"2"]  # one of them under a key that was there before
+    bench.store(namespace, new)
+    turns = 0
+    while bench.broker.busy:
+        bench.broker.work()
+        turns += 1
+        assert table.directory.lookup_many(new) == [LookupResult.HIT] * 2
+        assert isinstance(bench.broker.request(bench.tool, 9, Status(), bench.now)[0], Reply)
+        table.check_integrity()
+    assert turns >= 3
+    assert table.is_swept
+    assert table.slots.stats()["ready"] == 3
+    assert table.counters()["reset"] == len(keys)
     assert table.counters()["removed"] == 0
     assert table.complete_load(lease.lease_id, OWNER)
     assert table.slots.stats()["doomed"] == 0
+
+
+def test_a_reset_takes_as_many_steps_however_much_there_is() -> None:
+    """No slot is looked at before the answer: a namespace of a thousand chunks is as one of ten."""
+    steps = []
+    for count in (10, 1000):
+        bench = Bench(chunks=1024)
+        namespace = bench.namespace()
+        bench.store(namespace, [b"%d" % number for number in range(count)])
+        lines = 0
+
+        def count_line(_frame: FrameType, what: str, _argument: object) -> Any:
+            nonlocal lines
+            lines += what == "line"
+            return count_line
+
+        sys.settrace(count_line)
+        try:
+            namespace.table.reset()
+        finally:
+            sys.settrace(None)
+        steps.append(lines)
+    assert steps[0] == steps[1]
+
+
+def test_stores_take_the_room_that_a_reset_has_left() -> None:
+    """In a full pool they are not refused because it was not swept yet, and evict nothing new."""
+    bench = Bench(chunks=64)
+    namespace = bench.namespace()
+    bench.store(namespace, [b"%d" % number for number in range(64)])
+    namespace.table.reset()
+    again = [b"%d" % number for number in range(64)]
+    bench.store(namespace, again)
+    assert namespace.table.directory.lookup_many(again) == [LookupResult.HIT] * 64
+    assert namespace.table.is_swept
+    assert namespace.table.counters()["evicted"] == 0
+
+
+def test_a_second_reset_before_the_first_is_swept() -> None:
+    """What was stored in between goes, too, and each slot is freed once."""
+    bench = Bench(chunks=4 * PIECE_SLOTS)
+    namespace = bench.namespace()
+    table = namespace.table
+    for name in ("one", "two"):
+        bench.store(namespace, [b"%s %d" % (name.encode(), n) for n in range(PIECE_SLOTS)])
+        table.reset()
+        bench.broker.work()
+        table.check_integrity()
+    while bench.broker.busy:
+        bench.broker.work()
+    table.check_integrity()
+    assert not any(table.slots.stats().values())
+    assert table.space.held == 0

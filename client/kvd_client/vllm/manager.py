@@ -22,7 +22,6 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    ScheduleEndContext,
     get_offload_group_idx,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -35,6 +34,7 @@ from kvd_client.vllm.uses import Uses
 from kvd_proto.messages import MAX_KEYS
 
 _USED = (StoreAnswer.ACCEPTED, StoreAnswer.PRESENT)
+RESET_SECONDS = 0.04  # the engine stands still meanwhile
 
 
 class KvdOffloadingManager(OffloadingManager):
@@ -57,7 +57,6 @@ class KvdOffloadingManager(OffloadingManager):
         self._pending_since: dict[str, float] = {}
         self._failed: set[OffloadKey] = set()
         self._uses = Uses()
-        self._reset_owed = False
         self._stats = OffloadingConnectorStats()
 
     # -------------------------------------------------------------- requests
@@ -86,7 +85,7 @@ class KvdOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Read the mapped directory; asks nobody."""
         found = self.scheduler.lookup(key)
-        if found is Found.MISS or self._reset_owed or req_context.req_id in self._no_loads:
+        if found is Found.MISS or req_context.req_id in self._no_loads:
             return LookupResult.MISS
         if found is Found.HIT:
             return LookupResult.HIT
@@ -172,12 +171,6 @@ class KvdOffloadingManager(OffloadingManager):
 
     # ------------------------------------------------------------------ rest
 
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Send a reset that is owed."""
-        del context
-        if self._reset_owed and self.scheduler.attached:
-            self._reset_owed = not self.scheduler.reset().served
-
     def tell_finished(self) -> None:
         """Tell the daemon what the requests used that have finished: one message for all."""
         keys = self._uses.take()
@@ -187,14 +180,15 @@ class KvdOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Drop every chunk of the namespace, for all engines that share it.
 
-        Where the daemon cannot be told now, nothing is found until it was.
+        Where the daemon does not answer at once, nothing is found until it has; the engine
+        does not wait for that.
         """
+        self.scheduler.reset(RESET_SECONDS)
         for ticket in self._tickets.values():
             self.scheduler.complete_load(ticket)
         self._tickets.clear()
         self._failed.clear()
         self._uses.clear()
-        self._reset_owed = not self.scheduler.reset().served
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Chunks stored by this engine, and removed to make room for its stores."""
