@@ -44,16 +44,22 @@ class Channel:
     Args:
         sock: a connected SOCK_SEQPACKET socket; made non-blocking here.
         max_queued_bytes: what may wait to be sent, in bytes of frames.
+        max_received_bytes: of a frame that comes in; a buffer of this size is kept.
     """
 
-    def __init__(self, sock: socket.socket, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        max_received_bytes: int = MAX_DATAGRAM_BYTES,
+    ) -> None:
         if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
             raise ValueError(f"a channel needs a Unix SOCK_SEQPACKET socket, got {sock}")
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         self._sock = sock
-        self._buffer = bytearray(MAX_DATAGRAM_BYTES)
+        self._buffer = bytearray(max_received_bytes)
         self._queue: deque[_Pending] = deque()
         self._queued_bytes = 0
         self._max_queued_bytes = max_queued_bytes
@@ -122,7 +128,7 @@ class Channel:
         fds = _descriptors(ancillary)
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             close_all(fds)
-            raise BadDatagram(f"a datagram above {MAX_DATAGRAM_BYTES} bytes or its descriptors")
+            raise BadDatagram(f"a datagram above {len(self._buffer)} bytes or its descriptors")
         if size == 0:
             close_all(fds)
             raise EOFError("the peer has closed its end")

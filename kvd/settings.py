@@ -24,6 +24,7 @@ _LOG = "The log"
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _DIR = "the path of a directory"
+SMALLEST_POOL = 2**16  # a smaller number lacks its unit, such as 5 for 5GiB
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = "127.0.0.1:9330"
     cpu_bytes: Annotated[
         str | int,
-        SizeText(auto=True, positive=True),
+        SizeText(auto=True, least=SMALLEST_POOL),
         About(
             "Size of the pool; auto takes it from what the first engine reports.",
             _POOL,
@@ -106,6 +107,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(ge=1, le=65536),
         About("Most connections at one time.", _LIMIT, "N", live=True),
     ] = 1024
+    max_sessions_per_user: Annotated[
+        int,
+        Meta(ge=1, le=65536),
+        About("Most connections of one user at one time.", _LIMIT, "N", live=True),
+    ] = 512
     max_namespaces: Annotated[
         int,
         Meta(ge=1, le=4096),
@@ -123,7 +129,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 4096
     max_queued_bytes: Annotated[
         str | int,
-        SizeText(positive=True),
+        SizeText(least=1),
         About("Most bytes of such jobs.", _LIMIT, "SIZE"),
     ] = "64GiB"
 

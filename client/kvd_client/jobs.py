@@ -25,6 +25,8 @@ POLL_SECONDS = 0.02
 HURRY_SECONDS = 0.002  # after which the lane is asked to do waited-for jobs first
 ASK_SECONDS = 2.0  # after which it is asked whether a load has ended, and again each time
 
+_LANE_ENDED = "the lane process has ended; nothing is loaded or stored until another one serves"
+
 log = logging.getLogger("kvd_client")
 
 
@@ -73,6 +75,7 @@ class JobTable:
         self._store_seconds = store_seconds
         self._lock = threading.Lock()
         self._lane: LaneLink | None = None
+        self._lane_ended = False  # there was one, and it has died
         self._links: list[LaneLink] = []  # the lane, and predecessors that still owe answers
         self._running: dict[int, _Running] = {}
         self._finished: list[JobResult] = []
@@ -99,6 +102,7 @@ class JobTable:
         """From now on give jobs to this lane. Those of the one before go on until they end."""
         with self._lock:
             self._lane = lane
+            self._lane_ended = False
             if lane is not None:
                 self._links.append(lane)
             self._collect()
@@ -126,7 +130,8 @@ class JobTable:
             is_store = isinstance(message, Store)
             lane = self._lane if usable else None
             if lane is None:
-                self._finished.append(_failed(job_id, "no lane serves this worker now"))
+                text = _LANE_ENDED if self._lane_ended else "no lane serves this worker now"
+                self._finished.append(_failed(job_id, text))
                 return False
             if is_store and not word:
                 text = f"{CONTROL_WORDS - 1} stores are under way already; wait for some of them"
@@ -138,7 +143,12 @@ class JobTable:
             except ProtoError as error:
                 raise UsageError(f"job {job_id} is too large: {error}") from error
             if not request_id:
-                self._finished.append(_failed(job_id, "the lane takes no more"))
+                text = (
+                    _LANE_ENDED
+                    if lane.dead
+                    else "the lane takes no message: too many wait, or it has closed the connection"
+                )
+                self._finished.append(_failed(job_id, text))
                 return False
             lane.pending[request_id] = job_id
             if is_store:
@@ -242,10 +252,10 @@ class JobTable:
                     self._end(_failed(link.pending.pop(request_id), text))
             if dead:
                 for job_id in link.pending.values():
-                    self._end(_failed(job_id, "the lane process has died"))
+                    self._end(_failed(job_id, _LANE_ENDED))
                 link.pending.clear()
                 if link is self._lane:
-                    self._lane = None
+                    self._lane, self._lane_ended = None, True
             if not link.pending and link is not self._lane:
                 link.close()
                 self._links.remove(link)

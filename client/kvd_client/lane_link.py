@@ -43,7 +43,7 @@ class LaneLink:
         self._ids = 0
 
     def send(self, message: Message) -> int:
-        """Send a request; its id, or 0 where the lane takes no more."""
+        """Send a request; its id, or 0 where there is no way to the lane, or no room on it."""
         self._ids += 1
         try:
             self._dealer.send(

@@ -339,7 +339,7 @@ class Scheduler:
 
     @property
     def attached(self) -> bool:
-        """Whether every rank of the engine is registered, so that chunks can be found."""
+        """Whether every rank is registered and has a lane, so that chunks can be found."""
         return self._attachment is not None
 
     @property

@@ -190,7 +190,7 @@ class Worker:
 
     @property
     def attached(self) -> bool:
-        """Whether all ranks of the engine are registered."""
+        """Whether all ranks of the engine are registered, and lanes serve them."""
         return self._attached
 
     def wait_attached(self, timeout: float) -> bool:

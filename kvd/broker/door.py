@@ -16,6 +16,7 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvd.broker.runtime_dir import no_socket
 from kvd.core.sessions import Peer, Session
 from kvd.errors import KvdError
 from kvd.seqpacket import Channel
@@ -23,6 +24,8 @@ from kvd.seqpacket import Channel
 log = logging.getLogger("kvd.broker")
 _UCRED = struct.Struct("iII")
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; not in Python's socket
+MAX_NOTICE_BYTES = 2048
+"""Of what a client sends here; it all consists of Handles, which have less than 100."""
 _MAX_GROUPS = 65536  # the kernel's own limit, NGROUPS_MAX
 
 
@@ -66,9 +69,13 @@ class Door:
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._socket.bind(str(path))
-        path.chmod(0o660)
-        self._socket.listen(128)
+        try:
+            self._socket.bind(str(path))
+            path.chmod(0o660)
+            self._socket.listen(128)
+        except OSError as error:
+            self._socket.close()
+            raise no_socket(path, error) from error
         # Given up to turn a visitor away when no descriptor is left to let it in.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._socket.setblocking(False)  # the socket API's own form
@@ -99,7 +106,8 @@ class Door:
         if pid > 0:  # 0: the peer's pid namespace is not visible from here
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(pid)
-        return Visitor(Channel(connection), Peer(pid, uid, gid, _groups(connection)), pidfd)
+        channel = Channel(connection, max_received_bytes=MAX_NOTICE_BYTES)
+        return Visitor(channel, Peer(pid, uid, gid, _groups(connection)), pidfd)
 
     def _turn_away(self) -> None:
         log.error("no file descriptor is left for a new session; raise LimitNOFILE")

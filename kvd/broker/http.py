@@ -19,6 +19,7 @@ from pathlib import Path
 import zmq
 
 from kvd.broker.child import ChildProcess
+from kvd.broker.runtime_dir import no_socket
 from kvd.errors import ConfigError
 from kvd.listen import Listen, is_everywhere, parse_listen
 
@@ -190,9 +191,6 @@ def _bind_unix(path: Path) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"{path}: {error.strerror}; choose a directory that this user may write, with"
-            " --runtime-dir"
-        ) from error
+        raise no_socket(path, error) from error
     listener.setblocking(False)  # the socket API's own form
     return listener

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvd.broker.door import Visitor
+from kvd.broker.runtime_dir import no_socket
 from kvd.core.broker import Broker
 from kvd.core.effects import Effect, Reply
 from kvd.router import LIMITS, Router
@@ -26,7 +27,10 @@ class Requests:
     """
 
     def __init__(self, path: Path, core: Broker, visitors: Mapping[int, Visitor]) -> None:
-        self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
+        try:
+            self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
+        except OSError as error:
+            raise no_socket(path, error) from error
         self._core = core
         core.state.measures.limits.update(dict.fromkeys(LIMITS, 0))
         self._visitors = visitors

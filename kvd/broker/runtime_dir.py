@@ -52,7 +52,7 @@ class RuntimeDir:
         Raises:
             AlreadyRunning: naming the pid of the daemon that holds it.
             ConfigError: the directory cannot be made or written, every user may write it, or
-                what is called kvd.lock there is no lock of a daemon's.
+                what is there is no lock, or no socket, of a daemon's.
         """
         try:
             self.path.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -100,20 +100,38 @@ class RuntimeDir:
             self._lock_fd = -1
 
     def _own(self, fd: int) -> None:
+        self._lock_fd = fd
+        foreign = [path for path, mode in self._at_sockets() if not stat.S_ISSOCK(mode)]
+        if foreign:
+            self.release()
+            raise ConfigError(
+                f"{foreign[0]} is no socket, so no daemon made it: move it away, or choose another"
+                " directory with --runtime-dir"
+            )
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self._lock_fd = fd
         self._clear()
 
     def _clear(self) -> None:
-        stale = [self.broker_socket, self.door_socket, self.http_socket]
-        stale += self.path.glob("lane-*.sock")
-        for path in stale:
-            with contextlib.suppress(FileNotFoundError):
+        for path, mode in self._at_sockets():
+            if stat.S_ISSOCK(mode):
                 path.unlink()
+
+    def _at_sockets(self) -> list[tuple[Path, int]]:
+        """What lies where this directory's sockets belong, and its mode."""
+        places = [self.broker_socket, self.door_socket, self.http_socket]
+        places += self.path.glob("lane-*.sock")
+        return [(path, path.lstat().st_mode) for path in places if os.path.lexists(path)]
 
     def __repr__(self) -> str:
         return f"<RuntimeDir {self.path} {'locked' if self._lock_fd >= 0 else 'free'}>"
+
+
+def no_socket(path: Path, error: OSError) -> ConfigError:
+    """Says that a socket cannot be made."""
+    return ConfigError(
+        f"{path}: {error.strerror}; choose a directory that this user may write, with --runtime-dir"
+    )
 
 
 class Turn:

@@ -9,7 +9,7 @@ import zmq
 
 from kvd.broker.door import Door, Visitor
 from kvd.core.broker import Broker
-from kvd.core.effects import Effect, FdName, Notify
+from kvd.core.effects import Effect, Event, FdName, Notify
 from kvd.core.sessions import Peer
 from kvd.errors import BadDatagram, ChannelFull, Refused
 from kvd_proto.codec import WIRE
@@ -57,28 +57,30 @@ class Visitors:
             if turned_away(visitor):
                 continue
             peer = visitor.peer
-            session, effects = self._core.connected(os.urandom(16), peer, own=own(peer))
-            if session is None:
-                self._no_room(visitor)
-            else:
-                visitor.session = session
-                self.open[session.number] = visitor
-                for fd in (visitor.channel.fileno(), visitor.pidfd):
-                    if fd >= 0:
-                        self._by_fd[fd] = visitor
-                        self._poller.register(fd, zmq.POLLIN)
+            try:
+                session, effects = self._core.connected(os.urandom(16), peer, own=own(peer))
+            except Refused as refusal:
+                self._no_room(visitor, refusal)
+                continue
+            visitor.session = session
+            self.open[session.number] = visitor
+            for fd in (visitor.channel.fileno(), visitor.pidfd):
+                if fd >= 0:
+                    self._by_fd[fd] = visitor
+                    self._poller.register(fd, zmq.POLLIN)
             self._carry_out(effects)
 
         if self._door.turned_away:
             self._core.state.measures.limits["open_files"] += self._door.turned_away
             self._door.turned_away = 0
 
-    def _no_room(self, visitor: Visitor) -> None:
-        """Tell a visitor that the house is full, and what would make room."""
-        state = self._core.state
-        state.measures.refusals[ErrorCode.LIMIT.value] += 1
-        error = Error(code=ErrorCode.LIMIT, text=state.registry.full)
-        visitor.turn_away(WIRE.encode(error, 0, state.boot_id))
+    def _no_room(self, visitor: Visitor, refusal: Refused) -> None:
+        """Tell a process that there is no room for it, and what would make some."""
+        pid = visitor.peer.pid
+        text = f"connection of pid {pid} refused: {refusal}"
+        self._carry_out([Event(text, "warning", {"pid": pid})])
+        error = Error.of(refusal.code, str(refusal))
+        visitor.turn_away(WIRE.encode(error, 0, self._core.state.boot_id))
 
     def turn(self, ready: Iterable[object], now: float) -> None:
         """Hear those whose descriptors are ready; show out those who have gone or talk nonsense."""

@@ -16,7 +16,7 @@ from msgspec import Meta
 from kvd.errors import KvdError
 from kvd.listen import parse_listen
 from kvd_proto.errors import ProtoError, SizeError
-from kvd_proto.sizes import parse_size
+from kvd_proto.sizes import format_size, parse_size
 
 ENVIRONMENT_PREFIX = "KVD_"
 
@@ -76,17 +76,17 @@ class SizeText(Mark):
 
     Attributes:
         auto: the word `auto` is allowed too.
-        positive: 0 makes no sense.
+        least: a smaller one makes no sense.
     """
 
     auto: bool = False
-    positive: bool = False
+    least: int = 0
 
     @property
     def needs(self) -> str:
         """What a value must be, for people."""
-        above = " above 0" if self.positive else ""
-        return f"a size{above} such as 64GiB or 512MiB{', or auto' if self.auto else ''}"
+        least = f" of at least {format_size(self.least)}" if self.least else ""
+        return f"a size{least} such as 64GiB or 512MiB{', or auto' if self.auto else ''}"
 
     def check(self, value: str | int) -> None:
         """Look whether it is a size.
@@ -105,8 +105,8 @@ class SizeText(Mark):
         if self.auto and value == "auto":
             return None
         size = parse_size(value)
-        if self.positive and not size:
-            raise SizeError("no bytes")
+        if size < self.least:
+            raise SizeError(f"{format_size(size)} is too small")
         return size
 
 

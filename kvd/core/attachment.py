@@ -62,7 +62,7 @@ def attach(state: BrokerState, engine: Engine, effects: list[Effect]) -> None:
     engine.namespace = namespace
     # The others are bound when their lane, which was lost meanwhile, has mapped their memory.
     effects += [bind(worker) for worker in workers if worker.imported]
-    effects += [attached_notice(engine, number) for number in engine.sessions]
+    effects += tell_served(engine)
     effects.append(
         Event(
             f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
@@ -72,8 +72,15 @@ def attach(state: BrokerState, engine: Engine, effects: list[Effect]) -> None:
     )
 
 
+def tell_served(engine: Engine) -> list[Effect]:
+    """Tell an engine's sessions that chunks can be found, if they can be loaded."""
+    if not engine.served:
+        return []
+    return [attached_notice(engine, number) for number in engine.sessions]
+
+
 def attached_notice(engine: Engine, session: int) -> Notify:
-    """The notice that an attached engine's sessions get."""
+    """The notice that a served engine's sessions get."""
     namespace = engine.namespace
     if namespace is None:
         raise KvdError(f"{engine!r} is not attached")

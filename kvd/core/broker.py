@@ -80,7 +80,7 @@ class Broker:
             boot_id,
             open_namespaces,
             available_bytes,
-            Registry(settings.max_sessions),
+            Registry(settings.max_sessions, settings.max_sessions_per_user),
             kept_bytes=kept_bytes,
         )
         self.state.surroundings = surroundings
@@ -111,13 +111,20 @@ class Broker:
 
     def connected(
         self, token: bytes, peer: Peer, *, own: bool = False
-    ) -> tuple[Session | None, list[Effect]]:
-        """Somebody came to the door. None where the house is full, save for a child of `own`."""
+    ) -> tuple[Session, list[Effect]]:
+        """Somebody has connected; there is always room for a process of the daemon's `own`.
+
+        Raises:
+            Refused: there is no room; counted.
+        """
         registry = self.state.registry
-        if len(registry.sessions) >= registry.max_sessions and not own:
-            self.state.measures.reached("max_sessions")
-            text = f"connection of pid {peer.pid} refused: {registry.full}"
-            return None, [Event(text, "warning", {"pid": peer.pid})]
+        if not own:
+            try:
+                registry.check_room(peer)
+            except Refused as refusal:
+                self.state.measures.reached(refusal.limit)
+                self.state.measures.refusals[refusal.code.value] += 1
+                raise
         session = registry.connect(token, peer)
         return session, [Notify(session.number, Greeting(pid=self.pid))]
 
@@ -214,7 +221,7 @@ class Broker:
             engine = self.state.registry.join(session, message.engine)
             who = session.who
             effects.append(Event(f"{who} is here", fields=who.fields))
-            if engine.attached:
+            if engine.served:
                 effects.append(attached_notice(engine, session.number))
         return effects
 

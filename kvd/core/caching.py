@@ -54,7 +54,7 @@ class Caching:
         self, session: Session, request_id: int, message: PrepareStore, now: float
     ) -> list[Effect]:
         self._open_for_work(session, len(message.keys))
-        engine, namespace = self._state.attached_namespace(session.engine)
+        engine, namespace = self._state.served_namespace(session.engine)
         usable = self._state.usable_bytes(engine)
         decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
         reply = StorePrepared(
@@ -81,7 +81,7 @@ class Caching:
     def _prepare_load(
         self, session: Session, request_id: int, message: PrepareLoad, now: float
     ) -> list[Effect]:
-        engine, namespace = self._state.attached_namespace(session.engine)
+        engine, namespace = self._state.served_namespace(session.engine)
         check_leases(engine, namespace, self._state.settings.max_leases)
         seconds = min(message.lease_ms / 1000, self._state.settings.lease_seconds)
         usable = self._state.usable_bytes(engine)

@@ -11,7 +11,15 @@ LAG_BOUNDS = (
     *(0.1, 0.25, 0.5, 1.0, 5.0),
 )
 """Upper bounds in seconds."""
-LIMITS = ("max_sessions", "max_namespaces", "max_leases", "cuda_lanes", "sweeps", "descriptors")
+LIMITS = (
+    "max_sessions",
+    "max_sessions_per_user",
+    "max_namespaces",
+    "max_leases",
+    "cuda_lanes",
+    "sweeps",
+    "descriptors",
+)
 """Settings and bounds at which somebody is turned away."""
 
 

@@ -7,7 +7,7 @@ restarted; it waits to a deadline and is then refused with the reason.
 """
 
 from kvd.core.admission import check_layout, check_names, check_rank, names_of, refused
-from kvd.core.attachment import attach, bind, import_worker, lane_up
+from kvd.core.attachment import attach, bind, import_worker, lane_up, tell_served
 from kvd.core.demand import check_device, want_lane
 from kvd.core.effects import (
     DropFds,
@@ -322,7 +322,10 @@ class Registration:
             text = f"{session.who}: memory lost to the new lane: {message.error}"
             return [Event(text, "error", session.who.fields)]
         session.imported = True
-        return [bind(session)] if session.engine and session.engine.attached else []
+        engine = session.engine
+        if engine is None or not engine.attached:
+            return []
+        return [bind(session), *tell_served(engine)]
 
     def _leave(self, session: Session, reason: str) -> tuple[list[Effect], int]:
         engine, registration = session.engine, session.registration

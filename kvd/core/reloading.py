@@ -105,6 +105,7 @@ class Reloading:
         self.loaded, changes = take_up(self.loaded, read)
         settings = state.settings = self.loaded.settings
         state.registry.max_sessions = settings.max_sessions
+        state.registry.max_sessions_per_user = settings.max_sessions_per_user
         if state.namespaces is not None:
             state.namespaces.set_times(
                 lease_seconds=settings.lease_seconds, ticket_seconds=settings.ticket_seconds

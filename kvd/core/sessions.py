@@ -1,5 +1,6 @@
 """Sessions and engines: who is here, and what each has registered."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvd.core.lookups import LookupTotals
@@ -106,6 +107,11 @@ class Engine:
         return found
 
     @property
+    def served(self) -> bool:
+        """It is attached, and a lane that lives has mapped the memory of every rank."""
+        return self.attached and all(worker.imported for worker in self.workers.values())
+
+    @property
     def world_size(self) -> int:
         """As its workers registered it; 0 before the first."""
         for worker in self.workers.values():
@@ -126,26 +132,40 @@ class Engine:
 class Registry:
     """All sessions and engines, by number, token and name."""
 
-    def __init__(self, max_sessions: int) -> None:
+    def __init__(self, max_sessions: int, max_sessions_per_user: int) -> None:
         self.max_sessions = max_sessions
+        self.max_sessions_per_user = max_sessions_per_user
         self.sessions: dict[int, Session] = {}
         self.by_token: dict[bytes, Session] = {}
         self.engines: dict[str, Engine] = {}
+        self._by_user: Counter[int] = Counter()
         self._next_session = 1
         self._next_engine = 1
 
-    @property
-    def full(self) -> str:
-        """What is said to those for whom there is no place."""
-        return (
-            f"{len(self.sessions)} sessions are open: raise max_sessions (now"
-            f" {self.max_sessions}), or end engines that are not needed"
-        )
+    def check_room(self, peer: Peer) -> None:
+        """There is a place for one more process of this user.
+
+        Raises:
+            Refused: there is none; with the setting.
+        """
+        of_user = self._by_user[peer.uid]
+        for whose, count, limit, most in (
+            ("", len(self.sessions), "max_sessions", self.max_sessions),
+            (f" of uid {peer.uid}", of_user, "max_sessions_per_user", self.max_sessions_per_user),
+        ):
+            if count >= most:
+                raise Refused(
+                    ErrorCode.LIMIT,
+                    f"{count} sessions{whose} are open: raise {limit} (now {most}), or end engines"
+                    " that are not needed",
+                    limit=limit,
+                )
 
     def connect(self, token: bytes, peer: Peer) -> Session:
         """A new session in state CONNECTED."""
         session = Session(self._next_session, token, peer)
         self._next_session += 1
+        self._by_user[peer.uid] += 1
         self.sessions[session.number] = session
         self.by_token[token] = session
         return session
@@ -178,6 +198,10 @@ class Registry:
         """Forget a session, and its engine with the last of them."""
         del self.sessions[session.number]
         del self.by_token[session.token]
+        uid = session.peer.uid
+        self._by_user[uid] -= 1
+        if not self._by_user[uid]:
+            del self._by_user[uid]
         engine = session.engine
         if engine is not None:
             del engine.sessions[session.number]
@@ -192,6 +216,8 @@ class Registry:
         """
         if {s.token for s in self.sessions.values()} != set(self.by_token):
             raise IntegrityError("tokens and sessions disagree")
+        if Counter(s.peer.uid for s in self.sessions.values()) != self._by_user:
+            raise IntegrityError(f"sessions by user are counted as {dict(self._by_user)}")
         for name, engine in self.engines.items():
             if engine.name != name or not engine.sessions:
                 raise IntegrityError(f"{engine!r} is filed under {name!r} or empty")

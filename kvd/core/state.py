@@ -183,6 +183,22 @@ class BrokerState:
             )
         return engine, engine.namespace
 
+    def served_namespace(self, engine: Engine | None) -> tuple[Engine, Namespace]:
+        """The same, where bytes can be moved.
+
+        Raises:
+            Refused: LANE_LOST where a rank's lane is not there, besides those above.
+        """
+        found, namespace = self.attached_namespace(engine)
+        for rank, worker in found.workers.items():
+            if not worker.imported and worker.registration is not None:
+                raise Refused(
+                    ErrorCode.LANE_LOST,
+                    f"engine {found.name!r}: lane {worker.registration.device} of rank {rank} is"
+                    " being replaced; try again later",
+                )
+        return found, namespace
+
     def revoke(self, namespace: Namespace, slots: list[tuple[int, int]]) -> list[Effect]:
         """Call back writes into slots that are DRAINING now; free at once what no lane holds."""
         if not slots:

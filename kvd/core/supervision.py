@@ -5,7 +5,7 @@ killed, and one that has ended writes nowhere: what it alone was writing is give
 """
 
 from kvd.core.demand import lane_ended, lane_failed
-from kvd.core.effects import Effect, Event, KillLane, ToLane
+from kvd.core.effects import Effect, Event, KillLane, Notify, ToLane
 from kvd.core.lanes import NOTHING_SAID, add_counters, arrays
 from kvd.core.registration import Registration, in_words
 from kvd.core.state import BrokerState
@@ -20,7 +20,7 @@ from kvd.link import (
     Revoked,
     ShareDone,
 )
-from kvd_proto.messages import Message
+from kvd_proto.messages import MAX_TEXT, Detached, Message
 
 PING_SECONDS = 0.5
 
@@ -85,6 +85,10 @@ class Supervision:
                 w.registration and w.registration.device == device for w in engine.workers.values()
             )
             if uses and engine.namespace is not None:
+                if engine.served:  # what is found could not be loaded
+                    reason = f"lane {device} is lost ({lane.last_error}), until another one serves"
+                    notice = Detached(reason=reason[:MAX_TEXT])
+                    effects += [Notify(number, notice) for number in engine.sessions]
                 slots = engine.namespace.table.drop_owner(engine.number)
                 effects += self._state.revoke(engine.namespace, slots)
                 freed += len(slots)

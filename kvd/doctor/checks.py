@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvd.broker.places import danger
-from kvd.doctor.facts import Facts, UnseenError
+from kvd.doctor.facts import Facts, RuntimeFacts, UnseenError
 from kvd.doctor.findings import Finding, fail, ok, warn
 from kvd.lane.cuda import driver
 from kvd_proto.sizes import format_size
@@ -290,12 +290,22 @@ def runtime_dir(facts: Facts) -> Iterator[Finding]:
         yield warn(
             "runtime directory",
             f"{name}: mode {here.mode:04o}, every user of this machine may come in",
-            f"chmod 0750 {here.path}, and put the engines' users into group {here.group}",
+            _group_remedy(here),
         )
     else:
         yield ok(
             "runtime directory", f"{name}: mode {here.mode:04o}, uid {here.owner} gid {here.group}"
         )
+
+
+def _group_remedy(here: RuntimeFacts) -> str:
+    """How only the engines' users come in; root's group is none to put them into."""
+    if here.group:
+        return f"chmod 0750 {here.path}, and put the engines' users into group {here.group_name}"
+    return (
+        "give it a group of its own and put the engines' users into that, such as: groupadd"
+        f" --system kvd; chgrp kvd {here.path}; chmod 0750 {here.path}; usermod -aG kvd USER"
+    )
 
 
 def daemon(facts: Facts) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ service has others than a login; otherwise this process's own.
 """
 
 import ctypes
+import grp
 import os
 import platform
 import resource
@@ -68,6 +69,7 @@ class RuntimeFacts:
     mode: int
     owner: int
     group: int
+    group_name: str
     writable: bool
     path_bytes: int
     most_bytes: int
@@ -251,6 +253,7 @@ def _runtime(path: Path) -> RuntimeFacts:
         mode=known.st_mode & 0o7777 if known else 0,
         owner=known.st_uid if known else -1,
         group=known.st_gid if known else -1,
+        group_name=_group_name(known.st_gid) if known else "",
         writable=os.access(parent, os.W_OK | os.X_OK),
         path_bytes=len(os.fsencode(path.absolute())),
         most_bytes=MAX_DIRECTORY_BYTES,
@@ -258,6 +261,14 @@ def _runtime(path: Path) -> RuntimeFacts:
         report=report,
         silence=silence,
     )
+
+
+def _group_name(gid: int) -> str:
+    """The name, or the number of a group that has none here."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 def _or_none(look: Callable[[], T]) -> T | None:

@@ -702,7 +702,7 @@ class Handles(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """Broker to every session of an engine whose ranks are all registered.
+    """Broker to every session of an engine whose ranks are all registered and served by lanes.
 
     Carries a read-only descriptor of the namespace's directory.
 
@@ -719,7 +719,7 @@ class Attached(Message, frozen=True):
 
 
 class Detached(Message, frozen=True):
-    """The engine is no longer complete: loads and stores answer NOT_READY until it is.
+    """A rank has left, or a lane is lost: nothing can be loaded or stored until the next Attached.
 
     reason: for people.
     """

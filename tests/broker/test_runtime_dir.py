@@ -2,6 +2,7 @@
 
 import os
 import select
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,3 +138,48 @@ def test_a_directory_whose_files_others_cannot_replace_is_taken(
     runtime.lock()
     runtime.release()
     Keep(runtime_dir, Path("/run/some"), keeps=False).close()
+
+
+def folder(place: Path) -> None:
+    """A directory."""
+    place.mkdir()
+
+
+def file(place: Path) -> None:
+    """A file that somebody may want."""
+    place.write_text("precious")
+
+
+def link(place: Path) -> None:
+    """A link to a file."""
+    file(place.with_name("elsewhere"))
+    place.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("name", ["broker.sock", "door.sock", "http.sock", "lane-host-3.sock"])
+@pytest.mark.parametrize("put", [folder, file, link])
+def test_what_is_no_socket_is_left_and_named(
+    runtime_dir: Path, name: str, put: Callable[[Path], None]
+) -> None:
+    """A daemon does not start over it, removes nothing, and holds no lock afterwards."""
+    runtime_dir.mkdir()
+    put(runtime_dir / name)
+    before = {place: place.lstat() for place in runtime_dir.iterdir()}
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=rf"{name} is no socket.*--runtime-dir"):
+            RuntimeDir(runtime_dir).lock()
+        assert {place: place.lstat() for place in runtime_dir.iterdir()} == before
+    RuntimeDir(runtime_dir).release()
+    assert {place: place.lstat() for place in runtime_dir.iterdir()} == before
+
+
+def test_sockets_of_a_dead_daemon_are_cleared_away(runtime_dir: Path) -> None:
+    """Nothing of them is in the way of the next one."""
+    runtime_dir.mkdir()
+    for name in ("broker.sock", "door.sock", "lane-host-3.sock"):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(runtime_dir / name))
+    runtime = RuntimeDir(runtime_dir)
+    runtime.lock()
+    assert [place.name for place in runtime_dir.iterdir()] == ["kvd.lock"]
+    runtime.release()

@@ -42,7 +42,7 @@ def good_values(known: Known) -> st.SearchStrategy[Any]:
     if known.choices:
         return st.sampled_from(known.choices)
     if any(isinstance(mark, SizeText) for mark in known.hint.__metadata__):
-        return st.sampled_from([known.default, "64GiB", "1", "512 MiB"])
+        return st.sampled_from([known.default, "64GiB", "65536", "512 MiB"])
     if kind is float and bounds is not None:
         return st.floats(bounds.gt or 0, bounds.le, exclude_min=True)
     if kind is int and bounds is not None:
@@ -201,7 +201,10 @@ def test_variables_and_flags_are_named_in_errors(file: Path) -> None:
     )
     assert lines == [
         "KVD_DRAIN_SECONDS: drain_seconds = 'soon': needs a number above 0 and at most 86400",
-        "--cpu-bytes: cpu_bytes = '-5GiB': needs a size above 0 such as 64GiB or 512MiB, or auto",
+        (
+            "--cpu-bytes: cpu_bytes = '-5GiB': needs a size of at least 64 KiB such as 64GiB or"
+            " 512MiB, or auto"
+        ),
     ]
 
 

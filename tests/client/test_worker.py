@@ -206,7 +206,22 @@ def test_lane_death_fails_its_jobs_at_once(daemon: FakeDaemon, worker: Worker) -
         (2, JobStatus.FAILED),
     ]
     assert not worker.submit_store(3, **JOB)
-    assert not results(worker)[0].success
+    (late,) = results(worker)
+    assert not late.success
+    assert "the lane process has ended" in late.text
+
+
+def test_a_job_for_a_lane_that_has_just_died_says_so(daemon: FakeDaemon, worker: Worker) -> None:
+    """What was given to it, and what it could not be given, fail for the same reason."""
+    assert worker.submit_load(1, **JOB)
+    assert results(worker)[0].success
+    daemon.kill_lane()
+    number = 2
+    while worker.submit_load(number, **JOB):  # until ZeroMQ has noticed, too
+        number += 1
+    assert {r.text for r in results(worker, number - 1) if not r.success} == {
+        "the lane process has ended; nothing is loaded or stored until another one serves"
+    }
 
 
 def test_restarted_lane_is_used(daemon: FakeDaemon, worker: Worker) -> None:

@@ -44,6 +44,7 @@ from kvd_proto.messages import (
     Clear,
     CompleteLoad,
     CompleteStore,
+    Detached,
     Drain,
     Error,
     EvictOlderThan,
@@ -125,6 +126,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.incarnation = 0
         self.wanted = {"host"}  # lanes that the broker wants to have a process
         self.up: set[str] = set()
+        self.finding: set[int] = set()  # sessions that were told that chunks can be found
         self.start_lane("host")
 
     # ------------------------------------------------------------- plumbing
@@ -143,6 +145,9 @@ class BrokerMachine(RuleBasedStateMachine):
                     session = self.broker.state.registry.sessions[effect.session]
                     assert session.engine is not None
                     assert not session.engine.missing_ranks
+                    self.finding.add(effect.session)
+                case Notify(message=Detached()):
+                    self.finding.discard(effect.session)
                 case KillLane():
                     self.end_lane(effect.device)
                 case StartLane():
@@ -336,6 +341,7 @@ class BrokerMachine(RuleBasedStateMachine):
         reply = self.ask(session, PrepareStore(keys=tuple(keys)))
         assert not (self.broker.state.draining and isinstance(reply, StorePrepared))
         if isinstance(reply, StorePrepared):
+            assert session.number in self.finding
             assert session.engine is not None
             assert session.engine.namespace is not None
             accepted = int((reply.answers.numpy() == StoreAnswer.ACCEPTED).sum())
@@ -402,6 +408,7 @@ class BrokerMachine(RuleBasedStateMachine):
         """A scheduler takes a lease."""
         if self.alive(session):
             reply = self.ask(session, PrepareLoad(keys=tuple(keys), lease_ms=3000))
+            assert not isinstance(reply, LoadPrepared) or session.number in self.finding
             if isinstance(reply, LoadPrepared) and reply.lease:
                 self.leases.append((session, reply.lease))
 
@@ -485,6 +492,21 @@ class BrokerMachine(RuleBasedStateMachine):
         self.carry_out(self.broker.tick(self.now))
 
     # ----------------------------------------------------------- invariants
+
+    @invariant()
+    def chunks_are_found_where_they_can_be_loaded(self) -> None:
+        """Sessions know whether all ranks are here, each with its memory in a lane that is up."""
+        for session in self.broker.state.registry.sessions.values():
+            engine = session.engine
+            ranks = engine.workers.values() if engine is not None else ()
+            devices = {w.registration.device for w in ranks if w.registration is not None}
+            served = (
+                engine is not None
+                and engine.namespace is not None
+                and devices <= self.up
+                and all(worker.imported for worker in ranks)
+            )
+            assert (session.number in self.finding) == served, session
 
     @invariant()
     def state_is_sound(self) -> None:

@@ -47,7 +47,7 @@ def test_names_are_looked_up_on_this_machine() -> None:
 
 def test_an_engines_name_belongs_to_one_user() -> None:
     """Nobody joins the engine of another user, whose slots and leases it could then name."""
-    registry = Registry(10)
+    registry = Registry(max_sessions_per_user=10, max_sessions=10)
     mine, also_mine, other = (
         registry.connect(bytes([i]) * 16, Peer(i, uid, 0)) for i, uid in ((1, 5), (2, 5), (3, 6))
     )

@@ -5,7 +5,7 @@ import pytest
 
 from kvd.core.admission import check_rank
 from kvd.core.broker import Broker
-from kvd.core.effects import DropDirectory, Effect, Event, OpenPool, Reply, ToLane
+from kvd.core.effects import DropDirectory, Effect, Event, Notify, OpenPool, Reply, ToLane
 from kvd.core.identity import namespace_id
 from kvd.core.sessions import Engine, Peer, Session
 from kvd.errors import Refused
@@ -15,12 +15,16 @@ from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
+    Attached,
+    Detached,
     Error,
     ErrorCode,
     Fingerprint,
     Hello,
     HostHandle,
+    LaneUp,
     Message,
+    PrepareLoad,
     PrepareStore,
     Register,
     Registered,
@@ -29,6 +33,7 @@ from kvd_proto.messages import (
 
 PAGE = 4096
 BLOCKS = 64
+GPU = "cuda:" + "0f" * 16
 
 
 def make_broker(available: int, kept: int | None = None) -> Broker:
@@ -337,25 +342,36 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
             assert len(namespaces) == 1
 
 
-def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
-    """The engine attaches without it; no lane that is down is told anything."""
-    gpu = "cuda:" + "0f" * 16
+def two_lanes() -> tuple[Broker, tuple[Session, Session]]:
+    """A broker with two lanes, each of which is about to map a rank of one engine."""
     broker = Broker(
         Settings(runtime_dir="/nowhere", cpu_bytes=2**20),
         boot_id=bytes(16),
         version="test",
         pid=1,
-        devices=["host", gpu],
+        devices=["host", GPU],
         open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
         available_bytes=lambda: 2**20,
     )
+    broker.state.allocated = 2**20
     ranks = (worker(broker), worker(broker))
-    for rank, device in enumerate(("host", gpu)):
+    for rank, device in enumerate(("host", GPU)):
         broker.supervision.heard(
             device, msgspec.structs.replace(lane_ready(2**20), device=device), 0.0
         )
         asked = msgspec.structs.replace(register(), rank=rank, device=device)
         broker.request(ranks[rank], 2, asked, 0.0)
+    return broker, ranks
+
+
+def notified(effects: list[Effect]) -> set[tuple[type[Message], int]]:
+    """Who gets which notice."""
+    return {(type(e.message), e.session) for e in effects if isinstance(e, Notify)}
+
+
+def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
+    """The engine attaches without it; no lane that is down is told anything."""
+    broker, ranks = two_lanes()
 
     def orders(effects: list[Effect]) -> list[tuple[str, type[Message], int]]:
         told = [e for e in effects if isinstance(e, ToLane)]
@@ -364,14 +380,48 @@ def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
     imported = [Imported(session=session.number, error="") for session in ranks]
     broker.supervision.heard("host", imported[0], 0.0)
     broker.supervision.lost("host", "killed")
-    attaching = broker.supervision.heard(gpu, imported[1], 0.0)
+    attaching = broker.supervision.heard(GPU, imported[1], 0.0)
     assert ranks[0].engine is not None
     assert ranks[0].engine.attached
-    assert orders(attaching) == [(gpu, BindWorker, ranks[1].number)]
+    assert orders(attaching) == [(GPU, BindWorker, ranks[1].number)]
+    assert notified(attaching) == set()  # what would be found could not be loaded
     back = broker.supervision.heard("host", lane_ready(2**20), 0.0)
     assert orders(back) == [("host", ImportWorker, ranks[0].number)]
     bound = broker.supervision.heard("host", imported[0], 0.0)
     assert orders(bound) == [("host", BindWorker, ranks[0].number)]
+    assert notified(bound) == {(Attached, session.number) for session in ranks}
+
+
+@pytest.mark.parametrize("device", ["host", GPU])
+def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str) -> None:
+    """All its sessions hear of it once, also one that comes then; slots and leases are refused."""
+    broker, ranks = two_lanes()
+    for lane, session in zip(("host", GPU), ranks, strict=True):
+        broker.supervision.heard(lane, Imported(session=session.number, error=""), 0.0)
+    lost = broker.supervision.lost(device, "killed by signal 9")
+    assert notified(lost) == {(Detached, session.number) for session in ranks}
+    notices = [effect.message for effect in lost if isinstance(effect, Notify)]
+    reason = f"lane {device} is lost (killed by signal 9), until another one serves"
+    assert notices == [Detached(reason=reason)] * 2
+    assert notified(broker.supervision.lost(device, "killed again")) == set()
+    late, _ = broker.connected(b"late".ljust(16), Peer(1, 0, 0))
+    assert late is not None
+    hello = Hello(
+        kind="scheduler", engine="e", pid=1, protocol_min=1, protocol_max=1, client="test"
+    )
+    assert notified(broker.request(late, 1, hello, 0.0)) == set()
+    for message in (PrepareStore(keys=(b"k",)), PrepareLoad(keys=(b"k",), lease_ms=1000)):
+        (reply,) = replies(broker.request(late, 2, message, 0.0))
+        assert isinstance(reply.message, Error)
+        assert reply.message.code is ErrorCode.LANE_LOST
+        assert f"lane {device} of rank" in reply.message.text
+    back = ranks[device == GPU]
+    up = msgspec.structs.replace(lane_ready(2**20), device=device)
+    assert notified(broker.supervision.heard(device, up, 0.0)) == {(LaneUp, back.number)}
+    served = broker.supervision.heard(device, Imported(session=back.number, error=""), 0.0)
+    assert notified(served) == {(Attached, session.number) for session in (*ranks, late)}
+    (reply,) = replies(broker.request(late, 3, PrepareStore(keys=(b"k",)), 0.0))
+    assert isinstance(reply.message, StorePrepared)
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2J", "nul\0", "left\u202eright", "two\nlines"])

@@ -71,10 +71,17 @@ def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
     tool = join(broker)
     assert ask(broker, tool, ReloadConfig()) == []
     assert broker.reloading.begin()
-    changed = read(lease_seconds=1.0, ticket_seconds=2.0, max_sessions=3, log_level="debug")
+    changed = read(
+        lease_seconds=1.0,
+        ticket_seconds=2.0,
+        max_sessions=3,
+        max_sessions_per_user=2,
+        log_level="debug",
+    )
     effects = broker.reloading.read(changed)
     assert broker.state.settings == changed.settings
     assert broker.state.registry.max_sessions == 3
+    assert broker.state.registry.max_sessions_per_user == 2
     assert broker.state.namespaces is not None
     config = broker.state.namespaces.config
     assert (config.lease_seconds, config.ticket_seconds) == (1.0, 2.0)

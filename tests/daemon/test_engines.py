@@ -187,11 +187,13 @@ def test_the_pool_is_sized_from_what_workers_report(start_daemon: StartDaemon) -
 
 def test_a_budget_below_one_chunk_is_refused_with_the_figures(start_daemon: StartDaemon) -> None:
     """Registration fails and names the budget, the chunk and the remedy."""
-    daemon = start_daemon(cpu_bytes="16KiB")
+    daemon = start_daemon(cpu_bytes="64KiB")
     with Worker(daemon.runtime_dir, "tiny", 0, 2, deadline=DEADLINE) as worker:
-        layout = make_layout()
+        layout = make_layout(page=16384)
         memory = [HostMemory.allocate(size) for size in layout.storages]
-        with pytest.raises(RegistrationError, match=r"16384 bytes.* holds no chunk of 32768 bytes"):
+        with pytest.raises(
+            RegistrationError, match=r"65536 bytes.* holds no chunk of 131072 bytes"
+        ):
             worker.register(memory, layout, Fingerprint(model="m"))
         for item in memory:
             item.close()

@@ -133,8 +133,12 @@ def test_a_killed_lane_costs_its_jobs_and_nothing_else(daemon: Daemon) -> None:
         assert not engine.workers[0].wait([999], PATIENCE)
         (result,) = engine.workers[0].get_finished()
         assert not result.success
-        daemon.wait_ready()
+        # Nothing is found that could not be loaded, until the next lane serves both ranks.
+        eventually(lambda: engine.scheduler.lookup(keys[0]), LookupResult.MISS.__eq__)
+        assert not engine.scheduler.prepare_load(keys).keys
         engine.wait_attached()
+        assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT] * 6
+        daemon.wait_ready()
         wait_state(daemon, writing=0, draining=0, ready=6)
         assert engine.load(keys) == (6, 0)
         assert engine.store(keys_of("lost", 2))

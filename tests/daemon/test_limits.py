@@ -1,14 +1,25 @@
 """Every bound of the daemon: reached, answered in words with the setting, counted, harmless."""
 
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
 import pytest
 
+from kvd.control import Control
+from kvd.errors import NotRunning
 from kvd_client import Fingerprint, HostMemory, RegistrationError, Scheduler, Worker
 from kvd_client.errors import Unavailable
 from kvd_proto.messages import JobStatus
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_hostile import RawClient
 from tests.daemon.test_report import report_when
+from tests.daemon.users import OTHER_UID, as_user, needs_root
 from tests.waiting import DEADLINE
 
 
@@ -41,6 +52,59 @@ def test_more_sessions_than_allowed_are_turned_away_with_the_setting(
     assert report["broker"]["refusals"]["limit"] >= 1
     with Scheduler(daemon.runtime_dir, "later", deadline=DEADLINE) as later:
         assert later.status() is not None
+
+
+@needs_root
+def test_one_user_leaves_room_for_others(start_daemon: StartDaemon, runtime_dir: Path) -> None:
+    """Whoever has as many sessions as one user may reads the setting; another user gets in."""
+    runtime_dir.parent.chmod(0o711)
+    daemon = start_daemon("--max-sessions-per-user", "2")
+    with as_user():
+        greedy = [RawClient(daemon.runtime_dir) for _ in range(2)]
+        with pytest.raises(
+            NotRunning, match=rf"2 sessions of uid {OTHER_UID}.*max_sessions_per_user \(now 2\)"
+        ):
+            Control(daemon.runtime_dir)
+    with as_user(OTHER_UID + 1):
+        other = RawClient(daemon.runtime_dir)
+    other.hello()
+    assert reached(daemon) == {"max_sessions_per_user": 1}
+    greedy.pop().close()
+    with as_user():
+        greedy.append(RawClient(daemon.runtime_dir))
+    for client in (*greedy, other):
+        client.close()
+
+
+@contextmanager
+def many_descriptors() -> Iterator[None]:
+    """This process, and those that it starts, may open as many as the system lets them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_thousand_idle_connections_cost_little_and_leave_nothing(
+    start_daemon: StartDaemon,
+) -> None:
+    """At most 16 KiB each of the broker's memory before they say anything, and later none."""
+    count, bound = 1000, 16 * 1024
+    with many_descriptors():
+        daemon = start_daemon("--max-sessions-per-user", "2000", "--max-sessions", "2000")
+        broker = psutil.Process(daemon.process.pid)
+        before = broker.memory_info().rss
+        with ExitStack() as crowd:
+            for _ in range(count):
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                crowd.enter_context(sock).connect(str(daemon.runtime_dir / "door.sock"))
+                assert sock.recv(4096)
+            assert daemon.status()["sessions"]["open"] > count
+            assert broker.memory_info().rss - before < count * bound
+        report_when(daemon, lambda report: report["sessions"]["open"] <= 2)
+        assert broker.memory_info().rss - before < count * bound
 
 
 def test_one_model_too_many_is_refused_with_the_setting(start_daemon: StartDaemon) -> None:

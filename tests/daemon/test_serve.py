@@ -125,6 +125,7 @@ def test_files_are_for_owner_and_group_only(daemon: Daemon) -> None:
     [
         (["--cpu-bytes", "banana"], ["cpu_bytes", "banana"]),
         (["--cpu-bytes", "0"], ["cpu_bytes", "auto"]),
+        (["--cpu-bytes", "5"], ["cpu_bytes", "of at least 64 KiB"]),
         (["--cpu-bytes", "-5GiB"], ["cpu_bytes", "-5GiB"]),
         (["--cpu-bytes", "900TiB"], ["/dev/shm", "--cpu-bytes"]),
         (["--config", "/nonexistent/kvd.toml"], ["/nonexistent/kvd.toml"]),

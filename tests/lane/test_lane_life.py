@@ -362,7 +362,7 @@ def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
 
 
 def test_a_lane_without_descriptors_says_so(tmp_path: Path) -> None:
-    """Started under a limit of 40 it tells the broker the limit and the remedy, and ends."""
+    """Under a limit of 40 it tells the broker, who says it, the limit and the remedy, and ends."""
     pool = Memory(4096)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "kvd.lane", "--device", "host", "--incarnation", "1"]
@@ -383,8 +383,7 @@ def test_a_lane_without_descriptors_says_so(tmp_path: Path) -> None:
     assert isinstance(failed, LaneFailed)
     assert "the limit is 40; raise LimitNOFILE" in failed.error
     assert lane.returncode == 1
-    assert failed.error in lane.stderr
-    assert "Traceback" not in lane.stderr
+    assert not lane.stderr
     link.close()
     theirs.close()
     pool.close()

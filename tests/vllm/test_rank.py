@@ -1,5 +1,6 @@
 """A rank's side: every job is reported once, failed ones too, and whose failure is whose."""
 
+import itertools
 import pickle
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -249,6 +250,31 @@ def test_a_job_that_no_lane_takes_is_reported_once(
     assert rank.submit_load(2, chunks(2), blocks())
     assert outcomes(rank) == {1: False, 2: False}
     assert not outcomes(rank)
+
+
+def test_the_log_tells_a_reason_once_until_a_job_succeeds(
+    rank: KvdOffloadingWorker, lane: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many jobs fail for it, in however many steps; another reason is another line."""
+    lane.has_lane = False
+    number = itertools.count(1)
+    for _ in range(3):
+        for _ in range(2):
+            rank.submit_store(next(number), blocks(), chunks(2))
+        rank.submit_load(next(number), chunks(2), blocks())
+        assert set(outcomes(rank).values()) == {False}
+    assert [record.message for record in caplog.records] == [
+        "a load and 2 stores failed and are cache misses: lost"
+    ]
+    caplog.clear()
+    lane.has_lane = True
+    for success in (True, False, False):
+        rank.submit_load(next(number), chunks(2), blocks())
+        lane.end(lane.submitted[-1][1], success=success)
+        outcomes(rank)
+    assert [record.message for record in caplog.records] == [
+        "a load failed and is a cache miss: lost"
+    ]
 
 
 def test_a_late_load_is_stopped_once_and_reported_when_it_has_ended(

@@ -6,6 +6,7 @@ failure; nothing here raises after the start, whatever becomes of the daemon.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -48,6 +49,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         self._options = options
         self._loads: dict[int, float] = {}  # job: when it is stopped; infinite once it was
         self._failed: list[TransferResult] = []
+        self._told: set[str] = set()  # why jobs failed lately, as the log has it
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -83,7 +85,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         done, self._failed = self._failed, []
         if self.worker is None:
             return done
-        done.extend(map(self._result, self.worker.get_finished()))
+        done += self._results(self.worker.get_finished())
         if self._loads:
             now = time.monotonic()
             late = [job for job, end in self._loads.items() if now >= end]
@@ -129,6 +131,7 @@ class KvdOffloadingWorker(OffloadingWorker):
                 after=_now(worker),
             )
         except KvdClientError as error:
+            log.warning("job %d is not submitted: %s", job_id, error)
             self._fail(job_id, str(error))
 
     def _torn_chunks(self, blocks: GPULoadStoreSpec, chunks: ChunkSlots) -> str:
@@ -155,21 +158,43 @@ class KvdOffloadingWorker(OffloadingWorker):
         self._loads.pop(job_id, None)
         self._failed.append(TransferResult(job_id, success=False))
 
-    def _result(self, result: JobResult) -> TransferResult:
-        is_load = self._loads.pop(result.job_id, None) is not None
-        if not result.success:
-            kind = "load" if is_load else "store"
-            log.warning("a %s failed and is a cache miss: %s", kind, result.text)
-            return TransferResult(result.job_id, success=False)
-        return TransferResult(
-            result.job_id,
-            success=True,
-            transfer_size=result.bytes,
-            transfer_time=result.seconds,
-        )
+    def _results(self, ended: list[JobResult]) -> list[TransferResult]:
+        """What vLLM is told; the log says each reason once until a job succeeds."""
+        why: dict[str, Counter[str]] = {}
+        for result in ended:
+            is_load = self._loads.pop(result.job_id, None) is not None
+            if not result.success:
+                why.setdefault(result.text, Counter())["load" if is_load else "store"] += 1
+        if len(ended) > sum(map(Counter.total, why.values())):
+            self._told.clear()
+        for text, kinds in why.items():
+            if text not in self._told:
+                log.warning("%s: %s", _failures(kinds), text)
+        if why:
+            self._told = set(why)
+        return [
+            TransferResult(
+                result.job_id,
+                success=True,
+                transfer_size=result.bytes,
+                transfer_time=result.seconds,
+            )
+            if result.success
+            else TransferResult(result.job_id, success=False)
+            for result in ended
+        ]
 
     def __repr__(self) -> str:
         return f"<KvdOffloadingWorker {len(self._loads)} loads, {self.worker!r}>"
+
+
+def _failures(kinds: Counter[str]) -> str:
+    """Such as "a load failed and is a cache miss"."""
+    names = " and ".join(
+        f"a {kind}" if count == 1 else f"{count} {kind}s" for kind, count in sorted(kinds.items())
+    )
+    one = kinds.total() == 1
+    return f"{names} failed and {'is a cache miss' if one else 'are cache misses'}"
 
 
 def _now(worker: Worker) -> int | None:
