@@ -1,5 +1,7 @@
 """What a user types: three keys, and vLLM knows whose connector that is."""
 
+import json
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -12,8 +14,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvd_client import vllm_plugin
 from kvd_client.vllm import KvdConnector
+from kvd_client.vllm.options import read_options
 from kvd_client.vllm.versions import TESTED, release, untested
 from tests.vllm.configs import engine_config, full, sized
+from tests.vllm.support import ROOT
+
+THREE = {
+    "kv_connector": "KvdConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+DOCUMENTS = (
+    "docs/vllm.md",
+    "docker/compose.yaml",
+    "deploy/kubernetes/engine.yaml",
+    "deploy/kubernetes/sidecar.yaml",
+)
 
 
 def test_the_plug_in_is_installed() -> None:
@@ -83,3 +99,17 @@ def test_an_untested_release_is_named(version: str) -> None:
     text = untested(version)
     assert f"not tested with vLLM {version}, only with vLLM 0.32;" in text
     assert "install a tested release" in text
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_the_documents_give_is_three_keys_and_options_that_exist(document: str) -> None:
+    """Every configuration that a reader can copy is one that the connector takes."""
+    text = (ROOT / document).read_text()
+    given = re.findall(
+        r"""--kv-transfer-config[\s'>-]*(\{.*?\})(?:'|\n *[a-z#-])""", text, re.DOTALL
+    )
+    assert given
+    for config in map(json.loads, given):
+        extra = config.pop("kv_connector_extra_config", {})
+        assert config == THREE
+        read_options(extra, {})

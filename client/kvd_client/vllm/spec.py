@@ -57,8 +57,7 @@ class KvdOffloadingSpec(OffloadingSpec):
         if vllm_config is None or kv_cache_config is None:
             raise OptionsError(
                 "KvdOffloadingSpec works with kvd's connector only, for OffloadingConnector stops"
-                ' the engine when a job fails; use kv_connector="KvdConnector" and'
-                ' kv_connector_module_path="kvd_client.vllm"'
+                ' the engine when a job fails; use kv_connector="KvdConnector"'
             )
         self.options = read_options(self.extra_config)
         self._vllm_config = vllm_config
