@@ -294,6 +294,19 @@ static void request_finished(struct engine *engine) {
   message_free(&reply);
 }
 
+// What was there is a miss as soon as it is answered.
+static void reset(struct engine *engine) {
+  struct body body;
+  engine->keys = KEYS;
+  await_lookup(engine, HIT);
+  body_begin(&body, 0);
+  struct message reply = exchange(&engine->scheduler, RESET, &body, RESET_DONE);
+  expect(number(&reply, "dropped") == CHUNKS, "both chunks are dropped");
+  message_free(&reply);
+  for (int i = 0; i < CHUNKS; i++)
+    expect(directory_lookup(&engine->directory, KEYS[i]) == MISS, "nothing is found after a reset");
+}
+
 static void unregister(struct engine *engine) {
   struct body body;
   body_begin(&body, 0);
@@ -346,6 +359,8 @@ static void serve(struct engine *engine, const char *runtime_dir) {
   done("another generation is stale");
   give_up_a_store(engine);
   done("given up");
+  reset(engine);
+  done("reset");
   ping(engine);
   done("pong");
   wrong_requests(engine);

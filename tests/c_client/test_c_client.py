@@ -15,7 +15,7 @@ PROTOCOL_MD = HERE.parents[1] / "docs" / "protocol.md"
 SKIPPED = "is not installed; tests/install-debian.sh does that on Debian"
 STEPS = (
     *("hello", "registered", "attached", "miss", "pending", "stored", "hit", "loaded and equal"),
-    *("another generation is stale", "given up", "pong", "refused", "unregistered"),
+    *("another generation is stale", "given up", "reset", "pong", "refused", "unregistered"),
 )
 
 
