@@ -115,13 +115,17 @@ class RuntimeDir:
     def _clear(self) -> None:
         for path, mode in self._at_sockets():
             if stat.S_ISSOCK(mode):
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def _at_sockets(self) -> list[tuple[Path, int]]:
         """What lies where this directory's sockets belong, and its mode."""
         places = [self.broker_socket, self.door_socket, self.http_socket]
         places += self.path.glob("lane-*.sock")
-        return [(path, path.lstat().st_mode) for path in places if os.path.lexists(path)]
+        found = []
+        for path in places:
+            with contextlib.suppress(FileNotFoundError):  # a lane of a dead daemon removes its own
+                found.append((path, path.lstat().st_mode))
+        return found
 
     def __repr__(self) -> str:
         return f"<RuntimeDir {self.path} {'locked' if self._lock_fd >= 0 else 'free'}>"

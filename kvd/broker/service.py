@@ -54,6 +54,7 @@ from kvd.core.effects import (
 from kvd.core.handover import WayOut
 from kvd.errors import PoolError
 from kvd.filling import FillOrder
+from kvd.standstill import Standstill
 from kvd.state.namespaces import Keeping, Namespaces
 from kvd_proto.devices import HOST
 from kvd_proto.sizes import format_size
@@ -108,6 +109,7 @@ class Service:
         self._next_tick = 0.0
         self._figures = OwnFigures()
         self._polled = 0.0
+        self._standstill = Standstill("broker")
         self._poller = zmq.Poller()
         self._boot_id = os.urandom(16)
         self.core = Broker(
@@ -167,8 +169,13 @@ class Service:
             self._lanes.start_due(pool, now)
         if self._polled:
             self.core.state.measures.turn(time.monotonic() - self._polled, now)
-        ready = dict(self._poller.poll(0 if self._busy else int(self._patience * 1000)))
+        patience = 0 if self._busy else int(self._patience * 1000)
+        self._standstill.waits(time.monotonic(), patience / 1000)
+        ready = dict(self._poller.poll(patience))
         now = self._polled = time.monotonic()
+        stood_still = self._standstill.woke(now, time.thread_time())
+        if stood_still:
+            self._note(Event(stood_still, "warning"))
         self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
         if self._requests.router.fileno() in ready or self._requests.router.pending:
             for effects in self._requests.receive(now):

@@ -16,10 +16,11 @@ from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.requests import Requests
 from kvd.lane.runner import Runner
-from kvd.lane.sockets import Sockets
+from kvd.lane.sockets import Sockets, Woken
 from kvd.lane.tally import Tally
 from kvd.lane.workers import Workers
 from kvd.link import LINK, LaneReady, PoolUsable
+from kvd.standstill import Standstill
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class LaneService:
         self._pool_bytes = pool_bytes
         self._lifeline = lifeline
         self._usable = 0
+        self._standstill = Standstill("lane")
         workers = Workers(device)
         tally = Tally()
         self._runner = Runner(device, limits)
@@ -98,7 +100,7 @@ class LaneService:
             self._announce()
             nap = breathed = 0.0
             while not (self._orders.stopping and not len(self._runner)):
-                woken = self._sockets.wait(self._patience(nap))
+                woken = self._wait(self._patience(nap))
                 if self._usable < self._pool_bytes:
                     self._tell_usable()
                 idle = not woken.workers and not len(self._runner)
@@ -121,6 +123,16 @@ class LaneService:
             self._sockets.close(deliver=self._orders.stopping)
 
     # ---------------------------------------------------------------- pace
+
+    def _wait(self, patience: int | None) -> Woken:
+        """Messages, or the end of `patience` in milliseconds."""
+        seconds = None if patience is None else patience / 1000
+        self._standstill.waits(time.monotonic(), seconds)
+        woken = self._sockets.wait(patience)
+        stood_still = self._standstill.woke(time.monotonic(), time.thread_time())
+        if stood_still:
+            _log.warning("%s", stood_still)
+        return woken
 
     def _patience(self, nap: float) -> int | None:
         """Milliseconds to wait for messages; None: for ever, there is nothing to do."""

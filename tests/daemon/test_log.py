@@ -4,8 +4,10 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from kvd.control import Control
 from kvd.logs.limit import MOST_A_MINUTE
+from kvd.standstill import LONGEST_SECONDS
 from kvd_proto.messages import Status, StatusReport
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine
@@ -145,3 +148,16 @@ def test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted(
     assert left_out > 0
     assert len(told) <= 2 * MOST_A_MINUTE  # a slow machine may need two windows
     assert len(told) + left_out == times
+
+
+def test_a_loop_that_stood_still_says_so_once(daemon: Daemon) -> None:
+    """Frozen and let go: a line in the log and an event of the report tell for how long."""
+    daemon.process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * LONGEST_SECONDS)  # it is the time that counts
+    daemon.process.send_signal(signal.SIGCONT)
+    events = [event["text"] for event in daemon.status()["events"]]
+    said = [text for text in events if text.startswith("the broker's loop stood still for ")]
+    assert said
+    assert daemon.log.read_text().count("the broker's loop stood still for ") == len(said)
+    longest = max(float(text.split(" for ")[1].split()[0]) for text in said)
+    assert longest > LONGEST_SECONDS

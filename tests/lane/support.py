@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import IO, Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -250,13 +250,14 @@ def make_job(
 class Lane:
     """A real lane process and the broker's end of its link."""
 
-    def __init__(self, runtime_dir: Path, pool_bytes: int) -> None:
+    def __init__(self, runtime_dir: Path, pool_bytes: int, log: IO[str] | None = None) -> None:
         self.pool = Memory(pool_bytes)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "kvd.lane", "--device", "host", "--incarnation", "1"]
         command += ["--runtime-dir", str(runtime_dir), "--link-fd", str(theirs.fileno())]
         command += ["--pool-fd", str(self.pool.fd), "--pool-bytes", str(pool_bytes)]
-        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(), self.pool.fd))
+        fds = (theirs.fileno(), self.pool.fd)
+        self.process = subprocess.Popen(command, pass_fds=fds, stderr=log)
         self.link_number = theirs.fileno()  # in the lane too
         theirs.close()
         self.link = Channel(ours)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvd.link import (
     StopLane,
 )
 from kvd.seqpacket import Channel, close_all
+from kvd.standstill import LONGEST_SECONDS
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.control import CONTROL_WORDS
@@ -54,6 +56,7 @@ from tests.lane.support import (
     Memory,
     simple_layout,
 )
+from tests.waiting import eventually
 
 SLOTS = 16
 
@@ -292,6 +295,19 @@ def test_the_pong_tells_what_was_done(lane: Lane, worker: FakeWorker, directory:
     stages = [spread for way in ("store", "load") for spread in pong.counters.stages[way].values()]
     assert [sum(spread.counts) for spread in stages] == [1] * 8
     assert pong.oldest_job_ns > 0
+
+
+def test_a_lane_that_stood_still_says_so(tmp_path: Path, directory: Directory) -> None:
+    """Frozen while a job waits for its turn: one line tells for how long."""
+    log = tmp_path / "log"
+    with log.open("w") as sink, Lane(tmp_path, 2**20, sink) as lane:
+        worker = lane.attach(FakeWorker(simple_layout()), directory)
+        worker.job(Store, 1, [1, 2], [0], after=5)
+        lane.ping()
+        lane.process.send_signal(signal.SIGSTOP)
+        time.sleep(2 * LONGEST_SECONDS)  # it is the time that counts
+        lane.process.send_signal(signal.SIGCONT)
+        eventually(log.read_text, lambda text: "the lane's loop stood still for " in text)
 
 
 def test_a_stopping_lane_finishes_and_leaves_cleanly(lane: Lane, worker: FakeWorker) -> None:
