@@ -12,7 +12,7 @@ import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvd_client import vllm_plugin
+import kvd_vllm_plugin
 from kvd_client.vllm import KvdConnector
 from kvd_client.vllm.options import read_options
 from kvd_client.vllm.versions import TESTED, release, untested
@@ -35,7 +35,7 @@ DOCUMENTS = (
 def test_the_plug_in_is_installed() -> None:
     """VLLM finds it where it looks for plug-ins that every process runs."""
     (found,) = entry_points(group="vllm.general_plugins", name="kvd")
-    assert found.load() is vllm_plugin.register
+    assert found.load() is kvd_vllm_plugin.register
 
 
 def test_vllms_plug_ins_make_the_name_known_and_import_nothing() -> None:
@@ -46,9 +46,9 @@ def test_vllms_plug_ins_make_the_name_known_and_import_nothing() -> None:
         import vllm.plugins
         vllm.plugins.load_general_plugins()
         factory = "vllm.distributed.kv_transfer.kv_connector.factory"
-        print(factory in sys.modules, "kvd_client.vllm" in sys.modules)
+        print(factory in sys.modules, "kvd_client" in sys.modules)
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        print("kvd_client.vllm" in sys.modules)
+        print("kvd_client" in sys.modules)
         typed = KVTransferConfig(
             kv_connector="KvdConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
         )

@@ -7,7 +7,7 @@
 
 vLLM's own scheduler logic decides what is looked up, stored and loaded; kvd
 implements its manager (in the scheduler) and its worker (in every rank) by
-their own method names. `kvd_client/vllm_plugin.py` makes vLLM know the name,
+their own method names. `kvd_vllm_plugin.py` makes vLLM know the name,
 `options.py` has the settings, `upstream.py` what is used of vLLM beyond its
 interfaces, `versions.py` which releases are tested, `docs/vllm.md` the rest.
 

@@ -1,8 +1,9 @@
 """The plug-in by which vLLM knows `"kv_connector": "KvdConnector"`: `vllm.general_plugins`.
 
-Every process of every vLLM in this environment runs `register`, with kvd or without. So nothing of
-vLLM is imported here: its factory of connectors is an import of its own, which a process without
-a connector never needs. The name is given to it when it is imported. Nothing here raises.
+Every process of every vLLM in this environment runs `register`, with kvd or without. So this is a
+module of its own that imports neither kvd's client nor vLLM: vLLM's factory of connectors is the
+import of some hundred modules, which a process without a connector never needs. The name is given
+to it when it is imported. Nothing here raises.
 """
 
 import importlib.util
