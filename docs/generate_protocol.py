@@ -118,7 +118,7 @@ def _type(hint: Any) -> tuple[str, list[str]]:
 def _bounds(meta: Any, text: str) -> list[str]:
     unit = {"str": " characters", "bin": " bytes"}.get(text, " items")
     if isinstance(meta, Range):
-        return [_span(meta.low, meta.high)]
+        return [_span(meta.low, meta.high) + (" items" if text.startswith("array") else "")]
     if meta.max_length is not None:
         low, high = meta.min_length or 0, meta.max_length
         return [_span(low, high) + unit if low != high else f"{low}{unit}"]

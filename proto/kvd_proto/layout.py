@@ -26,7 +26,7 @@ MAX_GROUPS = 65535
 
 
 class Range(NamedTuple):
-    """Figures that `validate_layout` takes, both ends included; the annotation says so."""
+    """Figures, or counts of items, that `validate_layout` takes, both ends included."""
 
     low: int
     high: int
@@ -88,7 +88,7 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash_block_size: tokens that one block hash of the engine stands for.
     storages: sizes of the allocations, in bytes.
     tensors: where pages lie; at least one.
-    groups: which of them belong together; at least one.
+    groups: which of them belong together.
     replicated: every rank holds the same bytes (MLA under tensor parallelism), so a chunk is
     stored once and ranks take turns to write.
     """
@@ -98,7 +98,7 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash_block_size: Annotated[int, COUNT]
     storages: tuple[Annotated[int, SIZE], ...]
     tensors: tuple[TensorSpec, ...]
-    groups: tuple[GroupSpec, ...]
+    groups: Annotated[tuple[GroupSpec, ...], GROUPS]
     replicated: bool = False
 
 
