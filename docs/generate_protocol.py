@@ -141,8 +141,10 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
     value = field.default
-    if value is None or value == "":
-        return "empty" if value == "" else "nil"
+    if value is None:
+        return "nil"
+    if isinstance(value, (str, IntArray)) and not len(value):
+        return "empty"
     return f"`{str(value).lower()}`"
 
 
