@@ -4,15 +4,14 @@ The scheduler's process makes a `Scheduler`, each worker process a `Worker`,
 both with the daemon's runtime directory and the engine's name::
 
     worker.register(memory, layout, fingerprint)          # once
-    ticket = scheduler.prepare_store(keys)                # slots for new chunks
-    worker.submit_store(1, block_ids, sizes, indices, ticket.slots, ticket.generations)
-    worker.get_finished()                                 # later
-    scheduler.complete_store(ticket.keys)
+    with scheduler.prepare_store(keys) as ticket:         # slots for new chunks
+        worker.store(1, ticket, [ChunkBlocks(keys, blocks)])
+        worker.wait([1])                                  # or, later, get_finished()
 
     scheduler.lookup(key)                                 # microseconds, asks nobody
-    ticket = scheduler.prepare_load(keys)                 # pins what is there
-    worker.submit_load(2, block_ids, sizes, indices, ticket.slots, ticket.generations)
-    scheduler.complete_load(ticket)                       # when it has finished
+    with scheduler.prepare_load(keys) as ticket:          # pins what is there
+        worker.load(2, ticket, [ChunkBlocks(keys, blocks)])
+        worker.wait([2])
 
 A daemon that is absent, slow or restarting is a cache that misses. Memory comes
 from `HostMemory.allocate`, from device pointers by `DeviceMemory.at`, or from
@@ -20,6 +19,8 @@ torch tensors by `kvd_client.torch_memory.share_torch`, the only module that
 imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
 """
 
+from kvd_client.attaching import AttachState
+from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_client.control import Timeline
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import (
@@ -41,6 +42,8 @@ from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint, JobStatus
 
 __all__ = [
+    "AttachState",
+    "ChunkBlocks",
     "CudaError",
     "DeviceMemory",
     "Fingerprint",

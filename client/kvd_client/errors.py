@@ -6,7 +6,8 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
 ::
 
     KvdClientError
-    ├── UsageError           an argument of the wrong type, size, dtype or device; a closed session
+    ├── UsageError           an argument of the wrong type, size, dtype or device; a closed session;
+    │                        a ValueError, too
     ├── RegistrationError    the daemon refused the registration; carries its code and sentence
     ├── Unavailable          no daemon within the deadline (registration with `required=True` only)
     ├── UnsupportedMemory    tensors whose memory cannot be shared with another process
@@ -25,8 +26,8 @@ class KvdClientError(Exception):
     """Base of everything that the client raises."""
 
 
-class UsageError(KvdClientError):
-    """The caller passed something that cannot be meant."""
+class UsageError(KvdClientError, ValueError):
+    """The caller passed an invalid argument, or used what is closed."""
 
 
 class RegistrationError(KvdClientError):

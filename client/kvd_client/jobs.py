@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from kvd_client.control import ControlPage, StoreWords
 from kvd_client.errors import UsageError
 from kvd_client.lane_link import LaneLink
+from kvd_client.readiness import Readiness
 from kvd_proto.control import CONTROL_WORDS
 from kvd_proto.errors import ProtoError
 from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, Store, Wait
@@ -79,6 +80,7 @@ class JobTable:
         self._links: list[LaneLink] = []  # the lane, and predecessors that still owe answers
         self._running: dict[int, _Running] = {}
         self._finished: list[JobResult] = []
+        self._readiness: Readiness | None = None  # where somebody has asked for it
         self._asked = 0.0  # when loads that are long in coming were asked about
 
     # ----------------------------------------------------------------- lanes
@@ -105,6 +107,8 @@ class JobTable:
             self._lane_ended = False
             if lane is not None:
                 self._links.append(lane)
+                if self._readiness is not None:
+                    lane.tell(self._readiness)
             self._collect()
 
     # ------------------------------------------------------------------ jobs
@@ -131,12 +135,12 @@ class JobTable:
             lane = self._lane if usable else None
             if lane is None:
                 text = _LANE_ENDED if self._lane_ended else "no lane serves this worker now"
-                self._finished.append(_failed(job_id, text))
+                self._note(_failed(job_id, text))
                 return False
             if is_store and not word:
                 text = f"{CONTROL_WORDS - 1} stores are under way already; wait for some of them"
                 result = JobResult(job_id, success=False, status=JobStatus.SHED, text=text)
-                self._finished.append(result)
+                self._note(result)
                 return False
             try:
                 request_id = lane.send(message)
@@ -148,24 +152,43 @@ class JobTable:
                     if lane.dead
                     else "the lane takes no message: too many wait, or it has closed the connection"
                 )
-                self._finished.append(_failed(job_id, text))
+                self._note(_failed(job_id, text))
                 return False
             lane.pending[request_id] = job_id
             if is_store:
                 self._words.take()
             now = time.monotonic()
             self._running[job_id] = _Running(lane, request_id, word if is_store else 0, now)
+            if self._readiness is not None:
+                self._collect()  # sending may have taken in what the descriptor would tell of
             return True
 
     def finished(self) -> list[JobResult]:
         """What has ended since the last call. Never waits."""
         with self._lock:
-            if self._running:
+            if self._readiness is not None:
+                self._readiness.clear()
+            if self._running or self._readiness is not None:
                 self._collect()
                 self._void_overdue()
                 self._ask_about_overdue()
             finished, self._finished = self._finished, []
         return finished
+
+    def readiness(self) -> Readiness:
+        """Readable when `finished` has something to say, or something to look after."""
+        with self._lock:
+            if self._readiness is None:
+                self._readiness = Readiness()
+                for link in self._links:
+                    link.tell(self._readiness)
+                self._readiness.set()  # what has come until now
+            return self._readiness
+
+    def remind(self) -> None:
+        """Have an event loop call `finished` for the sake of jobs that are long in coming."""
+        if self._readiness is not None and self._running:
+            self._readiness.set()
 
     def wait(self, job_ids: Iterable[int], timeout: float) -> frozenset[int]:
         """See `Worker.wait`."""
@@ -209,6 +232,9 @@ class JobTable:
             for running in self._running.values():
                 if running.is_store:
                     self._words.end(running.word)
+            if self._readiness is not None:
+                for link in self._links:
+                    link.hush(self._readiness)
             self._forget()
 
     def abandon(self) -> None:
@@ -257,6 +283,8 @@ class JobTable:
                 if link is self._lane:
                     self._lane, self._lane_ended = None, True
             if not link.pending and link is not self._lane:
+                if self._readiness is not None:
+                    link.hush(self._readiness)
                 link.close()
                 self._links.remove(link)
 
@@ -264,7 +292,12 @@ class JobTable:
         running = self._running.pop(result.job_id, None)
         if running is not None and running.is_store:
             self._words.end(running.word)
+        self._note(result)
+
+    def _note(self, result: JobResult) -> None:
         self._finished.append(result)
+        if self._readiness is not None:
+            self._readiness.set()
 
     def _void(self, job_ids: Collection[int], seconds: float) -> None:
         if not job_ids:
@@ -300,6 +333,9 @@ class JobTable:
     def _forget(self) -> None:
         for link in self._links:
             link.close()
+        if self._readiness is not None:
+            self._readiness.close()
+            self._readiness = None
         self._links = []
         self._lane = None
         self._running = {}

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import zmq
 
 from kvd_client.connection import dealer
+from kvd_client.readiness import Readiness
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import Error, ErrorCode, LaneUp, Message, WaitDone
@@ -99,6 +100,16 @@ class LaneLink:
         """
         poller.register(self._dealer.FD, select.POLLIN)
         poller.register(self._lifeline, 0)
+
+    def tell(self, readiness: Readiness) -> None:
+        """Have it be readable when there may be something new, till `receive` has taken it in."""
+        readiness.watch(self._dealer.FD)
+        readiness.watch(self._lifeline, 0)
+
+    def hush(self, readiness: Readiness) -> None:
+        """Undo `tell`, before the end."""
+        readiness.unwatch(self._dealer.FD)
+        readiness.unwatch(self._lifeline)
 
     def close(self) -> None:
         """Close the socket and the lifeline."""

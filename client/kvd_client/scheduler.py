@@ -14,9 +14,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from kvd_client.arguments import collection, flag, seconds, shown, whole
+from kvd_client.attaching import AttachState, why_not_attached
 from kvd_client.door import Notice
 from kvd_client.errors import UsageError
 from kvd_client.lookup_counts import LookupCounts
+from kvd_client.readiness import ReadyNews
 from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
 from kvd_proto.answers import LookupResult, StoreAnswer
@@ -91,6 +93,7 @@ class Scheduler:
     ) -> None:
         self._changed = threading.Condition()
         self._attachment: Attachment | None = None
+        self._ready_news = ReadyNews()
         self._silent = False
         self._owed: Reset | None = None  # a reset that no daemon has answered yet
         # Swapped on attaching, detaching, silence, loss, a reset, close and fork: a lookup tests
@@ -195,16 +198,24 @@ class Scheduler:
             generations=generations,
             answers=tuple([_ANSWERS[answer] for answer in answers]),
             evicted=reply.evicted,
+            on_exit=lambda success: self.complete_store(accepted, success),
         )
 
-    def complete_store(self, keys: Collection[bytes], success: bool = True) -> StoreSummary:
+    def complete_store(
+        self, stored: StoreTicket | Collection[bytes], success: bool = True
+    ) -> StoreSummary:
         """Say that these stores are over; without success what is unfinished is dropped.
 
         A daemon that is silent is told of a failure when it speaks again.
 
+        Args:
+            stored: a ticket, or some of its keys.
+            success: whether all ranks have stored their shares.
+
         Raises:
             UsageError: keys that cannot be meant; or closed.
         """
+        keys = stored.keys if isinstance(stored, StoreTicket) else stored
         message = CompleteStore(keys=_keys(keys), success=flag("success", success))
         self._session.check_open()
         tell = self._session.request if message.success else self._session.settle
@@ -250,6 +261,7 @@ class Scheduler:
             found=found,
             lease=reply.lease,
             lease_seconds=reply.lease_ms / 1000,
+            on_exit=lambda: self._give_back(reply.lease),
         )
 
     def complete_load(self, ticket: LoadTicket) -> None:
@@ -263,9 +275,36 @@ class Scheduler:
         if not isinstance(ticket, LoadTicket):
             raise UsageError(f"ticket={shown(ticket)}: pass what prepare_load returned")
         whole("ticket.lease", ticket.lease, 0)
+        self._give_back(ticket.lease)
+
+    def _give_back(self, lease: int) -> None:
         self._session.check_open()
-        if ticket.lease:
-            self._session.settle(CompleteLoad(lease=ticket.lease))
+        if lease:
+            self._session.settle(CompleteLoad(lease=lease))
+
+    # ------------------------------------------------------------ event loops
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `take_ready` has something to say.
+
+        The descriptor is the same until `close`, before which the loop must forget it.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._session.check_open()
+        return self._ready_news.fileno()
+
+    def take_ready(self) -> bool:
+        """Whether chunks of this engine's stores became READY, or it was attached or detached.
+
+        Since the last call; never waits. Look at what is of interest with `lookup`.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._session.check_open()
+        return self._ready_news.take()
 
     # ------------------------------------------------------------------- rest
 
@@ -365,8 +404,8 @@ class Scheduler:
         attachment = self._attachment
         return 0 if attachment is None else attachment.bytes_per_chunk
 
-    def wait_attached(self, timeout: float) -> bool:
-        """Wait until `attached`, at most `timeout` seconds; whether it is.
+    def wait_attached(self, timeout: float) -> AttachState:
+        """Wait until `attached`, at most `timeout` seconds; true if it is, else it says why not.
 
         Raises:
             UsageError: closed.
@@ -375,12 +414,13 @@ class Scheduler:
         patience = seconds("timeout", timeout)
         with self._changed:
             self._changed.wait_for(lambda: self.attached or self._session.closed, patience)
-        return self.attached
+        return AttachState(True) if self.attached else why_not_attached(self._session)
 
     def close(self) -> None:
         """End the session: leases are dropped, unfinished stores given up. May be called again."""
         self._session.close()
         self._attach(None)
+        self._ready_news.close()
 
     def __enter__(self) -> Self:
         return self
@@ -413,7 +453,7 @@ class Scheduler:
         """See Handler: the directory comes and goes."""
         message = notice.message
         if isinstance(message, Attached):
-            self._attach(_map(message, notice))
+            self._attach(_map(message, notice), notice.fds.pop() if len(notice.fds) > 1 else -1)
             self._make_up()
         elif isinstance(message, Detached):
             log.info("engine %s is detached: %s", self._session.engine, message.reason)
@@ -446,10 +486,12 @@ class Scheduler:
     def on_fork(self) -> None:
         """See Handler: the child reads no directory that it cannot load from."""
         self._changed = threading.Condition()
+        self._ready_news.abandon()
         self._attachment = None
         self._find = self._find_nothing
 
-    def _attach(self, attachment: Attachment | None) -> None:
+    def _attach(self, attachment: Attachment | None, ready_pipe: int = -1) -> None:
+        self._ready_news.replace(ready_pipe)
         with self._changed:
             self._attachment = attachment
             self._silent = False
@@ -472,8 +514,8 @@ class Scheduler:
 
 def _map(message: Attached, notice: Notice) -> Attachment | None:
     """Map the directory that came with the notice; the mapping outlives the descriptor."""
-    if len(notice.fds) != 1:
-        log.error("ATTACHED came with %d descriptors, one is needed", len(notice.fds))
+    if not 1 <= len(notice.fds) <= 2:
+        log.error("ATTACHED came with %d descriptors, one or two are needed", len(notice.fds))
         return None
     try:
         size = os.fstat(notice.fds[0]).st_size

@@ -1,7 +1,13 @@
-"""What the scheduler gets back: plain values, empty where nothing was granted."""
+"""What the scheduler gets back: plain values, empty where nothing was granted.
 
+A ticket is a context manager: leaving the block completes it. Leave it when its jobs have
+ended. A ticket that was sent to another process has no scheduler, and completes nothing.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +31,7 @@ class StoreTicket:
         generations: u8[len(keys)], the generation of each slot.
         answers: one per requested key; empty where the daemon did not answer.
         evicted: keys that had to go to make room.
+        on_exit: what leaving a `with` block calls, with whether all went well.
     """
 
     keys: tuple[bytes, ...] = ()
@@ -32,6 +39,23 @@ class StoreTicket:
     generations: Array = field(default_factory=lambda: _none("<u8"))
     answers: tuple[StoreAnswer, ...] = ()
     evicted: tuple[bytes, ...] = ()
+    on_exit: Callable[[bool], object] | None = field(default=None, repr=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """The stores are over; after an exception what is unfinished is dropped."""
+        if self.on_exit is not None:
+            self.on_exit(kind is None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoreTicket, (self.keys, self.slots, self.generations, self.answers, self.evicted)
 
     @property
     def served(self) -> bool:
@@ -61,6 +85,7 @@ class LoadTicket:
         found: bool[requested keys]; all false where the daemon did not answer.
         lease: the daemon's number of the lease, 0 where there is none.
         lease_seconds: how long it holds, from the request on.
+        on_exit: what leaving a `with` block calls.
     """
 
     keys: tuple[bytes, ...] = ()
@@ -69,6 +94,24 @@ class LoadTicket:
     found: Array = field(default_factory=lambda: _none(np.bool_))
     lease: int = 0
     lease_seconds: float = 0.0
+    on_exit: Callable[[], object] | None = field(default=None, repr=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give the lease back."""
+        if self.on_exit is not None:
+            self.on_exit()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        public = (self.keys, self.slots, self.generations, self.found)
+        return LoadTicket, (*public, self.lease, self.lease_seconds)
 
     def __len__(self) -> int:
         return len(self.keys)

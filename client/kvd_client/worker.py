@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from kvd_client.arguments import collection, flag, seconds, shown, whole
+from kvd_client.attaching import AttachState, why_not_attached
+from kvd_client.chunk_blocks import ChunkBlocks, JobArrays, job_arrays
 from kvd_client.control import ControlPage, Timeline
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.door import Notice
@@ -24,6 +26,7 @@ from kvd_client.lane_link import LaneLink
 from kvd_client.registration import Memory, Wanted, wanted_registration
 from kvd_client.session import Session
 from kvd_client.stream_signal import stream_signals
+from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import (
     MAX_RANKS,
@@ -83,7 +86,9 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self.job_timeout = float(job_timeout)
-        self._session = Session(runtime_dir, "worker", engine, self, deadline=deadline)
+        self._session = Session(
+            runtime_dir, "worker", engine, self, deadline=deadline, news=self._remind
+        )
         self._control = ControlPage()
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
@@ -193,8 +198,11 @@ class Worker:
         """Whether all ranks of the engine are registered, and lanes serve them."""
         return self._attached
 
-    def wait_attached(self, timeout: float) -> bool:
-        """Wait until `attached` and `registered`, at most `timeout` seconds; whether they are.
+    def wait_attached(self, timeout: float) -> AttachState:
+        """Wait until `attached` and `registered`, at most `timeout` seconds.
+
+        Returns:
+            True where they are; else it says why not.
 
         Raises:
             UsageError: closed.
@@ -205,7 +213,10 @@ class Worker:
             self._changed.wait_for(
                 lambda: (self._attached and self._ready) or self._session.closed, patience
             )
-            return self._attached and self._ready
+            if self._attached and self._ready:
+                return AttachState(True)
+            refusal = self._refused if self._wanted is not None else "nothing is registered yet"
+        return why_not_attached(self._session, refusal)
 
     @property
     def _ready(self) -> bool:
@@ -277,6 +288,41 @@ class Worker:
             generations=generations,
         )
 
+    def store(
+        self,
+        job_id: int,
+        ticket: StoreTicket,
+        groups: Sequence[ChunkBlocks],
+        after: int | None = None,
+    ) -> bool:
+        """Copy the blocks of the ticket's chunks into the pool: `submit_store` without arrays.
+
+        Args:
+            job_id: the caller's number, free again when it was reported.
+            ticket: the answer of `prepare_store`, also where another process asked.
+            groups: for each group of the layout its chunks and blocks; those of keys that the
+                ticket has not are left out.
+            after: see `submit_store`.
+
+        Returns:
+            Whether a lane has it; see `submit_store`.
+
+        Raises:
+            UsageError: as `submit_store`; keys and blocks that do not fit each other; not
+                registered yet.
+        """
+        return self.submit_store(job_id, *self._arrays(ticket, groups), after)
+
+    def load(
+        self,
+        job_id: int,
+        ticket: LoadTicket,
+        groups: Sequence[ChunkBlocks],
+        after: int | None = None,
+    ) -> bool:
+        """Copy the ticket's chunks into their blocks; arguments, result and errors as `store`."""
+        return self.submit_load(job_id, *self._arrays(ticket, groups), after)
+
     def get_finished(self) -> list[JobResult]:
         """Jobs that have ended since the last call. Never waits.
 
@@ -285,6 +331,18 @@ class Worker:
         """
         self._session.check_open()
         return self._jobs.finished()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `get_finished` has something to say; for event loops.
+
+        Call `get_finished` whenever it is; it may have nothing to say yet. The descriptor is the
+        same until `close`, before which the loop must forget it.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._session.check_open()
+        return self._jobs.readiness().fileno()
 
     def wait(self, job_ids: Iterable[int], timeout: float = 10.0) -> frozenset[int]:
         """Return when the blocks of these jobs may be overwritten; the lane does them first.
@@ -354,6 +412,13 @@ class Worker:
 
     # ---------------------------------------------------------- jobs, inside
 
+    def _arrays(self, ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks]) -> JobArrays:
+        self._session.check_open()
+        wanted = self._wanted
+        if wanted is None:
+            raise UsageError("nothing is registered yet; call register first")
+        return job_arrays(ticket, groups, wanted.message.layout.blocks_per_chunk)
+
     def _submit(
         self,
         kind: type[Store] | type[Load],
@@ -397,6 +462,9 @@ class Worker:
             )
 
         return self._jobs.submit(job_id, build, usable=self._registered)
+
+    def _remind(self) -> None:
+        self._jobs.remind()
 
     # -------------------------------------------------------- session's words
 

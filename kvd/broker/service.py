@@ -24,6 +24,7 @@ from kvd.broker.keep import Keep
 from kvd.broker.lanes import Lanes
 from kvd.broker.memory import DirectoryMemory, PoolMemory
 from kvd.broker.notify import Notifier
+from kvd.broker.ready_pipes import ReadyPipes
 from kvd.broker.reloading import ConfigReader
 from kvd.broker.reopen import open_pool
 from kvd.broker.requests import Requests
@@ -34,8 +35,10 @@ from kvd.config.loaded import Loaded
 from kvd.config.sources import Sources
 from kvd.core.broker import Broker
 from kvd.core.effects import (
+    ChunksReady,
     DirectoryFd,
     DropDirectory,
+    DropEngine,
     DropFds,
     DropLane,
     Effect,
@@ -47,6 +50,7 @@ from kvd.core.effects import (
     OpenPool,
     Reply,
     RunLanes,
+    SchedulerFds,
     SessionFds,
     StartLane,
     ToLane,
@@ -103,6 +107,7 @@ class Service:
             self._runtime.path, self._runtime.http_socket, settings.http_listen
         )
         self._directories = DirectoryMemory()
+        self._ready_pipes = ReadyPipes()
         self._pool: PoolMemory | None = None
         self._stop_at: float | None = None
         self._signals = 0
@@ -271,15 +276,25 @@ class Service:
                     self._lanes.kill(effect.device)
                 case RunLanes(wanted=wanted):
                     (self._lanes.start_again if wanted else self._lanes.stop)()
-                case OpenPool():
-                    self._note(Event(f"cpu_bytes auto: {effect.explanation}"))
-                case DropFds():
-                    self._visitors.drop_fds(effect.session)
-                case DropDirectory():
-                    self._directories.drop(effect.namespace.hex())
-                    self._keep.drop_ledger(effect.namespace.hex())
-                case Event():
-                    self._note(effect)
+                case _:
+                    self._account(effect)
+
+    def _account(self, effect: Effect) -> None:
+        """What concerns this process alone: the log, and descriptors that it holds."""
+        match effect:
+            case OpenPool():
+                self._note(Event(f"cpu_bytes auto: {effect.explanation}"))
+            case DropFds():
+                self._visitors.drop_fds(effect.session)
+            case DropDirectory():
+                self._directories.drop(effect.namespace.hex())
+                self._keep.drop_ledger(effect.namespace.hex())
+            case ChunksReady():
+                self._ready_pipes.tell(effect.engine)
+            case DropEngine():
+                self._ready_pipes.drop(effect.engine)
+            case Event():
+                self._note(effect)
 
     def _note(self, event: Event) -> None:
         self.core.state.events.add(event, time.time())
@@ -290,6 +305,9 @@ class Service:
         match name:
             case DirectoryFd():
                 return [self._directories.fd(name.namespace.hex())]
+            case SchedulerFds():
+                directory = self._directories.fd(name.namespace.hex())
+                return [directory, *self._ready_pipes.read_end(name.engine)]
             case LifelineFd():
                 return [self._lanes.lifeline(name.device)]
             case SessionFds():
@@ -330,6 +348,7 @@ class Service:
         self._requests.close()
         self._lanes.close()
         self._directories.close()
+        self._ready_pipes.close()
         if self._pool is not None:
             self._pool.close()
         self._keep.close()

@@ -7,6 +7,7 @@ from kvd.core.effects import (
     Event,
     LifelineFd,
     Notify,
+    SchedulerFds,
     SessionFds,
     ToLane,
 )
@@ -93,7 +94,9 @@ def attached_notice(engine: Engine, session: int) -> Notify:
             bytes_per_chunk=sum(geometry.slot_bytes),
             num_chunks=geometry.num_slots,
         ),
-        DirectoryFd(namespace.id),
+        SchedulerFds(namespace.id, engine.number)
+        if engine.sessions[session].kind == "scheduler"
+        else DirectoryFd(namespace.id),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvd.core.admission import check_names, refused
 from kvd.core.attachment import attached_notice
 from kvd.core.caching import Caching
-from kvd.core.effects import Effect, Event, Notify, Reply
+from kvd.core.effects import DropEngine, Effect, Event, Notify, Reply
 from kvd.core.handover import Handover, WayOut
 from kvd.core.lanes import Lane
 from kvd.core.measures import Surroundings
@@ -168,6 +168,8 @@ class Broker:
         effects += self.handover.lost(session)
         session.machine.fire(SessionEvent.LOST)
         self.state.registry.remove(session)
+        if engine is not None and not engine.sessions:
+            effects.append(DropEngine(engine.number))
         return effects
 
     # ------------------------------------------------------------- requests

@@ -19,6 +19,14 @@ class DirectoryFd:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerFds:
+    """The directory's descriptor, and the pipe that tells of the engine's READY chunks."""
+
+    namespace: bytes
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
 class LifelineFd:
     """The read end of the lifeline of the lane that serves `device`."""
 
@@ -32,7 +40,7 @@ class SessionFds:
     session: int
 
 
-FdName: TypeAlias = DirectoryFd | LifelineFd | SessionFds
+FdName: TypeAlias = DirectoryFd | SchedulerFds | LifelineFd | SessionFds
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,20 @@ class DropDirectory:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunksReady:
+    """Chunks that an engine stored became READY: wake its scheduler's event loop."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropEngine:
+    """The last session of an engine is gone."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """Something worth a line in the log and a place in the list of recent events.
 
@@ -138,5 +160,7 @@ Effect: TypeAlias = (
     | OpenPool
     | DropFds
     | DropDirectory
+    | ChunksReady
+    | DropEngine
     | Event
 )

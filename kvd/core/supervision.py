@@ -5,7 +5,7 @@ killed, and one that has ended writes nowhere: what it alone was writing is give
 """
 
 from kvd.core.demand import lane_ended, lane_failed
-from kvd.core.effects import Effect, Event, KillLane, Notify, ToLane
+from kvd.core.effects import ChunksReady, Effect, Event, KillLane, Notify, ToLane
 from kvd.core.lanes import NOTHING_SAID, add_counters, arrays
 from kvd.core.registration import Registration, in_words
 from kvd.core.state import BrokerState
@@ -120,7 +120,8 @@ class Supervision:
             ok=message.ok,
             groups=message.groups.numpy(),
         )
-        return self._state.revoke(engine.namespace, result.dropped)
+        effects = self._state.revoke(engine.namespace, result.dropped)
+        return [*effects, ChunksReady(engine.number)] if result.ready else effects
 
     def _free(self, namespace_id: bytes, slots: list[tuple[int, int]]) -> None:
         namespaces = self._state.namespaces

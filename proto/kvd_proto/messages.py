@@ -704,7 +704,9 @@ class Handles(Message, frozen=True):
 class Attached(Message, frozen=True):
     """Broker to every session of an engine whose ranks are all registered and served by lanes.
 
-    Carries a read-only descriptor of the namespace's directory.
+    Carries a read-only descriptor of the namespace's directory; for a scheduler there is a
+    second one as a rule, the read end of a pipe, non-blocking: a byte comes each time that
+    chunks which this engine stored became READY.
 
     namespace: its id, 16 bytes.
     world_size: as registered.

@@ -195,7 +195,13 @@ static struct message next_notice(struct session *session) {
   if (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) die("a notice arrived cut off");
   int fd = -1;
   struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
-  if (rights && rights->cmsg_type == SCM_RIGHTS) memcpy(&fd, CMSG_DATA(rights), sizeof fd);
+  if (rights && rights->cmsg_type == SCM_RIGHTS) {
+    int fds[MAX_FDS];
+    size_t count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    memcpy(fds, CMSG_DATA(rights), count * sizeof(int));
+    fd = fds[0];
+    for (size_t i = 1; i < count; i++) close(fds[i]);  // no event loop here wants to be woken
+  }
   return decode(frame, (size_t)size, fd);
 }
 

@@ -24,6 +24,7 @@ import torch
 
 import kvd_client
 from kvd_client import (
+    ChunkBlocks,
     DeviceMemory,
     Fingerprint,
     GroupSpec,
@@ -32,6 +33,7 @@ from kvd_client import (
     LoadTicket,
     RankLayout,
     Scheduler,
+    StoreTicket,
     TensorRef,
     TensorSpec,
     Timeline,
@@ -56,6 +58,11 @@ JOB: dict[str, Any] = {
     "after": None,
 }
 KEYS = [b"key-1", b"key-2"]
+TICKET_JOB: dict[str, Any] = {
+    "ticket": StoreTicket((b"key-1",), np.array([0], "<u4"), np.array([5], "<u8")),
+    "groups": [ChunkBlocks(KEYS, [3, 4, 5])],
+    "after": None,
+}
 
 
 class Odd:
@@ -177,11 +184,11 @@ def made(kind: Callable[..., Any], **good: Any) -> Row:
     return Row(lambda rig, **arguments: rig.keep(kind(**arguments)), lambda _: good)
 
 
-def job(name: str) -> Row:
+def job(name: str, good: Mapping[str, Any] = JOB) -> Row:
     """A row of a job; each has a number of its own, from 1000 on."""
     numbers = itertools.count(1000)
     row = method("worker", name)
-    return Row(row.call, lambda _: {"job_id": next(numbers), **JOB}, row.closes)
+    return Row(row.call, lambda _: {"job_id": next(numbers), **good}, row.closes)
 
 
 def new_worker(rig: Rig, **arguments: Any) -> Any:
@@ -221,10 +228,12 @@ GOOD: dict[str, Row] = {
     "Scheduler.lookup_many": method("scheduler", "lookup_many", keys=KEYS),
     "Scheduler.count_tokens": method("scheduler", "count_tokens", asked=9, found=3),
     "Scheduler.prepare_store": method("scheduler", "prepare_store", keys=KEYS),
-    "Scheduler.complete_store": method("scheduler", "complete_store", keys=KEYS, success=True),
+    "Scheduler.complete_store": method("scheduler", "complete_store", stored=KEYS, success=True),
     "Scheduler.prepare_load": method("scheduler", "prepare_load", keys=KEYS, lease_seconds=1.0),
     "Scheduler.complete_load": method("scheduler", "complete_load", ticket=LoadTicket(lease=3)),
     "Scheduler.request_finished": method("scheduler", "request_finished", keys=KEYS),
+    "Scheduler.fileno": method("scheduler", "fileno"),
+    "Scheduler.take_ready": method("scheduler", "take_ready"),
     "Scheduler.reset": method("scheduler", "reset", timeout=1.0),
     "Scheduler.status": method("scheduler", "status"),
     "Scheduler.wait_attached": method("scheduler", "wait_attached", timeout=0.0),
@@ -256,7 +265,10 @@ GOOD: dict[str, Row] = {
     "Worker.wait_attached": method("worker", "wait_attached", timeout=0.0),
     "Worker.submit_store": job("submit_store"),
     "Worker.submit_load": job("submit_load"),
+    "Worker.store": job("store", TICKET_JOB),
+    "Worker.load": job("load", TICKET_JOB),
     "Worker.get_finished": method("worker", "get_finished"),
+    "Worker.fileno": method("worker", "fileno"),
     "Worker.wait": method("worker", "wait", job_ids=[1], timeout=0.0),
     "Worker.cancel": method("worker", "cancel", job_ids=[1]),
     "Worker.close": method("worker", "close"),
@@ -291,6 +303,7 @@ GOOD: dict[str, Row] = {
     "SharedTensors.close": Row(lambda _: share_torch([torch.zeros(8, 64)]).close(), lambda _: {}),
 }
 VALUES = {
+    "ChunkBlocks",
     "BlockTensor",
     "Fingerprint",
     "GroupSpec",
@@ -299,6 +312,7 @@ VALUES = {
     "TensorSpec",
 }  # checked by whoever is given them
 RESULTS = {
+    "AttachState",
     "JobResult",
     "LoadTicket",
     "ResetSummary",
@@ -306,7 +320,7 @@ RESULTS = {
     "StoreSummary",
     "StoreTicket",
 }  # made by the client
-NAMED_AS = {"keys": "key"}  # of several things the one that is wrong
+NAMED_AS = {"keys": "key", "stored": "key"}  # of several things the one that is wrong
 INSIDE = {name for name in vars(Handler) if not name.startswith("_")} | {"follow", "abandon"}
 
 

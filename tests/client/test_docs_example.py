@@ -1,13 +1,16 @@
-"""The engine of docs/writing-a-client.md runs as it is printed, against a real daemon."""
+"""The examples of the documents: the guide's engine runs as it is printed, all are typed."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import StartDaemon
 
-GUIDE = Path(__file__).parents[2] / "docs" / "writing-a-client.md"
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "writing-a-client.md"
 
 
 def block(kind: str) -> str:
@@ -28,3 +31,28 @@ def test_example_engine_runs(start_daemon: StartDaemon) -> None:
         check=False,
     )
     assert (done.stderr, done.stdout) == ("", block("text"))
+
+
+@pytest.mark.timeout(300)  # without its cache mypy reads numpy for a minute
+def test_examples_pass_a_strict_type_checker(tmp_path: Path) -> None:
+    """Every Python example in README and docs is right as it stands, by mypy --strict."""
+    examples = [
+        found[1]
+        for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+        for found in re.finditer(r"```python\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
+    ]
+    assert len(examples) > 2
+    files = [tmp_path / f"example_{number}.py" for number in range(len(examples))]
+    for file, example in zip(files, examples, strict=True):
+        file.write_text(example, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", ""]
+    command += ["--cache-dir", str(ROOT / ".mypy_cache")]
+    done = subprocess.run(
+        [*command, *map(str, files)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

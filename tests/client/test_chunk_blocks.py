@@ -1,0 +1,99 @@
+"""From tickets and an engine's blocks to the arrays of a job."""
+
+import copy
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd_client import ChunkBlocks, LoadTicket, StoreTicket, UsageError
+from kvd_client.chunk_blocks import job_arrays
+from kvd_proto.expand import chunks_per_group
+
+
+def store_ticket(places: dict[bytes, tuple[int, int]]) -> StoreTicket:
+    """A ticket that grants these keys their slots and generations."""
+    return StoreTicket(
+        keys=tuple(places),
+        slots=np.array([slot for slot, _ in places.values()], "<u4"),
+        generations=np.array([generation for _, generation in places.values()], "<u8"),
+    )
+
+
+@st.composite
+def groups_and_grants(draw: st.DrawFn) -> tuple[int, list[ChunkBlocks], list[bytes]]:
+    """Groups of an engine's blocks, and those keys that a daemon granted."""
+    factor = draw(st.integers(1, 4))
+    groups, granted, block = [], [], 1
+    for number in range(draw(st.integers(1, 3))):
+        length, first = draw(st.integers(0, 12)), draw(st.integers(0, 9))
+        chunks = -(-(length + first % factor) // factor) if length else 0
+        keys = [b"%d-%d" % (number, chunk) for chunk in range(chunks)]
+        groups.append(ChunkBlocks(keys, list(range(block, block + length)), first))
+        granted += draw(st.lists(st.sampled_from(keys), unique=True)) if keys else []
+        block += length
+    return factor, groups, granted
+
+
+@given(groups_and_grants())
+def test_a_job_has_exactly_the_granted_chunks(
+    made: tuple[int, list[ChunkBlocks], list[bytes]],
+) -> None:
+    """Each granted chunk's blocks are where it holds them; those of others are left out."""
+    factor, groups, granted = made
+    places = {key: (index, 100 + index) for index, key in enumerate(granted)}
+    job = job_arrays(store_ticket(places), groups, factor)
+    assert sum(job.group_sizes) == len(job.block_ids)
+    counts = chunks_per_group(job.group_sizes, job.block_indices, factor)
+    assert sum(counts) == len(job.slots) == len(granted)
+    # Read the job as a lane does, and compare with what the engine said.
+    said = {}
+    for group in groups:
+        for position, block in enumerate(group.blocks):
+            logical = group.first + position
+            key = group.keys[(group.first % factor + position) // factor]
+            said[block] = (key, logical % factor)
+    keys_by_slot = {slot: key for key, (slot, _) in places.items()}
+    position = chunk = 0
+    for size, index in zip(job.group_sizes, job.block_indices, strict=True):
+        inside = index % factor
+        for _ in range(size):
+            key = keys_by_slot[job.slots[chunk]]
+            assert said[job.block_ids[position]] == (key, inside)
+            position, inside = position + 1, inside + 1
+            if inside == factor:
+                chunk, inside = chunk + 1, 0
+        chunk += bool(inside)
+    assert [keys_by_slot[slot] for slot in job.slots] == [
+        key for group in groups for key in group.keys if key in places
+    ]
+    assert job.generations == [slot + 100 for slot in job.slots]
+
+
+def test_keys_and_blocks_that_do_not_fit_are_refused() -> None:
+    """The error names both numbers; a value of another kind is named."""
+    ticket = store_ticket({b"k": (0, 1)})
+    with pytest.raises(UsageError, match=r"groups\[0\] has 1 keys, its 5 blocks from 3 on lie in"):
+        job_arrays(ticket, [ChunkBlocks([b"k"], [1, 2, 3, 4, 5], first=3)], 2)
+    with pytest.raises(UsageError, match="ChunkBlocks are needed"):
+        job_arrays(ticket, [([b"k"], [1])], 2)  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="prepare_store or prepare_load"):
+        job_arrays(None, [], 2)  # type: ignore[arg-type]
+
+
+def test_tickets_travel_to_other_processes() -> None:
+    """What is copied as objects are that go to another process has no scheduler to tell."""
+    ended: list[bool] = []
+    ticket = StoreTicket(
+        keys=(b"k",),
+        slots=np.array([7], "<u4"),
+        generations=np.array([9], "<u8"),
+        on_exit=ended.append,
+    )
+    with copy.copy(ticket) as there:
+        assert (there.keys, there.slots.tolist(), there.generations.tolist()) == ((b"k",), [7], [9])
+    loaded = LoadTicket((b"k",), ticket.slots, ticket.generations, np.array([True]), 3, 60.0)
+    with copy.copy(loaded) as there_too:
+        assert (there_too.lease, there_too.found.tolist()) == (3, [True])
+    assert ended == []

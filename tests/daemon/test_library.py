@@ -1,0 +1,168 @@
+"""What the client library saves an engine's author, against a real daemon."""
+
+import asyncio
+import os
+import select
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from kvd_client import ChunkBlocks, JobResult, LookupResult, Scheduler, Worker
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.waiting import PATIENCE, eventually
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Engine:
+    """One rank, attached."""
+    return Engine(daemon.runtime_dir, world_size=1).wait_attached()
+
+
+def readable(source: Scheduler | Worker, seconds: float = PATIENCE) -> bool:
+    """Whether its descriptor is, within so long."""
+    return bool(select.select([source], [], [], seconds)[0])
+
+
+def test_a_store_leaves_out_what_was_refused(engine: Engine) -> None:
+    """Half of the chunks are there already: the job has the blocks of the others, all load back."""
+    with engine:
+        worker, scheduler = engine.workers[0], engine.scheduler
+        keys = keys_of("chunk", 6)
+        engine.store(keys[::2])
+        eventually(lambda: scheduler.lookup_many(keys[::2]), {LookupResult.HIT}.issuperset)
+        blocks = engine.fill(keys, 1)
+        with scheduler.prepare_store(keys) as ticket:
+            assert list(ticket.keys) == keys[1::2]
+            assert worker.store(70, ticket, [ChunkBlocks(keys, blocks), ChunkBlocks([], [])])
+            worker.wait([70])
+        assert [result.success for result in worker.get_finished()] == [True]
+        eventually(lambda: scheduler.lookup_many(keys), {LookupResult.HIT}.issuperset)
+        others = [block + 30 for block in blocks]
+        engine.poison(others)
+        with scheduler.prepare_load(keys) as found:
+            assert worker.load(71, found, [ChunkBlocks(keys, others), ChunkBlocks([], [])])
+            worker.wait([71])
+        assert [result.success for result in worker.get_finished()] == [True]
+        assert engine.wrong_bytes(keys, others) == 0
+
+
+def test_leaving_a_ticket_completes_it(engine: Engine) -> None:
+    """The lease ends with the block; after an exception a store that has not ended is dropped."""
+    with engine:
+        scheduler, keys = engine.scheduler, keys_of("chunk", 3)
+        engine.store(keys)
+        eventually(lambda: scheduler.lookup_many(keys), {LookupResult.HIT}.issuperset)
+        with scheduler.prepare_load(keys):
+            assert scheduler.status()["leases"] == 1
+        assert scheduler.status()["leases"] == 0
+        new = keys_of("new", 2)
+        ticket = scheduler.prepare_store(new)
+        assert len(ticket) == 2
+        assert scheduler.lookup(new[0]) is LookupResult.HIT_PENDING
+        with pytest.raises(ZeroDivisionError), ticket:
+            raise ZeroDivisionError
+        assert scheduler.lookup_many(new) == [LookupResult.MISS] * 2
+        again = scheduler.prepare_store(new)
+        assert scheduler.complete_store(again, success=False).dropped == 2
+        assert scheduler.lookup_many(new) == [LookupResult.MISS] * 2
+
+
+def test_descriptors_tell_of_ended_jobs_and_ready_chunks(engine: Engine) -> None:
+    """Each is readable when its call has news, and quiet when the call has taken them."""
+    with engine:
+        worker, scheduler = engine.workers[0], engine.scheduler
+        for source, take in ((worker, worker.get_finished), (scheduler, scheduler.take_ready)):
+            quieten(source, take)
+        keys = keys_of("chunk", 4)
+        ticket = scheduler.prepare_store(keys)
+        blocks = engine.fill(keys, 1)
+        worker.store(70, ticket, [ChunkBlocks(keys, blocks), ChunkBlocks([], [])])
+        finished: list[JobResult] = []
+        while not finished:
+            assert readable(worker)
+            finished = worker.get_finished()
+        assert [(result.job_id, result.success) for result in finished] == [(70, True)]
+        told = False
+        while scheduler.lookup_many(keys) != [LookupResult.HIT] * 4:
+            assert readable(scheduler)
+            told |= scheduler.take_ready()
+        if not told:  # the directory said so before the descriptor
+            assert readable(scheduler)
+            told = scheduler.take_ready()
+        for source, take in ((worker, worker.get_finished), (scheduler, scheduler.take_ready)):
+            quieten(source, take)
+        assert told
+
+
+def quieten(source: Scheduler | Worker, take: Callable[[], object]) -> None:
+    """Take the news in, until there are none."""
+
+    def quiet() -> bool:
+        take()
+        return not readable(source, 0.0)
+
+    eventually(quiet)
+
+
+def test_a_lost_lane_makes_the_descriptor_readable(engine: Engine) -> None:
+    """Jobs that end because their lane did are told of as well, and nothing stays readable."""
+    with engine:
+        worker = engine.workers[0]
+        quieten(worker, worker.get_finished)
+        keys = keys_of("chunk", 2)
+        ticket = engine.scheduler.prepare_store(keys)
+        number = worker.timeline.reserve()  # never reached: the job waits
+        groups = [ChunkBlocks(keys, engine.fill(keys, 1)), ChunkBlocks([], [])]
+        worker.store(70, ticket, groups, after=number)
+        os.kill(engine.scheduler.status()["lanes"][0]["pid"], signal.SIGKILL)
+        results: list[JobResult] = []
+        while not results:
+            assert readable(worker)
+            results = worker.get_finished()
+        assert [(result.job_id, result.success) for result in results] == [(70, False)]
+        assert engine.scheduler.wait_attached(PATIENCE)
+        quieten(worker, worker.get_finished)
+
+
+def test_an_asyncio_loop_waits_for_jobs(engine: Engine) -> None:
+    """With `add_reader` every job's end is seen without a poll, also many at once."""
+
+    async def run() -> list[int]:
+        worker, scheduler = engine.workers[0], engine.scheduler
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(worker.fileno(), changed.set)
+        seen: list[int] = []
+        for job in range(20):
+            keys = keys_of(f"chunk-{job}", 1)
+            ticket = scheduler.prepare_store(keys)
+            worker.store(job, ticket, [ChunkBlocks(keys, [1, 2]), ChunkBlocks([], [])])
+        while len(seen) < 20:
+            await asyncio.wait_for(changed.wait(), PATIENCE)
+            changed.clear()
+            seen += [result.job_id for result in worker.get_finished()]
+        loop.remove_reader(worker.fileno())
+        return seen
+
+    assert make_layout().blocks_per_chunk == 2
+    with engine:
+        assert sorted(asyncio.run(run())) == list(range(20))
+
+
+def test_waiting_says_why_an_engine_is_not_attached(start_daemon: StartDaemon) -> None:
+    """No daemon, no rank, a missing rank: each is said, and attached is true."""
+    daemon = start_daemon()
+    with Scheduler(daemon.runtime_dir.parent / "nowhere", "engine") as lonely:
+        waited = lonely.wait_attached(0.0)
+        assert not waited
+        assert "no daemon answers in" in waited.why
+    with Scheduler(daemon.runtime_dir, "engine") as early:
+        assert "no rank of engine 'engine' is registered" in early.wait_attached(0.0).why
+    with Engine(daemon.runtime_dir, world_size=2, ranks=[0]) as half:
+        assert half.scheduler.wait_attached(0.0).why == "engine 'engine' lacks rank 1 of 2"
+        assert half.workers[0].wait_attached(0.0).why == "engine 'engine' lacks rank 1 of 2"
+        half.add(1)
+        assert half.scheduler.wait_attached(PATIENCE).why == ""
+        with Worker(daemon.runtime_dir, "engine", 1, 2) as idle:
+            assert "nothing is registered" in idle.wait_attached(0.0).why
