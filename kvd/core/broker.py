@@ -250,11 +250,11 @@ class Broker:
     @property
     def busy(self) -> bool:
         """There is `work` to do, with or without news from outside."""
-        return self._operations.busy
+        return self._operations.busy or self._registration.busy
 
     def work(self) -> list[Effect]:
         """One piece of what takes too long to be done in one go; a few milliseconds at most."""
-        return self._operations.work()
+        return self._operations.work() + self._registration.work()
 
     def tick(self, now: float) -> list[Effect]:
         """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""

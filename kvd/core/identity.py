@@ -23,10 +23,8 @@ def _shape(layout: RankLayout) -> list[Any]:
         layout.hash_block_size,
         layout.replicated,
         slot_bytes(layout),
-        [
-            [g.kind, g.block_size, g.sliding_window, [ref.page_bytes for ref in g.refs]]
-            for g in layout.groups
-        ],
+        layout.kinds,
+        layout.pages,
     ]
 
 

@@ -6,6 +6,8 @@ each other), for the pool's size (``auto``), or for a lane that is being
 restarted; it waits to a deadline and is then refused with the reason.
 """
 
+from collections import deque
+
 from kvd.core.admission import check_layout, check_names, check_rank, names_of, refused
 from kvd.core.attachment import attach, bind, import_worker, lane_up, tell_served
 from kvd.core.demand import check_device, want_lane
@@ -35,6 +37,7 @@ from kvd_proto.states import SessionEvent, SessionState
 
 REGISTER_SECONDS = 20.0
 DESCRIPTOR_SECONDS = 2.0
+AT_ONCE = 1024  # tensors and groups of a layout that is looked at in the turn in which it comes
 
 
 class Registration:
@@ -42,6 +45,7 @@ class Registration:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
+        self._large: deque[tuple[Session, PendingRegister, float]] = deque()
 
     # ------------------------------------------------------------ requests
 
@@ -63,9 +67,7 @@ class Registration:
         check_names(ErrorCode.BAD_LAYOUT, names_of(message))
         check_device(self._state, message.device, now)
         unsized = self._state.namespaces is None
-        others = engine.waiting if unsized else engine.workers
-        check_rank(engine, message, others)
-        check_layout(message, others, self._state.settings.pool_bytes)
+        check_rank(engine, message, engine.waiting if unsized else engine.workers)
         if unsized and message.temporary:
             raise Refused(
                 ErrorCode.BAD_STATE,
@@ -73,15 +75,57 @@ class Registration:
                 " decide; register another engine first",
             )
         effects = want_lane(self._state, message.device)
-        session.pending = PendingRegister(request_id, message, now + REGISTER_SECONDS)
-        if unsized:
-            return effects + self._open_pool(engine, now)
-        return effects + self.advance(session, now)
+        pending = PendingRegister(request_id, message, now + REGISTER_SECONDS, unchecked=True)
+        session.pending = pending
+        if len(message.layout.tensors) + len(message.layout.groups) > AT_ONCE:
+            self._large.append((session, pending, now))
+            return effects
+        try:
+            return effects + self._check(session, engine, pending, now)
+        except Refused:
+            session.pending = None
+            raise
+
+    @property
+    def busy(self) -> bool:
+        """There is `work` to do."""
+        return bool(self._large)
+
+    def work(self) -> list[Effect]:
+        """Go on with one large registration: to decode it was enough for the turn before."""
+        if not self._large:
+            return []
+        session, pending, now = self._large.popleft()
+        engine = session.engine
+        if session.pending is not pending or engine is None:
+            return []  # it has gone meanwhile
+        try:
+            return self._check(session, engine, pending, now)
+        except Refused as refusal:
+            told = refused(session, pending.message, str(refusal))
+            return [*told, *self._refuse_pending(session, self._refused(refusal))]
+
+    def _check(
+        self, session: Session, engine: Engine, pending: PendingRegister, now: float
+    ) -> list[Effect]:
+        """Look at the layout, and move the registration on.
+
+        Raises:
+            Refused: it can never be served.
+        """
+        unsized = self._state.namespaces is None
+        others = engine.waiting if unsized else engine.workers
+        check_rank(engine, pending.message, others)
+        check_layout(pending.message, others, self._state.settings.pool_bytes)
+        pending.unchecked = False
+        return self._open_pool(engine, now) if unsized else self.advance(session, now)
 
     def advance(self, session: Session, now: float) -> list[Effect]:
         """Move a pending registration on if what it waited for is there."""
         pending = session.pending
-        if pending is None or pending.importing or self._state.namespaces is None:
+        if pending is None or pending.importing or pending.unchecked:
+            return []
+        if self._state.namespaces is None:
             return []
         needed = 1 + max((fd_index(h) for h in pending.message.handles), default=0)
         if session.descriptors < needed:

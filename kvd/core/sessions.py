@@ -26,12 +26,16 @@ class Peer:
 
 @dataclass(slots=True)
 class PendingRegister:
-    """A registration that waits for the pool's size, descriptors, its lane, or the import."""
+    """A registration that waits for the pool's size, descriptors, its lane, or the import.
+
+    unchecked: its layout is large, and is looked at in a turn of its own.
+    """
 
     request_id: int
     message: Register
     deadline: float
     importing: bool = False
+    unchecked: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +106,7 @@ class Engine:
         """By rank the sessions whose registration is under way; of several the first."""
         found: dict[int, Session] = {}
         for session in self.sessions.values():
-            if session.pending is not None:
+            if session.pending is not None and not session.pending.unchecked:
                 found.setdefault(session.pending.message.rank, session)
         return found
 

@@ -36,11 +36,12 @@ from kvd_proto.errors import (
     VersionMismatch,
     WrongType,
 )
-from kvd_proto.messages import PROTOCOL_VERSION, TAGS, Message
+from kvd_proto.messages import PROTOCOL_VERSION, TAGS, Message, Register
 
 MAGIC = b"kvd\x00"
 NO_ID = bytes(16)
 MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_REGISTER_BYTES = 2 * 2**20  # half as much again as the largest layout takes
 MAX_MAP_ITEMS = 1024
 _HEADER = struct.Struct("<4sHHQ16s16s")
 HEADER_BYTES = _HEADER.size
@@ -62,10 +63,16 @@ class Codec:
 
     Args:
         tags: tag → message type. The wire's own table is `messages.TAGS`.
+        limits: bytes of a frame, for types that are costly to decode; else `MAX_MESSAGE_BYTES`.
     """
 
-    def __init__(self, tags: Mapping[int, type[Message]]) -> None:
+    def __init__(
+        self,
+        tags: Mapping[int, type[Message]],
+        limits: Mapping[type[Message], int] | None = None,
+    ) -> None:
         self._types = dict(tags)
+        self._limits = dict(limits or {})
         self._tags = {kind: tag for tag, kind in self._types.items()}
         if len(self._tags) != len(self._types):
             raise ValueError("a message type has two tags")
@@ -85,13 +92,12 @@ class Codec:
         header = _HEADER.pack(
             MAGIC, PROTOCOL_VERSION, self._tags[type(message)], request_id, boot_id, session
         )
-        fields = msgspec.to_builtins(message, builtin_types=(bytes,))
-        frame = header + msgpack.packb(fields, use_bin_type=True)
+        frame: bytes = header + msgspec.msgpack.encode(message)
         if len(frame) > MAX_MESSAGE_BYTES:
             raise Oversize(
                 f"{type(message).__name__} of {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}"
             )
-        return bytes(frame)
+        return frame
 
     def decode_header(self, frame: bytes) -> Header:
         """The header of `frame`, without a look at the body or the version.
@@ -127,6 +133,9 @@ class Codec:
         kind = self._types.get(header.tag)
         if kind is None:
             raise UnknownTag(f"tag 0x{header.tag:02x} names no message")
+        limit = self._limits.get(kind, MAX_MESSAGE_BYTES)
+        if len(frame) > limit:
+            raise Oversize(f"a {kind.__name__} of {len(frame)} bytes, the limit is {limit}")
         return _convert(kind, _unpack(frame))
 
 
@@ -169,5 +178,5 @@ def _convert(kind: type[Message], fields: dict[str, Any]) -> Message:
         raise WrongType(where) from error
 
 
-WIRE = Codec(TAGS)
+WIRE = Codec(TAGS, {Register: MAX_REGISTER_BYTES})
 """The codec of the wire between clients and daemon."""

@@ -10,11 +10,15 @@ to back, each a region of `blocks_per_chunk` pages, block after block, so that
 consecutive blocks are one run on both sides.
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
+import msgpack
 import msgspec
+from msgspec import Meta
 
 from kvd_proto.errors import AlignmentError, LayoutError, LayoutMismatch, SizeError
 
@@ -22,7 +26,9 @@ SLOT_ALIGNMENT = 4096
 MAX_BYTES = 2**48
 MAX_BLOCKS = 2**31 - 1
 MAX_BLOCKS_PER_CHUNK = 65535
-MAX_GROUPS = 65535
+MAX_GROUPS = 1024
+MAX_TENSORS = 8192
+MAX_REFS = 8192  # of all groups together
 
 
 class Range(NamedTuple):
@@ -37,9 +43,11 @@ CHUNK_BLOCKS = Range(1, MAX_BLOCKS_PER_CHUNK)
 SIZE = Range(1, MAX_BYTES)
 OFFSET = Range(0, MAX_BYTES)
 GROUPS = Range(1, MAX_GROUPS)
+TENSORS = Range(1, MAX_TENSORS)
+REFS = Range(1, MAX_REFS)
 
 
-class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Pages of one tensor: block b is storage bytes [offset + b*block_stride, +page_bytes).
 
     storage: index in the layout's storages.
@@ -54,7 +62,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_stride: Annotated[int, OFFSET]
 
 
-class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A group's use of a tensor.
 
     tensor: index in the layout's tensors.
@@ -65,22 +73,22 @@ class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page_bytes: Annotated[int, SIZE]
 
 
-class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Layers that share one block table.
 
-    refs: the pages that a block of this group has; at least one.
+    refs: the pages that a block of this group has; at least one, in all groups 8,192 at most.
     block_size: tokens of a block; a multiple of the layout's hash_block_size.
     kind: any word, `full` for attention to all tokens; engines share chunks where it is equal.
     sliding_window: tokens that attention looks back; nil: all.
     """
 
-    refs: tuple[TensorRef, ...]
+    refs: Annotated[tuple[TensorRef, ...], Meta(max_length=MAX_REFS)]
     block_size: Annotated[int, COUNT]
     kind: str = "full"
     sliding_window: Annotated[int, COUNT] | None = None
 
 
-class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """One rank's KV memory.
 
     num_blocks: the engine's configured number; blocks are 0 to num_blocks - 1.
@@ -88,7 +96,7 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash_block_size: tokens that one block hash of the engine stands for.
     storages: sizes of the allocations, in bytes.
     tensors: where pages lie; at least one.
-    groups: which of them belong together.
+    groups: which of them belong together; at least one.
     replicated: every rank holds the same bytes (MLA under tensor parallelism), so a chunk is
     stored once and ranks take turns to write.
     """
@@ -97,14 +105,42 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks_per_chunk: Annotated[int, CHUNK_BLOCKS]
     hash_block_size: Annotated[int, COUNT]
     storages: tuple[Annotated[int, SIZE], ...]
-    tensors: tuple[TensorSpec, ...]
-    groups: Annotated[tuple[GroupSpec, ...], GROUPS]
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+    groups: Annotated[tuple[GroupSpec, ...], Meta(max_length=MAX_GROUPS)]
     replicated: bool = False
+
+    @cached_property
+    def kinds(self) -> bytes:
+        """Digest of what the groups are, pages aside: equal for all ranks of an engine."""
+        return _digest([[g.kind, g.block_size, g.sliding_window] for g in self.groups])
+
+    @cached_property
+    def pages(self) -> bytes:
+        """Digest of the groups' page sizes: equal for all ranks of a pipeline stage."""
+        return _digest(_page_sizes(self))
+
+    @cached_property
+    def used_bytes(self) -> int:
+        """See `used_storage_bytes`."""
+        return sum(self.storages[index] for index in {tensor.storage for tensor in self.tensors})
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """See the function."""
+        return _slot_bytes(self)
+
+
+def _digest(value: list[Any]) -> bytes:
+    return hashlib.blake2b(msgpack.packb(value), digest_size=16).digest()
+
+
+def _page_sizes(layout: RankLayout) -> list[list[int]]:
+    return [[ref.page_bytes for ref in group.refs] for group in layout.groups]
 
 
 def used_storage_bytes(layout: RankLayout) -> int:
     """Sum of the sizes of the storages that some tensor uses, each counted once."""
-    return sum(layout.storages[index] for index in {tensor.storage for tensor in layout.tensors})
+    return layout.used_bytes
 
 
 def share_bytes(layout: RankLayout) -> int:
@@ -123,6 +159,10 @@ def slot_bytes(layout: RankLayout) -> int:
     Raises:
         LayoutError: a group's pages need more than the share.
     """
+    return layout.slot_bytes
+
+
+def _slot_bytes(layout: RankLayout) -> int:
     share = share_bytes(layout)
     for index in range(len(layout.groups)):
         needed = group_bytes(layout, index)
@@ -164,16 +204,37 @@ def validate_layout(layout: RankLayout) -> None:
     _check_range("the number of groups", len(layout.groups), GROUPS, "report fewer")
     for index, size in enumerate(layout.storages):
         _check_range(f"storages[{index}]", size, SIZE, "report its size in bytes")
+    _check_range("the number of tensors", len(layout.tensors), TENSORS, "report fewer")
     for index, tensor in enumerate(layout.tensors):
-        _check_tensor(layout, index, tensor)
+        if not _is_sound(layout, tensor):
+            _check_tensor(layout, index, tensor)
     for index, group in enumerate(layout.groups):
         _check_group(layout, index, group)
+    refs = sum(len(group.refs) for group in layout.groups)
+    _check_range("the number of all groups' refs", refs, REFS, "report fewer")
     slot_bytes(layout)
 
 
 def _check_range(name: str, value: int, taken: Range, remedy: str) -> None:
     if not taken.low <= value <= taken.high:
         raise SizeError(f"{name} = {value} is not within {taken.low}..{taken.high}; {remedy}")
+
+
+def _is_sound(layout: RankLayout, tensor: TensorSpec) -> bool:
+    """What `_check_tensor` says at length, in a sixth of the time: there may be thousands."""
+    storage, offset, page, stride = (
+        *(tensor.storage, tensor.offset),
+        *(tensor.page_bytes, tensor.block_stride),
+    )
+    last = layout.num_blocks - 1
+    return (
+        0 <= storage < len(layout.storages)
+        and 0 <= offset <= MAX_BYTES
+        and 1 <= page <= MAX_BYTES
+        and (stride >= page or not last)
+        and 0 <= stride <= MAX_BYTES
+        and offset + last * stride + page <= layout.storages[storage]
+    )
 
 
 def _check_tensor(layout: RankLayout, index: int, tensor: TensorSpec) -> None:
@@ -214,6 +275,12 @@ def _check_group(layout: RankLayout, index: int, group: GroupSpec) -> None:
         _check_range(f"{name}.sliding_window", group.sliding_window, COUNT, "give tokens, or none")
     if not group.refs:
         raise LayoutError(f"{name} refers to no tensor")
+    tensors = layout.tensors
+    if all(
+        0 <= ref.tensor < len(tensors) and 1 <= ref.page_bytes <= tensors[ref.tensor].page_bytes
+        for ref in group.refs
+    ):
+        return
     for position, ref in enumerate(group.refs):
         if not 0 <= ref.tensor < len(layout.tensors):
             raise LayoutError(
@@ -243,28 +310,23 @@ def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) 
         "blocks_per_chunk": lambda x: x.blocks_per_chunk,
         "hash_block_size": lambda x: x.hash_block_size,
         "replicated": lambda x: x.replicated,
+    }
+    for name, value in common.items():
+        _agree(name, layouts, value, value)
+    of_groups: dict[str, Callable[[RankLayout], Any]] = {
         "number of groups": lambda x: len(x.groups),
         "block sizes": lambda x: [group.block_size for group in x.groups],
         "kinds of group": lambda x: [group.kind for group in x.groups],
         "sliding windows": lambda x: [group.sliding_window for group in x.groups],
     }
-    for name, value in common.items():
-        _agree(name, {rank: value(layout) for rank, layout in layouts.items()})
+    for name, value in of_groups.items():
+        _agree(name, layouts, lambda x: x.kinds, value)
     if any(layout.replicated for layout in layouts.values()):
         _one_stage({rank: stages[rank] for rank in layouts})
     for stage in sorted(set(stages.values())):
         members = {rank: layout for rank, layout in layouts.items() if stages[rank] == stage}
-        _agree(
-            f"page sizes (stage {stage})",
-            {
-                rank: [[ref.page_bytes for ref in group.refs] for group in layout.groups]
-                for rank, layout in members.items()
-            },
-        )
-        _agree(
-            f"bytes per chunk (stage {stage})",
-            {rank: slot_bytes(layout) for rank, layout in members.items()},
-        )
+        _agree(f"page sizes (stage {stage})", members, lambda x: x.pages, _page_sizes)
+        _agree(f"bytes per chunk (stage {stage})", members, slot_bytes, slot_bytes)
 
 
 def _one_stage(stages: Mapping[int, int]) -> None:
@@ -279,13 +341,25 @@ def _one_stage(stages: Mapping[int, int]) -> None:
             )
 
 
-def _agree(name: str, values: Mapping[int, Any]) -> None:
-    if len({repr(value) for value in values.values()}) <= 1:
+def _agree(
+    name: str,
+    layouts: Mapping[int, RankLayout],
+    kind: Callable[[RankLayout], Hashable],
+    value: Callable[[RankLayout], Any],
+) -> None:
+    """All have the same `value`, as all that are of one `kind` do: that is quickly compared."""
+    kinds = {rank: kind(layout) for rank, layout in layouts.items()}
+    if len(set(kinds.values())) <= 1:
         return
-    votes = Counter(repr(value) for value in values.values())
-    usual = max(votes, key=lambda text: (votes[text], text == repr(values[min(values)])))
-    odd = next(rank for rank in sorted(values) if repr(values[rank]) != usual)
-    others = [rank for rank in sorted(values) if repr(values[rank]) == usual]
+    one_of = {of: rank for rank, of in kinds.items()}
+    said = {of: repr(value(layouts[rank])) for of, rank in one_of.items()}
+    values = {rank: said[of] for rank, of in kinds.items()}
+    votes = Counter(values.values())
+    if len(votes) <= 1:
+        return
+    usual = max(votes, key=lambda text: (votes[text], text == values[min(values)]))
+    odd = next(rank for rank in sorted(values) if values[rank] != usual)
+    others = [rank for rank in sorted(values) if values[rank] == usual]
     raise LayoutMismatch(
         f"rank {odd} reports {name} = {values[odd]}, rank(s) {others} report {usual}; start all"
         " ranks with the same model and settings"

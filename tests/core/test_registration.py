@@ -1,12 +1,15 @@
 """Registration decisions that a random walk meets too seldom."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from kvd.core.admission import check_rank
+from kvd.core.admission import check_layout, check_rank
 from kvd.core.broker import Broker
 from kvd.core.effects import DropDirectory, Effect, Event, Notify, OpenPool, Reply, ToLane
 from kvd.core.identity import namespace_id
+from kvd.core.registration import AT_ONCE
 from kvd.core.sessions import Engine, Peer, Session
 from kvd.errors import Refused
 from kvd.filling import MIN_PIECE_BYTES
@@ -265,6 +268,63 @@ def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
     assert broker.state.usable_bytes(session.engine) is None
     broker.supervision.heard("host", lane_ready(5), 0.0)  # another lane, which pins anew
     assert broker.state.usable_bytes(session.engine) == 5
+
+
+def large(rank: int = 0, world_size: int = 1) -> Register:
+    """A rank with so many tensors that its layout is looked at in a turn of its own."""
+    message = register(rank, world_size)
+    tensors = tuple(
+        TensorSpec(storage=0, offset=number * PAGE, page_bytes=PAGE, block_stride=PAGE * AT_ONCE)
+        for number in range(AT_ONCE)
+    )
+    layout = msgspec.structs.replace(
+        message.layout, storages=(BLOCKS * PAGE * AT_ONCE,), tensors=tensors
+    )
+    return msgspec.structs.replace(message, layout=layout)
+
+
+def test_a_large_registration_takes_a_turn_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to decode it, one to look at it and hand it on; a second one waits for the next."""
+    looks: list[int] = []
+
+    def watched(message: Register, *rest: Any) -> None:
+        looks.append(message.rank)
+        check_layout(message, *rest)
+
+    monkeypatch.setattr("kvd.core.registration.check_layout", watched)
+    broker = make_broker(available=2**30)
+    broker.state.namespaces = broker.state.open_namespaces(2**30)
+    sessions = [worker(broker), worker(broker)]
+    for rank, session in enumerate(sessions):
+        assert not imports(broker.request(session, 2, large(rank, 2), 0.0))
+    assert not looks
+    for rank, session in enumerate(sessions):
+        assert broker.busy
+        assert imports(broker.work()) == [session.number]
+        assert looks == list(range(rank + 1))
+    assert not broker.busy
+
+
+def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> None:
+    """With the reason, once; one whose session has gone meanwhile is forgotten."""
+    broker = make_broker(available=2**30)
+    wrong = large()
+    layout = msgspec.structs.replace(wrong.layout, hash_block_size=7)
+    wrong = msgspec.structs.replace(wrong, layout=layout)
+    gone, session = worker(broker, "gone"), worker(broker)
+    for each in (gone, session):
+        assert not replies(broker.request(each, 2, wrong, 0.0))
+    broker.lost(gone)
+    assert not broker.work()
+    (reply,) = replies(broker.work())
+    assert isinstance(reply.message, Error)
+    assert "no multiple of the hash block size 7" in reply.message.text
+    assert session.pending is None
+    assert not broker.busy
+    broker.descriptors(session, 0, 2, 0.0)
+    broker.request(session, 3, large(), 0.0)
+    assert broker.state.namespaces is None
+    assert opened(broker.work())
 
 
 def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:

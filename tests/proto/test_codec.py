@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray
-from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, WIRE, Codec
+from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, MAX_REGISTER_BYTES, WIRE, Codec
 from kvd_proto.errors import (
     BadHeader,
     DecodeError,
@@ -232,3 +232,16 @@ def test_an_array_that_fits_no_message_is_not_made(values: Any) -> None:
     """One value above the limit is refused where the array is made, before anything is sent."""
     with pytest.raises(Oversize, match=f"{MAX_ARRAY_ITEMS + 1} items, at most {MAX_ARRAY_ITEMS}"):
         IntArray.of(values, "u4")
+
+
+def test_a_registration_above_its_bounds_is_refused_before_it_is_looked_at() -> None:
+    """By its bytes without a look into them, by its lists before a layout is made of them."""
+    frame = WIRE.encode(next(each for each in EXAMPLES if isinstance(each, Register)))
+    with pytest.raises(Oversize, match=f"a Register of {MAX_REGISTER_BYTES + 1} bytes"):
+        WIRE.decode(frame[:HEADER_BYTES] + b"\xc1" * (MAX_REGISTER_BYTES + 1 - HEADER_BYTES))
+    fields = msgpack.unpackb(frame[HEADER_BYTES:])
+    for name, most in (("groups", 1024), ("tensors", 8192)):
+        layout = fields["layout"] | {name: fields["layout"][name][:1] * (most + 1)}
+        body = msgpack.packb(fields | {"layout": layout})
+        with pytest.raises(Oversize, match=rf"length <= {most} .*layout.{name}"):
+            WIRE.decode(frame[:HEADER_BYTES] + body)
