@@ -223,13 +223,18 @@ def _diagram(title: str, table: Mapping[StrEnum, Mapping[StrEnum, StrEnum]]) -> 
 
 
 def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
-    """A directory of five slots, and keys to look up: all at one home, the last one not there.
+    """A directory of five slots for chunks of four blocks, and keys to look up.
 
-    The first key is there twice: what was there before a reset does not count.
+    All are at one home, the last one is not there. The first key is there twice: what was there
+    before a reset does not count.
     """
     num_slots = 5
     writer = DirectoryWriter.create(
-        bytearray(directory_bytes(num_slots)), num_slots, bytes(range(32, 48)), BOOT_ID
+        bytearray(directory_bytes(num_slots)),
+        num_slots,
+        bytes(range(32, 48)),
+        BOOT_ID,
+        blocks_per_chunk=4,
     )
     mask = writer.header.index_capacity - 1
     names = (b"chunk-%d" % number for number in range(1000))
@@ -239,7 +244,7 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
     writer.write_state(4, SlotState.READY)
     writer.forget()
     writer.begin(keys[:2], [2, 0], 1)
-    writer.add_share(2, 0, 2, 2, 1)
+    writer.add_share(2, 0, 0, 4, 1)
     writer.write_state(2, SlotState.READY)
     return writer, keys
 

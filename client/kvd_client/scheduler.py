@@ -15,6 +15,7 @@ import numpy as np
 
 from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.attaching import AttachState, why_not_attached
+from kvd_client.block_ranges import Blocks, check_blocks, pack_blocks
 from kvd_client.door import Notice
 from kvd_client.errors import UsageError
 from kvd_client.lookup_counts import LookupCounts
@@ -98,7 +99,7 @@ class Scheduler:
         self._owed: Reset | None = None  # a reset that no daemon has answered yet
         # Swapped on attaching, detaching, silence, loss, a reset, close and fork: a lookup tests
         # nothing.
-        self._find: Callable[[bytes], LookupResult] = self._find_nothing
+        self._find: Callable[..., LookupResult] = self._find_nothing
         self._counts_tokens = flag("counts_tokens", counts_tokens)
         self._counts = LookupCounts(tokens=counts_tokens)
         self._session = Session(
@@ -113,17 +114,21 @@ class Scheduler:
 
     # ---------------------------------------------------------------- lookups
 
-    def lookup(self, key: bytes) -> LookupResult:
+    def lookup(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
         """HIT, HIT_PENDING (being written) or MISS. Asks nobody: reads shared memory.
 
-        A hint; `prepare_load` decides.
+        A hint; `prepare_load` decides. A chunk that lacks some of the blocks `first`..
+        `first + count - 1` is a MISS; without a count these are all from `first` on.
 
         Raises:
-            UsageError: no bytes, empty, longer than 48 bytes; or closed.
+            UsageError: no bytes, empty, longer than 48 bytes; not some blocks of a chunk; or
+                closed.
         """
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
             _check_key(key)
-        found = self._find(key)
+        if first.__class__ is not int or first or count is not None:
+            check_blocks(first, count)
+        found = self._find(key, first, count)
         counts = self._counts
         counts.chunks += 1
         if found is _HIT:
@@ -162,21 +167,28 @@ class Scheduler:
         self._counts.tokens += asked
         self._counts.hit_tokens += found
 
-    def _find_nothing(self, key: bytes) -> LookupResult:
-        del key
+    def _find_nothing(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
+        del key, first, count
         self._session.check_open()
         return _MISS
 
     # ----------------------------------------------------------------- stores
 
-    def prepare_store(self, keys: Collection[bytes]) -> StoreTicket:
+    def prepare_store(
+        self, keys: Collection[bytes], blocks: Collection[Blocks] | None = None
+    ) -> StoreTicket:
         """Ask for slots. Some keys may be accepted and others not; see the ticket's answers.
+
+        `blocks` says what of each key's chunk will be stored, as pairs (first block, count);
+        None: all of it. A chunk that is here with fewer blocks may be accepted; it is found
+        until the new one takes its place.
 
         Raises:
             UsageError: keys that cannot be meant; or closed.
         """
         wanted = _keys(keys)
-        reply = self._ask(PrepareStore(keys=wanted), StorePrepared)
+        first, count = pack_blocks(blocks, wanted)
+        reply = self._ask(PrepareStore(keys=wanted, first=first, count=count), StorePrepared)
         if reply is None:
             return StoreTicket()
         answers = reply.answers.numpy().tolist()
@@ -226,8 +238,16 @@ class Scheduler:
 
     # ------------------------------------------------------------------ loads
 
-    def prepare_load(self, keys: Collection[bytes], lease_seconds: float = 60.0) -> LoadTicket:
+    def prepare_load(
+        self,
+        keys: Collection[bytes],
+        lease_seconds: float = 60.0,
+        blocks: Collection[Blocks] | None = None,
+    ) -> LoadTicket:
         """Pin chunks for loading, until `complete_load` or the lease's end.
+
+        `blocks` says what of each key's chunk will be loaded, as pairs (first block, count);
+        None: all of it. A chunk that lacks some of that is not found.
 
         Raises:
             UsageError: keys or a lease that cannot be meant; or closed.
@@ -241,11 +261,13 @@ class Scheduler:
                 f"lease_seconds={shown(lease_seconds)}: above 0 and at most {MAX_LEASE_SECONDS:g}"
             )
         lease_ms = max(1, round(lease_seconds * 1000))
+        first, count = pack_blocks(blocks, wanted)
         nothing = LoadTicket(found=np.zeros(len(wanted), np.bool_))
         if self._owed is not None:
             self._session.check_open()
             return nothing
-        reply = self._ask(PrepareLoad(keys=wanted, lease_ms=lease_ms), LoadPrepared)
+        message = PrepareLoad(keys=wanted, lease_ms=lease_ms, first=first, count=count)
+        reply = self._ask(message, LoadPrepared)
         if reply is None:
             return nothing
         found = reply.found.numpy().astype(np.bool_)

@@ -10,6 +10,7 @@ from kvd.core.operations import Handler
 from kvd.core.sessions import Session
 from kvd.core.state import BrokerState
 from kvd.errors import Refused
+from kvd.state.decisions import Blocks
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     CompleteLoad,
@@ -56,7 +57,8 @@ class Caching:
         self._open_for_work(session, len(message.keys))
         engine, namespace = self._state.served_namespace(session.engine)
         usable = self._state.usable_bytes(engine)
-        decision = namespace.table.prepare_store(message.keys, engine.number, now, usable)
+        blocks = _blocks(message, namespace.geometry.blocks_per_chunk)
+        decision = namespace.table.prepare_store(message.keys, engine.number, now, usable, blocks)
         reply = StorePrepared(
             answers=IntArray.of(decision.answers, "u1"),
             slots=IntArray.of(decision.slots, "u4"),
@@ -85,7 +87,10 @@ class Caching:
         check_leases(engine, namespace, self._state.settings.max_leases)
         seconds = min(message.lease_ms / 1000, self._state.settings.lease_seconds)
         usable = self._state.usable_bytes(engine)
-        decision = namespace.table.prepare_load(message.keys, engine.number, now, seconds, usable)
+        blocks = _blocks(message, namespace.geometry.blocks_per_chunk)
+        decision = namespace.table.prepare_load(
+            message.keys, engine.number, now, seconds, usable, blocks
+        )
         reply = LoadPrepared(
             lease=decision.lease_id,
             lease_ms=int(seconds * 1000),
@@ -134,3 +139,21 @@ class Caching:
             raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
         if not self._state.allocated:
             raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")
+
+
+def _blocks(message: PrepareStore | PrepareLoad, blocks_per_chunk: int) -> list[Blocks]:
+    """What of each chunk is meant; nothing where it is all of every chunk."""
+    first, count, keys = message.first, message.count, len(message.keys)
+    if not len(first) == len(count) in {0, keys}:
+        raise Refused(
+            ErrorCode.BAD_MESSAGE,
+            f"{len(first)} first blocks and {len(count)} counts for {keys} keys",
+        )
+    blocks = list(zip(first.numpy().tolist(), count.numpy().tolist(), strict=True))
+    for begin, number in blocks:
+        if begin < 0 or number < 1 or begin + number > blocks_per_chunk:
+            raise Refused(
+                ErrorCode.BAD_MESSAGE,
+                f"{number} blocks from {begin} on of a chunk of {blocks_per_chunk}",
+            )
+    return blocks

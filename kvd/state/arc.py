@@ -80,6 +80,13 @@ class ArcPolicy(Policy):
         self._slots.remove(slot)
         self._unfinished.discard(slot)
 
+    def replace(self, slot: int, by: int) -> None:
+        """See Policy."""
+        self._slots.replace(slot, by)
+        if slot in self._unfinished:
+            self._unfinished.remove(slot)
+            self._unfinished.add(by)
+
     def victims(self, n: int, may_evict: MayEvict) -> list[int] | None:
         """The `n` that bring T1 towards its target, coldest of each list first, or None."""
         if n <= 0:

@@ -4,7 +4,8 @@ It is the only writer of its directory, and the states of a slot are those of
 `kvd_proto.states.CHUNK`::
 
     FREE -> WRITING     prepare_store
-    WRITING -> READY    share_done, with the last rank that was expected
+    WRITING -> READY    share_done, with the last rank that was expected; a chunk with fewer
+                        blocks of the same key, which was READY, goes as by reset
     WRITING -> DRAINING a share failed, complete_store without success, the ticket's
                         deadline passed, the session is gone, reset
     DRAINING -> FREE    revoked: the lanes have nothing under way there
@@ -25,12 +26,14 @@ from kvd.errors import IntegrityError
 from kvd.state.ages import Ages
 from kvd.state.counters import Counters
 from kvd.state.decisions import (
+    Blocks,
     LoadDecision,
     Refs,
     ResetOutcome,
     ShareOutcome,
     StoreDecision,
     StoreSummary,
+    covers,
 )
 from kvd.state.directory import DirectoryWriter
 from kvd.state.geometry import Geometry
@@ -91,7 +94,7 @@ class ChunkTable:
         self._pool = pool
         self.space = pool.join(geometry, self, model)
         policy = POLICIES[config.policy](geometry.num_slots, directory.key)
-        self.slots = Slots(directory, policy, self.space)
+        self.slots = Slots(directory, policy, self.space, self.ages)
 
     def restore(self, chunks: KeptChunks) -> None:
         """Take over the chunks of the daemon before, into a table that is new.
@@ -114,9 +117,17 @@ class ChunkTable:
     # ------------------------------------------------------------------- stores
 
     def prepare_store(
-        self, keys: Sequence[bytes], owner: int, now: float, usable: int | None = None
+        self,
+        keys: Sequence[bytes],
+        owner: int,
+        now: float,
+        usable: int | None = None,
+        blocks: Sequence[Blocks] = (),
     ) -> StoreDecision:
         """Give slots to as many new keys as there is room for, in the order of `keys`.
+
+        `blocks` says what of each chunk will be stored; all of it where it is left out. A key
+        whose READY chunk holds less is new; that chunk is found until the fuller one is READY.
 
         What is evicted for it goes all or nothing: first it is known how many can
         go, then exactly those are evicted that the accepted keys need. Of equal keys
@@ -124,11 +135,13 @@ class ChunkTable:
         `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
         """
         self.ages.tell(now)
-        offer = Offer.of(keys, self.directory, self._filter)
+        offer = Offer.of(keys, blocks, self.slots, self._filter)
         slots, evicted = self._room(len(offer.wanted), offer.named, usable)
         taken = list(offer.wanted)[: len(slots)]
         deadline = now + self.config.ticket_seconds
-        begun, slots, generations = self.slots.begin(taken, slots, owner, deadline)
+        begun, slots, generations = self.slots.begin(
+            taken, slots, owner, deadline, {k: offer.lesser[k] for k in taken if k in offer.lesser}
+        )
         self._mark(slots)
         capped = len(taken) < len(offer.wanted) and self._pool.is_capped(self.space)
         no_room = StoreAnswer.QUOTA if capped else StoreAnswer.FULL
@@ -185,10 +198,11 @@ class ChunkTable:
         """A lane reports one rank's share of these slots, [n] each; `groups` are 0 where left out.
 
         A chunk becomes READY with the last expected rank. One whose share failed, or
-        of which no block is there on every rank, can never be READY and is given up.
+        of which no block is there on every rank, can never be READY and is given up; so
+        is one that holds no more than what it should replace.
         Reports about slots that have moved on, and second reports, are ignored.
         """
-        directory, finish, ready, failed, stale = self.directory, self.slots.finish, [], [], 0
+        directory, life, ready, failed, stale = self.directory, self.slots, [], [], 0
         writers = self.space.geometry.writers
         given_up: set[int] = set()
         if groups is None:
@@ -209,11 +223,11 @@ class ChunkTable:
                 given_up.add(slot)
             else:
                 done, covered = directory.add_share(slot, rank, block, blocks, group)
-                if not covered:
+                if not covered or (done == expected and not life.is_worth_it(slot)):
                     failed.append(slot)
                     given_up.add(slot)
                 elif done == expected:
-                    finish(owner, slot)
+                    self._counters.replaced += life.finish(owner, slot)
                     ready.append(slot)
         self._counters.stored += len(ready)
         self._counters.stale_reports += stale
@@ -231,6 +245,9 @@ class ChunkTable:
         failed: dict[int, None] = {}
         for key in keys:
             slot = directory.find(key)
+            fuller = self.slots.replacement(slot)
+            if fuller is not None and directory.owner(fuller) == owner:
+                slot = fuller
             if slot < 0 or slot in failed:
                 gone += 1
             elif directory.state(slot) == _READY:
@@ -254,25 +271,31 @@ class ChunkTable:
 
     # -------------------------------------------------------------------- loads
 
-    def prepare_load(
+    def prepare_load(  # noqa: PLR0917 a request has these six parts
         self,
         keys: Sequence[bytes],
         owner: int,
         now: float,
         duration: float,
         usable: int | None = None,
+        blocks: Sequence[Blocks] = (),
     ) -> LoadDecision:
         """Pin the keys that are READY, under a lease of `duration` seconds at most.
 
+        `blocks` says what is needed of each chunk; all of it where it is left out. A chunk that
+        lacks some of that is missed.
         While only `usable` bytes of the pool can be used, what lies elsewhere is missed.
         """
         self.ages.tell(now)
         within = self.space.is_within
         found, slots = bytearray(len(keys)), []
-        find, state = self.directory.find, self.directory.state
+        find, state, held = self.directory.find, self.directory.state, self.directory.blocks
+        whole = (0, self.directory.blocks_per_chunk)
         for i, key in enumerate(keys):
             slot = find(key)
-            if slot >= 0 and state(slot) == _READY and (usable is None or within(slot, usable)):
+            if slot < 0 or state(slot) != _READY or not (usable is None or within(slot, usable)):
+                continue
+            if covers(held(slot), blocks[i] if blocks else whole):
                 found[i] = 1
                 slots.append(slot)
         deadline = now + min(duration, self.config.lease_seconds)

@@ -31,6 +31,7 @@ class Counters:
     index_full: int = 0  # of `full`: the index had no room near the key's home
     restored: int = 0  # chunks of the daemon before
     stored: int = 0  # chunks that became READY
+    replaced: int = 0  # chunks that a fuller store of their key took the place of
     dropped: int = 0  # stores given up, whatever the reason
     tickets_expired: int = 0  # of `dropped`: the deadline passed
     stale_reports: int = 0  # shares and revocations of slots that had moved on

@@ -6,8 +6,16 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+Blocks: TypeAlias = tuple[int, int]
+"""The first of some blocks of a chunk, and how many they are."""
+
 Refs: TypeAlias = list[tuple[int, int]]
 """Slots with the generation that is meant."""
+
+
+def covers(held: Blocks, needed: Blocks) -> bool:
+    """Whether all blocks that are needed are held."""
+    return held[0] <= needed[0] and needed[0] + needed[1] <= held[0] + held[1]
 
 
 @dataclass(frozen=True, slots=True)

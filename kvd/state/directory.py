@@ -9,7 +9,7 @@ written here and nowhere else, so that no way to free a slot can leave it out.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import IntegrityError, LedgerDamaged
+from kvd.state.decisions import Blocks
 from kvd.state.ledger import KeptChunks, Ledger
 from kvd_proto.directory import (
     KEY_BYTES,
@@ -60,7 +61,7 @@ class DirectoryWriter(DirectoryView):
         self._halves = self._records.cast("H")
 
     @classmethod
-    def create(  # noqa: PLR0917 a directory has these six parts
+    def create(  # noqa: PLR0917 a directory has these seven parts
         cls,
         buffer: "WriteableBuffer",
         num_slots: int,
@@ -68,6 +69,7 @@ class DirectoryWriter(DirectoryView):
         boot_id: bytes,
         ledger: Ledger | None = None,
         generation_base: int = 0,
+        blocks_per_chunk: int = 1,
     ) -> Self:
         """Make a directory in memory that is all zero; touches its first page only.
 
@@ -79,11 +81,12 @@ class DirectoryWriter(DirectoryView):
             ledger: where READY chunks are kept for the next daemon, if anywhere.
             generation_base: generations given from now on are greater; no daemon before this
                 one gave a greater one.
+            blocks_per_chunk: blocks of a whole chunk.
 
         Raises:
             DirectoryError: sizes out of range, or the buffer is too small.
         """
-        header = DirectoryHeader.plan(num_slots, namespace, boot_id)
+        header = DirectoryHeader.plan(num_slots, namespace, boot_id, blocks_per_chunk)
         whole = memoryview(buffer).cast("B")
         if len(whole) < header.total_bytes:
             raise DirectoryError(
@@ -163,10 +166,23 @@ class DirectoryWriter(DirectoryView):
         """Set the state byte."""
         self._records[slot * RECORD_BYTES + _STATE] = state
 
-    def begin(self, keys: Sequence[bytes], slots: Sequence[int], owner: int) -> list[int]:
+    def blocks(self, slot: int) -> Blocks:
+        """The blocks of a READY chunk that hold bytes on every rank."""
+        at = slot * (RECORD_BYTES // 2) + 11
+        first, count = self._halves[at : at + 2]
+        return first, count
+
+    def begin(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        owner: int,
+        unindexed: Collection[bytes] = (),
+    ) -> list[int]:
         """FREE -> WRITING: give every key its slot, with the next generation.
 
-        The keys are not in the index yet and have 1 to 48 bytes.
+        The keys have 1 to 48 bytes and are not in the index yet, but for the `unindexed`, which
+        get no entry of their own.
 
         Returns:
             The generations; 0 where the index has no room near the key's home, and
@@ -179,8 +195,9 @@ class DirectoryWriter(DirectoryView):
         for key, slot in zip(keys, slots, strict=True):
             hash32 = crc32(key)
             home = hash32 & mask
+            indexed = key not in unindexed
             for i in range(home, home + limit):
-                if not index[i & mask]:
+                if not (indexed and index[i & mask]):
                     break
             else:
                 generations.append(0)
@@ -199,7 +216,8 @@ class DirectoryWriter(DirectoryView):
                 0,
                 key,
             )
-            index[i & mask] = hash32 << 32 | slot + 1
+            if indexed:
+                index[i & mask] = hash32 << 32 | slot + 1
             generations.append(generation)
             highest = max(highest, generation)
         self._highest = highest
@@ -226,6 +244,16 @@ class DirectoryWriter(DirectoryView):
             self.ledger.erase((slot,))
         self._unindex(self.key(slot), slot)
 
+    def hand_over(self, old: int, new: int) -> None:
+        """The key of a READY chunk that leaves means another slot now, in which it is written."""
+        if self.ledger is not None:
+            self.ledger.erase((old,))
+        self._point(old, new)
+
+    def _point(self, old: int, new: int) -> None:
+        key = self.key(old)
+        self._index[self._place(key, old)] = crc32(key) << 32 | new + 1
+
     def add_share(
         self, slot: int, rank: int, first: int, count: int, group: int
     ) -> tuple[int, int]:
@@ -249,13 +277,21 @@ class DirectoryWriter(DirectoryView):
         self._words[slot * _WORDS + 1] = done
         return done, count
 
-    def make_ready(self, slot: int) -> None:
-        """WRITING -> READY: all of the chunk is in the pool."""
+    def make_ready(self, slot: int, instead_of: int = -1) -> None:
+        """WRITING -> READY: all of the chunk is in the pool.
+
+        Lookups find it, also where they found its key in the slot `instead_of`. The ledger never
+        has both.
+        """
         if self.ledger is not None:
+            if instead_of >= 0:
+                self.ledger.erase((instead_of,))
             at = slot * (RECORD_BYTES // 2) + 11
             first, count, group = self._halves[at : at + 3]
             self.ledger.record(slot, self.generation(slot), first, count, group, self.key(slot))
         self.write_state(slot, SlotState.READY)
+        if instead_of >= 0:
+            self._point(instead_of, slot)
 
     def restore(self, chunks: KeptChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
         """Put the chunks of the daemon before into a directory that is new.
@@ -322,19 +358,22 @@ class DirectoryWriter(DirectoryView):
         self._halves.release()
         super().release()
 
-    def _unindex(self, key: bytes, slot: int) -> None:
+    def _place(self, key: bytes, slot: int) -> int:
+        """Where the index has the slot under this key."""
         index, mask = self._index, self._mask
         hash32 = crc32(key)
         entry = hash32 << 32 | slot + 1
         home = hash32 & mask
         for i in range(home, home + self._limit):
             if index[i & mask] == entry:
-                break
-        else:
-            raise IntegrityError(f"slot {slot} is not in the index: {self!r}")
+                return i & mask
+        raise IntegrityError(f"slot {slot} is not in the index: {self!r}")
+
+    def _unindex(self, key: bytes, slot: int) -> None:
+        index, mask = self._index, self._mask
+        hole = self._place(key, slot)
         # Shift back what the hole would cut off from its home. An entry is copied
         # before its old place is overwritten, so a reader sees it twice or misses it.
-        hole = i & mask
         j = hole
         while True:
             j = (j + 1) & mask
@@ -345,6 +384,15 @@ class DirectoryWriter(DirectoryView):
                 index[hole] = entry
                 hole = j
         index[hole] = 0
+
+    def indexed_slots(self) -> list[int]:
+        """The slots that the index has, in no order; reads the whole index."""
+        index = np.frombuffer(
+            self._whole, "<u8", self.header.index_capacity, self.header.index_offset
+        )
+        entries = index[np.flatnonzero(index)]
+        slots: list[int] = ((entries & np.uint64(SLOT_MASK)).astype(np.int64) - 1).tolist()
+        return slots
 
     def check_integrity(self) -> None:
         """Index and records agree.

@@ -48,6 +48,7 @@ class Geometry:
     world_size: how many ranks hold shares of one chunk.
     replicated: all of them hold the same bytes, stored once: there is one arena.
     column_width: extents that a column is wide in every arena, or a slot, if that is wider.
+    blocks_per_chunk: blocks of a whole chunk; some chunks hold fewer.
     """
 
     slot_bytes: tuple[int, ...]
@@ -55,6 +56,7 @@ class Geometry:
     world_size: int
     replicated: bool = False
     column_width: int = COLUMN_EXTENTS
+    blocks_per_chunk: int = 1
 
     @property
     def bytes_per_chunk(self) -> int:

@@ -41,7 +41,7 @@ of that ledger is believed.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 from zlib import crc32
 
 import msgspec
@@ -49,7 +49,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import LedgerDamaged
-from kvd_proto.directory import KEY_BYTES, MAX_SLOTS
+from kvd_proto.directory import KEY_BYTES, MAX_BLOCKS, MAX_SLOTS
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -89,6 +89,7 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slot_bytes: tuple[int, ...]
     world_size: int
     replicated: bool
+    blocks_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ class LruPolicy(Policy):
         """Forget the chunk."""
         self._slots.remove(slot)
 
+    def replace(self, slot: int, by: int) -> None:
+        """See Policy."""
+        self._slots.replace(slot, by)
+
     def victims(self, n: int, may_evict: MayEvict) -> list[int] | None:
         """The `n` coldest that may go, or None."""
         if n <= 0:

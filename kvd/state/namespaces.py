@@ -47,7 +47,11 @@ _STATES = ("ready", "writing", "draining")
 
 def _in_words(geometry: Geometry) -> str:
     same = ", all holding the same bytes" if geometry.replicated else ""
-    return f"slots of {geometry.slot_bytes} bytes for {geometry.world_size} ranks{same}"
+    blocks = geometry.blocks_per_chunk
+    return (
+        f"slots of {geometry.slot_bytes} bytes and {blocks} blocks for"
+        f" {geometry.world_size} ranks{same}"
+    )
 
 
 class Namespace:
@@ -152,6 +156,7 @@ class Namespaces:
         world_size: int,
         replicated: bool,
         boot_id: bytes,
+        blocks_per_chunk: int = 1,
         label: str = "",
         temporary: bool = False,
     ) -> Namespace:
@@ -163,6 +168,7 @@ class Namespaces:
             world_size: ranks that hold shares of one chunk.
             replicated: every rank holds the same bytes.
             boot_id: of this daemon, 16 bytes.
+            blocks_per_chunk: blocks of a whole chunk.
             label: a name for people, e.g. the model's.
             temporary: it has no share of the pool that others must leave to it, takes
                 room in narrow columns, and is `over` when its last engine is gone.
@@ -177,6 +183,7 @@ class Namespaces:
             world_size,
             replicated,
             column_width=1 if temporary else COLUMN_EXTENTS,
+            blocks_per_chunk=blocks_per_chunk,
         )
         known = self._open.get(ns_id)
         if known is not None:
@@ -203,7 +210,13 @@ class Namespaces:
             In both cases this object is of no use any more.
         """
         kept, pool_id = ledger.kept, self._keeping.pool if self._keeping is not None else ""
-        geometry = Geometry(kept.slot_bytes, self.pool.extents, kept.world_size, kept.replicated)
+        geometry = Geometry(
+            kept.slot_bytes,
+            self.pool.extents,
+            kept.world_size,
+            kept.replicated,
+            blocks_per_chunk=kept.blocks_per_chunk,
+        )
         if (kept.pool, kept.cpu_bytes) != (pool_id, self.cpu_bytes):
             raise LedgerDamaged(f"it belongs to another pool, of {kept.cpu_bytes} bytes")
         try:
@@ -229,6 +242,7 @@ class Namespaces:
             slot_bytes=geometry.slot_bytes,
             world_size=geometry.world_size,
             replicated=geometry.replicated,
+            blocks_per_chunk=geometry.blocks_per_chunk,
         )
         return Ledger.create(buffer, geometry.num_slots, kept)
 
@@ -243,7 +257,9 @@ class Namespaces:
     ) -> Namespace:
         buffer = self._make_buffer(ns_id.hex(), directory_bytes(geometry.num_slots))
         base = self._keeping.generation_base if self._keeping is not None else 0
-        directory = DirectoryWriter.create(buffer, geometry.num_slots, ns_id, boot_id, ledger, base)
+        directory = DirectoryWriter.create(
+            buffer, geometry.num_slots, ns_id, boot_id, ledger, base, geometry.blocks_per_chunk
+        )
         table = ChunkTable(directory, geometry, self.pool, self.config, model)
         namespace = Namespace(ns_id, label, table, buffer)
         self._open[ns_id] = namespace

@@ -3,8 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from kvd.state.directory import DirectoryWriter
+from kvd.state.decisions import Blocks, covers
 from kvd.state.policy import ReuseFilter
+from kvd.state.slots import Slots
 from kvd_proto.answers import StoreAnswer
 from kvd_proto.directory import KEY_BYTES, SlotState
 
@@ -19,23 +20,42 @@ class Offer:
     """Keys that are offered at once. Of equal ones the first counts.
 
     answers: a `StoreAnswer` for each key; not final before `settle`.
-    wanted: the new keys, in their order, and where they stand.
+    wanted: the keys to be stored, in their order, and where they stand.
+    lesser: slots of chunks that are here already, with fewer blocks than are offered; by key.
     named: slots of the keys that are here; they must not be evicted for the new ones.
     again: where a key stands that came before, and where it came first.
     """
 
     answers: bytearray
     wanted: dict[bytes, int]
+    lesser: dict[bytes, int]
     named: set[int]
     again: list[tuple[int, int]]
 
     @classmethod
     def of(
-        cls, keys: Sequence[bytes], directory: DirectoryWriter, reuse: ReuseFilter | None
+        cls,
+        keys: Sequence[bytes],
+        blocks: Sequence[Blocks],
+        slots: Slots,
+        reuse: ReuseFilter | None,
     ) -> "Offer":
-        """Sort the keys; `reuse`, where there is one, says which of the new ones may come in."""
+        """Sort the keys; `reuse`, where there is one, says which of the new ones may come in.
+
+        A chunk that is here is stored anew when what is offered holds all its blocks and more,
+        unless that is under way.
+
+        Args:
+            keys: what is offered.
+            blocks: what each chunk would hold; empty: all blocks.
+            slots: of the namespace.
+            reuse: counts offers of keys that are not here.
+        """
+        directory = slots.directory
+        whole = (0, directory.blocks_per_chunk)
         answers = bytearray(len(keys))
         wanted: dict[bytes, int] = {}
+        lesser: dict[bytes, int] = {}
         again: list[tuple[int, int]] = []
         seen: dict[bytes, int] = {}
         named: set[int] = set()
@@ -46,15 +66,25 @@ class Offer:
             elif key in seen:
                 again.append((i, seen[key]))
             elif (slot := find(key)) >= 0:
-                answers[i] = _PRESENT if state(slot) == _READY else _PENDING
                 named.add(slot)
+                if state(slot) != _READY:
+                    answers[i] = _PENDING
+                    continue
+                held, offered = directory.blocks(slot), blocks[i] if blocks else whole
+                if held == offered or not covers(offered, held):
+                    answers[i] = _PRESENT
+                elif slots.replacement(slot) is not None:
+                    answers[i] = _PENDING
+                else:
+                    seen[key] = wanted[key] = i
+                    lesser[key] = slot
             else:
                 seen[key] = i
                 if reuse is None or reuse.offer(key):
                     wanted[key] = i
                 else:
                     answers[i] = _NOT_YET
-        return cls(answers, wanted, named, again)
+        return cls(answers, wanted, lesser, named, again)
 
     def settle(self, placed: Collection[bytes], room: int, no_room: StoreAnswer) -> bytearray:
         """The answers, now that the keys `placed` have slots.

@@ -56,6 +56,10 @@ class Policy(ABC):
         """A chunk goes for a reason that says nothing about its worth."""
 
     @abstractmethod
+    def replace(self, slot: int, by: int) -> None:
+        """The same chunk lies in another slot from now on, with more blocks."""
+
+    @abstractmethod
     def victims(self, n: int, may_evict: MayEvict) -> list[int] | None:
         """Take out the `n` chunks to evict, first to go first; all of them or none.
 

@@ -6,12 +6,12 @@ Header, one page of 4096 bytes, the rest of it zero; only the floor ever changes
 
     offset  type     field
          0  8 bytes  magic "kvd-dir" and a zero byte
-         8  u32      version (2)
+         8  u32      version (3)
         12  u32      record size (80)
         16  u32      number of slots
         20  u32      index capacity, a power of two
         24  u32      probe limit: how far from its home an entry may lie
-        28  u32      zero
+        28  u32      blocks of a whole chunk
         32  u64      offset of the slot records
         40  u64      offset of the index
         48  u64      size of the whole directory
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MAGIC = b"kvd-dir\0"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 4096
 RECORD_BYTES = 80
 _FEW = 8  # slots that are looked at one by one
@@ -73,6 +73,7 @@ KEY_BYTES = 48
 MAX_SLOTS = 2**31 - 2
 PROBE_LIMIT = 512
 NO_SHARE_YET = 0xFFFF
+MAX_BLOCKS = 0xFFFF  # of a chunk
 
 HEADER = struct.Struct("<8s6I3Q16s16s")
 CHECK_WORD = struct.Struct("<I")
@@ -80,8 +81,9 @@ FLOOR_AT = 96
 RECORD = struct.Struct("<QQIBBHHH4x48s")
 SLOT_MASK = 0xFFFF_FFFF
 
-# By key length: generation, state, key length and the key itself, read in one call.
-KEY_READERS = tuple(struct.Struct(f"<Q12xBB10x{n}s").unpack_from for n in range(KEY_BYTES + 1))
+# By key length: generation, state, key length, first block and count of blocks, and the key
+# itself, read in one call.
+KEY_READERS = tuple(struct.Struct(f"<Q12xBBHH6x{n}s").unpack_from for n in range(KEY_BYTES + 1))
 
 RECORD_DTYPE = np.dtype(
     {
@@ -131,11 +133,14 @@ class DirectoryHeader:
     index_capacity: int
     namespace: bytes
     boot_id: bytes
+    blocks_per_chunk: int
     probe_limit: int = PROBE_LIMIT
 
     @classmethod
-    def plan(cls, num_slots: int, namespace: bytes, boot_id: bytes) -> Self:
-        """The header of a directory of `num_slots` slots.
+    def plan(
+        cls, num_slots: int, namespace: bytes, boot_id: bytes, blocks_per_chunk: int = 1
+    ) -> Self:
+        """The header of a directory of `num_slots` slots for chunks of so many blocks.
 
         The index capacity is the power of two that keeps its load at 0.75 or less.
 
@@ -148,7 +153,12 @@ class DirectoryHeader:
             raise DirectoryError(
                 f"ids have 16 bytes; namespace has {len(namespace)}, boot id {len(boot_id)}"
             )
-        return cls(num_slots, 1 << (num_slots * 4 // 3).bit_length(), namespace, boot_id)
+        if not 1 <= blocks_per_chunk <= MAX_BLOCKS:
+            raise DirectoryError(
+                f"a chunk has 1 to {MAX_BLOCKS} blocks in a directory, not {blocks_per_chunk}"
+            )
+        capacity = 1 << (num_slots * 4 // 3).bit_length()
+        return cls(num_slots, capacity, namespace, boot_id, blocks_per_chunk)
 
     @property
     def records_offset(self) -> int:
@@ -174,7 +184,7 @@ class DirectoryHeader:
             self.num_slots,
             self.index_capacity,
             self.probe_limit,
-            0,
+            self.blocks_per_chunk,
             self.records_offset,
             self.index_offset,
             self.total_bytes,
@@ -194,7 +204,7 @@ class DirectoryHeader:
             raise DirectoryError(
                 f"{len(buffer)} bytes cannot hold a directory: its header alone has {HEADER_BYTES}"
             )
-        magic, version, record, slots, capacity, limit, _, records_at, index_at, total, ns, boot = (
+        magic, version, record, slots, capacity, limit, blocks, *places, ns, boot = (
             HEADER.unpack_from(buffer)
         )
         if magic != MAGIC:
@@ -204,16 +214,12 @@ class DirectoryHeader:
         (check,) = CHECK_WORD.unpack_from(buffer, HEADER.size)
         if check != crc32(buffer[: HEADER.size]):
             raise DirectoryError("the directory's header is damaged: its check word does not fit")
-        header = cls(slots, capacity, ns, boot, limit)
-        if (record, records_at, index_at, total) != (
-            RECORD_BYTES,
-            header.records_offset,
-            header.index_offset,
-            header.total_bytes,
-        ) or capacity.bit_count() != 1:
+        header = cls(slots, capacity, ns, boot, blocks, limit)
+        expected = [header.records_offset, header.index_offset, header.total_bytes]
+        if (record, places) != (RECORD_BYTES, expected) or capacity.bit_count() != 1:
             raise DirectoryError("the directory's header contradicts itself")
-        if len(buffer) < total:
-            raise DirectoryError(f"{len(buffer)} bytes of a directory of {total} bytes")
+        if len(buffer) < header.total_bytes:
+            raise DirectoryError(f"{len(buffer)} bytes of a directory of {places[-1]} bytes")
         return header
 
 
@@ -240,6 +246,7 @@ class DirectoryView:
         self._mask = head.index_capacity - 1
         self._limit = head.probe_limit
         self._num_slots = head.num_slots
+        self._blocks = head.blocks_per_chunk
         self._records_bytes = len(self._records)
         table = np.frombuffer(whole, RECORD_DTYPE, head.num_slots, head.records_offset)
         self._columns: dict[str, npt.NDArray[Any]] = {
@@ -251,6 +258,11 @@ class DirectoryView:
     def num_slots(self) -> int:
         """How many slots the namespace has."""
         return self._num_slots
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Blocks of a whole chunk."""
+        return self._blocks
 
     @property
     def namespace(self) -> bytes:
@@ -274,7 +286,7 @@ class DirectoryView:
             if entry >> 32 == hash32:
                 base: int = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
                 if base < self._records_bytes:
-                    generation, state, length, name = KEY_READERS[size](self._records, base)
+                    generation, state, length, _, _, name = KEY_READERS[size](self._records, base)
                     if (
                         name == key
                         and length == size
@@ -286,8 +298,12 @@ class DirectoryView:
             i = (i + 1) & mask
         return -1
 
-    def lookup(self, key: bytes) -> LookupResult:
-        """HIT, HIT_PENDING or MISS. A hint: it may be outdated when it returns."""
+    def lookup(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
+        """HIT, HIT_PENDING or MISS. A hint: it may be outdated when it returns.
+
+        A chunk that lacks one of the blocks first..first + count - 1 is a MISS. Without a
+        count these are all blocks from `first` on.
+        """
         # The same walk as `find`, written out: a call more would cost a quarter of it.
         size = len(key)
         if not 0 < size <= KEY_BYTES:
@@ -299,10 +315,13 @@ class DirectoryView:
             if entry >> 32 == hash32:
                 base = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
                 if base < self._records_bytes:
-                    generation, state, length, name = KEY_READERS[size](self._records, base)
+                    generation, state, length, start, held, name = KEY_READERS[size](
+                        self._records, base
+                    )
                     if name == key and length == size and generation > self._floor[0]:
                         if state == _READY:
-                            return _HIT
+                            end = self._blocks if count is None else first + count
+                            return _HIT if start <= first and end <= start + held else _MISS
                         if state == _WRITING:
                             return _HIT_PENDING
             left -= 1

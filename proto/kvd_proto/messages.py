@@ -32,6 +32,7 @@ Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 JobIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_KEYS)]
 NamespaceId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
+NO_ITEMS = IntArray.of((), "u2")
 Kind: TypeAlias = Literal["scheduler", "worker", "tool"]
 
 
@@ -228,13 +229,21 @@ class Unregistered(Message, frozen=True):
 # ---------------------------------------------------------------- scheduler
 
 
-class PrepareStore(Message, frozen=True):
+class PrepareStore(Message, frozen=True, omit_defaults=True):
     """Ask for slots for these keys, to write their chunks.
 
+    A chunk that is READY with fewer blocks than are offered may be accepted: it is found until
+    the new one is READY, which then takes its place.
+
     keys: a prompt's head first; where there is no room for all, the first ones are accepted.
+    first: u2, for each key the first block of its chunk that will be written; empty: all blocks
+        of all chunks will be.
+    count: u2, how many blocks from there on, 1 or more; as many items as `first`.
     """
 
     keys: Keys
+    first: IntArray = NO_ITEMS
+    count: IntArray = NO_ITEMS
 
 
 class StorePrepared(Message, frozen=True):
@@ -276,15 +285,22 @@ class StoreCompleted(Message, frozen=True):
     dropped: Count
 
 
-class PrepareLoad(Message, frozen=True):
+class PrepareLoad(Message, frozen=True, omit_defaults=True):
     """Pin the chunks of these keys, as far as they are READY, under one lease.
+
+    A chunk that lacks a block that is needed is not found.
 
     keys: a prompt's head first.
     lease_ms: how long the chunks are to stay, in ms; the daemon may give less.
+    first: u2, for each key the first block of its chunk that is needed; empty: all blocks of
+        all chunks are.
+    count: u2, how many blocks from there on, 1 or more; as many items as `first`.
     """
 
     keys: Keys
     lease_ms: Annotated[int, Meta(ge=1, le=600_000)]
+    first: IntArray = NO_ITEMS
+    count: IntArray = NO_ITEMS
 
 
 class LoadPrepared(Message, frozen=True):

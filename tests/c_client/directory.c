@@ -7,7 +7,7 @@
 
 #include "wire.h"
 
-enum { VERSION = 2, RECORD_BYTES = 80, PAGE_BYTES = 4096, MAX_KEY_BYTES = 48 };
+enum { VERSION = 3, RECORD_BYTES = 80, PAGE_BYTES = 4096, MAX_KEY_BYTES = 48 };
 enum { CHECKED_BYTES = 88, FLOOR_AT = 96 };
 enum { WRITING = 1, READY = 2 };
 

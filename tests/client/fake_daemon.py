@@ -80,7 +80,7 @@ def directory_fd(keys: dict[bytes, int], boot_id: bytes) -> int:
     for slot, (key, state) in enumerate(keys.items()):
         at = header.records_offset + slot * 80
         data[at] = 1  # the generation: above the floor
-        data[at + 20 : at + 22] = bytes((state, len(key)))
+        data[at + 20 : at + 26] = bytes((state, len(key), 0, 0, 1, 0))  # its only block
         data[at + 32 : at + 32 + len(key)] = key
         home = crc32(key) & (header.index_capacity - 1)
         while index[home]:

@@ -63,6 +63,7 @@ TICKET_JOB: dict[str, Any] = {
     "groups": [ChunkBlocks(KEYS, [3, 4, 5])],
     "after": None,
 }
+BLOCKS = [(0, 1), (0, 1)]
 
 
 class Odd:
@@ -224,12 +225,14 @@ GOOD: dict[str, Row] = {
             "counts_tokens": False,
         },
     ),
-    "Scheduler.lookup": method("scheduler", "lookup", key=b"key"),
+    "Scheduler.lookup": method("scheduler", "lookup", key=b"key", first=0, count=1),
     "Scheduler.lookup_many": method("scheduler", "lookup_many", keys=KEYS),
     "Scheduler.count_tokens": method("scheduler", "count_tokens", asked=9, found=3),
-    "Scheduler.prepare_store": method("scheduler", "prepare_store", keys=KEYS),
+    "Scheduler.prepare_store": method("scheduler", "prepare_store", keys=KEYS, blocks=BLOCKS),
     "Scheduler.complete_store": method("scheduler", "complete_store", stored=KEYS, success=True),
-    "Scheduler.prepare_load": method("scheduler", "prepare_load", keys=KEYS, lease_seconds=1.0),
+    "Scheduler.prepare_load": method(
+        "scheduler", "prepare_load", keys=KEYS, lease_seconds=1.0, blocks=BLOCKS
+    ),
     "Scheduler.complete_load": method("scheduler", "complete_load", ticket=LoadTicket(lease=3)),
     "Scheduler.request_finished": method("scheduler", "request_finished", keys=KEYS),
     "Scheduler.fileno": method("scheduler", "fileno"),

@@ -23,6 +23,8 @@ KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
 OWNERS = (1, 2)
 SPACES = (0, 1)
 LEASE, TICKET = 10.0, 20.0
+BLOCKS = 8  # of a chunk
+PARTS = [(0, BLOCKS), (0, BLOCKS), (2, 6), (5, 3), (0, 4)]
 KIB = 1024
 QUOTAS: tuple[dict[str, Quota], ...] = (
     {},
@@ -43,7 +45,7 @@ class Chunk:
     owner: int
     deadline: float
     ranks: set[int] = field(default_factory=set)
-    blocks: set[int] = field(default_factory=lambda: set(range(8)))
+    blocks: set[int] = field(default_factory=lambda: set(range(BLOCKS)))
     ready: bool = False
     used: float = 0.0
 
@@ -57,8 +59,16 @@ class Lease:
     slots: list[int]
 
 
+def part(first: int, count: int) -> set[int]:
+    """Some blocks of a chunk."""
+    return set(range(first, first + count))
+
+
 class Model:
-    """One namespace as plain dicts."""
+    """One namespace as plain dicts.
+
+    `chunks` are those that lookups find, `fuller` those that are being written to replace one.
+    """
 
     def __init__(self, namespace: Namespace, world_size: int, *, replicated: bool) -> None:
         self.namespace = namespace
@@ -66,6 +76,7 @@ class Model:
         self.world_size = world_size
         self.replicated = replicated
         self.chunks: dict[bytes, Chunk] = {}
+        self.fuller: dict[bytes, Chunk] = {}
         self.order: list[bytes] = []  # used longest ago first; may name keys that are gone
         self.draining: dict[int, int] = {}
         self.leases: dict[int, Lease] = {}
@@ -89,13 +100,30 @@ class Model:
 
     def give_up(self, keys: list[bytes], refs: Refs) -> None:
         """These WRITING chunks are DRAINING now, and exactly they were reported."""
-        gone = [self.chunks.pop(key) for key in keys]
+        gone = [
+            self.fuller.pop(key) if key in self.fuller else self.chunks.pop(key) for key in keys
+        ]
         assert sorted(refs) == sorted((chunk.slot, chunk.generation) for chunk in gone)
         self.draining.update(refs)
 
     def writing(self) -> list[bytes]:
         """Keys that are being written."""
-        return sorted(key for key, chunk in self.chunks.items() if not chunk.ready)
+        return sorted(key for key in self.chunks if self.writer(key) is not None)
+
+    def writer(self, key: bytes) -> Chunk | None:
+        """What is being written under a key: never more than one."""
+        chunk = self.chunks[key]
+        if key in self.fuller:
+            assert chunk.ready
+            return self.fuller[key]
+        return None if chunk.ready else chunk
+
+    def leaves(self, key: bytes) -> None:
+        """A READY chunk goes; what should replace it is a chunk like any other, as recent."""
+        gone = self.chunks.pop(key)
+        if key in self.fuller:
+            self.chunks[key] = self.fuller.pop(key)
+            self.chunks[key].used = gone.used
 
     def end_leases(self, numbers: list[int]) -> None:
         """Leases end; doomed chunks that nobody pins any more go."""
@@ -110,13 +138,15 @@ class Model:
 
     def forget_yielded(self) -> None:
         """Chunks that went for another namespace, or for a cap: only such as may go."""
-        for key in [k for k in self.chunks if self.table.directory.find(k) < 0]:
-            assert self.evictable(key)
-            del self.chunks[key]
+        for key in [k for k, c in self.chunks.items() if self.table.directory.find(k) != c.slot]:
+            assert self.chunks[key].ready
+            assert self.chunks[key].slot not in self.pinned()
+            self.leaves(key)
 
     def evictable(self, key: bytes) -> bool:
-        """READY and not pinned."""
-        return self.chunks[key].ready and self.chunks[key].slot not in self.pinned()
+        """READY, not pinned, and not to be replaced."""
+        chunk = self.chunks[key]
+        return chunk.ready and key not in self.fuller and chunk.slot not in self.pinned()
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -145,6 +175,7 @@ class TableMachine(RuleBasedStateMachine):
                     world_size=world_size,
                     replicated=replicated,
                     boot_id=bytes(16),
+                    blocks_per_chunk=BLOCKS,
                     label=f"model {number}",
                 ),
                 world_size,
@@ -162,12 +193,23 @@ class TableMachine(RuleBasedStateMachine):
         elif namespace.engines:
             self.namespaces.detach_engine(namespace)
 
-    @rule(space=st.sampled_from(SPACES), keys=keys_strategy, owner=st.sampled_from(OWNERS))
-    def prepare_store(self, space: int, keys: list[bytes], owner: int) -> None:
-        """Slots are asked for."""
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        blocks=st.sampled_from(PARTS),
+    )
+    def prepare_store(
+        self, space: int, keys: list[bytes], owner: int, blocks: tuple[int, int]
+    ) -> None:
+        """Slots are asked for, to write these blocks of each chunk."""
         model, other = self.models[space], self.models[1 - space]
         protected = other.protected_bytes(self.namespaces)
-        decision = model.table.prepare_store([*keys, b"", b"x" * 49], owner, self.now)
+        asked = [*keys, b"", b"x" * 49]
+        whole = blocks == (0, BLOCKS)
+        decision = model.table.prepare_store(
+            asked, owner, self.now, blocks=() if whole else [blocks] * len(asked)
+        )
         answers = [StoreAnswer(a) for a in decision.answers]
         assert answers[-2:] == [StoreAnswer.BAD_KEY] * 2
         other.forget_yielded()
@@ -180,10 +222,12 @@ class TableMachine(RuleBasedStateMachine):
         new: list[bytes] = []
         full = False
         for key, answer in zip(keys, answers, strict=False):
-            if key in model.chunks:
-                ready = model.chunks[key].ready
-                assert answer == (StoreAnswer.PRESENT if ready else StoreAnswer.PENDING)
-            elif key in new:
+            here = model.chunks.get(key)
+            if here is not None and not here.ready:
+                assert answer == StoreAnswer.PENDING
+            elif here is not None and not here.blocks < part(*blocks):
+                assert answer == StoreAnswer.PRESENT
+            elif key in new or key in model.fuller:
                 assert answer == StoreAnswer.PENDING
             elif answer == StoreAnswer.ACCEPTED:
                 assert not full  # accepted in order
@@ -194,10 +238,9 @@ class TableMachine(RuleBasedStateMachine):
                 full = True
         assert len(new) == len(decision.slots) >= len(decision.evicted)
         for key, slot, generation in zip(new, decision.slots, decision.generations, strict=True):
-            model.chunks[key] = Chunk(
-                int(slot), int(generation), owner, self.now + TICKET, used=self.now
-            )
-        model.use(new)
+            chunk = Chunk(int(slot), int(generation), owner, self.now + TICKET, used=self.now)
+            (model.fuller if key in model.chunks else model.chunks)[key] = chunk
+        model.use([key for key in new if key not in model.fuller])
         if decision.evicted or full:
             assert model.table.space.free_slots == 0
         if full:
@@ -205,7 +248,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def report(self, model: Model, keys: list[bytes], rank: int, first: int, count: int) -> None:
         """A lane reports one rank's share of WRITING chunks of one owner; count 0: it failed."""
-        chunks = [model.chunks[key] for key in keys]
+        chunks = [chunk for key in keys if (chunk := model.writer(key)) is not None]
         outcome = model.table.share_done(
             chunks[0].owner,
             rank,
@@ -224,9 +267,17 @@ class TableMachine(RuleBasedStateMachine):
                 failed.append(key)
                 continue
             chunk.ranks.add(rank)
-            if chunk.ranks == model.expected(chunk.slot):
-                chunk.ready = True
-                ready.append((chunk.slot, chunk.generation))
+            if chunk.ranks != model.expected(chunk.slot):
+                continue
+            if key in model.fuller:
+                old = model.chunks[key]
+                if not old.blocks < chunk.blocks:
+                    failed.append(key)
+                    continue
+                model.doomed |= {old.slot} & model.pinned()
+                model.leaves(key)
+            chunk.ready = True
+            ready.append((chunk.slot, chunk.generation))
         assert outcome.ready == ready
         model.give_up(failed, outcome.dropped)
 
@@ -241,11 +292,11 @@ class TableMachine(RuleBasedStateMachine):
         self, space: int, data: st.DataObject, rank: int, first: int, count: int
     ) -> None:
         """A lane reports some shares, also twice or of a rank whose turn it is not."""
-        model = self.models[space]
+        model, count = self.models[space], min(count, BLOCKS - first)
         if model.writing():
             keys = data.draw(st.lists(st.sampled_from(model.writing()), unique=True, min_size=1))
-            owner = model.chunks[keys[0]].owner
-            keys = [key for key in keys if model.chunks[key].owner == owner]
+            owners = {key: chunk.owner for key in keys if (chunk := model.writer(key)) is not None}
+            keys = [key for key in keys if owners[key] == owners[keys[0]]]
             self.report(model, keys, rank % model.world_size, first, count)
 
     @rule(
@@ -275,15 +326,32 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         for key in model.writing():
             for rank in range(model.world_size):
-                if key in model.chunks and not model.chunks[key].ready:
-                    self.report(model, [key], rank, 0, 8)
+                if key in model.chunks and model.writer(key) is not None:
+                    self.report(model, [key], rank, 0, BLOCKS)
 
-    @rule(space=st.sampled_from(SPACES), keys=keys_strategy, owner=st.sampled_from(OWNERS))
-    def store(self, space: int, keys: list[bytes], owner: int) -> None:
-        """Chunks are stored at once, and nothing is left draining."""
-        self.prepare_store(space=space, keys=keys, owner=owner)
-        self.finish(space)
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        blocks=st.sampled_from(PARTS),
+    )
+    def store(self, space: int, keys: list[bytes], owner: int, blocks: tuple[int, int]) -> None:
+        """Chunks are stored at once, some in part, and nothing is left draining."""
+        self.prepare_store(space=space, keys=keys, owner=owner, blocks=blocks)
+        model = self.models[space]
+        for key in model.writing():
+            for rank in range(model.world_size):
+                if key in model.chunks and model.writer(key) is not None:
+                    self.report(model, [key], rank, *blocks)
         self.drain(space)
+
+    @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))
+    def store_whole(self, space: int, owner: int) -> None:
+        """What is here in part is offered whole."""
+        model = self.models[space]
+        keys = [k for k, c in model.chunks.items() if c.ready and c.blocks != part(0, BLOCKS)]
+        if keys:
+            self.prepare_store(space=space, keys=sorted(keys), owner=owner, blocks=(0, BLOCKS))
 
     @rule(space=st.sampled_from(SPACES))
     def drain(self, space: int) -> None:
@@ -304,6 +372,9 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         summary, refs = model.table.complete_store(keys, owner, success=success)
         here = {key: model.chunks[key] for key in keys if key in model.chunks}
+        for key in here.keys() & model.fuller.keys():
+            if model.fuller[key].owner == owner:
+                here[key] = model.fuller[key]
         failed = [k for k, c in here.items() if not (c.ready or success or c.owner != owner)]
         assert summary.ready == sum(key in here and here[key].ready for key in keys)
         assert summary.dropped == sum(key not in here or key in failed for key in keys)
@@ -315,12 +386,24 @@ class TableMachine(RuleBasedStateMachine):
         keys=keys_strategy,
         owner=st.sampled_from(OWNERS),
         seconds=st.sampled_from([1.0, 5.0, 99.0]),
+        blocks=st.sampled_from(PARTS),
     )
-    def prepare_load(self, space: int, keys: list[bytes], owner: int, seconds: float) -> None:
-        """Chunks are pinned."""
+    def prepare_load(
+        self, space: int, keys: list[bytes], owner: int, seconds: float, blocks: tuple[int, int]
+    ) -> None:
+        """Chunks are pinned, those that hold the blocks that are needed."""
         model = self.models[space]
-        decision = model.table.prepare_load(keys, owner, self.now, seconds)
-        found = [key for key in keys if key in model.chunks and model.chunks[key].ready]
+        whole = blocks == (0, BLOCKS)
+        decision = model.table.prepare_load(
+            keys, owner, self.now, seconds, blocks=() if whole else [blocks] * len(keys)
+        )
+        found = [
+            key
+            for key in keys
+            if key in model.chunks
+            and model.chunks[key].ready
+            and part(*blocks) <= model.chunks[key].blocks
+        ]
         chunks = [model.chunks[key] for key in found]
         for chunk in chunks:
             chunk.used = self.now
@@ -329,7 +412,7 @@ class TableMachine(RuleBasedStateMachine):
         assert decision.slots.tolist() == [chunk.slot for chunk in chunks]
         assert decision.generations.tolist() == [chunk.generation for chunk in chunks]
         for chunk, first, count in zip(chunks, decision.first, decision.count, strict=True):
-            assert set(range(first, first + count)) & set(range(8)) == chunk.blocks
+            assert part(first, count) & part(0, BLOCKS) == chunk.blocks
         assert decision.deadline == self.now + min(seconds, LEASE)
         assert bool(decision.lease_id) == bool(found)
         if found:
@@ -365,7 +448,11 @@ class TableMachine(RuleBasedStateMachine):
         self.now += seconds
         for model in self.models:
             refs = model.table.expire(self.now)
-            late = [key for key in model.writing() if model.chunks[key].deadline <= self.now]
+            late = [
+                key
+                for key in model.writing()
+                if (chunk := model.writer(key)) is not None and chunk.deadline <= self.now
+            ]
             model.give_up(late, refs)
             ended = [n for n, lease in model.leases.items() if lease.deadline <= self.now]
             model.end_leases(ended)
@@ -375,7 +462,12 @@ class TableMachine(RuleBasedStateMachine):
         """An engine dies."""
         model = self.models[space]
         refs = model.table.drop_owner(owner)
-        model.give_up([k for k in model.writing() if model.chunks[k].owner == owner], refs)
+        theirs = [
+            key
+            for key in model.writing()
+            if (chunk := model.writer(key)) is not None and chunk.owner == owner
+        ]
+        model.give_up(theirs, refs)
         model.end_leases([n for n, lease in model.leases.items() if lease.owner == owner])
 
     @rule(space=st.sampled_from(SPACES))
@@ -387,7 +479,7 @@ class TableMachine(RuleBasedStateMachine):
         pinned = model.pinned()
         ready = {chunk.slot for chunk in model.chunks.values() if chunk.ready}
         assert outcome.deferred == len(ready & pinned)
-        assert outcome.dropped == len(model.chunks) - outcome.deferred
+        assert outcome.dropped == len(ready) + len(model.writing()) - outcome.deferred
         model.give_up(model.writing(), outcome.revoke)
         model.doomed |= ready & pinned
         model.chunks.clear()
@@ -422,7 +514,7 @@ class TableMachine(RuleBasedStateMachine):
         assert kept == len(set(there.values()) & pinned)
         assert gone == len(there) - kept
         for key in there:
-            del model.chunks[key]
+            model.leaves(key)
         model.doomed |= set(there.values()) & pinned
 
     @rule(space=st.sampled_from(SPACES), data=st.data())
@@ -476,11 +568,14 @@ class TableMachine(RuleBasedStateMachine):
             for key in KEYS:
                 chunk = model.chunks.get(key)
                 assert table.directory.find(key) == (chunk.slot if chunk else -1)
-                hint = table.directory.lookup(key)
-                if chunk is None:
-                    assert hint is LookupResult.MISS
-                else:
-                    assert hint is (LookupResult.HIT if chunk.ready else LookupResult.HIT_PENDING)
+                for blocks in PARTS[1:]:
+                    hint = table.directory.lookup(key, *blocks)
+                    if chunk is not None and not chunk.ready:
+                        assert hint is LookupResult.HIT_PENDING
+                    else:
+                        hit = chunk is not None and part(*blocks) <= chunk.blocks
+                        assert hint is (LookupResult.HIT if hit else LookupResult.MISS)
+                assert table.directory.lookup(key) is table.directory.lookup(key, 0, BLOCKS)
             model.order = [key for key in model.order if key in model.chunks]
             if self.policy == "lru":
                 order = [model.chunks[key].slot for key in model.order]
@@ -488,13 +583,13 @@ class TableMachine(RuleBasedStateMachine):
             ready = sum(chunk.ready for chunk in model.chunks.values())
             assert table.slots.stats() == {
                 "ready": ready + len(model.doomed),
-                "writing": len(model.chunks) - ready,
+                "writing": len(model.writing()),
                 "draining": len(model.draining),
                 "pinned": len(model.pinned()),
                 "doomed": len(model.doomed),
             }
             assert table.slots.is_idle == (
-                ready == len(model.chunks) and not model.draining and not model.pinned()
+                not model.writing() and not model.draining and not model.pinned()
             )
 
 

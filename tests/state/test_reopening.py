@@ -244,7 +244,7 @@ def test_every_moment_is_a_good_one_under_arc() -> None:
 
 def test_a_ledger_that_is_being_made_is_none() -> None:
     """Its magic word comes last: before that there is nothing to believe."""
-    kept = Kept("00" * 16, "m", "p", SIZE, (4096, 4096), 2, replicated=False)
+    kept = Kept("00" * 16, "m", "p", SIZE, (4096, 4096), 2, replicated=False, blocks_per_chunk=1)
     buffer = bytearray(ledger_bytes(8))
     Ledger.create(buffer, 8, kept)
     assert len(Ledger(buffer)) == 0

@@ -1,5 +1,6 @@
 """Decisions of one namespace's chunk table."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from kvd.errors import IntegrityError
 from kvd.state.chunks import ChunkTable
+from kvd.state.decisions import Refs
 from kvd.state.namespaces import Namespaces
 from kvd_proto.answers import LookupResult, StoreAnswer
 from kvd_proto.directory import PROBE_LIMIT
@@ -19,7 +21,7 @@ FULL, NOT_YET = StoreAnswer.FULL, StoreAnswer.NOT_YET
 def make(
     chunks: int, *, world_size: int = 1, replicated: bool = False, **config: Any
 ) -> ChunkTable:
-    """The table of the only namespace in a pool of `chunks` chunks."""
+    """The table of the only namespace in a pool of `chunks` chunks of four blocks."""
     arenas = 1 if replicated else world_size
     namespaces = Namespaces(
         chunks * arenas * PAGE, make_buffer=lambda _, size: bytearray(size), **config
@@ -30,6 +32,7 @@ def make(
         world_size=world_size,
         replicated=replicated,
         boot_id=bytes(16),
+        blocks_per_chunk=4,
     )
     namespaces.attach_engine(namespace)
     return namespace.table
@@ -104,6 +107,94 @@ def test_the_head_stays_longest() -> None:
     assert order == [b"key 2", b"key 0", b"key 3", b"key 1"]
 
 
+def edge(table: ChunkTable, key: bytes) -> int:
+    """Blocks 2 and 3 of the chunk are stored, as at a window's edge; the slot."""
+    decision = table.prepare_store([key], 1, 0.0, blocks=[(2, 2)])
+    table.share_done(1, 0, decision.slots, decision.generations, [2], [2], ok=True)
+    return int(decision.slots[0])
+
+
+def test_a_whole_chunk_takes_the_place_of_a_part() -> None:
+    """It is accepted, loads of the part stay right until it is READY, and then find it."""
+    table = make(3)
+    old = edge(table, b"k")
+    assert table.directory.lookup(b"k") is LookupResult.MISS
+    assert table.directory.lookup(b"k", 2, 2) is LookupResult.HIT
+    assert table.directory.lookup(b"k", 1, 2) is LookupResult.MISS
+    assert table.prepare_load([b"k"], 1, 0.0, 9.0).lease_id == 0
+    part = table.prepare_load([b"k"], 1, 0.0, 9.0, blocks=[(3, 1)])
+    assert part.slots.tolist() == [old]
+
+    whole = table.prepare_store([b"k", b"k"], 1, 0.0)
+    assert whole.answers.tolist() == [OK, PENDING]
+    assert table.prepare_store([b"k"], 2, 0.0).answers.tolist() == [PENDING]
+    assert table.prepare_store([b"k"], 2, 0.0, blocks=[(2, 2)]).answers.tolist() == [PRESENT]
+    assert table.directory.find(b"k") == old
+    table.share_done(1, 0, whole.slots, whole.generations, [0], [4], ok=True)
+    table.check_integrity()
+    assert table.directory.find(b"k") == whole.slots[0]
+    assert table.directory.lookup(b"k") is LookupResult.HIT
+    assert table.directory.check(part.slots, part.generations, 2).all()
+    assert table.counters()["replaced"] == 1
+    stats = table.slots.stats()
+    assert (stats["ready"], stats["writing"], stats["pinned"], stats["doomed"]) == (2, 0, 1, 1)
+    table.complete_load(part.lease_id, 1)
+    assert table.slots.stats()["ready"] == 1
+    assert table.prepare_store([b"k"], 1, 0.0).answers.tolist() == [PRESENT]
+    table.check_integrity()
+
+
+def test_a_whole_chunk_that_is_given_up_leaves_the_part() -> None:
+    """Whatever ends the store: what was there is found as before, and may be stored anew."""
+    table = make(3)
+    old = edge(table, b"k")
+    ends: list[Callable[[], Refs]] = [
+        lambda: table.complete_store([b"k"], 1, success=False)[1],
+        lambda: table.drop_owner(1),
+        lambda: table.expire(1000.0),
+    ]
+    for end in ends:
+        whole = table.prepare_store([b"k"], 1, 0.0)
+        assert table.complete_store([b"k"], 2, success=False)[0].ready == 1
+        assert table.complete_store([b"k"], 1, success=True)[0].pending == 1
+        assert end() == [(whole.slots[0], whole.generations[0])]
+        assert table.directory.find(b"k") == old
+        table.check_integrity()
+        table.revoked(whole.slots, whole.generations)
+    lesser = table.prepare_store([b"k"], 1, 0.0)  # fewer blocks arrive than were promised
+    done = (lesser.slots, lesser.generations, [3], [1])
+    assert len(table.share_done(1, 0, *done, ok=True).dropped) == 1
+    assert table.directory.lookup(b"k", 2, 2) is LookupResult.HIT
+    table.check_integrity()
+
+
+def test_a_part_that_goes_leaves_the_whole_chunk_its_name() -> None:
+    """A key has one owner also then: it is being written, and READY when its bytes are there."""
+    table = make(3)
+    edge(table, b"k")
+    whole = table.prepare_store([b"k"], 1, 0.0)
+    assert table.remove(0, 3) == (1, 0)
+    assert table.directory.lookup(b"k") is LookupResult.HIT_PENDING
+    assert table.prepare_store([b"k"], 2, 0.0).answers.tolist() == [PENDING]
+    table.check_integrity()
+    table.share_done(1, 0, whole.slots, whole.generations, [0], [4], ok=True)
+    assert table.directory.lookup(b"k") is LookupResult.HIT
+    assert table.slots.stats()["ready"] == 1
+    table.check_integrity()
+
+
+def test_a_part_that_is_being_replaced_is_not_evicted() -> None:
+    """It goes by itself; what else is here makes room."""
+    table = make(3)
+    edge(table, b"k")
+    store(table, [b"other"])
+    table.prepare_store([b"k"], 1, 0.0)
+    decision = table.prepare_store([b"new", b"newer"], 1, 0.0)
+    assert decision.answers.tolist() == [OK, FULL]
+    assert decision.evicted == [b"other"]
+    table.check_integrity()
+
+
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) -> None:
     """Its tail goes first, also what was still on its way when the request had finished."""
@@ -114,7 +205,7 @@ def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) ->
     table.complete_load(lease, 1)
     assert table.finished([*names(2), *names(4, first=2)]) == 6
     for part in reversed(parts):
-        done = (part.slots, part.generations, [0, 0], [1, 1])
+        done = (part.slots, part.generations, [0, 0], [4, 4])
         assert len(table.share_done(1, 0, *done, ok=True).ready) == 2
     order = [store(table, names(1, first=10 + n))[0] for n in range(6)]
     assert order == list(reversed(names(6)))
@@ -154,7 +245,8 @@ def test_coverage_is_what_all_ranks_hold() -> None:
     outcome = table.share_done(1, 1, slots, [1, 1], [0, 2], [3, 2], ok=True)
     assert outcome.ready == [(slots[0], 1)]
     assert outcome.dropped == [(slots[1], 1)]
-    load = table.prepare_load([b"a", b"b"], 1, 0.0, 1.0)
+    assert table.prepare_load([b"a"], 1, 0.0, 1.0).lease_id == 0
+    load = table.prepare_load([b"a", b"b"], 1, 0.0, 1.0, blocks=[(1, 2), (1, 2)])
     assert (load.first.tolist(), load.count.tolist(), load.found.tolist()) == ([1], [2], [1, 0])
 
 

@@ -7,7 +7,8 @@ that every rank reports it as failed and the request is computed.
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -28,7 +29,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import LoadTicket, Scheduler, StoreAnswer, StoreTicket
 from kvd_client import LookupResult as Found
+from kvd_client.block_ranges import Blocks
 from kvd_client.vllm import metrics
+from kvd_client.vllm.ranges import BlockRanges
 from kvd_client.vllm.slots import ChunkSlots
 from kvd_client.vllm.uses import Uses
 from kvd_proto.messages import MAX_KEYS
@@ -57,6 +60,9 @@ class KvdOffloadingManager(OffloadingManager):
         self._pending_since: dict[str, float] = {}
         self._failed: set[OffloadKey] = set()
         self._uses = Uses()
+        self.ranges: BlockRanges | None = None  # set by who knows; without it chunks are whole
+        self._lacking: set[OffloadKey] = set()
+        self._needed: dict[str, Mapping[OffloadKey, Blocks]] = {}
         self._stats = OffloadingConnectorStats()
 
     # -------------------------------------------------------------- requests
@@ -74,6 +80,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._uses.finish(req_context)
         self._no_loads.discard(req_context.req_id)
         self._pending_since.pop(req_context.req_id, None)
+        self._needed.pop(req_context.req_id, None)
 
     def stop_loading(self, req_id: str) -> None:
         """A load of this request failed: from now on it finds nothing, so it cannot loop."""
@@ -84,8 +91,11 @@ class KvdOffloadingManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Read the mapped directory; asks nobody."""
-        found = self.scheduler.lookup(key)
+        blocks = self.ranges.least(key) if self.ranges is not None else ()
+        found = self.scheduler.lookup(key, *blocks)
         if found is Found.MISS or req_context.req_id in self._no_loads:
+            return LookupResult.MISS
+        if key in self._lacking:
             return LookupResult.MISS
         if found is Found.HIT:
             return LookupResult.HIT
@@ -94,6 +104,18 @@ class KvdOffloadingManager(OffloadingManager):
         waiting = now - since < self._pending_timeout
         return LookupResult.HIT_PENDING if waiting else LookupResult.MISS
 
+    def lacking(self, needed: Mapping[OffloadKey, Blocks]) -> set[OffloadKey]:
+        """Chunks that hold some blocks, as `lookup` says, but not those that are needed."""
+        lookup = self.scheduler.lookup
+        return {key for key, blocks in needed.items() if lookup(key, *blocks) is not Found.HIT}
+
+    @contextmanager
+    def missing(self) -> Iterator[set[OffloadKey]]:
+        """Meanwhile what is put into the set is a miss."""
+        self._lacking = lacking = set[OffloadKey]()
+        yield lacking
+        self._lacking = set()
+
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Host memory."""
         del key, req_context
@@ -101,12 +123,21 @@ class KvdOffloadingManager(OffloadingManager):
 
     # ----------------------------------------------------------------- loads
 
+    def need(self, req_id: str, needed: Mapping[OffloadKey, Blocks]) -> None:
+        """The blocks that the request's coming load needs of its chunks."""
+        self._needed[req_id] = needed
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSlots:
         """Pin the chunks. Those that went since the lookup are counted as `missing`."""
         wanted = list(keys)
+        needed = self._needed.pop(req_context.req_id, {})
         if len(wanted) > MAX_KEYS:  # more than one message holds
             return ChunkSlots(missing=len(wanted))
-        ticket = self.scheduler.prepare_load(wanted) if wanted else LoadTicket()
+        blocks = None
+        if self.ranges is not None:
+            blocks = [needed.get(key, self.ranges.whole) for key in wanted]
+        prepare = self.scheduler.prepare_load
+        ticket = prepare(wanted, blocks=blocks) if wanted else LoadTicket()
         missing = len(wanted) - len(ticket)
         if missing:
             self.scheduler.complete_load(ticket)
@@ -134,7 +165,11 @@ class KvdOffloadingManager(OffloadingManager):
         wanted = list(keys)[:MAX_KEYS]
         # While no daemon serves this engine nothing is asked: the answer is known.
         served = self.scheduler.attached
-        ticket = self.scheduler.prepare_store(wanted) if served else StoreTicket()
+        blocks = None
+        if self.ranges is not None:
+            blocks = [self.ranges.offered(key, req_context) for key in wanted]
+        prepare = self.scheduler.prepare_store
+        ticket = prepare(wanted, blocks) if served else StoreTicket()
         accepted = [OffloadKey(key) for key in ticket.keys]
         evicted = [OffloadKey(key) for key in ticket.evicted]
         pairs = zip(wanted, ticket.answers, strict=False)

@@ -1,0 +1,101 @@
+"""Which blocks of a chunk a request offers, and which it needs.
+
+vLLM asks its manager about chunks by their keys alone. Where a window's edge lies inside a
+chunk, the request has, and needs, only the blocks behind the edge. vLLM's own manager takes
+such a chunk for whole; a chunk of kvd's holds what was stored, and no more can be loaded.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
+
+from kvd_client.block_ranges import Blocks
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        GroupOffloadConfig,
+        RequestOffloadState,
+        SchedulerOffloadConfig,
+    )
+
+
+class BlockRanges:
+    """Ranges of blocks within chunks, of the requests of one scheduler.
+
+    Args:
+        config: vLLM's, of its groups.
+        requests: vLLM's state of every request, by the request's id.
+    """
+
+    def __init__(
+        self, config: "SchedulerOffloadConfig", requests: "Mapping[str, RequestOffloadState]"
+    ) -> None:
+        self._groups = {
+            group.group_idx: (number, group) for number, group in enumerate(config.kv_group_configs)
+        }
+        self._requests = requests
+        self._size = config.blocks_per_chunk
+        self._last = (config.blocks_per_chunk - 1, 1)
+
+    @property
+    def whole(self) -> Blocks:
+        """All blocks of a chunk."""
+        return 0, self._size
+
+    def least(self, key: OffloadKey) -> Blocks:
+        """What any load of the chunk needs of it: of a window the last block at least."""
+        _, group = self._groups[get_offload_group_idx(key)]
+        return self.whole if group.sliding_window_size_in_chunks is None else self._last
+
+    def offered(self, key: OffloadKey, request: ReqContext) -> Blocks:
+        """What the request has of a chunk that it offers: blocks up to the chunk's end."""
+        number, group = self._groups[get_offload_group_idx(key)]
+        if group.requires_cow_source:
+            return self._last
+        end = request.get_offload_key_position(key)
+        state = self._requests.get(request.req_id)
+        if end is None or state is None or end % group.tokens_per_chunk:
+            return self.whole
+        after = end // group.tokens_per_block
+        block_ids = state.group_states[number].block_ids[after - self._size : after]
+        missing = next((i for i in range(len(block_ids), 0, -1) if not block_ids[i - 1]), 0)
+        return (missing, self._size - missing) if missing < self._size else self._last
+
+    def needed(self, req_id: str, end: int) -> dict[OffloadKey, Blocks]:
+        """What the request must load of windows' chunks to have its first `end` tokens."""
+        state = self._requests[req_id]
+        computed = state.num_locally_computed_tokens
+        needed: dict[OffloadKey, Blocks] = {}
+        for number, group in self._groups.values():
+            if group.sliding_window_size_in_chunks is None:
+                continue
+            skipped = skipped_tokens(group, end) // group.tokens_per_block
+            first = max(cdiv(computed, group.tokens_per_block), skipped)
+            after = cdiv(end, group.tokens_per_block)
+            keys = state.group_states[number].offload_keys
+            for chunk in range(first // self._size, min(cdiv(after, self._size), len(keys))):
+                begin = max(0, first - chunk * self._size)
+                stop = min(self._size, after - chunk * self._size)
+                if begin < stop:
+                    needed[keys[chunk]] = (begin, stop - begin)
+        return needed
+
+
+def skipped_tokens(group: "GroupOffloadConfig", computed: int) -> int:
+    """Tokens that the group's layers do not look at any more, of so many that are computed.
+
+    As vLLM's managers say it in `get_num_skipped_tokens`.
+    """
+    spec = group.kv_cache_spec
+    if isinstance(spec, SlidingWindowSpec):
+        kept: int = spec.sliding_window - 1 + spec.extra_retained_tokens
+        return max(0, computed - kept)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        size: int = spec.attention_chunk_size
+        return computed // size * size
+    if isinstance(spec, MambaSpec):
+        return max(0, computed - 1)
+    return 0  # another kind of window: all of its chunk is asked for
