@@ -520,3 +520,51 @@ def test_a_reset_that_the_daemon_missed_is_made_up_for(
     manager.on_schedule_end(STEP_END)
     assert looked_up(manager, keys) == {LookupResult.MISS}
     assert store(manager, engine, keys) == keys
+
+
+# ------------------------------------------------------------ parts of chunks
+
+
+class Edge:
+    """Of every chunk the request has, and any load needs, the last block of two."""
+
+    whole = (0, 2)
+
+    def least(self, key: OffloadKey) -> tuple[int, int]:
+        """See BlockRanges."""
+        del key
+        return 1, 1
+
+    def offered(self, key: OffloadKey, request: ReqContext) -> tuple[int, int]:
+        """See BlockRanges."""
+        del key
+        return (1, 1) if request is REQUEST else self.whole
+
+
+def test_a_part_of_a_chunk_is_stored_anew_when_the_whole_is_offered(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that says what it needs finds the part; one that needs more misses, before it runs."""
+    manager = manager_of(engine)
+    monkeypatch.setattr(manager, "ranges", Edge())
+    keys = keys_of("edge", 3)
+    output = manager.prepare_store(keys, REQUEST)
+    spec = output.store_spec
+    assert isinstance(spec, ChunkSlots)
+    assert engine.layout.blocks_per_chunk == 2
+    for at, key in enumerate(keys):
+        block = engine.fill([key], 1)[1]
+        slot, generation = spec.slots[at : at + 1], spec.generations[at : at + 1]
+        engine.results(engine.submit("store", [0], [block], slot, generation, index=1))
+    until(engine, lambda: looked_up(manager, keys) == {LookupResult.HIT})
+    assert manager.lacking(dict.fromkeys(keys, (1, 1))) == set()
+    assert manager.lacking({keys[0]: (0, 2), keys[1]: (1, 1)}) == {keys[0]}
+    with manager.missing() as missing:
+        missing.add(keys[0])
+        assert manager.lookup(keys[0], OTHER) is LookupResult.MISS
+        assert manager.lookup(keys[1], OTHER) is LookupResult.HIT
+    assert manager.prepare_load(keys, OTHER).missing == len(keys)
+    manager.need(OTHER.req_id, dict.fromkeys(keys, (1, 1)))
+    assert not manager.prepare_load(keys, OTHER).missing
+    assert manager.prepare_store(keys, REQUEST).keys_to_store == []
+    assert manager.prepare_store(keys, OTHER).keys_to_store == keys
