@@ -306,7 +306,7 @@ class Slots:
         self._check_replacements(order)
         if any(self.directory.find(self.directory.key(slot)) != slot for slot in order):
             raise IntegrityError("a WRITING or READY chunk cannot be found by its key")
-        if sorted(order) != sorted(self.directory.indexed_slots()):
+        if sorted((*order, *forgotten)) != sorted(self.directory.indexed_slots()):
             raise IntegrityError("the index has a slot that has no place in the order of eviction")
         for slot in self.tickets:
             writers = self.space.geometry.writers(slot)
