@@ -110,6 +110,35 @@ class Channel:
             self._drop_head()
         return True
 
+    def peek(self) -> bytes | None:
+        """The next frame, which stays where it is; its descriptors are not received.
+
+        None where nothing has arrived.
+
+        Raises:
+            EOFError: the peer has closed its end, or died.
+            BadDatagram: a datagram above the limit.
+        """
+        try:
+            size, _, flags, _ = self._sock.recvmsg_into([self._buffer], 0, socket.MSG_PEEK)
+        except BlockingIOError:
+            return None
+        except ConnectionError as error:
+            raise EOFError("the peer is gone") from error
+        if flags & socket.MSG_TRUNC:
+            raise BadDatagram(f"a datagram above {len(self._buffer)} bytes")
+        if size == 0:
+            raise EOFError("the peer has closed its end")
+        return bytes(memoryview(self._buffer)[:size])
+
+    def hang_up(self) -> socket.socket:
+        """Say no more and let nothing more come; the socket, which the caller closes."""
+        while self._queue:
+            self._drop_head()
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+        return self._sock
+
     def recv(self) -> tuple[bytes, tuple[int, ...]] | None:
         """The next frame and its descriptors, or None where nothing has arrived.
 

@@ -2,6 +2,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,22 @@ def test_a_stream_socket_is_refused() -> None:
     left, right = socket.socketpair()
     with left, right, pytest.raises(ValueError, match="SEQPACKET"):
         Channel(left)
+
+
+def test_a_look_at_a_frame_receives_no_descriptor(pair: tuple[Channel, Channel]) -> None:
+    """It says what comes next, leaves it where it is, and nothing more is open than before."""
+    near, far = pair
+    read, write = os.pipe()
+    assert far.peek() is None
+    near.send(b"frame", [read, write])
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert far.peek() == far.peek() == b"frame"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    received = far.recv()
+    assert received is not None
+    assert received[0] == b"frame"
+    for fd in (read, write, *received[1]):
+        os.close(fd)
+    near.close()
+    with pytest.raises(EOFError):
+        far.peek()

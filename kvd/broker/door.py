@@ -19,13 +19,12 @@ from pathlib import Path
 from kvd.broker.runtime_dir import no_socket
 from kvd.core.sessions import Peer, Session
 from kvd.errors import KvdError
+from kvd.receiver import MAX_FRAME_BYTES
 from kvd.seqpacket import Channel
 
 log = logging.getLogger("kvd.broker")
 _UCRED = struct.Struct("iII")
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; not in Python's socket
-MAX_NOTICE_BYTES = 2048
-"""Of what a client sends here; it all consists of Handles, which have less than 100."""
 _MAX_GROUPS = 65536  # the kernel's own limit, NGROUPS_MAX
 
 
@@ -39,6 +38,7 @@ class Visitor:
     session: Session | None = None
     fds: list[int] = field(default_factory=list)
     identity: bytes = b""
+    receiving: bool = False  # what it has sent is being received
 
     def drop_fds(self) -> None:
         """Close the descriptors that it sent."""
@@ -46,11 +46,10 @@ class Visitor:
             os.close(fd)
         self.fds.clear()
 
-    def turn_away(self, frame: bytes) -> None:
-        """Say why, and close; whoever does not listen is not waited for."""
+    def tell(self, frame: bytes) -> None:
+        """Say why it may not stay; whoever does not listen is not waited for."""
         with contextlib.suppress(KvdError, EOFError, OSError):
             self.channel.send(frame)
-        self.close()
 
     def close(self) -> None:
         """Close everything."""
@@ -106,7 +105,7 @@ class Door:
         if pid > 0:  # 0: the peer's pid namespace is not visible from here
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(pid)
-        channel = Channel(connection, max_received_bytes=MAX_NOTICE_BYTES)
+        channel = Channel(connection, max_received_bytes=MAX_FRAME_BYTES)
         return Visitor(channel, Peer(pid, uid, gid, _groups(connection)), pidfd)
 
     def _turn_away(self) -> None:

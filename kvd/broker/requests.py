@@ -114,7 +114,7 @@ class Requests:
         log.warning("pid %d is turned away: %s", peer.pid, text, extra={"pid": peer.pid})
         self._core.state.measures.refusals[ErrorCode.FORBIDDEN.value] += 1
         error = Error.of(ErrorCode.FORBIDDEN, text)
-        visitor.turn_away(WIRE.encode(error, 0, self._core.state.boot_id))
+        visitor.tell(WIRE.encode(error, 0, self._core.state.boot_id))
 
     def reply(self, effect: Reply) -> None:
         """Send a reply to a session, if it is still here."""

@@ -25,6 +25,7 @@ from kvd.broker.lanes import Lanes
 from kvd.broker.memory import DirectoryMemory, PoolMemory
 from kvd.broker.notify import Notifier
 from kvd.broker.ready_pipes import ReadyPipes
+from kvd.broker.receiver import Receiver
 from kvd.broker.reloading import ConfigReader
 from kvd.broker.reopen import open_pool
 from kvd.broker.requests import Requests
@@ -141,7 +142,10 @@ class Service:
         for device in DEVICES:
             self._lanes.add(device)
         self._door = Door(self._runtime.door_socket)
-        self._visitors = Visitors(self._door, self.core, self._poller, self._carry_out)
+        self._receiver = Receiver(self._poller)
+        self._visitors = Visitors(
+            self._door, self.core, self._poller, self._carry_out, self._receiver
+        )
         self._requests = Requests(self._runtime.broker_socket, self.core, self._visitors.open)
         self._visitors.on_leave = self._requests.forget
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -185,7 +189,8 @@ class Service:
         if self._requests.router.fileno() in ready or self._requests.router.pending:
             for effects in self._requests.receive(now):
                 self._carry_out(effects)
-        self._visitors.turn(ready, now)
+        self._visitors.turn(ready)
+        self._receiver.turn(ready, now)
         if self._door.fileno() in ready:
             self._visitors.accept(self._turned_away, lambda peer: peer.pid == self._http.pid)
         if self._wake_read in ready:
@@ -345,6 +350,7 @@ class Service:
         self._notifier.stopping(0.0)
         self._visitors.close()  # a daemon that waits for this one knows now that it leaves
         self._door.close()
+        self._receiver.close()
         self._requests.close()
         self._lanes.close()
         self._directories.close()

@@ -1,17 +1,20 @@
 """Who came through the door, for as long as they stay."""
 
+import contextlib
 import logging
 import os
-import stat
+import time
 from collections.abc import Callable, Iterable
 
 import zmq
 
 from kvd.broker.door import Door, Visitor
+from kvd.broker.receiver import Receiver, Taken
 from kvd.core.broker import Broker
 from kvd.core.effects import Effect, Event, FdName, Notify
-from kvd.core.sessions import Peer
+from kvd.core.sessions import Peer, Session
 from kvd.errors import BadDatagram, ChannelFull, Refused
+from kvd.seqpacket import close_all
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import Error, ErrorCode, Handles
@@ -27,6 +30,7 @@ class Visitors:
         core: who is told of comings, descriptors and goings.
         poller: where their descriptors are registered.
         carry_out: does what the core wants done.
+        receiver: receives the descriptors that they send.
 
     `on_leave` is told of everybody whose session has ended.
     """
@@ -37,7 +41,9 @@ class Visitors:
         core: Broker,
         poller: zmq.Poller,
         carry_out: Callable[[list[Effect]], None],
+        receiver: Receiver,
     ) -> None:
+        self._receiver = receiver
         self.open: dict[int, Visitor] = {}
         self._by_fd: dict[int, Visitor] = {}
         self._door = door
@@ -55,6 +61,7 @@ class Visitors:
         """
         while (visitor := self._door.accept()) is not None:
             if turned_away(visitor):
+                self._hang_up(visitor)
                 continue
             peer = visitor.peer
             try:
@@ -80,41 +87,73 @@ class Visitors:
         text = f"connection of pid {pid} refused: {refusal}"
         self._carry_out([Event(text, "warning", {"pid": pid})])
         error = Error.of(refusal.code, str(refusal))
-        visitor.turn_away(WIRE.encode(error, 0, self._core.state.boot_id))
+        visitor.tell(WIRE.encode(error, 0, self._core.state.boot_id))
+        self._hang_up(visitor)
 
-    def turn(self, ready: Iterable[object], now: float) -> None:
+    def turn(self, ready: Iterable[object]) -> None:
         """Hear those whose descriptors are ready; show out those who have gone or talk nonsense."""
         for fd in ready:
             if isinstance(fd, int) and fd in self._by_fd:
-                self._hear(self._by_fd[fd], now)
+                self._hear(self._by_fd[fd])
 
-    def _hear(self, visitor: Visitor, now: float) -> None:
+    def _hear(self, visitor: Visitor) -> None:
         session = visitor.session
         if session is None or session.number not in self.open:
             return
         try:
-            while (received := visitor.channel.recv()) is not None:
-                frame, fds = received
-                visitor.fds += fds
-                _, message = WIRE.decode(frame)
-                if not isinstance(message, Handles) or message.count != len(fds):
-                    name = type(message).__name__
-                    text = f"{name} with {len(fds)} descriptors at the door"
-                    raise Refused(ErrorCode.BAD_MESSAGE, text)
-                # Whoever sent his own end would be held here after he has gone.
-                if any(stat.S_ISSOCK(os.fstat(fd).st_mode) for fd in fds):
-                    raise Refused(ErrorCode.BAD_MESSAGE, "a socket at the door; it is no memory")
-                effects = self._core.descriptors(session, message.first, message.count, now)
-                self._carry_out(effects)
-            alive = visitor.pidfd < 0 or not _readable(visitor.pidfd)
+            if visitor.pidfd >= 0 and _readable(visitor.pidfd):
+                raise EOFError
+            if not visitor.receiving and (frame := visitor.channel.peek()) is not None:
+                _handles(frame)
+                self._receive(visitor, session)
         except EOFError:
-            alive = False
-        except (BadDatagram, DecodeError, Refused) as error:
-            who = session.who
-            log.warning("%s is shown the door: %s", who, error, extra=who.fields)
-            alive = False
-        if not alive:
             self._leave(visitor)
+        except (BadDatagram, DecodeError, Refused, OSError) as error:
+            self._send_away(visitor, session, error)
+
+    def _receive(self, visitor: Visitor, session: Session) -> None:
+        """Have the next frame received with its descriptors; until then nothing else is heard."""
+
+        def take(outcome: Taken | Refused) -> None:
+            if session.number not in self.open:
+                close_all(outcome[1] if isinstance(outcome, tuple) else ())
+                return
+            visitor.receiving = False
+            self._poller.register(visitor.channel.fileno(), zmq.POLLIN)
+            try:
+                self._take(visitor, session, outcome)
+            except (DecodeError, Refused) as error:
+                self._send_away(visitor, session, error)
+
+        self._receiver.read(visitor.channel.fileno(), visitor.peer.uid, take)
+        visitor.receiving = True
+        self._poller.unregister(visitor.channel.fileno())
+
+    def _take(self, visitor: Visitor, session: Session, outcome: Taken | Refused) -> None:
+        if isinstance(outcome, Refused):
+            raise outcome
+        frame, fds = outcome
+        visitor.fds += fds
+        message = _handles(frame)
+        if message.count != len(fds):
+            text = f"Handles of {message.count} descriptors with {len(fds)}"
+            raise Refused(ErrorCode.BAD_MESSAGE, text)
+        now = time.monotonic()
+        self._carry_out(self._core.descriptors(session, message.first, message.count, now))
+
+    def _send_away(self, visitor: Visitor, session: Session, error: Exception) -> None:
+        """End a session for what it has sent, and say why."""
+        who = session.who
+        log.warning("%s is disconnected: %s", who, error, extra=who.fields)
+        if isinstance(error, Refused):
+            notice = Error.of(error.code, str(error))
+            visitor.tell(WIRE.encode(notice, 0, self._core.state.boot_id, session.token))
+        self._leave(visitor)
+
+    def _hang_up(self, visitor: Visitor) -> None:
+        """Close a connection; what was sent and not read may be a foreign file system's."""
+        self._receiver.drop(visitor.channel.hang_up())
+        visitor.close()
 
     def _leave(self, visitor: Visitor) -> None:
         session = visitor.session
@@ -123,10 +162,11 @@ class Visitors:
         for fd in (visitor.channel.fileno(), visitor.pidfd):
             if fd >= 0:
                 del self._by_fd[fd]
-                self._poller.unregister(fd)
+                with contextlib.suppress(KeyError):  # what is being received is not polled
+                    self._poller.unregister(fd)
         self._carry_out(self._core.lost(session))
         self.on_leave(visitor)
-        visitor.close()
+        self._hang_up(visitor)
 
     def notify(self, effect: Notify, resolve: Callable[[FdName | None], list[int]]) -> None:
         """Send a notice, with the descriptors that are named; whoever does not listen leaves.
@@ -161,10 +201,24 @@ class Visitors:
     def close(self) -> None:
         """Close every connection."""
         for visitor in list(self.open.values()):
-            visitor.close()
+            self._hang_up(visitor)
 
     def __repr__(self) -> str:
         return f"<Visitors {len(self.open)} open>"
+
+
+def _handles(frame: bytes) -> Handles:
+    """The only message that clients send here.
+
+    Raises:
+        DecodeError: it is none.
+        Refused: it is another one.
+    """
+    _, message = WIRE.decode(frame)
+    if not isinstance(message, Handles):
+        text = f"{type(message).__name__}, which is no message for this socket"
+        raise Refused(ErrorCode.BAD_MESSAGE, text)
+    return message
 
 
 def _readable(fd: int) -> bool:

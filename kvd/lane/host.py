@@ -17,7 +17,7 @@ from kvd.errors import ImportFailed, LaneError
 from kvd.filling import FillOrder
 from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd.lane.pretouch import Pretouch
-from kvd.lane.shared import size_of
+from kvd.sealed import size_of
 from kvd_proto.messages import Handle, HostHandle
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Device, MemoryId
 from kvd.lane.once import Once
-from kvd.lane.shared import size_of
 from kvd.link import BindWorker, ImportWorker
+from kvd.sealed import size_of
 from kvd.who import Who
 from kvd_proto.control import CONTROL_BYTES, TIMELINE_WORD
 from kvd_proto.directory import DirectoryView

@@ -182,6 +182,14 @@ def test_a_tool_changes_nothing(client: RawClient) -> None:
     assert not isinstance(client.ask(Status()), Error)
 
 
+def said_at_the_end(client: RawClient) -> str:
+    """The error with which the daemon closes a control socket; empty where it gives none."""
+    said = ""
+    while frame := client.door.recv(65536):
+        said = text_of(WIRE.decode(frame)[1])
+    return said
+
+
 @pytest.mark.parametrize(
     "junk", [b"junk", vector(EXAMPLES[0]), WIRE.encode(Handles(first=0, count=3))]
 )
@@ -192,7 +200,7 @@ def test_junk_at_the_door_ends_that_session_only(
     other = RawClient(daemon.runtime_dir)
     other.hello()
     client.door.send(junk)
-    assert client.door.recv(100) == b""
+    said_at_the_end(client)
     assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
     assert isinstance(other.ask(Ping()), Pong)
     other.close()
@@ -220,7 +228,7 @@ def test_a_door_that_is_sent_through_itself_holds_nobody_in(client: RawClient) -
     client.hello()
     frame = WIRE.encode(Handles(first=0, count=1), 0, client.boot_id, client.token)
     socket.send_fds(client.door, [frame], [client.door.fileno()])
-    assert client.door.recv(100) == b""
+    assert "descriptor 0" in said_at_the_end(client)
     assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
 
 

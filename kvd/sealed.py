@@ -1,4 +1,4 @@
-"""Files that a worker shares, as far as a lane may trust them.
+"""Files that a worker shares, as far as the daemon may trust them.
 
 Only a memory file that is sealed against shrinking is mapped. A file that loses its pages
 under a mapping ends whoever touches them, and a file of any other kind is served by a

@@ -1,0 +1,219 @@
+"""Descriptors of file systems whose owners answer late or never: no process that serves asks."""
+
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvd.receiver import READ, serve
+from kvd_client import sealed
+from kvd_proto.codec import WIRE
+from kvd_proto.messages import ErrorCode, Handles, Ping, Pong
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of
+from tests.daemon.test_engines import wait_hit
+from tests.daemon.test_hostile import RawClient, code_of, said_at_the_end
+from tests.daemon.users import as_user, needs_root
+from tests.slowfs import SlowFilesystem, slow_filesystem
+from tests.waiting import eventually
+
+
+def open_descriptors() -> set[int]:
+    """Of this process; the one with which the folder is read is closed again."""
+    return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+
+
+def receivers(daemon: Daemon) -> set[int]:
+    """The processes that receive descriptors and are not on their way out."""
+    children = psutil.Process(daemon.process.pid).children()
+    return {child.pid for child in children if "kvd.receiver" in child.cmdline()}
+
+
+@contextmanager
+def hostile(daemon: Daemon, slow: SlowFilesystem) -> Iterator[RawClient]:
+    """A worker of another user that has sent its file as its control page and memory."""
+    with as_user():
+        client = RawClient(daemon.runtime_dir)
+    client.hello(kind="worker", engine="hostile")
+    file = os.open(slow.file, os.O_RDWR)
+    frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
+    socket.send_fds(client.door, [frame], [file, file])
+    os.close(file)  # before a process is started that would inherit it, and be held
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[SlowFilesystem]:
+    """A file system that answers nobody but this process."""
+    with slow_filesystem(tmp_path / "slow") as mounted:
+        yield mounted
+
+
+@pytest.fixture
+def open_daemon(start_daemon: StartDaemon, runtime_dir: Path) -> Daemon:
+    """A daemon that other users come as far as."""
+    runtime_dir.parent.chmod(0o711)
+    return start_daemon()
+
+
+@needs_root
+def test_a_file_system_that_never_answers_holds_nobody_that_serves(
+    open_daemon: Daemon, slow: SlowFilesystem
+) -> None:
+    """Only the process that is there for it asks; everybody is served, newcomers too."""
+    daemon = open_daemon
+    eventually(lambda: receivers(daemon), bool)
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        keys = keys_of("safe", 4)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        (receiver,) = receivers(daemon)
+        with hostile(daemon, slow) as client:
+            assert "descriptor 0 of those that were sent is neither" in said_at_the_end(client)
+            eventually(lambda: slow.asked_by(receiver), lambda asked: asked == ["flush"])
+            assert engine.load(keys) == (4, 0)
+            with Engine(daemon.runtime_dir, name="late", world_size=1).wait_attached() as late:
+                assert late.load(keys) == (4, 0)
+            assert {pid for pid, _ in slow.asked} <= {os.getpid(), receiver}
+        report = daemon.status()
+        assert report["lanes"][0]["restarts"] == 0
+        assert report["pid"] == daemon.process.pid
+
+
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["ended", "killed"])
+def test_a_daemon_that_was_sent_such_a_file_ends_and_another_follows(
+    start_daemon: StartDaemon, open_daemon: Daemon, slow: SlowFilesystem, number: int
+) -> None:
+    """Neither its end nor the next daemon's start waits for the file system."""
+    daemon = open_daemon
+    eventually(lambda: receivers(daemon), bool)
+    with hostile(daemon, slow) as client:
+        assert "neither a memory file" in said_at_the_end(client)
+        daemon.process.send_signal(number)
+        daemon.process.wait(20)
+        following = start_daemon()
+        with Engine(following.runtime_dir, world_size=1).wait_attached() as engine:
+            assert engine.store(keys_of("again", 2))
+
+
+def of_pipe() -> int:
+    """The read end of a pipe."""
+    read, write = os.pipe()
+    os.close(write)
+    return read
+
+
+def of_socket() -> int:
+    """A socket."""
+    return socket.socket(socket.AF_UNIX).detach()
+
+
+def of_file() -> int:
+    """An ordinary file."""
+    return os.open(__file__, os.O_RDONLY)
+
+
+def of_proc() -> int:
+    """A file of the kernel's, which has an owner's file system all the same."""
+    return os.open("/proc/self/maps", os.O_RDONLY)
+
+
+def of_folder() -> int:
+    """A directory."""
+    return os.open("/", os.O_RDONLY)
+
+
+FOREIGN = [of_pipe, of_socket, of_file, of_proc, of_folder]
+
+
+@pytest.mark.parametrize("make", FOREIGN)
+def test_what_is_neither_memory_nor_device_is_named_and_ends_its_session(
+    daemon: Daemon, make: Callable[[], int]
+) -> None:
+    """The error says which one it is, and how to make memory; others go on."""
+    client, other = RawClient(daemon.runtime_dir), RawClient(daemon.runtime_dir)
+    for one in (client, other):
+        one.hello(kind="worker")
+    fds = [os.memfd_create("good"), make()]
+    frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
+    socket.send_fds(client.door, [frame], fds)
+    said = said_at_the_end(client)
+    assert "descriptor 1 of those that were sent is neither a memory file nor a device" in said
+    assert "F_ADD_SEALS, F_SEAL_SHRINK" in said
+    assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
+    assert isinstance(other.ask(Ping()), Pong)
+    for one in (client, other):
+        one.close()
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("make", FOREIGN)
+def test_the_receiver_says_what_is_foreign_without_a_question_to_its_file_system(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], int]
+) -> None:
+    """It asks for no attributes, by which the owner would learn of it; and it ends, not closes."""
+    ours, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("a file system is asked")
+
+    good, foreign = os.memfd_create("good"), make()
+    with ours, link, client, connection, monkeypatch.context() as patch:
+        socket.send_fds(client, [b"frame"], [good, foreign])
+        socket.send_fds(ours, [READ], [connection.fileno()])
+        before = open_descriptors()
+        for name in ("stat", "fstat", "lstat", "fstatvfs", "close"):
+            patch.setattr(os, name, asked)
+        serve(link)
+        patch.undo()
+        kept = open_descriptors() - before
+        assert ours.recv(100) == b"-1"
+        assert len(kept) == 2
+        for fd in (*kept, good, foreign):
+            os.close(fd)
+
+
+def test_memory_and_devices_are_passed_on() -> None:
+    """A sealed or loose memory file, shared memory, a device and an object of the kernel's."""
+    ours, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, link, client, connection, tempfile.TemporaryFile(dir="/dev/shm") as shared:
+        fds = [sealed.make("m", 1), os.memfd_create("loose"), os.dup(shared.fileno())]
+        fds += [os.open("/dev/null", os.O_RDONLY), os.eventfd(0)]
+        socket.send_fds(client, [b"frame"], fds)
+        socket.send_fds(ours, [READ], [connection.fileno()])
+        ours.shutdown(socket.SHUT_WR)
+        serve(link)
+        frame, passed, _, _ = socket.recv_fds(ours, 100, 10)
+        assert frame == b"+frame"
+        assert [os.fstat(fd).st_ino for fd in passed] == [os.fstat(fd).st_ino for fd in fds]
+        for fd in (*fds, *passed):
+            os.close(fd)
+
+
+def test_what_was_not_read_goes_with_the_process_that_may_wait(daemon: Daemon) -> None:
+    """Junk before descriptors, and a hang-up: the session ends without a reset, and all goes on."""
+    client = RawClient(daemon.runtime_dir)
+    foreign = of_file()
+    client.door.send(b"junk")
+    with contextlib.suppress(BrokenPipeError):
+        for _ in range(3):
+            socket.send_fds(client.door, [b"more"], [foreign])
+    said_at_the_end(client)
+    os.close(foreign)
+    client.close()
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+        assert engine.store(keys_of("served", 2))
