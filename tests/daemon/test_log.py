@@ -142,7 +142,7 @@ def test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted(
         assert client.door.recv(100) == b""
         client.close()
     daemon.stop()
-    lines = [line for line in daemon.log.read_text().splitlines() if "shown the door" in line]
+    lines = [line for line in daemon.log.read_text().splitlines() if "is disconnected" in line]
     told = [line for line in lines if "left out" not in line]
     left_out = sum(int(n) for n in re.findall(r"left out (\d+) more lines", "\n".join(lines)))
     assert left_out > 0
