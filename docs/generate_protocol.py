@@ -16,7 +16,7 @@ from zlib import crc32
 import msgspec
 
 from kvd.state.directory import DirectoryWriter, directory_bytes
-from kvd_proto.answers import LookupResult, StoreAnswer
+from kvd_proto.answers import StoreAnswer
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
@@ -226,7 +226,7 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
     """A directory of five slots for chunks of four blocks, and keys to look up.
 
     All are at one home, the last one is not there. The first key is there twice: what was there
-    before a reset does not count.
+    before a reset does not count. The third has half of its blocks.
     """
     num_slots = 5
     writer = DirectoryWriter.create(
@@ -238,14 +238,16 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
     )
     mask = writer.header.index_capacity - 1
     names = (b"chunk-%d" % number for number in range(1000))
-    keys = [key for key in names if crc32(key) & mask == mask][:3]
+    keys = [key for key in names if crc32(key) & mask == mask][:4]
     writer.begin(keys[:1], [4], 1)
     writer.add_share(4, 0, 0, 4, 1)
     writer.write_state(4, SlotState.READY)
     writer.forget()
-    writer.begin(keys[:2], [2, 0], 1)
+    writer.begin(keys[:3], [2, 0, 1], 1)
     writer.add_share(2, 0, 0, 4, 1)
     writer.write_state(2, SlotState.READY)
+    writer.add_share(1, 0, 2, 2, 1)
+    writer.write_state(1, SlotState.READY)
     return writer, keys
 
 
@@ -268,8 +270,11 @@ def _lookup(writer: DirectoryWriter, key: bytes) -> str:
         walk.append(f"{at}: zero, not there")
     result = writer.lookup(key)
     state = ""
-    if result is not LookupResult.MISS:
-        state = f"slot {writer.find(key)} is {writer.record(writer.find(key)).state.name}"
+    if (slot := writer.find(key)) >= 0:
+        record = writer.record(slot)
+        state = f"slot {slot} is {record.state.name}"
+        if record.state is SlotState.READY:
+            state += f" with blocks {record.first} to {record.first + record.count - 1}"
     steps = "; ".join(walk)
     return f"| `{key.decode()}` | 0x{hash32:08x} | {home} | {steps} | {state} | {result.name} |"
 
@@ -286,6 +291,8 @@ def _directory() -> list[str]:
     )
     return [
         *("## A directory, byte by byte", "", intro, "", "```", *dump, "```", ""),
+        f"A chunk has {head.blocks_per_chunk} blocks, all of which are needed:",
+        "",
         "| key | crc32 | home | index entries | record | result |",
         "|---|---|---|---|---|---|",
         *(_lookup(writer, key) for key in keys),

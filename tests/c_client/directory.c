@@ -38,6 +38,7 @@ void directory_map(struct directory *directory, int fd) {
   *directory = (struct directory){bytes, size, .slots = u32(bytes + 16)};
   directory->capacity = u32(bytes + 20);
   directory->probe_limit = u32(bytes + 24);
+  directory->blocks_per_chunk = u32(bytes + 28);
   directory->records = u64(bytes + 32);
   directory->index = u64(bytes + 40);
   if (u64(bytes + 48) > size || !directory->capacity ||
@@ -62,7 +63,8 @@ enum lookup directory_lookup(const struct directory *directory, const char *key)
       const uint8_t *record = directory->bytes + directory->records + (uint64_t)slot * RECORD_BYTES;
       if (record[21] == length && memcmp(record + 32, key, length) == 0 &&
           u64(record) > u64(directory->bytes + FLOOR_AT)) {
-        if (record[20] == READY) return HIT;
+        uint64_t held = little_endian(record + 24, 2), first = little_endian(record + 22, 2);
+        if (record[20] == READY) return !first && held >= directory->blocks_per_chunk ? HIT : MISS;
         if (record[20] == WRITING) return HIT_PENDING;
       }
     }

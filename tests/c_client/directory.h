@@ -8,11 +8,12 @@ enum lookup { MISS, HIT, HIT_PENDING };
 struct directory {
   const uint8_t *bytes;
   uint64_t size;
-  uint32_t slots, capacity, probe_limit;
+  uint32_t slots, capacity, probe_limit, blocks_per_chunk;
   uint64_t records, index;
 };
 
 // Maps the file and checks its header; dies where it is no directory.
 void directory_map(struct directory *directory, int fd);
 void directory_unmap(struct directory *directory);
+// A whole chunk: one that holds only some of its blocks is a miss.
 enum lookup directory_lookup(const struct directory *directory, const char *key);
