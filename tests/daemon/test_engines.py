@@ -158,20 +158,45 @@ def test_replicated_shares_are_stored_once(daemon: Daemon) -> None:
 def test_blocks_that_were_not_stored_are_a_miss(daemon: Daemon) -> None:
     """A chunk at a window's edge holds its last block only; a load of the first one fails."""
     with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("edge", 1)
-        ticket = engine.scheduler.prepare_store(keys)
+        keys, scheduler = keys_of("edge", 1), engine.scheduler
+        ticket = scheduler.prepare_store(keys, [(1, 1)])
         engine.fill(keys, 2)  # block 3 holds the second block of the chunk
         arrays = (ticket.slots, ticket.generations)
         engine.results(engine.submit("store", [0, 1], [3], *arrays, index=7))
-        wait_hit(engine, keys)
+        eventually(lambda: scheduler.lookup(keys[0], 1, 1) is LookupResult.HIT)
         engine.poison([40, 41])
-        found = engine.scheduler.prepare_load(keys)
+        assert scheduler.lookup(keys[0]) is LookupResult.MISS
+        assert not scheduler.prepare_load(keys)
+        found = scheduler.prepare_load(keys, blocks=[(1, 1)])
         arrays = (found.slots, found.generations)
         late = engine.results(engine.submit("load", [0, 1], [41], *arrays, index=7))
         assert all(result.success for result in late.values())
         assert np.array_equal(engine.page(1, 0, 41), engine.page(1, 0, 3))
         early = engine.results(engine.submit("load", [0, 1], [40, 41], *arrays, index=6))
         assert not any(result.success for result in early.values())
+
+
+def test_a_whole_chunk_takes_the_place_of_a_part(daemon: Daemon) -> None:
+    """Until it is READY loads of the part are right; then all of it is found, once."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys, scheduler = keys_of("edge", 1), engine.scheduler
+        ticket = scheduler.prepare_store(keys, [(1, 1)])
+        engine.fill(keys, 2)
+        arrays = (ticket.slots, ticket.generations)
+        engine.results(engine.submit("store", [0, 1], [3], *arrays, index=1))
+        eventually(lambda: scheduler.lookup(keys[0], 1, 1) is LookupResult.HIT)
+        part = scheduler.prepare_load(keys, blocks=[(1, 1)])
+        engine.poison([41])
+        assert engine.store(keys, 2) == keys
+        wait_hit(engine, keys)
+        jobs = engine.submit("load", [0, 1], [41], part.slots, part.generations, index=1)
+        assert all(result.success for result in engine.results(jobs).values())
+        assert np.array_equal(engine.page(1, 0, 41), engine.page(1, 0, 3))
+        scheduler.complete_load(part)
+        assert engine.load(keys, 40) == (1, 0)
+        assert engine.store(keys, 2) == []
+        (namespace,) = daemon.status()["namespaces"]
+        assert namespace["chunks"]["ready"] == namespace["counters"]["replaced"] == 1
 
 
 def test_the_pool_is_sized_from_what_workers_report(start_daemon: StartDaemon) -> None:

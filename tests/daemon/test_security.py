@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from kvd.broker.keep import area_name
+from kvd_client import LookupResult
 from kvd_client.job_request import job_request
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import (
@@ -38,6 +39,7 @@ from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_hostile import RawClient, code_of
 from tests.http.serving import over_tcp, over_unix
+from tests.waiting import eventually
 
 Ask = Callable[..., Message]
 
@@ -374,15 +376,19 @@ def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
     ):
         after.wait_attached()
         liar.wait_attached()
-        taken = after.scheduler.prepare_store(keys_of("one block", 8))
+        parts = [(1, 1)] * 8
+        taken = after.scheduler.prepare_store(keys_of("one block", 8), parts)
         assert len(taken.keys) == 8  # room that was another namespace's
         for at, key in enumerate(taken.keys):
             (block,) = after.fill([key], 1, group=1)[1:]
             chunk = taken.slots[at : at + 1], taken.generations[at : at + 1]
             jobs = after.submit("store", [0], [block], *chunk, group=1, index=1)
             assert after.results(jobs)[0].success
-        wait_hit(after, list(taken.keys))
-        ready = after.scheduler.prepare_load(taken.keys)
+        eventually(
+            lambda: {after.scheduler.lookup(key, 1, 1) for key in taken.keys},
+            lambda found: found == {LookupResult.HIT},
+        )
+        ready = after.scheduler.prepare_load(taken.keys, blocks=parts)
         held = np.fromfile(pool, np.uint8)
         for slot in ready.slots:
             begin = int(slot) * slot_bytes
@@ -404,7 +410,7 @@ def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
                     assert not engine.results(jobs)[0].success
             for tensor in range(2):
                 assert (engine.memory[0][tensor].array == POISON).all()
-        assert not liar.scheduler.prepare_load(taken.keys).keys
+        assert not liar.scheduler.prepare_load(taken.keys, blocks=parts).keys
         for at, key in enumerate(taken.keys):
             chunk = ready.slots[at : at + 1], ready.generations[at : at + 1]
             jobs = after.submit("load", [0], [2], *chunk, group=1, index=1)
