@@ -109,6 +109,7 @@ def test_private_state_of_vllm_is_touched_in_one_place() -> None:
         "_connector_worker_meta",
         "_jobs",
         "_load_jobs",
+        "_lookup_complete_chunks",
         "_req_status",
     }
     assert {name: names for name, names in found.items() if names} == {}

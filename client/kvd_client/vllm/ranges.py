@@ -64,10 +64,11 @@ class BlockRanges:
         missing = next((i for i in range(len(block_ids), 0, -1) if not block_ids[i - 1]), 0)
         return (missing, self._size - missing) if missing < self._size else self._last
 
-    def needed(self, req_id: str, end: int) -> dict[OffloadKey, Blocks]:
-        """What the request must load of windows' chunks to have its first `end` tokens."""
+    def needed(self, req_id: str, tokens: int) -> dict[OffloadKey, Blocks]:
+        """What the request must load of windows' chunks to have so many more tokens."""
         state = self._requests[req_id]
         computed = state.num_locally_computed_tokens
+        end = computed + tokens
         needed: dict[OffloadKey, Blocks] = {}
         for number, group in self._groups.values():
             if group.sliding_window_size_in_chunks is None:

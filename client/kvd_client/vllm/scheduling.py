@@ -1,5 +1,6 @@
 """The scheduler's half of the connector: what follows from a failed job."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvd_client.vllm.manager import KvdOffloadingManager
@@ -9,9 +10,6 @@ from kvd_client.vllm.upstream import SchedulerSide
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        RequestOffloadState,
-    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -25,7 +23,7 @@ class KvdConnectorScheduler(SchedulerSide):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._ranges = BlockRanges(self.config, self._req_status)
+        self._ranges = BlockRanges(self.config, self.requests)
         self.manager.ranges = self._ranges
         self._asked: dict[str, int] = {}  # prompt tokens, by request that was not admitted yet
 
@@ -39,27 +37,21 @@ class KvdConnectorScheduler(SchedulerSide):
         )
         return found
 
-    def _lookup_complete_chunks(
-        self, req_status: "RequestOffloadState", max_num_new_tokens: int | None = None
-    ) -> int | None:
+    def search(self, req_id: str, find: Callable[[], int | None]) -> int | None:
         """Tokens that can be loaded: a window's chunks hold all blocks that are needed then.
 
         vLLM looks for chunks of which there is anything. Where one lacks what the end that was
         found needs, it is of no use for any earlier end either: the search goes on without it.
         """
         with self.manager.missing() as missing:
-            while True:
-                found: int | None = super()._lookup_complete_chunks(req_status, max_num_new_tokens)
-                if not found or not self._sliding_window_groups:
-                    return found
-                end = req_status.num_locally_computed_tokens + found
-                needed = self._ranges.needed(req_status.req.request_id, end)
-                lacking = self.manager.lacking(needed)
+            while found := find():
+                lacking = self.manager.lacking(self._ranges.needed(req_id, found))
                 if not lacking:
-                    return found
+                    break
                 if lacking <= missing:  # vLLM did not look at what it would load
                     return 0
                 missing.update(lacking)
+            return found
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -69,8 +61,7 @@ class KvdConnectorScheduler(SchedulerSide):
         if asked is not None:
             self.manager.scheduler.count_tokens(asked, min(asked, num_external_tokens))
         if num_external_tokens:
-            computed = self._req_status[request.request_id].num_locally_computed_tokens
-            needed = self._ranges.needed(request.request_id, computed + num_external_tokens)
+            needed = self._ranges.needed(request.request_id, num_external_tokens)
             self.manager.need(request.request_id, needed)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 

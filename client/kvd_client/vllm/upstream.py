@@ -14,6 +14,11 @@ refuse an engine's start in one sentence, so that no step fails over it later.
   store leaves out.
 - `OffloadingConnectorScheduler._req_status`, records with `group_states`, and in each of these
   `next_stored_chunk_idx`: what a failed load did not bring is computed, and stored again.
+- Of the same records `num_locally_computed_tokens` and `req`, and `offload_keys` and `block_ids`
+  of their groups; `OffloadingConnectorScheduler.config` with its groups: which blocks of its
+  chunks a request has, and needs.
+- `OffloadingConnectorScheduler._lookup_complete_chunks`, the search for what can be loaded: it is
+  repeated without chunks that lack blocks which its result needs.
 - Methods of these classes that are overridden, or called with just these arguments: `METHODS`.
 - `OffloadPromMetrics` reads `spec_name` and `spec_module_path` of the extra configuration: it asks
   that spec which metrics there are.
@@ -23,7 +28,7 @@ refuse an engine's start in one sentence, so that no step fails over it later.
 """
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -71,6 +76,12 @@ METHODS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
         "update_state_after_alloc",
         ("request", "blocks", "num_external_tokens"),
     ),
+    (
+        OffloadingConnectorScheduler,
+        "_lookup_complete_chunks",
+        ("req_status", "max_num_new_tokens"),
+    ),
+    (OffloadingConnectorScheduler, "build_connector_meta", ("scheduler_output",)),
     (OffloadingConnectorScheduler, "request_finished", ("request",)),
     (OffloadingConnectorScheduler, "update_connector_output", ("connector_output",)),
     (OffloadingConnectorWorker, "__init__", ("spec", "vllm_config", "kv_cache_config")),
@@ -81,12 +92,18 @@ METHODS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 # Fields that are read or written, of records that are dataclasses.
 FIELDS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (TransferJobStatus, ("keys", "is_store")),
-    (RequestOffloadState, ("group_states",)),
-    (RequestGroupState, ("next_stored_chunk_idx",)),
+    (RequestOffloadState, ("group_states", "num_locally_computed_tokens", "req")),
+    (RequestGroupState, ("block_ids", "next_stored_chunk_idx", "offload_keys")),
     (OffloadingWorkerMetadata, ("completed_jobs", "transfer_stats")),
     (KVConnectorOutput, ("kv_connector_worker_meta", "failed_recving")),
     (KVConnectorTransferResults, ("finished_recving", "failed_recving")),
 )
+# Of a group's configuration, and of the whole.
+GROUP = (
+    *("group_idx", "tokens_per_block", "tokens_per_chunk", "kv_cache_spec"),
+    *("sliding_window_size_in_chunks", "requires_cow_source"),
+)
+CONFIG = ("kv_group_configs", "blocks_per_chunk")
 ALLOCATION_FAILURE: str = getattr(_ConnectorMetricName, "ALLOCATION_FAILURE", "")
 
 
@@ -156,12 +173,32 @@ class SchedulerSide(OffloadingConnectorScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        require(self, "manager", "_jobs", "_req_status")
+        require(self, "manager", "config", "_jobs", "_req_status")
+        require(self.config, *CONFIG)
+        for group in self.config.kv_group_configs:
+            require(group, *GROUP)
 
     def store_keys(self, job_id: int) -> Collection[OffloadKey]:
         """Keys of the store that has this number; none of a load, or of a job that was dropped."""
         job = self._jobs.get(job_id)
         return job.keys if job is not None and job.is_store else ()
+
+    @property
+    def requests(self) -> Mapping[str, RequestOffloadState]:
+        """The state of every request, by its id."""
+        states: Mapping[str, RequestOffloadState] = self._req_status
+        return states
+
+    def search(self, req_id: str, find: Callable[[], int | None]) -> int | None:
+        """How many tokens can be loaded for a request; `find` is vLLM's search."""
+        del req_id
+        return find()
+
+    def _lookup_complete_chunks(
+        self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
+    ) -> int | None:
+        find = super()._lookup_complete_chunks
+        return self.search(req_status.req.request_id, lambda: find(req_status, max_num_new_tokens))
 
     def store_again(self, req_id: str) -> bool:
         """Have all chunks of a request offered for storing again; false where it is gone."""
