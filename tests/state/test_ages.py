@@ -57,6 +57,22 @@ def test_the_end_of_a_request_is_a_use() -> None:
     assert ages(table) == {5: 2}
 
 
+def test_a_chunk_that_is_stored_anew_is_as_young_as_it_was() -> None:
+    """A whole chunk that takes the place of a part was last of use when the part was."""
+    namespaces = Namespaces(2 * PAGE, make_buffer=lambda _, size: bytearray(size))
+    table = namespaces.open(
+        bytes(16), (PAGE,), world_size=1, replicated=False, boot_id=bytes(16), blocks_per_chunk=2
+    ).table
+    part = table.prepare_store([b"a"], 1, BOOT, blocks=[(1, 1)])
+    table.share_done(1, 0, part.slots, part.generations, [1], [1], ok=True)
+    whole = table.prepare_store([b"a"], 1, BOOT + 10)
+    table.expire(BOOT + 40)
+    table.finished([b"a"])
+    table.share_done(1, 0, whole.slots, whole.generations, [0], [2], ok=True)
+    table.prepare_store([b"b", b"c"], 1, BOOT + 50)
+    assert table.ages.at_eviction.sum == pytest.approx(10, abs=1e-3)
+
+
 def test_a_reset_is_no_eviction() -> None:
     """Chunks that are dropped on purpose say nothing about the pool's size."""
     table = one_namespace(2)
