@@ -84,7 +84,7 @@ class Saturated:
         try:
             self._gpu.use()
             keys, _ = self._engine.store()
-            while not self._stop.is_set():
+            while not (self.rates and self._stop.is_set()):  # one figure at least
                 keys, gbps = self._engine.both(keys)
                 self.rates.append(gbps)
         except Exception as error:  # noqa: BLE001  # raised where the context ends

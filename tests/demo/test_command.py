@@ -192,7 +192,8 @@ def test_nothing_outlives_a_killed_demo() -> None:
     ("arguments", "words"),
     [
         (["--cpu-bytes", "banana"], "'banana' is no size"),
-        (["--cpu-bytes", "4KiB", "--requests", "1"], "4096 bytes"),
+        (["--cpu-bytes", "4KiB", "--requests", "1"], "at least 64 KiB"),
+        (["--cpu-bytes", "64KiB", "--requests", "1"], "65536 bytes"),
         (["--json", "/nonexistent/out.json"], "/nonexistent/out.json: No such file"),
         (["--trace", "/nonexistent.jsonl"], "/nonexistent.jsonl: No such file"),
     ],
