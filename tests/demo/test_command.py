@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.waiting import eventually
 
 FIGURES = {
     "requests",
@@ -32,20 +35,46 @@ FIGURES = {
 DEMO = [sys.executable, "-m", "kvd", "demo"]
 
 
+MARK = "KVD_TESTED_BY"
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """After every test no directory of a demo is left, and none of its processes."""
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After every test no directory of a demo is left, and none of the test's processes.
+
+    Somebody else's demo may run on the machine at the same time.
+    """
+    mark = f"{MARK}={uuid.uuid4()}"
+    monkeypatch.setenv(*mark.split("="))
     before = leftovers()
     yield
-    assert leftovers() <= before
-    for process in psutil.process_iter(["cmdline"]):
-        assert "kvd-demo-" not in " ".join(process.info["cmdline"] or [])
+    assert not [line for line in running_demos(mark) if "kvd-demo-" in line]
+    eventually(lambda: leftovers() - before - in_use(), lambda left: not left)
 
 
 def leftovers() -> set[Path]:
     """Directories of demos, wherever they may be."""
     places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
     return {path for place in places for path in place.glob("kvd-demo-*")}
+
+
+def running_demos(mark: str) -> list[str]:
+    """Command lines of the processes that have this in their environment."""
+    lines = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if mark in (f"{name}={value}" for name, value in process.environ().items()):
+                lines.append(" ".join(process.cmdline()))
+    return lines
+
+
+def in_use() -> set[Path]:
+    """Directories that a process names which is alive."""
+    lines = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            lines.append(" ".join(process.cmdline()))
+    return {path for path in leftovers() if any(str(path) in line for line in lines)}
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
