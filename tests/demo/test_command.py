@@ -4,7 +4,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.demo.places import in_use, leftovers
 from tests.waiting import eventually
 
 FIGURES = {
@@ -52,12 +52,6 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     eventually(lambda: leftovers() - before - in_use(), lambda left: not left)
 
 
-def leftovers() -> set[Path]:
-    """Directories of demos, wherever they may be."""
-    places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    return {path for place in places for path in place.glob("kvd-demo-*")}
-
-
 def running_demos(mark: str) -> list[str]:
     """Command lines of the processes that have this in their environment."""
     lines = []
@@ -66,15 +60,6 @@ def running_demos(mark: str) -> list[str]:
             if mark in (f"{name}={value}" for name, value in process.environ().items()):
                 lines.append(" ".join(process.cmdline()))
     return lines
-
-
-def in_use() -> set[Path]:
-    """Directories that a process names which is alive."""
-    lines = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            lines.append(" ".join(process.cmdline()))
-    return {path for path in leftovers() if any(str(path) in line for line in lines)}
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,14 +4,14 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.demo.places import in_use, leftovers
 from tests.vllm.support import wait_for
+from tests.waiting import eventually
 
 PROMPTS, TOKENS = 4, 200
 FINDABLE = 192  # whole chunks of 64
@@ -27,20 +27,14 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture
 def demo() -> Iterator[subprocess.Popen[str]]:
     """The demo, just started; it is ended with the test, and has left no folder then."""
-    before = folders()
+    before = leftovers()
     process = subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
         process.kill()
         process.communicate()
-    assert folders() <= before
-
-
-def folders() -> set[Path]:
-    """Folders of demos, wherever they may be."""
-    places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    return {path for place in places for path in place.glob("kvd-demo-*")}
+    eventually(lambda: leftovers() - before - in_use(), lambda left: not left)
 
 
 def test_known_prompts_are_found_also_after_a_restart(demo: subprocess.Popen[str]) -> None:
