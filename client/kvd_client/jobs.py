@@ -187,8 +187,9 @@ class JobTable:
 
     def remind(self) -> None:
         """Have an event loop call `finished` for the sake of jobs that are long in coming."""
-        if self._readiness is not None and self._running:
-            self._readiness.set()
+        with self._lock:  # `close` closes the descriptor, whose number others may get
+            if self._readiness is not None and self._running:
+                self._readiness.set()
 
     def wait(self, job_ids: Iterable[int], timeout: float) -> frozenset[int]:
         """See `Worker.wait`."""

@@ -210,7 +210,7 @@ class Scheduler:
             generations=generations,
             answers=tuple([_ANSWERS[answer] for answer in answers]),
             evicted=reply.evicted,
-            on_exit=lambda success: self.complete_store(accepted, success),
+            on_exit=lambda success: self._leave_store(accepted, success),
         )
 
     def complete_store(
@@ -283,7 +283,7 @@ class Scheduler:
             found=found,
             lease=reply.lease,
             lease_seconds=reply.lease_ms / 1000,
-            on_exit=lambda: self._give_back(reply.lease),
+            on_exit=lambda: self._leave_load(reply.lease),
         )
 
     def complete_load(self, ticket: LoadTicket) -> None:
@@ -303,6 +303,18 @@ class Scheduler:
         self._session.check_open()
         if lease:
             self._session.settle(CompleteLoad(lease=lease))
+
+    # A ticket's block may end after the session, which has ended all of its leases and stores.
+
+    def _leave_store(self, keys: tuple[bytes, ...], success: bool) -> None:
+        if keys and not self._session.closed:
+            with contextlib.suppress(UsageError):  # closed meanwhile
+                self.complete_store(keys, success)
+
+    def _leave_load(self, lease: int) -> None:
+        if not self._session.closed:
+            with contextlib.suppress(UsageError):  # closed meanwhile
+                self._give_back(lease)
 
     # ------------------------------------------------------------ event loops
 

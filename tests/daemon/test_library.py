@@ -69,6 +69,18 @@ def test_leaving_a_ticket_completes_it(engine: Engine) -> None:
         assert scheduler.lookup_many(new) == [LookupResult.MISS] * 2
 
 
+def test_a_ticket_may_be_left_after_its_scheduler(engine: Engine) -> None:
+    """Leaving a block raises nothing, also where nothing was granted or the session has ended."""
+    keys = keys_of("chunk", 2)
+    with engine:
+        with engine.scheduler.prepare_store(keys), engine.scheduler.prepare_store(keys) as none:
+            assert not none.keys
+        ticket = engine.scheduler.prepare_store(keys_of("new", 1))
+        found = engine.scheduler.prepare_load(keys)
+    with ticket, found:
+        assert ticket.keys
+
+
 def test_descriptors_tell_of_ended_jobs_and_ready_chunks(engine: Engine) -> None:
     """Each is readable when its call has news, and quiet when the call has taken them."""
     with engine:
