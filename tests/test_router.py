@@ -1,5 +1,6 @@
 """The daemon's request sockets: libzmq's clients are served, nobody is kept beyond a bound."""
 
+import gc
 import os
 import resource
 import select
@@ -225,6 +226,7 @@ def test_without_descriptors_a_newcomer_waits_and_nobody_is_displaced(
 @contextmanager
 def few_descriptors() -> Iterator[None]:
     """This process may open no descriptor more than it has."""
+    gc.collect()  # what earlier tests left is not closed meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
     spare = [os.dup(0)]

@@ -2,12 +2,12 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from kvd.errors import BadDatagram, ChannelFull
 from kvd.seqpacket import MAX_DATAGRAM_BYTES, MAX_DESCRIPTORS, Channel, close_all
+from tests.descriptors import open_on
 
 Pair = tuple[Channel, Channel]
 
@@ -116,17 +116,17 @@ def test_a_stream_socket_is_refused() -> None:
 
 
 def test_a_look_at_a_frame_receives_no_descriptor(pair: tuple[Channel, Channel]) -> None:
-    """It says what comes next, leaves it where it is, and nothing more is open than before."""
+    """It says what comes next and leaves it where it is, with its descriptors."""
     near, far = pair
     read, write = os.pipe()
     assert far.peek() is None
     near.send(b"frame", [read, write])
-    before = len(list(Path("/proc/self/fd").iterdir()))
     assert far.peek() == far.peek() == b"frame"
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_on(read, write) == {read, write}
     received = far.recv()
     assert received is not None
     assert received[0] == b"frame"
+    assert open_on(read, write) == {read, write, *received[1]}
     for fd in (read, write, *received[1]):
         os.close(fd)
     near.close()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvd.receiver import READ, serve
@@ -21,19 +20,15 @@ from tests.daemon.engines import Engine, keys_of
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_hostile import RawClient, code_of, said_at_the_end
 from tests.daemon.users import as_user, needs_root
+from tests.descriptors import open_on
+from tests.processes import children_running
 from tests.slowfs import SlowFilesystem, slow_filesystem
 from tests.waiting import eventually
 
 
-def open_descriptors() -> set[int]:
-    """Of this process; the one with which the folder is read is closed again."""
-    return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
-
-
 def receivers(daemon: Daemon) -> set[int]:
     """The processes that receive descriptors and are not on their way out."""
-    children = psutil.Process(daemon.process.pid).children()
-    return {child.pid for child in children if "kvd.receiver" in child.cmdline()}
+    return {child.pid for child in children_running(daemon.process.pid, "kvd.receiver")}
 
 
 @contextmanager
@@ -174,12 +169,12 @@ def test_the_receiver_says_what_is_foreign_without_a_question_to_its_file_system
     with ours, link, client, connection, monkeypatch.context() as patch:
         socket.send_fds(client, [b"frame"], [good, foreign])
         socket.send_fds(ours, [READ], [connection.fileno()])
-        before = open_descriptors()
+        before = open_on(good, foreign)
         for name in ("stat", "fstat", "lstat", "fstatvfs", "close"):
             patch.setattr(os, name, asked)
         serve(link)
         patch.undo()
-        kept = open_descriptors() - before
+        kept = open_on(good, foreign) - before
         assert ours.recv(100) == b"-1"
         assert len(kept) == 2
         for fd in (*kept, good, foreign):

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvd.broker.keep import area_name
@@ -16,6 +15,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.full import fill_up
+from tests.processes import children_running, has_ended
 from tests.soak.restart_loop import run
 from tests.waiting import PATIENCE
 
@@ -246,11 +246,7 @@ def test_lanes_of_a_dead_daemon_are_waited_for(
     ) as lane:
         assert lane.stdout is not None
         assert lane.stdout.readline() == "held\n"
-        (own,) = [
-            child
-            for child in psutil.Process(warm.process.pid).children()
-            if "kvd.lane" in child.cmdline()
-        ]
+        (own,) = children_running(warm.process.pid, "kvd.lane")
         own.suspend()  # it cannot end by itself
         warm.stop(signal.SIGKILL)
         second = start_daemon(*KEEP, ready=False)
@@ -259,4 +255,4 @@ def test_lanes_of_a_dead_daemon_are_waited_for(
         assert not report["lanes"][0]["up"]
         lane.communicate("")
         second.wait_ready()
-        assert not own.is_running() or own.status() == psutil.STATUS_ZOMBIE
+        assert has_ended(own)

@@ -20,6 +20,7 @@ from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_engines import wait_hit
 from tests.http.scraping import scrape
 from tests.http.serving import SECONDS, idle_connection, over_tcp, over_unix, port_of
+from tests.processes import children_running, has_ended
 from tests.waiting import eventually
 
 
@@ -33,9 +34,8 @@ def http_process(daemon: Daemon) -> psutil.Process:
     """The child that serves HTTP; it is waited for."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
-        for child in psutil.Process(daemon.process.pid).children():
-            if "kvd.http" in child.cmdline():
-                return child
+        for child in children_running(daemon.process.pid, "kvd.http"):
+            return child
         with over_tcp(daemon) as client:
             client.get("/livez")
     raise AssertionError(daemon.log.read_text())
@@ -144,9 +144,9 @@ def test_a_frozen_http_process_does_not_disturb_the_broker(own: Daemon) -> None:
             wait_hit(engine, keys)
             assert engine.load(keys) == (5, 0)
         assert own.stop() == 0
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        assert has_ended(child)
     finally:
-        if child.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.resume()
 
 
@@ -249,11 +249,10 @@ def test_a_full_house_is_not_a_dead_one(start_daemon: StartDaemon) -> None:
 
 def test_nothing_runs_until_somebody_asks_where_the_port_is_off(daemon: Daemon) -> None:
     """With http_listen off the process starts with the first connection to the Unix socket."""
-    broker = psutil.Process(daemon.process.pid)
-    assert not [child for child in broker.children() if "kvd.http" in child.cmdline()]
+    assert not children_running(daemon.process.pid, "kvd.http")
     with over_unix(daemon) as client:
         assert client.get("/readyz").status_code == 200
-    assert [child for child in broker.children() if "kvd.http" in child.cmdline()]
+    assert children_running(daemon.process.pid, "kvd.http")
 
 
 def test_a_broken_http_process_costs_the_broker_nothing(
