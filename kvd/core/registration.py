@@ -74,14 +74,13 @@ class Registration:
                 "cpu_bytes is auto and the pool has no size yet, which a temporary engine must not"
                 " decide; register another engine first",
             )
-        effects = want_lane(self._state, message.device)
         pending = PendingRegister(request_id, message, now + REGISTER_SECONDS, unchecked=True)
         session.pending = pending
         if len(message.layout.tensors) + len(message.layout.groups) > AT_ONCE:
             self._large.append((session, pending, now))
-            return effects
+            return want_lane(self._state, message.device)
         try:
-            return effects + self._check(session, engine, pending, now)
+            return self._check(session, engine, pending, now)
         except Refused:
             session.pending = None
             raise
@@ -118,7 +117,8 @@ class Registration:
         check_rank(engine, pending.message, others)
         check_layout(pending.message, others, self._state.settings.pool_bytes)
         pending.unchecked = False
-        return self._open_pool(engine, now) if unsized else self.advance(session, now)
+        effects = want_lane(self._state, pending.message.device)
+        return effects + (self._open_pool(engine, now) if unsized else self.advance(session, now))
 
     def advance(self, session: Session, now: float) -> list[Effect]:
         """Move a pending registration on if what it waited for is there."""
@@ -153,10 +153,10 @@ class Registration:
         effects, freed = self._leave(session, "unregistered")
         effects.append(Event(f"{who} has unregistered{in_words(freed)}", fields=who.fields))
         session.machine.fire(SessionEvent.UNREGISTER)
-        session.releasing = request_id
+        session.releasing = request_id, registration.device
+        session.imported = False
         lane = self._state.lanes[registration.device]
-        if lane.up and session.imported:
-            session.imported = False
+        if lane.up:  # it has the memory, or was asked to map it
             return [*effects, ToLane(lane.device, ReleaseWorker(session=session.number))]
         return effects + self.released(Released(session=session.number))
 
@@ -168,7 +168,7 @@ class Registration:
         session = self._state.registry.sessions.get(message.session)
         if session is None:
             return []
-        if session.pending is None:
+        if session.pending is None or not session.pending.importing:
             return self._reimported(session, message)
         pending = session.pending
         session.pending = None
@@ -228,7 +228,7 @@ class Registration:
         session = self._state.registry.sessions.get(message.session)
         if session is None or session.releasing is None:
             return []
-        request_id, session.releasing = session.releasing, None
+        (request_id, _), session.releasing = session.releasing, None
         return [
             Reply(session.number, request_id, Unregistered()),
             *self._forget_descriptors(session),

@@ -55,7 +55,7 @@ class Session:
     pending: PendingRegister | None = None
     registration: Register | None = None
     imported: bool = False
-    releasing: int | None = None  # request id of an Unregister in progress
+    releasing: tuple[int, str] | None = None  # an Unregister in progress: request id, device
     since: float = 0.0  # when it said HELLO
     lookups: LookupTotals = field(default_factory=LookupTotals)  # as it said last
     refusal: str = ""  # why its registration was refused last

@@ -101,7 +101,8 @@ class Supervision:
                 session.imported = False
             if session.pending is not None and session.pending.message.device == device:
                 session.pending.importing = False
-            if session.releasing is not None:  # a dead lane touches nothing
+            # A dead lane touches nothing.
+            if session.releasing is not None and session.releasing[1] == device:
                 effects += self._registration.released(Released(session=session.number))
         return effects + lane_ended(self._state, lane, served=served)
 

@@ -1,13 +1,22 @@
 """Lanes of CUDA devices: who gets one, and what becomes of one that cannot serve."""
 
 import pytest
+from msgspec.structs import replace
 
 from kvd.core.broker import Broker
 from kvd.core.demand import FAILED_SECONDS, MAX_CUDA_LANES
-from kvd.core.effects import DropLane, Effect, Event, KillLane, Reply, StartLane
+from kvd.core.effects import DropLane, Effect, Event, KillLane, Reply, StartLane, ToLane
 from kvd.core.sessions import Peer, Session
 from kvd.core.status import status_report
-from kvd.link import Imported, LaneCounters, LaneFailed, LanePong, LaneReady
+from kvd.link import (
+    Imported,
+    LaneCounters,
+    LaneFailed,
+    LanePong,
+    LaneReady,
+    Released,
+    ReleaseWorker,
+)
 from kvd.settings import Settings
 from kvd.state.namespaces import Namespaces
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
@@ -112,6 +121,15 @@ def test_the_first_worker_of_a_device_starts_its_lane() -> None:
     assert list(broker.state.lanes) == ["host", DEVICE]
 
 
+def test_a_registration_that_cannot_be_served_takes_no_device_away() -> None:
+    """Refused for its layout as the first of a device, it leaves the lane to who comes next."""
+    broker = make_broker()
+    wrong = replace(register(), layout=replace(register().layout, hash_block_size=7))
+    session = worker(broker)
+    assert "hash block size 7" in refusal(broker.request(session, 2, wrong, 0.0)).text
+    serve(broker, session)
+
+
 def test_a_starting_lane_does_not_unready_the_daemon() -> None:
     """A lane that nobody is served by yet is no reason not to be ready; a lost one is."""
     broker = make_broker()
@@ -193,6 +211,46 @@ def test_a_release_ends_with_its_lane() -> None:
     effects = broker.supervision.lost(DEVICE, "killed by signal 9")
     assert [type(reply) for reply in replies(effects)] == [Unregistered]
     assert effects[-1] == DropLane(DEVICE)
+
+
+def test_a_release_does_not_end_with_another_lane() -> None:
+    """A worker that leaves is answered when its own lane has let go of its memory."""
+    broker = make_broker()
+    session = worker(broker)
+    serve(broker, session)
+    assert not replies(broker.request(session, 3, Unregister(), 0.0))
+    assert not replies(broker.supervision.lost("host", "killed by signal 9"))
+    released = broker.supervision.heard(DEVICE, Released(session=session.number), 0.0)
+    assert [type(reply) for reply in replies(released)] == [Unregistered]
+
+
+def test_a_worker_that_leaves_while_the_next_lane_maps_its_memory_is_released_there() -> None:
+    """The lane was asked to map it, so it is asked to let go, and no answer of it counts."""
+    broker = make_broker()
+    session = worker(broker)
+    serve(broker, session)
+    broker.supervision.lost(DEVICE, "killed by signal 9")
+    ready(broker, DEVICE, 3)
+    effects = broker.request(session, 3, Unregister(), 0.0)
+    assert not replies(effects)
+    assert ToLane(DEVICE, ReleaseWorker(session=session.number)) in effects
+    broker.supervision.heard(DEVICE, Imported(session=session.number, error=""), 0.0)
+    assert session.registration is None
+    released = broker.supervision.heard(DEVICE, Released(session=session.number), 0.0)
+    assert [type(reply) for reply in replies(released)] == [Unregistered]
+
+
+def test_the_answer_to_a_registration_that_was_given_up_is_not_that_of_the_next() -> None:
+    """A lane that maps too late maps for nobody: the memory that comes next is not there yet."""
+    broker = make_broker()
+    session = worker(broker)
+    broker.request(session, 2, register(), 0.0)
+    ready(broker, DEVICE, 2)
+    assert "did not map the memory in time" in refusal(broker.tick(100.0)).text
+    assert not replies(broker.request(session, 3, register(), 100.0))  # its descriptors are to come
+    late = broker.supervision.heard(DEVICE, Imported(session=session.number, error=""), 100.0)
+    assert not replies(late)
+    assert session.registration is None
 
 
 def test_workers_that_were_served_wait_for_a_lane_that_fails() -> None:
