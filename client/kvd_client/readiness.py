@@ -36,12 +36,10 @@ class Readiness:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._flag, 1)
 
-    def clear(self) -> bool:
-        """Take back what `set` said; whether it was said."""
-        try:
-            return os.eventfd_read(self._flag) > 0
-        except BlockingIOError:
-            return False
+    def clear(self) -> None:
+        """Take back what `set` said."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._flag)
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -54,7 +52,7 @@ class Readiness:
 
 
 class ReadyNews:
-    """What a scheduler's event loop waits for: the daemon's pipe, and attaching and detaching.
+    """What a scheduler's event loop waits for: the daemon's pipe, and what the session tells.
 
     The pipe comes with each attachment. May be used by any thread.
     """
@@ -62,6 +60,7 @@ class ReadyNews:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._readiness: Readiness | None = None  # where somebody has asked for it
+        self._told = False
         self._pipe = -1
 
     def fileno(self) -> int:
@@ -69,7 +68,8 @@ class ReadyNews:
         with self._lock:
             if self._readiness is None:
                 self._readiness = Readiness()
-                self._readiness.set()  # what has happened until now
+                if self._told:
+                    self._readiness.set()
                 self._watch()
             return self._readiness.fileno()
 
@@ -78,14 +78,21 @@ class ReadyNews:
         with self._lock:
             self._drop_pipe()
             self._pipe = pipe
+            self._watch()
+
+    def tell(self) -> None:
+        """Something has happened, and can be seen."""
+        with self._lock:
+            self._told = True
             if self._readiness is not None:
                 self._readiness.set()
-                self._watch()
 
     def take(self) -> bool:
         """Whether anything has happened since the last call."""
         with self._lock:
-            heard = self._readiness is not None and self._readiness.clear()
+            heard, self._told = self._told, False
+            if self._readiness is not None:
+                self._readiness.clear()
             while self._pipe >= 0:
                 try:
                     told = os.read(self._pipe, 4096)

@@ -330,9 +330,11 @@ class Scheduler:
         return self._ready_news.fileno()
 
     def take_ready(self) -> bool:
-        """Whether chunks of this engine's stores became READY, or it was attached or detached.
+        """Whether chunks of this engine's stores became READY, or all are found or missed now.
 
-        Since the last call; never waits. Look at what is of interest with `lookup`.
+        The latter where the engine is attached or detached, and where the daemon falls silent,
+        speaks again, or has answered a reset. Since the last call; never waits. Look at what is
+        of interest with `lookup`.
 
         Raises:
             UsageError: closed.
@@ -537,6 +539,7 @@ class Scheduler:
         attachment = self._attachment
         usable = attachment is not None and not self._silent and self._owed is None
         self._find = attachment.directory.lookup if usable and attachment else self._find_nothing
+        self._ready_news.tell()  # not before: who hears of it looks things up
 
     def _ask(self, message: Message, kind: type[M]) -> M | None:
         reply = self._session.request(message)

@@ -12,10 +12,14 @@ import zmq
 
 from kvd.broker.http import HttpProcess
 from kvd.broker.lanes import Lanes
+from kvd.core.effects import ToLane
+from kvd.link import LanePing
 from kvd.settings import Settings
+from tests.waiting import DEADLINE
 
 SECONDS = 100
 LONGEST_PAUSE = 5.0
+MORE_THAN_A_SOCKET_TAKES = 6000  # frames; twice as many are an end
 Turn = Callable[[float], None]
 
 
@@ -51,3 +55,31 @@ def test_a_child_that_cannot_be_started_is_tried_with_growing_pauses(
     assert pauses == sorted(pauses)
     assert pauses[0] < 1.0
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE, abs=0.02)
+
+
+def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What still waits to be sent to it hinders nobody; its end is told."""
+    deaf = tmp_path / "deaf"
+    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
+    deaf.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    lost: list[str] = []
+    core: Any = SimpleNamespace(
+        state=SimpleNamespace(settings=Settings(), stopping=False),
+        supervision=SimpleNamespace(lost=lambda device, _reason: lost.append(device)),
+    )
+    poller = zmq.Poller()
+    lanes = Lanes(tmp_path, core, poller, lambda _: None)
+    lanes.add("host")
+    with (tmp_path / "pool").open("wb") as file:
+        pool: Any = SimpleNamespace(fd=file.fileno(), nbytes=4096)
+        lanes.start_due(pool, 0.0)
+    for number in range(MORE_THAN_A_SOCKET_TAKES):
+        lanes.send(ToLane("host", LanePing(sequence=number)), lambda _: [])
+    assert not poller.poll(0)
+    lanes.kill("host")
+    while lanes.running:
+        lanes.turn(dict(poller.poll(int(DEADLINE * 1000))), 0.0)
+    assert lost == ["host"]

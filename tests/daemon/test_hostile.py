@@ -1,16 +1,19 @@
 """Bytes that no honest client sends: one clear error each, nobody else disturbed."""
 
+import contextlib
 import gc
 import mmap
 import os
 import random
 import resource
+import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 
@@ -48,7 +51,8 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_failures import wait_state
-from tests.waiting import DEADLINE, PATIENCE
+from tests.raw_zmtp import connect, message
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
 class RawClient:
@@ -252,16 +256,56 @@ def register_with(client: RawClient, fds: list[int]) -> Message:
     socket.send_fds(client.door, [frame], fds)
     for fd in fds:
         os.close(fd)
-    return client.ask(
-        Register(
-            rank=0,
-            world_size=1,
-            device="host",
-            fingerprint=Fingerprint(model="m"),
-            layout=make_layout(),
-            handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
-        )
+    return client.ask(registration())
+
+
+def registration() -> Register:
+    """The only rank of an engine, with two storages of memory."""
+    return Register(
+        rank=0,
+        world_size=1,
+        device="host",
+        fingerprint=Fingerprint(model="m"),
+        layout=make_layout(),
+        handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
     )
+
+
+def test_a_worker_that_ends_while_it_registers_ends_nothing_else(daemon: Daemon) -> None:
+    """Its door is closed before a lane is asked to map its memory, which is let go."""
+    raw = RawClient(daemon.runtime_dir)
+    sizes = (CONTROL_BYTES, *make_layout().storages)
+    fds = [sealed.make("kvd-test-going", size) for size in sizes]
+    frame = WIRE.encode(Handles(first=0, count=len(fds)), 0, raw.boot_id, raw.token)
+    socket.send_fds(raw.door, [frame], fds)
+    for fd in fds:
+        os.close(fd)
+    broker = psutil.Process(daemon.process.pid)
+    eventually(lambda: "kvd-test-going" in files_of(broker.pid))
+    hello = Hello(kind="worker", engine="raw", pid=1, protocol_min=1, protocol_max=1, client="raw")
+    with connect(daemon.runtime_dir / "broker.sock") as sock:
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            eventually(broker.status, lambda status: status == psutil.STATUS_STOPPED)
+            for number, request in enumerate((hello, registration()), 1):
+                sock.sendall(message(WIRE.encode(request, number, raw.boot_id, raw.token)))
+            raw.close()
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        other = RawClient(daemon.runtime_dir)
+        assert isinstance(other.hello(), Welcome)
+        other.close()
+    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
+    eventually(lambda: "kvd-test-going" not in files_of(broker.pid))
+
+
+def files_of(pid: int) -> str:
+    """What a process has open, by name."""
+    names = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            names.append(str(entry.readlink()))
+    return " ".join(names)
 
 
 def test_memory_smaller_than_claimed_is_refused(client: RawClient) -> None:
