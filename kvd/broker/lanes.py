@@ -94,7 +94,8 @@ class Lanes:
         if channel is None:
             return
         if channel.wants_write:
-            channel.flush()
+            with contextlib.suppress(EOFError):  # what it said before is heard, and its end
+                channel.flush()
         if channel.fileno() in ready:
             try:
                 while (received := channel.recv()) is not None:

@@ -271,6 +271,8 @@ class Service:
                     self._requests.reply(effect)
                 case Notify():
                     self._visitors.notify(effect, self._resolve)
+                case ToLane(fd=SessionFds(session=number)) if number not in self._visitors.open:
+                    pass  # it left at an effect before this one, and its descriptors with it
                 case ToLane():
                     self._lanes.send(effect, self._resolve)
                 case StartLane():

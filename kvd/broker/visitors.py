@@ -196,7 +196,10 @@ class Visitors:
         """Send on what did not go at once."""
         for visitor in list(self.open.values()):
             if visitor.channel.wants_write:
-                visitor.channel.flush()
+                try:
+                    visitor.channel.flush()
+                except EOFError:
+                    self._leave(visitor)
 
     def close(self) -> None:
         """Close every connection."""
