@@ -9,16 +9,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.http.lane_metrics import WAYS
 from kvd.http.metrics import ANSWERS, STATES
 from kvd_proto.messages import JobStatus
 from tests.conftest import Daemon
 from tests.deploy.places import DEPLOY, ROOT, tool
+from tests.http.scraping import scrape
+from tests.http.serving import over_unix
 
 PROMETHEUS = DEPLOY / "prometheus"
 GRAFANA = DEPLOY / "grafana"
@@ -101,11 +101,10 @@ def test_an_alert_says_what_is_wrong_and_what_to_do(rule: dict[str, Any]) -> Non
 
 def test_every_metric_that_is_used_is_served(daemon: Daemon) -> None:
     """Names in rules and dashboard are those of a real daemon's /metrics, or recorded here."""
-    transport = httpx.HTTPTransport(uds=str(daemon.runtime_dir / "http.sock"))
-    with httpx.Client(transport=transport, base_url="http://localhost") as client:
-        text = client.get("/metrics", timeout=30).raise_for_status().text
+    with over_unix(daemon) as client:
+        families = scrape(client).families
     served = {"up", "ALERTS"} | {rule["record"] for rule in RULES if "record" in rule}
-    for family in text_string_to_metric_families(text):
+    for family in families:
         endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
         served |= {family.name + end for end in endings.get(family.type, [""])}
     used = set()

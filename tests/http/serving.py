@@ -4,12 +4,16 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 
 from tests.daemon.serving import Daemon
+from tests.waiting import eventually
 
 SECONDS = 30.0
+# How long the broker may take to answer a probe, in tests that are not about that.
+PATIENT = "timeout=30"
 
 
 def port_of(daemon: Daemon) -> int:
@@ -29,9 +33,17 @@ def over_unix(daemon: Daemon) -> Iterator[httpx.Client]:
 
 @contextmanager
 def over_tcp(daemon: Daemon) -> Iterator[httpx.Client]:
-    """A client on the TCP port."""
-    with httpx.Client(base_url=f"http://127.0.0.1:{port_of(daemon)}", timeout=SECONDS) as client:
+    """A client on the TCP port; no proxy stands between them."""
+    url = f"http://127.0.0.1:{port_of(daemon)}"
+    with httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as client:
         yield client
+
+
+def report_of(client: httpx.Client) -> dict[str, Any]:
+    """/status, as soon as the broker answers in time."""
+    answer = eventually(lambda: client.get("/status"), lambda answer: answer.status_code == 200)
+    report: dict[str, Any] = answer.json()
+    return report
 
 
 def idle_connection(daemon: Daemon) -> socket.socket:

@@ -17,7 +17,7 @@ from tests.daemon.engines import Engine, keys_of
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_engines import wait_hit
 from tests.http.scraping import Scrape, scrape
-from tests.http.serving import over_unix
+from tests.http.serving import over_unix, report_of
 from tests.waiting import eventually
 
 
@@ -54,8 +54,8 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
             ended.set()
             scraper.join(60)
         with over_unix(daemon) as client:
-            report = fresh_report(client)
-            scrapes.append(scrape(client))
+            report, last = of_one_report(client)
+            scrapes.append(last)
 
     for before, after in itertools.pairwise(scrapes):
         now = after.growing()
@@ -63,7 +63,6 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
         assert not fallen
     for one in scrapes:
         one.check()
-    last = scrapes[-1]
     assert last.get("kvd_evicted_chunks_total") > 0
     assert last.get("kvd_load_answered_chunks_total", answer="missed") > 0
     assert last.get("kvd_store_answered_chunks_total", answer="present") > 0
@@ -80,6 +79,16 @@ def fresh_report(client: httpx.Client) -> dict[str, Any]:
         lambda: client.get("/status").json(), lambda report: report.get("time", 0.0) >= asked
     )
     return report
+
+
+def of_one_report(client: httpx.Client) -> tuple[dict[str, Any], Scrape]:
+    """A report of now, and a scrape that was made of the same one."""
+
+    def ask() -> tuple[dict[str, Any], Scrape, dict[str, Any]]:
+        return fresh_report(client), scrape(client), client.get("/status").json()
+
+    report, found, _ = eventually(ask, lambda all_three: all_three[0] == all_three[2])
+    return report, found
 
 
 def assert_gauges_are_the_reports(one: Scrape, report: dict[str, Any]) -> None:
@@ -140,7 +149,7 @@ def named(metrics: list[Metric], name: str) -> Metric:
 def test_engines_are_shown_up_to_a_bound_and_counted_all(web: Daemon) -> None:
     """A crowd of engines makes no crowd of series; the totals still hold them."""
     with over_unix(web) as client:
-        report = client.get("/status").json()
+        report = report_of(client)
     lookups = {"chunks": 1, "hit_chunks": 0, "tokens": 16, "hit_tokens": 0}
     engine = {"attached": True, "missing_ranks": [], "lookups": lookups}
     report["engines"] = [{**copy.deepcopy(engine), "name": f"e{i}"} for i in range(200)]

@@ -19,7 +19,15 @@ from tests.daemon.engines import Engine, keys_of
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_engines import wait_hit
 from tests.http.scraping import scrape
-from tests.http.serving import SECONDS, idle_connection, over_tcp, over_unix, port_of
+from tests.http.serving import (
+    PATIENT,
+    SECONDS,
+    idle_connection,
+    over_tcp,
+    over_unix,
+    port_of,
+    report_of,
+)
 from tests.processes import children_running, has_ended
 from tests.waiting import eventually
 
@@ -43,9 +51,9 @@ def http_process(daemon: Daemon) -> psutil.Process:
 
 def test_a_wedged_broker_fails_liveness_in_time_and_recovers(start_daemon: StartDaemon) -> None:
     """SIGSTOP: 503 within the deadline, all else answers; SIGCONT: 200, and no lane was lost."""
-    own = start_daemon("--http-listen", "127.0.0.1:0", "--lane-timeout-seconds", "2")
+    own = start_daemon("--http-listen", "127.0.0.1:0", "--lane-timeout-seconds", "4")
     with over_tcp(own) as client:
-        assert client.get("/livez").status_code == 200
+        assert client.get(f"/livez?{PATIENT}").status_code == 200
         own.process.send_signal(signal.SIGSTOP)
         try:
             answer = client.get("/livez?timeout=0.5")
@@ -61,8 +69,9 @@ def test_a_wedged_broker_fails_liveness_in_time_and_recovers(start_daemon: Start
             assert "kvd_pool_bytes" not in text
         finally:
             own.process.send_signal(signal.SIGCONT)
-        for path in ("/livez", "/readyz", "/status"):
-            assert client.get(f"{path}?timeout=30").status_code == 200
+        for path in ("/livez", "/readyz"):
+            assert client.get(f"{path}?{PATIENT}").status_code == 200
+        assert report_of(client)["pid"] == own.process.pid
         assert scrape(client).get("kvd_up") == 1
         assert scrape(client).get("kvd_lane_restarts_total", device="host") == 0
         assert scrape(client).get("kvd_broker_silent_seconds") == 0
@@ -76,7 +85,7 @@ def test_many_clients_share_one_question(own: Daemon) -> None:
     def ask(number: int) -> int:
         del number
         with over_tcp(own) as client:
-            return client.get("/status?timeout=30").status_code
+            return client.get(f"/readyz?{PATIENT}").status_code
 
     with ThreadPoolExecutor(10) as clients:
         assert set(clients.map(ask, range(50))) == {200}
@@ -95,7 +104,7 @@ def test_a_wedged_broker_is_not_buried_in_questions(own: Daemon) -> None:
                 assert client.get("/livez?timeout=0.02").status_code == 503
         finally:
             own.process.send_signal(signal.SIGCONT)
-        assert client.get("/livez?timeout=30").status_code == 200
+        assert client.get(f"/livez?{PATIENT}").status_code == 200
     assert own.status()["broker"]["requests"]["Ping"] <= before + 3
 
 
@@ -127,8 +136,8 @@ def test_a_killed_http_process_is_replaced_on_the_same_port(own: Daemon) -> None
     first = http_process(own)
     first.kill()
     with over_tcp(own) as tcp, over_unix(own) as unix:
-        assert tcp.get("/livez").status_code == 200
-        assert unix.get("/livez").status_code == 200
+        assert tcp.get(f"/livez?{PATIENT}").status_code == 200
+        assert unix.get(f"/livez?{PATIENT}").status_code == 200
     assert http_process(own).pid != first.pid
     assert "the HTTP process has ended: killed by signal 9" in own.log.read_text()
 
@@ -154,8 +163,7 @@ def test_the_http_process_dies_with_its_broker(own: Daemon) -> None:
     """After SIGKILL of the broker nothing of it listens any more."""
     child = http_process(own)
     own.stop(signal.SIGKILL)
-    psutil.wait_procs([child], timeout=SECONDS)
-    assert not child.is_running()
+    eventually(lambda: has_ended(child))
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port_of(own)), timeout=SECONDS)
 
@@ -166,8 +174,8 @@ def test_a_crowd_of_idle_connections_keeps_nobody_out(own: Daemon) -> None:
     idle = [idle_connection(own) for _ in range(MAX_CONNECTIONS + 50)]
     try:
         with over_tcp(own) as tcp, over_unix(own) as unix:
-            assert tcp.get("/livez").status_code == 200
-            assert unix.get("/livez").status_code == 200
+            assert tcp.get(f"/livez?{PATIENT}").status_code == 200
+            assert unix.get(f"/livez?{PATIENT}").status_code == 200
         assert own.wait_ready()["ready"]
         assert len(http_process(own).net_connections("tcp")) <= MAX_CONNECTIONS + 1 + 2
     finally:
@@ -181,13 +189,14 @@ def test_clients_that_drip_or_do_not_read_are_cut_off(own: Daemon) -> None:
     http_process(own)
     with idle_connection(own) as slow, idle_connection(own) as deaf, over_tcp(own) as client:
         deaf.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # it may be cut off already
             while True:
                 deaf.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
-        slow.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: ")
+        with contextlib.suppress(ConnectionError):
+            slow.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: ")
         assert dripped_until_cut_off(slow)
         assert cut_off(deaf, SECONDS)
-        assert client.get("/livez").status_code == 200
+        assert client.get(f"/livez?{PATIENT}").status_code == 200
 
 
 def dripped_until_cut_off(connection: socket.socket) -> bool:
@@ -229,7 +238,7 @@ def test_the_data_path_comes_first(own: Daemon) -> None:
     child = http_process(own)
     with over_tcp(own) as client:
         client.get("/readyz")
-    assert child.nice() > psutil.Process(own.process.pid).nice()
+    assert child.nice() == min(19, psutil.Process(own.process.pid).nice() + 5)
     assert child.num_threads() <= 5
 
 
@@ -240,8 +249,8 @@ def test_a_full_house_is_not_a_dead_one(start_daemon: StartDaemon) -> None:
     try:
         http_process(daemon).kill()
         with over_unix(daemon) as client:
-            assert client.get("/livez").status_code == 200
-            assert client.get("/status").json()["sessions"]["open"] == 3
+            assert client.get(f"/livez?{PATIENT}").status_code == 200
+            assert report_of(client)["sessions"]["open"] == 3
     finally:
         for control in taken:
             control.close()
@@ -251,7 +260,7 @@ def test_nothing_runs_until_somebody_asks_where_the_port_is_off(daemon: Daemon) 
     """With http_listen off the process starts with the first connection to the Unix socket."""
     assert not children_running(daemon.process.pid, "kvd.http")
     with over_unix(daemon) as client:
-        assert client.get("/readyz").status_code == 200
+        assert client.get(f"/readyz?{PATIENT}").status_code == 200
     assert children_running(daemon.process.pid, "kvd.http")
 
 
