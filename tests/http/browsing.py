@@ -68,9 +68,12 @@ def browser() -> Iterator[Any]:
         pytest.skip("chromium is not installed; tests/install-debian.sh does that")
     from playwright.sync_api import sync_playwright  # noqa: PLC0415  # only where it is of use
 
-    root = ["--no-sandbox"] if os.geteuid() == 0 else []
+    args = ["--disable-dev-shm-usage"]  # /dev/shm may be small, and daemons fill it
+    args += ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=root)
+        chromium = playwright.chromium.launch(
+            executable_path=program, args=args, timeout=PATIENCE_MS
+        )
         try:
             yield chromium
         finally:
