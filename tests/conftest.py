@@ -1,6 +1,7 @@
 """What all tests share: daemons that are always ended."""
 
 import importlib.util
+import os
 import signal
 import subprocess
 import tempfile
@@ -22,6 +23,10 @@ collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
 # A shell ignores Ctrl-C in what it runs in the background, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Where a machine asks for colours, no test could read what a command prints.
+for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(variable, None)
 
 settings.register_profile("kvd", deadline=None, max_examples=60)
 settings.load_profile("kvd")

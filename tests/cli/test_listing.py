@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from kvd.cli import cli
 from kvd.control import Control
@@ -12,6 +12,7 @@ from kvd.http.exposition import Exposition
 from kvd.http.traffic import Traffic
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon
+from tests.waiting import eventually
 from tests.watch.reports import loaded_report
 
 EVIL = "a\x1b[2J\0\u202e"
@@ -46,13 +47,20 @@ def daemon(runtime_dir: Path) -> Any:
         fake.kill()
 
 
+def told(where: Path, *command: str) -> str:
+    """What a command prints, as soon as the daemon answers it in time."""
+
+    def run() -> Result:
+        return CliRunner().invoke(cli, [*command, "--runtime-dir", str(where)])
+
+    return eventually(run, lambda result: result.exit_code == 0).output
+
+
 @pytest.mark.parametrize("command", ["engines", "namespaces"])
 def test_names_are_never_cut_when_piped(daemon: Any, command: str) -> None:
     """Another program gets every name whole, on one line, however long it is."""
     where = daemon(LONG)
-    result = CliRunner().invoke(cli, [command, "--runtime-dir", str(where)])
-    assert result.exit_code == 0, result.output
-    assert LONG in result.output
+    assert LONG in told(where, command)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +72,9 @@ def test_no_command_writes_a_names_escapes_to_the_terminal(
     """ESC, NUL and changes of direction are written out, also where a daemon lets them pass."""
     monkeypatch.setenv("COLUMNS", "200")
     where = daemon(EVIL)
-    result = CliRunner().invoke(cli, [*command, "--runtime-dir", str(where)])
-    assert result.exit_code == 0, result.output
-    assert not set("\x1b\0\u202e") & set(result.output)
-    assert SHOWN in result.output
+    text = told(where, *command)
+    assert not set("\x1b\0\u202e") & set(text)
+    assert SHOWN in text
 
 
 def test_no_name_puts_controls_into_the_metrics(daemon: Any) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -38,16 +39,12 @@ def traced() -> logging.LogRecord:
 
 
 @pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    """A pipe of one page."""
+def pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    """A pipe of one page: the ends to read from and to write to."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-    yield read, write
-    for fd in (read, write):
-        try:
-            os.close(fd)
-        except OSError:
-            continue
+    with FileIO(read, "r") as reader, FileIO(write, "w") as writer:
+        yield reader, writer
 
 
 # ------------------------------------------------------------------- form
@@ -165,10 +162,12 @@ def test_lines_arrive_whole_and_in_order(tmp_path: Path) -> None:
     assert path.read_text().split() == [str(number) for number in range(1000)]
 
 
-def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(pipe: tuple[int, int]) -> None:
+def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
+    pipe: tuple[FileIO, FileIO],
+) -> None:
     """With nobody reading, lines are dropped; the next reader learns how many."""
     read, write = pipe
-    sink = Sink(write, lambda count: b"lost %d\n" % count, quiet)
+    sink = Sink(write.fileno(), lambda count: b"lost %d\n" % count, quiet)
     total = 3 * MOST_LINES
     for number in range(total):
         sink.put(b"line %05d\n" % number)
@@ -176,14 +175,14 @@ def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(pipe: tuple[i
     text = bytearray()
 
     def drain() -> None:
-        while data := os.read(read, 65536):
+        while data := read.read(65536):
             text.extend(data)
 
     reader = threading.Thread(target=drain)
     reader.start()
     sink.put(b"the end\n")
     sink.close(20)
-    os.close(write)
+    write.close()
     reader.join(20)
     lines = text.decode().splitlines()
     lost = sum(int(line.split()[1]) for line in lines if line.startswith("lost"))
@@ -193,11 +192,11 @@ def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(pipe: tuple[i
     assert kept == sorted(kept)
 
 
-def test_a_reader_that_is_gone_hurts_nobody(pipe: tuple[int, int]) -> None:
+def test_a_reader_that_is_gone_hurts_nobody(pipe: tuple[FileIO, FileIO]) -> None:
     """A closed pipe or descriptor is no error for whoever logs."""
     read, write = pipe
-    os.close(read)
-    sink = Sink(write, lambda count: b"lost %d\n" % count, quiet)
+    read.close()
+    sink = Sink(write.fileno(), lambda count: b"lost %d\n" % count, quiet)
     sink.put(b"one\n")
     sink.put(b"two\n")
     sink.close(20)

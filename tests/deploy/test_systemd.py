@@ -170,6 +170,7 @@ class Installing:
     def write(self, file: Path, script: str) -> Path:
         """An executable for everybody who reaches it."""
         file.parent.mkdir(exist_ok=True)
+        file.parent.chmod(0o755)  # whatever the umask is
         file.write_text(f"#!/bin/sh\n{script}\n")
         file.chmod(0o755)
         return file

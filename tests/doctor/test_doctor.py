@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from kvd.cli import cli
 from tests.daemon.serving import StartDaemon, started_daemons
 from tests.fakecuda.harness import FakeCuda
+from tests.waiting import eventually
 
 LEVELS = ["ok", "warn", "fail"]
 pytest_plugins = ("tests.fakecuda.plugin",)
@@ -29,6 +30,12 @@ def start(tmp_path: Path) -> Iterator[StartDaemon]:
     """Starts daemons; they end with the test."""
     with started_daemons(tmp_path / "run") as starter:
         yield starter
+
+
+@pytest.fixture(autouse=True)
+def a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody on this machine may listen on the usual one."""
+    monkeypatch.setenv("KVD_HTTP_LISTEN", "127.0.0.1:0")
 
 
 def doctor(
@@ -136,13 +143,12 @@ def test_a_pool_directory_on_a_disk_is_found(tmp_path: Path) -> None:
     assert "tmpfs such as /dev/shm" in found["pool directory"]["remedy"]
 
 
-def test_a_port_in_use_is_found(tmp_path: Path) -> None:
+def test_a_port_in_use_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An address that somebody else listens on is named before the daemon fails on it."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         listen = f"127.0.0.1:{holder.getsockname()[1]}"
-        config = tmp_path / "kvd.toml"
-        config.write_text(f'http_listen = "{listen}"\n')
-        status, found = doctor(*quiet(tmp_path), "--config", str(config))
+        monkeypatch.setenv("KVD_HTTP_LISTEN", listen)
+        status, found = doctor(*quiet(tmp_path))
     assert (status, found["HTTP"]["level"]) == (1, "fail")
     assert listen in found["HTTP"]["text"]
 
@@ -151,8 +157,9 @@ def test_a_running_daemon_is_seen_with_its_own_limits(tmp_path: Path, start: Sta
     """The daemon that serves the directory is named; another one is a warning."""
     daemon = start()
     other = start(where=tmp_path / "other")
-    _, found = doctor(*quiet(tmp_path))
-    assert found["daemon"]["level"] == "ok"
+    _, found = eventually(  # the doctor does not wait for long
+        lambda: doctor(*quiet(tmp_path)), lambda told: told[1]["daemon"]["level"] == "ok"
+    )
     assert f"pid {daemon.process.pid}, ready" in found["daemon"]["text"]
     assert f"the daemon, pid {daemon.process.pid}" in found["memlock"]["text"]
     assert f"pid {other.process.pid}" in found["other daemon"]["text"]
