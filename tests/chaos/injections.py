@@ -103,7 +103,8 @@ def _freeze(world: World, pid: int) -> Undo:
 
 
 def _signal_pid(pid: int, number: int) -> None:
-    os.kill(pid, number)
+    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        os.kill(pid, number)
 
 
 # ------------------------------------------------------------------- restarts

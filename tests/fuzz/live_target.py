@@ -31,6 +31,7 @@ from tests.fuzz.neighbour import Neighbour
 from tests.fuzz.raw import PATIENCE_MS, Actor
 from tests.fuzz.script import Marks, Script, Step
 from tests.fuzz.target import Finding
+from tests.waiting import eventually
 
 REPLY_MS = 30
 REGISTER_MS = 300
@@ -47,12 +48,14 @@ class LiveTarget:
 
     Args:
         runtime_dir: a short path that does not exist yet.
+        valid: every request is one that is answered, and each waits for what it needs.
     """
 
     name = "live"
 
-    def __init__(self, runtime_dir: Path) -> None:
+    def __init__(self, runtime_dir: Path, *, valid: bool = False) -> None:
         self._runtime_dir = runtime_dir
+        self._valid = valid
         self._stack = ExitStack()
         self._request_id = 10_000
         self._log_read = 0
@@ -116,11 +119,16 @@ class LiveTarget:
                     marks.came(step.actor, actors[step.actor].token)
             return
         if step.where == "time":
-            time.sleep(MOMENT_SECONDS)
+            if self._valid:
+                eventually(self._writing, lambda chunks: not chunks)
+            else:
+                time.sleep(MOMENT_SECONDS)
             return
         actor = actors.get(step.actor)
         if actor is None:
             return
+        if self._valid and step.where == "lane":
+            eventually(lambda: actor.knows_lane(marks))
         parts = [marks.resolve(part) for part in step.parts]
         if step.where == "door":
             actor.say(b"".join(parts), step.fds)
@@ -133,7 +141,8 @@ class LiveTarget:
         if len(frame) < HEADER_BYTES or not frame.startswith(MAGIC):
             return
         slow = frame[6:8] == _REGISTER
-        reply = actor.receive(where, REGISTER_MS if slow else REPLY_MS)
+        patience = PATIENCE_MS if self._valid else REGISTER_MS if slow else REPLY_MS
+        reply = actor.receive(where, patience)
         while reply is not None:
             marks.learn(reply[1])
             reply = actor.receive(where, 0)
@@ -180,6 +189,10 @@ class LiveTarget:
     def jobs(self) -> Counter[str]:
         """Jobs that have ended, by direction and outcome."""
         return Counter(self._status()["counters"]["jobs"])
+
+    def _writing(self) -> int:
+        """Chunks of which not every share is stored."""
+        return sum(each["chunks"]["writing"] for each in self._status()["namespaces"])
 
     def _quiet(self) -> dict[str, Any]:
         """The status once nobody but this tool and the neighbour is there and holds anything."""

@@ -19,7 +19,7 @@ from tests.fuzz.script import Marks
 from tests.fuzz.target import Finding
 
 MAX_FDS = 250
-PATIENCE_MS = 10_000
+PATIENCE_MS = 30_000
 
 
 class Actor:
@@ -110,6 +110,11 @@ class Actor:
             marks.learn(message)
             if isinstance(message, LaneUp):
                 self._endpoints["lane"] = message.endpoint
+
+    def knows_lane(self, marks: Marks) -> bool:
+        """Whether the door has said where the lane is."""
+        self.hear(marks)
+        return "lane" in self._endpoints
 
     def close(self) -> None:
         """Leave."""

@@ -54,7 +54,7 @@ def test_a_live_daemon_stands_mutated_sessions(runtime_dir: Path) -> None:
 
 def test_valid_sessions_are_served(runtime_dir: Path) -> None:
     """What is mutated is worth mutating: unchanged, its stores and loads succeed."""
-    with LiveTarget(runtime_dir) as live:
+    with LiveTarget(runtime_dir, valid=True) as live:
         live.neighbour.pause()
         live.look()
         live.neighbour.pause()
