@@ -1,6 +1,7 @@
 """Fixtures of the client's tests: a fake daemon, a scheduler, a registered worker."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from kvd_client import (
     TensorRef,
     TensorSpec,
     Worker,
+    session,
 )
 from tests.client.fake_daemon import FakeDaemon
-from tests.waiting import DEADLINE, eventually
+from tests.waiting import DEADLINE
 
 LAYOUT = RankLayout(
     num_blocks=8,
@@ -51,11 +53,24 @@ def scheduler(daemon: FakeDaemon) -> Iterator[Scheduler]:
 
 
 @pytest.fixture
-def hasty(daemon: FakeDaemon) -> Iterator[Scheduler]:
-    """A connected scheduler with a short deadline, for a daemon that is about to freeze."""
-    with Scheduler(daemon.runtime_dir, "engine", deadline=0.5) as one:
-        eventually(lambda: one.connected)
+def quiet(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
+    """A connected scheduler that says nothing by itself, for a daemon that is about to freeze."""
+    monkeypatch.setattr(session, "REPORT_SECONDS", 3600.0)
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as one:
+        assert one.connected
         yield one
+
+
+@contextmanager
+def frozen(daemon: FakeDaemon, scheduler: Scheduler) -> Iterator[None]:
+    """In here the daemon answers nothing, and the scheduler does not wait for it for long."""
+    daemon.freeze()
+    scheduler._session.deadline = 0.2
+    try:
+        yield
+    finally:
+        scheduler._session.deadline = DEADLINE
+        daemon.thaw()
 
 
 @pytest.fixture

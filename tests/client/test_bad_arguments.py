@@ -47,7 +47,7 @@ from kvd_client import (
 from kvd_client.session import Handler
 from kvd_client.torch_memory import BlockTensor, share_torch
 from tests.client.conftest import FINGERPRINT, LAYOUT
-from tests.client.fake_daemon import FakeDaemon
+from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.waiting import DEADLINE
 
 JOB: dict[str, Any] = {
@@ -263,7 +263,7 @@ GOOD: dict[str, Row] = {
             "stage": 0,
             "temporary": False,
             "required": False,
-            "timeout": 0.5,
+            "timeout": DEADLINE,
         },
     ),
     "Worker.wait_attached": method("worker", "wait_attached", timeout=0.0),
@@ -359,7 +359,7 @@ def rig(daemon: FakeDaemon, scheduler: Scheduler, worker: Worker) -> Iterator[Ri
     memory = HostMemory.allocate(LAYOUT.storages[0])
     one = Rig(daemon, scheduler, worker, memory)
     daemon.attach()
-    assert scheduler.wait_attached(10)
+    assert scheduler.wait_attached(SECONDS)
     worker.timeline.reserve()
     yield one
     memory.close()

@@ -33,7 +33,7 @@ def outcome(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=150,
     )
 
 

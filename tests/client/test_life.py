@@ -20,23 +20,24 @@ PROGRAM = """
 import sys
 from kvd_client import Scheduler, Worker, HostMemory
 from tests.client.conftest import FINGERPRINT, LAYOUT
-worker = Worker(sys.argv[1], "engine", 0, 1)
-scheduler = Scheduler(sys.argv[1], "engine")
+deadline = float(sys.argv[2])
+worker = Worker(sys.argv[1], "engine", 0, 1, deadline=deadline)
+scheduler = Scheduler(sys.argv[1], "engine", deadline=deadline)
 worker.register([HostMemory.allocate(4096)], LAYOUT, FINGERPRINT)
 assert "torch" not in sys.modules
 print(scheduler.status())
 """
 
 
-def run_program(runtime_dir: Path) -> str:
+def run_program(runtime_dir: Path, deadline: float = DEADLINE) -> str:
     """Run `PROGRAM`, which closes nothing, to its end."""
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(runtime_dir)],
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(runtime_dir), str(deadline)],
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SECONDS,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -56,7 +57,7 @@ def test_process_exits_without_a_daemon(runtime_dir: Path) -> None:
 def test_process_exits_with_a_frozen_daemon(daemon: FakeDaemon) -> None:
     """The same with a daemon that accepts and never answers."""
     daemon.freeze()
-    assert run_program(daemon.runtime_dir) == "{}\n"
+    assert run_program(daemon.runtime_dir, deadline=1.0) == "{}\n"
 
 
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -106,12 +107,15 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_close_ends_the_keeper(daemon: FakeDaemon) -> None:
+def test_close_ends_the_keeper(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """After close() no thread and no descriptor of the session is left."""
+    monkeypatch.setattr(session, "CLOSE_SECONDS", SECONDS)
     before = descriptors()
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE):
-        assert any(t.name == "kvd-scheduler" and t.daemon for t in threading.enumerate())
-    assert not any(t.name == "kvd-scheduler" for t in threading.enumerate())
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as scheduler:
+        keeper = scheduler._session._keeper
+        assert keeper.is_alive()
+        assert keeper.daemon
+    assert not keeper.is_alive()
     # The daemon's ends are in this process too, and close later.
     eventually(lambda: descriptors() <= before)
 
@@ -149,7 +153,7 @@ def test_forked_child_has_a_closed_session(
     assert scheduler.wait_attached(SECONDS)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # a hang is a failure, not a test that never ends
+        signal.alarm(int(SECONDS))  # a hang is a failure, not a test that never ends
         wrong = 0
         for call in (
             lambda: scheduler.lookup(b"ready"),
@@ -180,7 +184,7 @@ def test_fork_does_not_hold_the_door_open(daemon: FakeDaemon) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(int(SECONDS))
         os.close(write)
         os.read(read, 1)
         os._exit(0)

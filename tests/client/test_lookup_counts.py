@@ -4,14 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import Scheduler, UsageError, Worker
+from kvd_client import Scheduler, UsageError, Worker, session
 from kvd_client.lookup_counts import LookupCounts
 from kvd_proto.messages import Lookups, Ping
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.client.test_scheduler import until
-from tests.waiting import DEADLINE
+from tests.waiting import DEADLINE, eventually
 
 KEYS = {b"ready": 2, b"writing": 1}
+
+
+@pytest.fixture
+def told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions tell when they are closed and not before, and wait for the answer."""
+    monkeypatch.setattr(session, "REPORT_SECONDS", 3600.0)
+    monkeypatch.setattr(session, "LAST_REPORT_SECONDS", DEADLINE)
 
 
 def attach(daemon: FakeDaemon, scheduler: Scheduler) -> None:
@@ -31,11 +38,10 @@ def test_lookups_are_told_while_the_session_lasts(daemon: FakeDaemon, scheduler:
     attach(daemon, scheduler)
     scheduler.lookup(b"ready")
     scheduler.lookup_many([b"ready", b"writing", b"no"])
-    assert daemon.wait_for(Ping)
-    scheduler.close()
-    assert last_told(daemon) == Lookups(chunks=4, hit_chunks=2)
+    eventually(lambda: last_told(daemon), lambda told: told == Lookups(chunks=4, hit_chunks=2))
 
 
+@pytest.mark.usefixtures("told_at_the_end")
 def test_a_session_tells_before_it_leaves(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """The last lookups are told by `close`; without any there is nothing to tell."""
     with Scheduler(daemon.runtime_dir, "idle", deadline=DEADLINE):
@@ -46,6 +52,7 @@ def test_a_session_tells_before_it_leaves(daemon: FakeDaemon, scheduler: Schedul
     assert ping.lookups == Lookups(chunks=1, hit_chunks=0)
 
 
+@pytest.mark.usefixtures("told_at_the_end")
 def test_workers_tell_nothing(daemon: FakeDaemon, worker: Worker) -> None:
     """A worker has no lookups: closing it sends no PING."""
     worker.close()
@@ -54,6 +61,7 @@ def test_workers_tell_nothing(daemon: FakeDaemon, worker: Worker) -> None:
     assert len(daemon.wait_for(Ping)) == 1
 
 
+@pytest.mark.usefixtures("told_at_the_end")
 def test_a_new_session_begins_at_zero(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """After a restart of the daemon only what was looked up since then is told."""
     scheduler.lookup(b"no")
@@ -68,9 +76,12 @@ def test_a_new_session_begins_at_zero(daemon: FakeDaemon, scheduler: Scheduler) 
         assert last_told(other) == Lookups(chunks=3, hit_chunks=2)
 
 
+@pytest.mark.usefixtures("told_at_the_end")
 def test_an_engine_may_count_tokens_itself(daemon: FakeDaemon) -> None:
     """With `counts_tokens` the tokens are those of `count_tokens`, and nothing else."""
-    with Scheduler(daemon.runtime_dir, "engine", counts_tokens=True) as scheduler:
+    with Scheduler(
+        daemon.runtime_dir, "engine", deadline=DEADLINE, counts_tokens=True
+    ) as scheduler:
         attach(daemon, scheduler)
         scheduler.lookup(b"ready")
         scheduler.count_tokens(100, 48)

@@ -24,6 +24,7 @@ from kvd_proto.messages import (
     ResetDone,
     StorePrepared,
 )
+from tests.client.conftest import frozen
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.waiting import DEADLINE, eventually
 
@@ -175,81 +176,76 @@ def test_death_ends_a_pending_request(daemon: FakeDaemon) -> None:
         dying.join()
 
 
-def test_frozen_daemon_costs_one_deadline(daemon: FakeDaemon, hasty: Scheduler) -> None:
+def test_frozen_daemon_costs_one_deadline(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """After one deadline everything is a miss at once, until the daemon answers a PING."""
     daemon.keys = {b"ready": 2}
     daemon.attach()
-    assert hasty.wait_attached(SECONDS)
-    daemon.freeze()
-    assert not hasty.prepare_store([b"k"]).served
-    assert not hasty.connected
-    assert hasty.lookup(b"ready") is LookupResult.MISS
-    ask_everything(hasty)
-    daemon.thaw()
+    assert quiet.wait_attached(SECONDS)
+    with frozen(daemon, quiet):
+        assert not quiet.prepare_store([b"k"]).served
+        assert not quiet.connected
+        assert quiet.lookup(b"ready") is LookupResult.MISS
+        ask_everything(quiet)
     assert daemon.wait_for(Ping)
-    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
+    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
     # What was granted too late is given back.
     undone = daemon.wait_for(CompleteStore)[0]
     assert (undone.keys, undone.success) == ((b"k",), False)
     # The late answer to the first request is not taken for that to the second.
-    assert eventually(lambda: len(hasty.prepare_store([b"a", b"b"]))) == 2
+    assert eventually(lambda: len(quiet.prepare_store([b"a", b"b"]))) == 2
 
 
-def test_late_lease_is_given_back(daemon: FakeDaemon, hasty: Scheduler) -> None:
+def test_late_lease_is_given_back(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """A lease that was granted after the deadline pins nothing for long."""
-    daemon.freeze()
-    assert hasty.prepare_load([b"k"]).keys == ()
-    daemon.thaw()
+    with frozen(daemon, quiet):
+        assert quiet.prepare_load([b"k"]).keys == ()
     assert daemon.wait_for(CompleteLoad)[0].lease == 7
-    until(hasty, connected=True)
+    until(quiet, connected=True)
 
 
 def test_what_could_not_be_given_back_is_when_the_daemon_speaks_again(
-    daemon: FakeDaemon, hasty: Scheduler
+    daemon: FakeDaemon, quiet: Scheduler
 ) -> None:
     """Leases and failed stores of before the silence are not left to run out."""
-    ticket = hasty.prepare_load([b"k"])
+    ticket = quiet.prepare_load([b"k"])
     assert ticket.lease
-    daemon.freeze()
-    assert hasty.request_finished([b"k"]) == 0
-    assert not hasty.connected
-    hasty.complete_load(ticket)
-    hasty.complete_store([b"failed"], success=False)
-    hasty.complete_store([b"stored"])  # nobody waits for that
-    daemon.thaw()
+    with frozen(daemon, quiet):
+        assert quiet.request_finished([b"k"]) == 0
+        assert not quiet.connected
+        quiet.complete_load(ticket)
+        quiet.complete_store([b"failed"], success=False)
+        quiet.complete_store([b"stored"])  # nobody waits for that
     assert daemon.wait_for(CompleteLoad)[0].lease == ticket.lease
     assert daemon.wait_for(CompleteStore)[0].keys == (b"failed",)
-    until(hasty, connected=True)
-    assert hasty.request_finished([b"k"]) == 1
+    until(quiet, connected=True)
+    assert quiet.request_finished([b"k"]) == 1
     assert len(daemon.wait_for(CompleteStore)) == len(daemon.wait_for(CompleteLoad)) == 1
 
 
 def test_a_reset_that_is_not_answered_in_time_is_asked_once(
-    daemon: FakeDaemon, hasty: Scheduler
+    daemon: FakeDaemon, quiet: Scheduler
 ) -> None:
     """Nothing is found until the daemon has answered, late as it may be; then it is over."""
     daemon.keys = {b"ready": 2}
     daemon.attach()
-    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
-    daemon.freeze()
-    assert not hasty.reset(0.01).served
-    assert hasty.lookup(b"ready") is LookupResult.MISS
-    assert not hasty.prepare_load([b"ready"]).keys
-    daemon.thaw()
-    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
+    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
+    with frozen(daemon, quiet):
+        assert not quiet.reset(0.01).served
+        assert quiet.lookup(b"ready") is LookupResult.MISS
+        assert not quiet.prepare_load([b"ready"]).keys
+    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
     assert len(daemon.wait_for(Reset)) == 1
 
 
-def test_a_reset_during_silence_is_made_up_for(daemon: FakeDaemon, hasty: Scheduler) -> None:
+def test_a_reset_during_silence_is_made_up_for(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """The answer to an earlier one does not count: it is told of the last one, once."""
     daemon.keys = {b"ready": 2}
     daemon.attach()
-    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
-    daemon.freeze()
-    assert not hasty.reset(0.01).served
-    assert not hasty.reset(0.01).served  # nothing is sent to a daemon that is silent
-    daemon.thaw()
-    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
+    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
+    with frozen(daemon, quiet):
+        assert not quiet.reset(0.01).served
+        assert not quiet.reset(0.01).served  # nothing is sent to a daemon that is silent
+    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
     assert len(daemon.wait_for(Reset)) == 2
 
 
@@ -276,12 +272,14 @@ def test_a_reset_without_a_daemon_is_told_to_the_next_one(runtime_dir: Path) -> 
 def test_what_is_owed_ends_with_its_daemon(runtime_dir: Path) -> None:
     """The next daemon knows nothing of these leases: numbers of its own are not given back."""
     with FakeDaemon(runtime_dir) as first:
-        scheduler = Scheduler(runtime_dir, "engine", deadline=0.5)
-        eventually(lambda: scheduler.connected)
+        scheduler = Scheduler(runtime_dir, "engine", deadline=DEADLINE)
         ticket = scheduler.prepare_load([b"k"])
+        assert ticket.lease
         first.freeze()
+        scheduler._session.deadline = 0.2
         assert scheduler.request_finished([b"k"]) == 0
         scheduler.complete_load(ticket)
+        scheduler._session.deadline = DEADLINE
     with scheduler, FakeDaemon(runtime_dir) as second:
         second.wait_for(Hello)
         eventually(lambda: scheduler.request_finished([b"k"]))

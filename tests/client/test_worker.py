@@ -431,6 +431,7 @@ def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> No
     daemon.hold_jobs = True
     with Worker(daemon.runtime_dir, "e", 0, 1, deadline=0.5, job_timeout=0.01) as worker:
         worker.register([memory], LAYOUT, FINGERPRINT)
+        until_registered(worker, value=True)
         worker.submit_load(1, **JOB)
         worker.submit_store(2, **JOB)
         (result,) = results(worker)
@@ -581,6 +582,6 @@ def test_many_storages_go_in_several_notices(daemon: FakeDaemon) -> None:
     )
     with Worker(daemon.runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker:
         assert worker.register(memory, layout, FINGERPRINT)
-    assert [(h.first, h.count) for h in daemon.wait_for(Handles)] == [(0, 64), (64, 7)]
+    assert [(h.first, h.count) for h in daemon.wait_for(Handles, 2)] == [(0, 64), (64, 7)]
     for one in memory:
         one.close()
