@@ -26,9 +26,10 @@ from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import slot_bytes
 from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
-from tests.lane.cuda_rig import PATIENCE, POOL_BYTES, CudaRig
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig
 from tests.lane.device_contract import Run, drain, pattern, transfer
 from tests.lane.support import EPOCH, NAMESPACE, Directory, Memory, make_job, simple_layout
+from tests.waiting import PATIENCE
 
 SIZES = (65536, 32768)
 PAGE = 4096
@@ -233,7 +234,7 @@ def a_device_that_hangs_is_given_up(rig: CudaRig) -> None:
     rig.driver.set("hold=copies")
     submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 100)])
     with pytest.raises(LaneError, match="hangs"):
-        drain(rig.device, seconds=2.0)
+        drain(rig.device, seconds=10.0)
     rig.driver.set("hold=")
     while rig.device.in_flight:
         with contextlib.suppress(LaneError):

@@ -16,9 +16,9 @@ from tests.fakecuda.harness import FakeCuda, switch
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.device_contract import Bytes, Rig, Source, drain
 from tests.lane.support import Memory
+from tests.waiting import PATIENCE
 
 POOL_BYTES = 2**20
-PATIENCE = 10.0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from kvd.errors import ImportFailed, LaneError
 from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer, TransferId
 from kvd_proto.expand import Copies
 from kvd_proto.messages import Handle
+from tests.waiting import PATIENCE
 
 Bytes = npt.NDArray[np.uint8]
 Run = tuple[int, int, int, int]  # storage, tensor offset, arena offset, bytes
@@ -75,7 +76,7 @@ def transfer(
     return Transfer(TransferId(number), memory, direction, pool_base, copies, int(columns[3].sum()))
 
 
-def drain(device: Device, seconds: float = 10.0) -> dict[int, Finished]:
+def drain(device: Device, seconds: float = PATIENCE) -> dict[int, Finished]:
     """Look until nothing is in flight; what has finished, by number."""
     finished: dict[int, Finished] = {}
     deadline = time.monotonic() + seconds

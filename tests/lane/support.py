@@ -39,8 +39,8 @@ from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
 from kvd_proto.messages import Done, HostHandle, Job, JobStatus, Message, Store
+from tests.waiting import PATIENCE
 
-PATIENCE = 10.0
 TIMELINE, EPOCH = 0, 1  # words of a control page; the second is that of stores
 NAMESPACE = bytes(range(16))
 BOOT = b"b" * 16

@@ -13,9 +13,10 @@ from kvd.lane.device import Direction
 from kvd_proto.messages import HostHandle, IpcHandle, VmmHandle
 from tests.lane.cuda_checks import by_kernel, engine_only, submit
 from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import PATIENCE, POOL_BYTES, CudaRig, TestDriver
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver
 from tests.lane.device_contract import DeviceContract, Rig, drain, transfer
 from tests.lane.support import Memory
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.fakecuda
 

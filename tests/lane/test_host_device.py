@@ -94,9 +94,11 @@ def test_one_descriptor_is_mapped_once(host: HostRig) -> None:
     """Storages that lie in one file share one mapping."""
     source = host.make_worker((4096, 4096, 4096))
 
+    inode = str(os.fstat(source.descriptors[1]).st_ino)
+
     def mappings() -> int:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-        return sum("kvd-test" in line for line in maps.splitlines())
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        return sum(line.split()[4] == inode for line in lines if "kvd-test" in line)
 
     before = mappings()
     memory = host.device.import_memory(source.handles, (4096, 4096, 4096), source.descriptors)

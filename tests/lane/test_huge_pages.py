@@ -13,9 +13,10 @@ from kvd.lane.cuda.device import CudaDevice, Options
 from kvd.lane.device import Direction
 from tests.lane.cuda_checks import submit
 from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import PATIENCE, CudaRig, TestDriver
+from tests.lane.cuda_rig import CudaRig, TestDriver
 from tests.lane.device_contract import drain, pattern
 from tests.lane.support import Memory
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.fakecuda
 
