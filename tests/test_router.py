@@ -18,6 +18,7 @@ import zmq
 from kvd.router import UNREAD_BYTES, Received, Router
 from kvd.zmtp import MAX_PARTS
 from tests.raw_zmtp import connect, message, part, unfinished
+from tests.waiting import PATIENCE
 
 MIB = 2**20
 Make = Callable[..., Router]
@@ -43,7 +44,7 @@ def received(router: Router) -> Received:
     poller.register(router, select.POLLIN)
     for _ in range(1000):
         if not router.pending:
-            assert poller.poll(10_000)
+            assert poller.poll(PATIENCE * 1000)
         router.look()
         found = router.take()
         if found is not None:
@@ -56,7 +57,7 @@ def until(router: Router, true: Callable[[], bool]) -> None:
     poller = select.poll()
     poller.register(router, select.POLLIN)
     while not true():
-        assert router.pending or poller.poll(10_000), router
+        assert router.pending or poller.poll(PATIENCE * 1000), router
         router.look()
         router.take()
 
@@ -109,7 +110,7 @@ def test_who_reads_no_replies_is_not_read_and_others_are_served(make: Make, tmp_
             try:
                 deaf.recv(MIB)
             except BlockingIOError:
-                assert poller.poll(10_000)
+                assert poller.poll(PATIENCE * 1000)
             router.look()
         assert received(router).frame == b"ask"
 
@@ -194,7 +195,7 @@ def test_a_crowd_displaces_its_own(make: Make, tmp_path: Path) -> None:
         until_looked = select.poll()
         until_looked.register(router, select.POLLIN)
         while router.limits["connections"] < 16:  # of 21 five stay
-            assert until_looked.poll(10_000)
+            assert until_looked.poll(PATIENCE * 1000)
             router.look()
         assert received(router).frame == b"said before the crowd came"
         assert not _hung_up(first)
@@ -210,7 +211,7 @@ def test_without_descriptors_a_newcomer_waits_and_nobody_is_displaced(
     first.sendall(message(b"early"))
     poller = select.poll()
     poller.register(router, select.POLLIN)
-    assert poller.poll(10_000)
+    assert poller.poll(PATIENCE * 1000)
     router.look()
     second = socket.socket(socket.AF_UNIX)
     with few_descriptors():
@@ -285,7 +286,7 @@ def test_replies_may_leave_before_the_end(make: Make, tmp_path: Path) -> None:
 
         reader = threading.Thread(target=read)
         reader.start()
-        router.close(linger=10.0)
-        reader.join(10)
+        router.close(linger=PATIENCE)
+        reader.join(PATIENCE)
     assert got > MIB // 2
     assert not (tmp_path / "socket").exists()

@@ -383,7 +383,8 @@ def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
         life.allocate()
         monkeypatch.undo()
         assert "No space left" in life.pool.error
-        assert (area(tmp_path) / "pool").stat().st_blocks * 512 == 2 * SIZE
+        taken = (area(tmp_path) / "pool").stat().st_blocks * 512
+        assert 2 * SIZE <= taken < 3 * SIZE  # the file system's own notes count
         return life
 
     if killed:

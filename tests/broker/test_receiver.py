@@ -15,8 +15,10 @@ from kvd.broker import receiver
 from kvd.broker.receiver import MAX_HELD, SECONDS, Receiver, Taken
 from kvd.errors import Refused
 from kvd_client import sealed
+from tests.waiting import PATIENCE
 
 HOSTILE, HONEST = 4242, 4243
+LONG_MS = int(PATIENCE * 1000)
 
 
 class Child:
@@ -79,7 +81,7 @@ class Rig:
     def outcome(self) -> Any:
         """What became of the first of them."""
         while not self.outcomes:
-            self.turn(10_000)
+            self.turn(LONG_MS)
         return self.outcomes.pop(0)
 
 
@@ -117,7 +119,7 @@ def test_one_user_holds_a_bounded_number_of_processes(rig: Rig) -> None:
         assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(memory).st_ino]
         os.close(fds[0])
         Child.all[0].let_go()
-        rig.turn(10_000)
+        rig.turn(LONG_MS)
         rig.send(memory, HOSTILE)
         _, fds = rig.outcome()
         os.close(fds[0])
