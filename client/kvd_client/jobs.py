@@ -169,9 +169,10 @@ class JobTable:
             if self._readiness is not None:
                 self._readiness.clear()
             if self._running or self._readiness is not None:
+                self._ask_about_overdue()
+                # After sending, which may take in what the descriptor would have told of.
                 self._collect()
                 self._void_overdue()
-                self._ask_about_overdue()
             finished, self._finished = self._finished, []
         return finished
 
@@ -226,6 +227,7 @@ class JobTable:
         """Ask for these jobs to be stopped; they still end by themselves."""
         with self._lock:
             self._tell_lanes(Cancel, frozenset(job_ids) & self._running.keys())
+            self._collect()
 
     def close(self) -> None:
         """Forget every job and lane; stores that have not ended are void."""

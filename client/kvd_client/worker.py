@@ -391,6 +391,8 @@ class Worker:
         self._session.close()
         self.timeline.follow(None)
         self._control.close()
+        with self._changed:
+            self._changed.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -514,7 +516,8 @@ class Worker:
 
     def _lane_up(self, up: LaneUp, fds: list[int], boot_id: bytes, token: bytes) -> None:
         if not self._jobs.knows(up.endpoint, up.incarnation, token):
-            lane = LaneLink(self._session.context, up, fds.pop(), boot_id, token)
+            lane = LaneLink(self._session.context, up, fds[0], boot_id, token)
+            fds.clear()  # taken over
             self._jobs.set_lane(lane)
 
     def _register(self) -> bool:

@@ -1,9 +1,11 @@
 """The worker's side against a fake daemon and lane."""
 
 import mmap
+import os
+import select
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvd_client import (
+    AttachState,
     HostMemory,
     JobResult,
     JobStatus,
@@ -29,6 +32,7 @@ from kvd_proto.messages import (
     Handles,
     Hello,
     HostHandle,
+    LaneUp,
     Load,
     Register,
     Store,
@@ -37,6 +41,7 @@ from kvd_proto.messages import (
 )
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.descriptors import open_on
 from tests.waiting import DEADLINE, eventually
 
 JOB: dict[str, Any] = {
@@ -381,6 +386,42 @@ def test_an_answer_that_comes_while_the_lane_is_told_to_hurry_is_seen(
     assert worker.get_finished()[0].success
 
 
+@pytest.mark.parametrize("call", ["get_finished", "cancel"])
+def test_an_answer_that_comes_while_the_lane_is_told_something_is_told_of(
+    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """An event loop hears of it, though sending took in what ZeroMQ's descriptor told of."""
+    monkeypatch.setattr(jobs, "ASK_SECONDS", -1.0)
+    monkeypatch.setattr(jobs.JobTable, "remind", lambda _: None)
+    daemon.hold_jobs = True
+    worker.fileno()
+    worker.submit_load(1, **JOB)
+    daemon.wait_for(Load)
+    tell = jobs.JobTable._tell_lanes
+
+    def answered_meanwhile(
+        table: jobs.JobTable, kind: type[Wait] | type[Cancel], job_ids: Collection[int]
+    ) -> None:
+        monkeypatch.setattr(jobs.JobTable, "_tell_lanes", tell)
+        daemon.finish()
+        assert table._lane is not None
+        assert table._lane._dealer.poll(int(SECONDS * 1000))
+        tell(table, kind, job_ids)
+
+    if call == "cancel":
+        worker.get_finished()
+    monkeypatch.setattr(jobs.JobTable, "_tell_lanes", answered_meanwhile)
+    got: list[JobResult] = []
+    if call == "cancel":
+        worker.cancel([1])
+    else:
+        got = worker.get_finished()
+    while not got:
+        assert select.select([worker], [], [], SECONDS)[0]
+        got = worker.get_finished()
+    assert [(result.job_id, result.success) for result in got] == [(1, True)]
+
+
 def test_a_load_whose_answer_is_lost_fails_when_the_lane_says_that_it_has_ended(
     daemon: FakeDaemon, worker: Worker
 ) -> None:
@@ -476,6 +517,19 @@ def test_attachment_is_known(daemon: FakeDaemon, worker: Worker) -> None:
     assert not worker.wait_attached(0.0)
 
 
+def test_a_lane_that_cannot_be_reached_leaves_no_descriptor(
+    daemon: FakeDaemon, worker: Worker
+) -> None:
+    """It is asked for again with a new session, as often as it takes."""
+    read, write = os.pipe()
+    daemon.notify(LaneUp(device="host", incarnation=7, endpoint="nonsense"), (read,))
+    daemon.wait_for(Hello, 2)
+    assert open_on(read) == {read, write}
+    os.close(read)
+    os.close(write)
+    until_registered(worker, True)
+
+
 def test_close_takes_the_memory_back(daemon: FakeDaemon, worker: Worker) -> None:
     """close() unregisters, and nothing works afterwards."""
     worker.close()
@@ -488,6 +542,27 @@ def test_close_takes_the_memory_back(daemon: FakeDaemon, worker: Worker) -> None
     ):
         with pytest.raises(UsageError, match="closed"):
             call()
+
+
+def test_close_ends_the_waiting_of_other_threads(runtime_dir: Path) -> None:
+    """Also where no daemon is there, whose loss would end it."""
+    worker = Worker(runtime_dir, "engine", 0, 1, deadline=DEADLINE)
+    states: list[AttachState] = []
+    waits, wait_for = threading.Event(), worker._changed.wait_for
+
+    def wait(question: Callable[[], bool], seconds: float) -> bool:
+        waits.set()  # `close` gets the lock when it is let go of, to wait
+        return wait_for(question, seconds)
+
+    worker._changed.wait_for = wait  # type: ignore[method-assign,assignment]
+    waiting = threading.Thread(
+        target=lambda: states.append(worker.wait_attached(3600.0)), daemon=True
+    )
+    waiting.start()
+    assert waits.wait(SECONDS)
+    worker.close()
+    waiting.join(SECONDS)
+    assert [str(state) for state in states] == ["this session was closed meanwhile"]
 
 
 def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
