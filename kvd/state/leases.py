@@ -39,8 +39,12 @@ class Leases:
         return len(self._leases)
 
     def grant(self, owner: int, slots: Sequence[int], now: float, deadline: float) -> int:
-        """Pin the slots; the lease's number, from 1 on."""
-        self._last += 1
+        """Pin the slots; the lease's number, which grows.
+
+        It is no earlier one's of another daemon or namespace, either: who gives back a lease
+        of before does not end one of now. Nanoseconds of the clock see to that.
+        """
+        self._last = max(self._last + 1, int(now * 1e9))
         pins = self.pins
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1

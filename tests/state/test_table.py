@@ -294,6 +294,17 @@ def test_a_lease_belongs_to_its_owner() -> None:
     assert not table.complete_load(lease, 1)
 
 
+def test_no_number_of_a_lease_is_one_of_an_earlier_daemon() -> None:
+    """Who gives back a lease of before ends none of now, which many may be granted at once."""
+    before, after = make(4), make(4)
+    numbers: list[int] = []
+    for table, now in ((before, 5.0), (after, 5.1)):
+        store(table, [b"a"])
+        numbers += [table.prepare_load([b"a"], 1, now, 1.0).lease_id for _ in range(100)]
+    assert sorted(set(numbers)) == numbers
+    assert not after.complete_load(numbers[0], 1)
+
+
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_the_coldest_chunk_stays_while_it_is_leased(policy: str) -> None:
     """What is pinned is not evicted, however long ago it was used; unpinned it goes first."""
