@@ -55,13 +55,11 @@ def job_arrays(
     """
     if not isinstance(ticket, (StoreTicket, LoadTicket)):
         raise UsageError(f"ticket={shown(ticket)}: pass what prepare_store or prepare_load gave")
-    places = dict(
-        zip(
-            ticket.keys,
-            zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True),
-            strict=True,
-        )
-    )
+    try:
+        slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
+        places = dict(zip(ticket.keys, zip(slots, generations, strict=True), strict=True))
+    except (AttributeError, TypeError, ValueError) as error:  # none that the daemon gave
+        raise UsageError(f"ticket={shown(ticket)}: {error}") from error
     arrays = JobArrays([], [], [], [], [])
     for index, group in enumerate(collection("groups", groups, "ChunkBlocks, one a group")):
         _add(arrays, f"groups[{index}]", group, places, blocks_per_chunk)
@@ -88,6 +86,8 @@ def _add(
         )
     before, start = len(arrays.block_ids), None
     for index, key in enumerate(keys):
+        if not isinstance(key, bytes):
+            raise UsageError(f"{name}.keys has {shown(key)}: bytes are needed")
         place = places.pop(key, None)  # of equal keys the first has the chunk
         if place is None:
             continue

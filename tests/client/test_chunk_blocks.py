@@ -1,6 +1,7 @@
 """From tickets and an engine's blocks to the arrays of a job."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +81,23 @@ def test_keys_and_blocks_that_do_not_fit_are_refused() -> None:
         job_arrays(ticket, [([b"k"], [1])], 2)  # type: ignore[list-item]
     with pytest.raises(UsageError, match="prepare_store or prepare_load"):
         job_arrays(None, [], 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["k", [1], bytearray(b"k"), None])
+def test_keys_that_are_no_bytes_are_refused(key: Any) -> None:
+    """They would be left out without a word, as are those that the ticket has not."""
+    with pytest.raises(UsageError, match=r"groups\[0\]\.keys has .*: bytes are needed"):
+        job_arrays(store_ticket({b"k": (0, 1)}), [ChunkBlocks([key], [1])], 1)
+
+
+@pytest.mark.parametrize(
+    "ticket",
+    [StoreTicket(keys=(b"k",)), LoadTicket(slots=[3]), StoreTicket(keys=None)],  # type: ignore[arg-type]
+)
+def test_tickets_that_no_daemon_gave_are_refused(ticket: StoreTicket | LoadTicket) -> None:
+    """Their fields have other types, or do not fit each other."""
+    with pytest.raises(UsageError, match="ticket=<"):
+        job_arrays(ticket, [ChunkBlocks([b"k"], [1])], 1)
 
 
 def test_tickets_travel_to_other_processes() -> None:
