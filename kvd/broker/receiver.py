@@ -26,6 +26,8 @@ from kvd_proto.messages import ErrorCode
 log = logging.getLogger("kvd.broker")
 SECONDS = 2.0
 """For one connection; the kernel answers in microseconds."""
+FIRST_SECONDS = 20.0
+"""For the first connection of a process, which may still be starting on a busy machine."""
 LAST_MS = 1000
 """For a process to end at the daemon's end."""
 MAX_HELD = 4
@@ -58,6 +60,7 @@ class Receiver:
         self._link: Channel | None = None
         self._orders: deque[_Order] = deque()
         self._until = 0.0  # when the first of these is given up; 0: it has not been sent
+        self._answered = False  # the process has read a connection, so it runs
         self._leaving: dict[ChildProcess, int] = {}  # with the user whose descriptor is why
         self._held: Counter[int] = Counter()
 
@@ -137,6 +140,7 @@ class Receiver:
                 ours.close()
                 return
         self._child, self._link = child, Channel(ours, max_received_bytes=2 * MAX_FRAME_BYTES)
+        self._answered = False
         self._poller.register(ours.fileno(), zmq.POLLIN)
 
     def _send(self, now: float) -> None:
@@ -149,7 +153,7 @@ class Receiver:
         except EOFError:
             self._end(None)
         else:
-            self._until = now + SECONDS
+            self._until = now + (SECONDS if self._answered else FIRST_SECONDS)
 
     def _hear(self) -> None:
         received: Taken | None = b"", ()
@@ -158,6 +162,7 @@ class Receiver:
         if received is None:
             return
         frame, fds = received
+        self._answered = True
         if frame.startswith(TAKEN):
             self._done((frame[1:], fds))
             return

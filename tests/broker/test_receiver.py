@@ -12,7 +12,7 @@ import zmq
 
 from kvd import receiver as process
 from kvd.broker import receiver
-from kvd.broker.receiver import MAX_HELD, SECONDS, Receiver, Taken
+from kvd.broker.receiver import FIRST_SECONDS, MAX_HELD, SECONDS, Receiver, Taken
 from kvd.errors import Refused
 from kvd_client import sealed
 from tests.waiting import PATIENCE
@@ -133,16 +133,34 @@ def test_a_process_that_does_not_answer_is_replaced(rig: Rig) -> None:
         Child.deaf = True
         rig.send(memory, HOSTILE)
         rig.send(memory, HONEST)
-        rig.now += SECONDS / 2
+        rig.now += FIRST_SECONDS / 2
         rig.turn()
         assert not rig.outcomes
         Child.deaf = False
-        rig.now += SECONDS
+        rig.now += FIRST_SECONDS
         rig.turn()
         assert "could not be received in time" in str(rig.outcome())
         _, fds = rig.outcome()
         os.close(fds[0])
         assert len(Child.all) == 2
+
+
+def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig) -> None:
+    """The first answer is waited for as long as a start may take, later ones are not."""
+    assert FIRST_SECONDS > 4 * SECONDS
+    with ExitStack() as stack:
+        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        Child.deaf = True
+        rig.send(memory, HONEST)
+        rig.now += 4 * SECONDS
+        rig.turn()
+        assert not rig.outcomes
+        Child.all[0].link.send(process.NOTHING)
+        assert "cut off" in str(rig.outcome())
+        rig.send(memory, HONEST)
+        rig.now += SECONDS
+        rig.turn()
+        assert "could not be received in time" in str(rig.outcome())
 
 
 def test_a_process_that_has_ended_is_replaced(rig: Rig) -> None:
