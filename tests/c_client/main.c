@@ -160,7 +160,7 @@ static struct message about_keys(struct engine *engine, enum tag tag, enum tag r
   struct body body;
   body_begin(&body, tag == PREPARE_LOAD || tag == COMPLETE_STORE ? 2 : 1);
   put_keys(&body, engine->keys, CHUNKS);
-  if (tag == PREPARE_LOAD) put_number(&body, "lease_ms", 10000);
+  if (tag == PREPARE_LOAD) put_number(&body, "lease_ms", 2 * PATIENCE_MS);
   if (tag == COMPLETE_STORE) put_bool(&body, "success", true);
   return exchange(&engine->scheduler, tag, &body, reply);
 }

@@ -10,7 +10,7 @@
 #include <string.h>
 #include <zmq.h>
 
-enum { INTERVAL_MS = 20, TIMEOUT_MS = 100, SILENCE_MS = 600, PATIENCE_MS = 20000 };
+enum { INTERVAL_MS = 50, TIMEOUT_MS = 5000, SILENCE_MS = 6000, PATIENCE_MS = 30000 };
 
 static void fail(const char *what) {
   fprintf(stderr, "%s: %s\n", what, zmq_strerror(zmq_errno()));
@@ -48,7 +48,7 @@ int main(int count, char **arguments) {
   set(dealer, ZMQ_LINGER, 0);
   set(dealer, ZMQ_HEARTBEAT_IVL, INTERVAL_MS);
   set(dealer, ZMQ_HEARTBEAT_TIMEOUT, TIMEOUT_MS);
-  set(dealer, ZMQ_HEARTBEAT_TTL, 10000);
+  set(dealer, ZMQ_HEARTBEAT_TTL, PATIENCE_MS);
   set(dealer, ZMQ_RCVTIMEO, PATIENCE_MS);
   if (zmq_socket_monitor(dealer, "inproc://events", ZMQ_EVENT_DISCONNECTED)) fail("monitor");
   if (zmq_connect(monitor, "inproc://events")) fail("zmq_connect to the monitor");

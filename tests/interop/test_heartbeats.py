@@ -20,9 +20,9 @@ from kvd_proto.messages import Hello, Ping, Pong, Welcome
 from tests.conftest import Daemon
 from tests.daemon.test_hostile import RawClient
 from tests.raw_zmtp import connect, message
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, eventually
 
-INTERVAL_MS, TIMEOUT_MS, SILENCE_MS = 20, 100, 600
+INTERVAL_MS, TIMEOUT_MS, SILENCE_MS = 50, 5000, 6000  # a busy machine stands still for seconds
 HERE = Path(__file__).parent
 
 
@@ -81,7 +81,7 @@ def test_pipelined_requests_between_silences_keep_their_connection(tmp_path: Pat
             for one in asked:
                 dealer.send(one)
             assert [dealer.recv() for _ in asked] == asked
-            assert not lost(monitor, SILENCE_MS)
+            assert not lost(monitor, 0 if turn else SILENCE_MS)
 
 
 def test_a_client_with_heartbeats_comes_back_after_a_restart(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_client_with_heartbeats_comes_back_after_a_restart(tmp_path: Path) -> 
         with echoing(path):
             dealer.send(b"two")
             assert dealer.recv() == b"two"
-            assert not lost(monitor, SILENCE_MS)
+            assert not lost(monitor, 0)
 
 
 def test_a_daemons_session_outlives_a_silence(daemon: Daemon) -> None:
@@ -149,7 +149,7 @@ def test_who_sets_a_time_to_live_is_given_up_after_that_silence(tmp_path: Path) 
             sock.sendall(ping(tenths))
         while mortal.recv(4096):
             pass
-        assert len(router) == 1
+        eventually(lambda: len(router), (1).__eq__)
         other.sendall(message(b"still here"))
         heard = b""
         while not heard.endswith(b"still here"):
@@ -166,7 +166,7 @@ def test_a_flood_of_pings_is_answered_and_delays_nobody(tmp_path: Path) -> None:
         flood.sendall(ping(0) * 5000)
         turns = 0
         while not router.pending:
-            assert poller.poll(10_000)
+            assert poller.poll(PATIENCE * 1000)
             router.look()
         quiet.sendall(message(b"quiet"))
         while (received := router.take()) is None:
