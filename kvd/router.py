@@ -32,6 +32,8 @@ UNREAD_BYTES = 2**20  # replies that wait for a peer, before it is not read any 
 MAX_KEPT_BYTES = 256 * 2**20
 MAX_UNPROVEN = 1024
 MAX_CONNECTIONS = 8192
+AT_ONCE = 32
+"""Newcomers that are let in, and peers that are heard without a message, before others' turn."""
 FEW = 8
 """Connections without a token that a process may have, before one gives way to a newcomer."""
 BACKLOG = 1024
@@ -155,7 +157,7 @@ class Router:
 
     @property
     def pending(self) -> bool:
-        """There may be messages that were read already, of which polling knows nothing."""
+        """Some peers are still to be heard, of whom polling may know nothing."""
         return bool(self._hot)
 
     @property
@@ -182,13 +184,19 @@ class Router:
             self._bury()
 
     def take(self) -> Received | None:
-        """The next message of those who have something to say, who take turns."""
-        while self._hot:
+        """The next message of those who have something to say, who take turns.
+
+        None where a few of them had none; the others are `pending`.
+        """
+        for _ in range(AT_ONCE):
+            if not self._hot:
+                break
             _, connection = self._hot.popitem(last=False)
             try:
                 frame = connection.incoming.take()
                 if (
                     frame is None
+                    and not connection.incoming.more
                     and len(connection.incoming.pongs) < MAX_PINGS
                     and self._read(connection)
                 ):
@@ -198,13 +206,13 @@ class Router:
                 self._give_up(connection, str(error), error.limit)
                 continue
             pinged = bool(connection.incoming.pongs)
-            if pinged:
+            if pinged and connection.sock.fileno() >= 0:
                 self._answer_pings(connection)
             if connection.incoming.dropped:
                 self.dropped += connection.incoming.dropped
                 connection.incoming.dropped = 0
             if (
-                (pinged or frame is not None)
+                (pinged or connection.incoming.more or frame is not None)
                 and len(connection.incoming)
                 and connection.unread <= UNREAD_BYTES
                 and connection.sock.fileno() >= 0
@@ -270,7 +278,7 @@ class Router:
     # ------------------------------------------------------------ connections
 
     def _accept(self) -> None:
-        while True:
+        for _ in range(AT_ONCE):
             try:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):

@@ -25,6 +25,8 @@ MAX_PINGS = 64
 """PINGs that are taken in before their PONGs have been fetched."""
 _PING, _PONG = b"PING", b"PONG"
 _TTL_BYTES, _MAX_CONTEXT_BYTES = 2, 16
+FRAMES_AT_ONCE = 128
+"""Frames that are no message of one part and are looked at in one go."""
 
 
 def _command(name: bytes, body: bytes) -> bytes:
@@ -71,6 +73,8 @@ class Incoming:
         self._skipped = 0  # their bytes
         self.dropped = 0
         """Messages of several parts, none of which was kept."""
+        self.more = False
+        """`take` stopped before it had looked at all that is kept: it is to be asked again."""
         self.pongs: list[bytes] = []
         """Answers to PINGs, for whoever reads these to send and to clear."""
         self.ttl = 0.0
@@ -92,7 +96,7 @@ class Incoming:
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """The next message; None where it has not arrived in full, or MAX_PINGS came before it.
+        """The next message; None where it has not arrived in full, or too much came before it.
 
         Raises:
             BadFrame: this is no ZMTP, or a message above its bounds; the connection is of no
@@ -100,7 +104,10 @@ class Incoming:
         """
         if self._state is _State.GREETING and not self._greeted():
             return None
-        while not self._skip and len(self.pongs) < MAX_PINGS:
+        self.more = False
+        for _ in range(FRAMES_AT_ONCE):
+            if self._skip or len(self.pongs) >= MAX_PINGS:
+                return None
             head = self._head()
             if head is None:
                 return None
@@ -123,6 +130,7 @@ class Incoming:
             else:
                 self._at = start + size
                 return bytes(memoryview(buffer)[start : start + size])
+        self.more = True
         return None
 
     def _head(self) -> tuple[int, int, int] | None:

@@ -1,6 +1,7 @@
 """The daemon's request sockets: libzmq's clients are served, nobody is kept beyond a bound."""
 
 import gc
+import logging
 import os
 import resource
 import select
@@ -9,18 +10,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
 
-from kvd.router import UNREAD_BYTES, Received, Router
-from kvd.zmtp import MAX_PARTS
+from kvd import router as router_module
+from kvd.router import AT_ONCE, UNREAD_BYTES, Received, Router
+from kvd.zmtp import FRAMES_AT_ONCE, MAX_PARTS, MAX_PINGS
 from tests.raw_zmtp import connect, message, part, unfinished
 from tests.waiting import PATIENCE
 
 MIB = 2**20
+FLOOD = 10_000  # messages of two parts, in one read
 Make = Callable[..., Router]
 
 
@@ -113,6 +117,49 @@ def test_who_reads_no_replies_is_not_read_and_others_are_served(make: Make, tmp_
                 assert poller.poll(PATIENCE * 1000)
             router.look()
         assert received(router).frame == b"ask"
+
+
+def test_a_flood_of_what_is_no_message_takes_a_bounded_turn(make: Make, tmp_path: Path) -> None:
+    """Messages of several parts are skipped, so many at a time; the one behind them arrives."""
+    router = make()
+    with connect(tmp_path / "socket") as sock:
+        until(router, lambda: len(router) == 1 and not router.pending)
+        sock.sendall(b"\x01\0\0\0" * FLOOD + message(b"after"))
+        router.look()
+        assert router.take() is None
+        assert router.pending
+        assert 0 < router.dropped <= AT_ONCE * FRAMES_AT_ONCE
+        assert received(router).frame == b"after"
+        assert router.dropped == FLOOD
+
+
+def test_a_crowd_of_newcomers_takes_a_bounded_turn(make: Make, tmp_path: Path) -> None:
+    """Some are let in at a time, all in the end."""
+    router = make()
+    with ExitStack() as crowd:
+        for _ in range(3 * AT_ONCE):
+            crowd.enter_context(connect(tmp_path / "socket"))
+        router.look()
+        assert len(router) == AT_ONCE
+        until(router, lambda: len(router) == 3 * AT_ONCE)
+
+
+def test_who_has_gone_is_not_buried_for_its_silence(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer that sets itself a time to live and leaves with PINGs unanswered is forgotten."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(router_module, "time", clock)
+    caplog.set_level(logging.INFO)
+    router = make()
+    with connect(tmp_path / "socket") as sock:
+        sock.sendall(b"\x04\x07\x04PING\0\x01" * (MAX_PINGS + 1))
+        sock.shutdown(socket.SHUT_WR)
+        until(router, lambda: len(router) == 1)
+        until(router, lambda: len(router) == 0)
+        clock.monotonic = lambda: 100.0
+        router.look()
+    assert "is closed" not in caplog.text
 
 
 @pytest.mark.parametrize("nbytes", [1, MIB])

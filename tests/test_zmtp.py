@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import BadFrame
-from kvd.zmtp import MAX_PARTS, MAX_PINGS, Incoming, frame_header, opening
+from kvd.zmtp import FRAMES_AT_ONCE, MAX_PARTS, MAX_PINGS, Incoming, frame_header, opening
 
 LIMIT = 4096
 HELLO = opening(b"DEALER")
@@ -127,6 +127,20 @@ def test_pings_are_taken_in_a_bounded_number_at_a_time() -> None:
     incoming.pongs.clear()
     assert incoming.take() == b"after"
     assert len(incoming.pongs) == 1
+
+
+@pytest.mark.parametrize("frame", [b"\x04\0", b"\x01\0\0\0"])
+def test_what_is_no_message_is_passed_over_in_a_bounded_number_at_a_time(frame: bytes) -> None:
+    """Commands without a sense and messages of several parts; what comes after them is there."""
+    incoming = Incoming(1000)
+    incoming.feed(HELLO + frame * 10 * FRAMES_AT_ONCE + part(b"after"))
+    looks = 0
+    while (found := incoming.take()) is None:
+        assert incoming.more
+        looks += 1
+    assert found == b"after"
+    assert not incoming.more
+    assert looks >= 10
 
 
 @pytest.mark.parametrize("body", [b"", b"\0", bytes(19)])

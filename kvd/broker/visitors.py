@@ -20,6 +20,8 @@ from kvd_proto.errors import DecodeError
 from kvd_proto.messages import Error, ErrorCode, Handles
 
 log = logging.getLogger("kvd.broker")
+AT_ONCE = 32
+"""Visitors that are let in before it is others' turn."""
 
 
 class Visitors:
@@ -53,13 +55,16 @@ class Visitors:
         self.on_leave: Callable[[Visitor], None] = lambda _visitor: None
 
     def accept(self, turned_away: Callable[[Visitor], bool], own: Callable[[Peer], bool]) -> None:
-        """Let in all who wait at the door.
+        """Let in who waits at the door, some of them where they are many.
 
         Args:
             turned_away: tells a visitor that he may not come in, if so.
             own: whether it is a process of this daemon, for which there is always room.
         """
-        while (visitor := self._door.accept()) is not None:
+        for _ in range(AT_ONCE):
+            visitor = self._door.accept()
+            if visitor is None:
+                break
             if turned_away(visitor):
                 self._hang_up(visitor)
                 continue
