@@ -34,12 +34,14 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
     OffloadKey,
     PrepareStoreOutput,
     RequestOffloadingContext,
+    get_offload_group_idx,
 )
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -48,7 +50,7 @@ import kvd_client.vllm
 from kvd_client import UnsupportedVllm
 from kvd_client.vllm import KvdConnector, KvdOffloadingSpec, metrics, upstream
 from kvd_client.vllm.slots import ChunkSlots
-from tests.vllm.configs import BLOCK, engine_config, full, offloading_config, sized
+from tests.vllm.configs import BLOCK, engine_config, full, offloading_config, sized, window
 
 PROMPT_BLOCKS = 3
 
@@ -307,14 +309,17 @@ class Pool:
         """See KvdOffloadingManager."""
 
     touch = complete_store = complete_load = on_request_finished = on_schedule_end = ignore
+    reset_cache = ignore
 
 
 class Stepping:
     """vLLM's half in the scheduler with one request, stepped as vLLM's scheduler does it."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, *windows: KVCacheGroupSpec
+    ) -> None:
         vllm_config = engine_config(folder)
-        kv_cache_config = sized(vllm_config, full(["a", "b"]))
+        kv_cache_config = sized(vllm_config, full(["a", "b"]), *windows)
         self.pool = Pool()
         config = offloading_config(vllm_config, kv_cache_config)
         spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
@@ -330,8 +335,11 @@ class Stepping:
         )
         self.side.on_new_request(self.request)
         assert self.side.get_num_new_matched_tokens(self.request, 0) == (0, False)
-        blocks = list(range(1, PROMPT_BLOCKS + 1))
-        self._new = [NewRequestData.from_request(self.request, (blocks,))]
+        blocks = [
+            list(range(group * PROMPT_BLOCKS + 1, (group + 1) * PROMPT_BLOCKS + 1))
+            for group in range(1 + len(windows))
+        ]
+        self._new = [NewRequestData.from_request(self.request, tuple(blocks))]
 
     def step(self, tokens: int) -> tuple[int, ...]:
         """Schedule so many tokens of the request; numbers of the stores that begin with it."""
@@ -383,6 +391,20 @@ def test_a_request_whose_load_failed_is_offered_from_its_start(
     first, again = stepping.pool.offered
     assert again == first
     assert not stepping.side.store_again("another")
+
+
+def test_a_reset_does_not_store_again_what_a_window_has_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a window has been the blocks may be another request's; the other groups' are stored."""
+    stepping = Stepping(tmp_path, monkeypatch, window(["c", "d"]))
+    (job,) = stepping.step(PROMPT_BLOCKS * BLOCK)
+    stepping.end(job)
+    stepping.side.reset_cache()
+    assert stepping.step(1)
+    first, again = stepping.pool.offered
+    assert set(map(get_offload_group_idx, first)) == {0, 1}
+    assert again == tuple(key for key in first if get_offload_group_idx(key) == 0)
 
 
 def test_both_halves_are_vllms_own(tmp_path: Path, runtime_dir: Path) -> None:

@@ -16,7 +16,8 @@ refuse an engine's start in one sentence, so that no step fails over it later.
   `next_stored_chunk_idx`: what a failed load did not bring is computed, and stored again.
 - Of the same records `num_locally_computed_tokens` and `req`, and `offload_keys` and `block_ids`
   of their groups; `OffloadingConnectorScheduler.config` with its groups: which blocks of its
-  chunks a request has, and needs.
+  chunks a request has, and needs. After a reset blocks that a window may have given up are taken
+  out of `block_ids`.
 - `OffloadingConnectorScheduler._lookup_complete_chunks`, the search for what can be loaded: it is
   repeated without chunks that lack blocks which its result needs.
 - Methods of these classes that are overridden, or called with just these arguments: `METHODS`.
@@ -83,6 +84,7 @@ METHODS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     ),
     (OffloadingConnectorScheduler, "build_connector_meta", ("scheduler_output",)),
     (OffloadingConnectorScheduler, "request_finished", ("request",)),
+    (OffloadingConnectorScheduler, "reset_cache", ()),
     (OffloadingConnectorScheduler, "update_connector_output", ("connector_output",)),
     (OffloadingConnectorWorker, "__init__", ("spec", "vllm_config", "kv_cache_config")),
     (OffloadingConnectorWorker, "build_connector_worker_meta", ()),
@@ -208,6 +210,22 @@ class SchedulerSide(OffloadingConnectorScheduler):
         for group in status.group_states:
             group.next_stored_chunk_idx = 0
         return True
+
+    def reset_cache(self) -> None:
+        """Drop every chunk; of running requests what is still theirs is offered again.
+
+        vLLM offers all from their first chunk on. It watches whether a window's blocks have become
+        another request's from the next chunk to store on only: what is before may be anyone's.
+        """
+        size = self.config.blocks_per_chunk
+        for status in self._req_status.values():
+            for config, group in zip(
+                self.config.kv_group_configs, status.group_states, strict=True
+            ):
+                if config.sliding_window_size_in_chunks is not None:
+                    passed = min(group.next_stored_chunk_idx * size, len(group.block_ids))
+                    group.block_ids[:passed] = [0] * passed
+        super().reset_cache()
 
 
 class RankSide(OffloadingConnectorWorker):
