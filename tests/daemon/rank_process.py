@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvd_client import Fingerprint, HostMemory, Worker
 from tests.daemon.engines import make_layout
-from tests.waiting import DEADLINE
+from tests.waiting import DEADLINE, PATIENCE
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         slots = [int(slot) for slot, _ in pairs]
         generations = [int(generation) for _, generation in pairs]
         worker.submit_store(job, blocks, [len(blocks), 0], [0, 0], slots, generations)
-        worker.wait([job])
+        worker.wait([job], PATIENCE)
         print("done", *[result.status for result in worker.get_finished()], flush=True)
 
 

@@ -16,7 +16,7 @@ from kvd.broker.keep import area_name
 from kvd.control import Control
 from kvd.errors import NotRunning
 from kvd_proto.messages import Status, StatusReport
-from tests.waiting import PATIENCE, PAUSE
+from tests.waiting import PATIENCE, PAUSE, eventually
 
 
 @dataclass
@@ -57,6 +57,10 @@ class Daemon:
         assert report["ready"], self.log.read_text()
         return report
 
+    def wait_log(self, text: str) -> str:
+        """Its log, once it has this text; a thread writes it, after what it tells of."""
+        return eventually(self.log.read_text, lambda log: text in log)
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """End it; its exit status."""
         if self.process.poll() is None:
@@ -94,6 +98,8 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         for daemon in daemons:
             if daemon.process.poll() is None:
                 daemon.process.kill()
+        for daemon in daemons:
             daemon.process.wait(timeout=PATIENCE)
+        for daemon in daemons:  # several may share a place: now nobody writes there
             for place in Path("/dev/shm").glob(f"{area_name(daemon.runtime_dir)}*"):
                 shutil.rmtree(place)

@@ -207,7 +207,7 @@ def test_the_pool_is_sized_from_what_workers_report(start_daemon: StartDaemon) -
         report = daemon.wait_ready()
         assert report["pool"]["cpu_bytes"] == 3 * reported * 2
         assert engine.scheduler.num_chunks == 3 * reported * 2 // engine.scheduler.bytes_per_chunk
-        assert "3 x 512 KiB GPU KV x 2 ranks = 3 MiB" in daemon.log.read_text()
+        daemon.wait_log("3 x 512 KiB GPU KV x 2 ranks = 3 MiB")
 
 
 def test_a_budget_below_one_chunk_is_refused_with_the_figures(start_daemon: StartDaemon) -> None:

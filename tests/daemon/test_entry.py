@@ -17,7 +17,7 @@ from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_hostile import RawClient, code_of, text_of
 from tests.daemon.users import OTHER_UID, as_user, needs_root
-from tests.waiting import DEADLINE
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +63,7 @@ def test_an_engine_that_is_not_let_in_hears_why_and_goes_on(
     memory = [HostMemory.allocate(size) for size in layout.storages]
     with caplog.at_level(logging.WARNING), as_user():
         worker = Worker(daemon.runtime_dir, "stranger", 0, 1, deadline=DEADLINE)
+        eventually(lambda: "may not use" in worker.wait_attached(0.0).why)
         with pytest.raises(Unavailable, match="may not use this daemon"):
             worker.register(memory, layout, Fingerprint(model="m"), timeout=1.0, required=True)
         worker.close()
@@ -112,7 +113,7 @@ def test_who_is_turned_away_learns_no_token(start_daemon: StartDaemon) -> None:
     """What a refused peer gets is an ERROR with an empty session, then the end."""
     daemon = start_daemon("--allow-users", "4711")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.settimeout(10)
+        door.settimeout(PATIENCE)
         with as_user():
             door.connect(str(daemon.runtime_dir / "door.sock"))
         header, message = WIRE.decode(door.recv(65536))

@@ -1,7 +1,6 @@
 """Things that die: the worst that follows is a miss, and nothing stays behind."""
 
 import os
-import re
 import select
 import signal
 import subprocess
@@ -25,7 +24,7 @@ def kill_and_wait(pid: int, number: int = signal.SIGKILL) -> None:
     """Signal a process that is not ours and wait until it has ended."""
     pidfd = os.pidfd_open(pid)
     signal.pidfd_send_signal(pidfd, number)
-    ended, _, _ = select.select([pidfd], [], [], 20)
+    ended, _, _ = select.select([pidfd], [], [], PATIENCE)
     os.close(pidfd)
     assert ended
 
@@ -83,8 +82,7 @@ def test_a_killed_worker_frees_what_was_in_writing(
         rank_process.kill()
         wait_state(daemon, ready=3, writing=0, draining=0)
         assert not engine.scheduler.prepare_store(half).served
-        gone = rf"rank 1 \(pid {rank_process.pid}\) is gone; 5 chunks in writing freed"
-        assert re.search(gone, daemon.log.read_text())
+        daemon.wait_log(f"rank 1 (pid {rank_process.pid}) is gone; 5 chunks in writing freed")
 
 
 def test_a_lost_rank_that_comes_back_completes_the_engine(
@@ -94,7 +92,7 @@ def test_a_lost_rank_that_comes_back_completes_the_engine(
     with Engine(daemon.runtime_dir, ranks=[0]).wait_attached() as engine:
         rank_process.kill()
         rank_process.wait()
-        eventually(lambda: not engine.workers[0].attached)
+        eventually(lambda: not engine.workers[0].attached and not engine.scheduler.attached)
         engine.add(1)
         engine.wait_attached()
         keys = keys_of("back", 4)
@@ -116,8 +114,22 @@ def test_a_dead_scheduler_leaves_no_lease(daemon: Daemon) -> None:
         assert wait_state(daemon, pinned=0, writing=0, draining=0, ready=4)
 
 
-def test_a_killed_lane_costs_its_jobs_and_nothing_else(daemon: Daemon) -> None:
+LATE_LANE = """
+import os, sys, time
+while "kvd.lane" in sys.orig_argv and os.path.exists(os.environ["NO_LANE"]):
+    time.sleep(0.01)
+"""
+
+
+def test_a_killed_lane_costs_its_jobs_and_nothing_else(
+    start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Jobs in a killed lane fail at once; afterwards old chunks hit and new ones store."""
+    no_lane = tmp_path / "no-lane"  # while it is there, none begins
+    (tmp_path / "sitecustomize.py").write_text(LATE_LANE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("NO_LANE", str(no_lane))
+    daemon = start_daemon()
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         keys = keys_of("kept", 6)
         engine.store(keys)
@@ -129,6 +141,7 @@ def test_a_killed_lane_costs_its_jobs_and_nothing_else(daemon: Daemon) -> None:
             999, blocks, [4, 0], [0, 0], ticket.slots, ticket.generations, after=never
         )
         lane = daemon.status()["lanes"][0]["pid"]
+        no_lane.touch()
         kill_and_wait(lane)
         assert not engine.workers[0].wait([999], PATIENCE)
         (result,) = engine.workers[0].get_finished()
@@ -136,6 +149,7 @@ def test_a_killed_lane_costs_its_jobs_and_nothing_else(daemon: Daemon) -> None:
         # Nothing is found that could not be loaded, until the next lane serves both ranks.
         eventually(lambda: engine.scheduler.lookup(keys[0]), LookupResult.MISS.__eq__)
         assert not engine.scheduler.prepare_load(keys).keys
+        no_lane.unlink()
         engine.wait_attached()
         assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT] * 6
         daemon.wait_ready()
@@ -171,7 +185,7 @@ def test_a_killed_daemon_is_a_cache_that_misses(daemon: Daemon, start_daemon: St
 
 def test_a_frozen_daemon_costs_one_deadline(daemon: Daemon) -> None:
     """SIGSTOP of the broker: one call waits for its deadline, the next return at once."""
-    with Engine(daemon.runtime_dir, deadline=1.0).wait_attached() as engine:
+    with Engine(daemon.runtime_dir, deadline=5.0).wait_attached() as engine:
         keys = keys_of("frozen", 4)
         engine.store(keys)
         wait_hit(engine, keys)
@@ -181,7 +195,7 @@ def test_a_frozen_daemon_costs_one_deadline(daemon: Daemon) -> None:
             start = time.monotonic()
             for _ in range(100):
                 assert not engine.scheduler.prepare_load(keys).keys
-            assert time.monotonic() - start < 50  # half of what a deadline each would take
+            assert time.monotonic() - start < 250  # half of what a deadline each would take
         finally:
             daemon.process.send_signal(signal.SIGCONT)
         eventually(lambda: engine.scheduler.connected)
@@ -248,12 +262,15 @@ def test_a_store_that_is_given_up_frees_its_slots(daemon: Daemon) -> None:
 def test_a_ticket_that_is_never_used_runs_out(start_daemon: StartDaemon, tmp_path: Path) -> None:
     """Slots that nobody writes are freed at the ticket's deadline, leases at theirs."""
     config = tmp_path / "kvd.toml"
-    config.write_text("ticket_seconds = 0.5\nlease_seconds = 0.5\n")
+    config.write_text("")
     daemon = start_daemon("--config", str(config))
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         keys = keys_of("slow", 3)
         engine.store(keys)
         wait_hit(engine, keys)
+        config.write_text("ticket_seconds = 0.5\nlease_seconds = 0.5\n")
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.wait_log("configuration reloaded")
         assert engine.scheduler.prepare_load(keys).keys
         assert engine.scheduler.prepare_store(keys_of("unused", 3)).keys
         wait_state(daemon, writing=0, pinned=0, draining=0, ready=3)
@@ -281,9 +298,14 @@ def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there
         assert engine.load(keys) == (3, 0)
 
 
-def test_what_a_frozen_daemon_was_not_told_it_hears_when_it_goes_on(daemon: Daemon) -> None:
+def test_what_a_frozen_daemon_was_not_told_it_hears_when_it_goes_on(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
     """A load that ends meanwhile leaves no pin for the rest of its lease, a store no slot."""
-    with Engine(daemon.runtime_dir, deadline=1.0).wait_attached() as engine:
+    config = tmp_path / "kvd.toml"
+    config.write_text("ticket_seconds = 600.0\nlease_seconds = 600.0\n")
+    daemon = start_daemon("--config", str(config))
+    with Engine(daemon.runtime_dir, deadline=5.0).wait_attached() as engine:
         keys = keys_of("frozen", 4)
         engine.store(keys)
         wait_hit(engine, keys)
@@ -298,10 +320,7 @@ def test_what_a_frozen_daemon_was_not_told_it_hears_when_it_goes_on(daemon: Daem
             engine.scheduler.complete_store(lost.keys, success=False)
         finally:
             daemon.process.send_signal(signal.SIGCONT)
-        eventually(lambda: daemon.status()["ready"])
-        ends = time.monotonic() + 30  # half of the daemon's lease_seconds, a tenth of a ticket
         wait_state(daemon, pinned=0, writing=0, draining=0, ready=4)
-        assert time.monotonic() < ends
 
 
 def test_an_engine_may_start_before_its_daemon(

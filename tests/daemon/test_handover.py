@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -37,11 +37,6 @@ def wait_until(condition: Callable[[], bool], what: object) -> None:
     while not condition():
         assert time.monotonic() < end, what() if callable(what) else what
         time.sleep(0.01)
-
-
-def wait_log(daemon: Daemon, text: str) -> None:
-    """Until the daemon has written this."""
-    wait_until(lambda: text in daemon.log.read_text(), daemon.log.read_text)
 
 
 def ended(daemon: Daemon) -> tuple[int, str]:
@@ -122,10 +117,12 @@ def test_no_two_daemons_have_the_pool(old: Daemon, start_daemon: StartDaemon) ->
         daemon = old
         for turn in range(2):
             serves_on(daemon, engine, f"turn-{turn}")
+            watch.wait_owners(turn + 1)
             new = start_daemon(*OVER, *LONG, ready=False)
             assert ended(daemon)[0] == 0
             daemon = new
         serves_on(daemon, engine, "end")
+        watch.wait_owners(3)
     assert len(watch.owners) == 3, watch.owners
     assert not watch.shared
 
@@ -148,28 +145,36 @@ class Watch:
         self._stop.set()
         self._thread.join(PATIENCE)
 
+    def wait_owners(self, count: int) -> None:
+        """Until so many have been seen."""
+        wait_until(lambda: len(self.owners) >= count, lambda: self.owners)
+
     def _run(self) -> None:
         while not self._stop.is_set():
-            owners = set(self._owners())
+            found = self._owners(psutil.process_iter())
+            self.owners += set(found.values()) - set(self.owners)
+            # A look at all processes takes a while: those that still map it did so all the time.
+            owners = set(self._owners(found).values()) if len(found) > 1 else set()
             if len(owners) > 1:
                 self.shared.append(owners)
-            self.owners += owners - set(self.owners)
 
-    def _owners(self) -> Iterator[int]:
-        """The brokers, which are lanes' parents."""
-        for process in psutil.process_iter():
+    def _owners(self, processes: Iterable[psutil.Process]) -> dict[psutil.Process, int]:
+        """The lanes among them, with the brokers, which are their parents."""
+        found = {}
+        for process in processes:
             try:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
                 if any("rw-s" in line and line.endswith(self._pool) for line in maps.splitlines()):
-                    yield process.ppid()
+                    found[process] = process.ppid()
             except (OSError, psutil.Error):
                 continue
+        return found
 
 
 def test_without_a_daemon_it_starts_as_usual(start_daemon: StartDaemon) -> None:
     """Nobody to take over from: said at info, and served."""
     daemon = start_daemon(*OVER)
-    assert "nothing to take over, starting as usual" in daemon.log.read_text()
+    daemon.wait_log("nothing to take over, starting as usual")
 
 
 def test_a_daemon_that_was_killed_is_no_obstacle(old: Daemon, start_daemon: StartDaemon) -> None:
@@ -182,7 +187,7 @@ def test_a_daemon_that_was_killed_is_no_obstacle(old: Daemon, start_daemon: Star
         new = start_daemon(*OVER)
         engine.wait_attached()
         assert engine.load(keys) == (5, 0)
-    assert "starting as usual" in new.log.read_text()
+    new.wait_log("starting as usual")
 
 
 def test_loads_go_on_until_the_old_one_stops(old: Daemon, start_daemon: StartDaemon) -> None:
@@ -193,7 +198,7 @@ def test_loads_go_on_until_the_old_one_stops(old: Daemon, start_daemon: StartDae
         wait_hit(engine, keys)
         with unfinished_store(engine):
             start_daemon(*OVER, ready=False)
-            wait_log(old, "handing over to pid")
+            old.wait_log("handing over to pid")
             assert engine.store(keys_of("refused", 2)) == []
             assert engine.load(keys) == (4, 0)
             report = old.status()
@@ -207,7 +212,7 @@ def test_sigterm_to_the_old_one_hastens_it(old: Daemon, start_daemon: StartDaemo
     """It ends as ever, without a second look at what has begun; the one that waits serves."""
     with Engine(old.runtime_dir).wait_attached() as engine, unfinished_store(engine):
         new = start_daemon(*OVER, ready=False)
-        wait_log(old, "handing over to pid")
+        old.wait_log("handing over to pid")
         assert old.stop() == 0
         assert new.wait_ready()["pid"] == new.process.pid
     assert (new.runtime_dir / "kvd.lock").read_text().strip() == str(new.process.pid)
@@ -255,7 +260,7 @@ def test_the_same_address_is_no_obstacle(start_daemon: StartDaemon) -> None:
     old = start_daemon(*KEEP, *listen)
     new = start_daemon(*OVER, *listen)
     assert ended(old)[0] == 0
-    assert f"HTTP on http://{address}" in new.log.read_text()
+    new.wait_log(f"HTTP on http://{address}")
 
 
 def test_a_broken_installation_is_found_first(
@@ -295,7 +300,7 @@ def test_what_will_start_empty_is_said_before(start_daemon: StartDaemon, tmp_pat
                 assert ended(daemon)[0] == 0
                 engine.wait_attached()
                 assert engine.scheduler.lookup_many(keys) == [LookupResult.MISS] * 3
-            log = new.log.read_text()
+            log = new.wait_log("taken over from")
             assert words in log
             assert log.index("will start empty") < log.index("taken over from")
             daemon = new
@@ -316,14 +321,14 @@ def test_the_old_one_serves_on_where_the_new_one_dies(
             if drained:
                 assert kvd(old, "drain").returncode == 0
             new = start_daemon(*OVER, ready=False)
-            wait_log(old, "handing over to pid")
+            old.wait_log("handing over to pid")
             new.stop(signal.SIGKILL)
-            wait_log(old, f"pid {new.process.pid}, which was to take over, is gone")
+            old.wait_log(f"pid {new.process.pid}, which was to take over, is gone")
         report = old.status()
         assert report["draining"] is drained
         assert (report["drain"] is not None) is drained
         if drained:
-            assert "ends with this daemon" in old.log.read_text()
+            old.wait_log("ends with this daemon")
             assert engine.store(keys_of("refused", 2)) == []
             assert kvd(old, "resume").stdout == "resumed: stores are taken\n"
         serves_on(old, engine, "on")
@@ -338,12 +343,12 @@ def test_lanes_that_were_stopped_run_again(old: Daemon, start_daemon: StartDaemo
         lane = old.status()["lanes"][0]["pid"]
         os.kill(lane, signal.SIGSTOP)  # so that it does not end at once
         new = start_daemon(*OVER, ready=False)
-        wait_log(old, "handing over to pid")
+        old.wait_log("handing over to pid")
         assert old.status()["draining"]  # answered after the turn in which lanes were told
         new.stop(signal.SIGKILL)
-        wait_log(old, "this daemon serves on")
+        old.wait_log("this daemon serves on")
         os.kill(lane, signal.SIGCONT)
-        wait_log(old, "lane host is lost")
+        old.wait_log("lane host is lost")
         serves_on(old, engine, "on")
         assert old.status()["lanes"][0]["pid"] != lane
         assert engine.load(keys) == (5, 0)
@@ -373,7 +378,7 @@ def test_one_that_freezes_on_its_way_out_is_given_up(
     with Engine(old.runtime_dir).wait_attached() as engine:
         with unfinished_store(engine):
             new = start_daemon(*OVER, ready=False)
-            wait_log(new, "hands over")
+            new.wait_log("hands over")
             os.kill(old.process.pid, signal.SIGSTOP)
             try:
                 status, log = ended(new)
@@ -381,7 +386,7 @@ def test_one_that_freezes_on_its_way_out_is_given_up(
                 os.kill(old.process.pid, signal.SIGCONT)
             assert status == 1, log
             assert f"if it hangs: kill -9 {old.process.pid}" in log
-            wait_log(old, "this daemon serves on")
+            old.wait_log("this daemon serves on")
         serves_on(old, engine, "thawed")
 
 
@@ -393,7 +398,7 @@ def test_killed_on_its_way_out_it_is_followed(old: Daemon, start_daemon: StartDa
         wait_hit(engine, keys)
         engine.scheduler.prepare_store(keys_of("unfinished", 1))
         new = start_daemon(*OVER, ready=False)
-        wait_log(new, "hands over")
+        new.wait_log("hands over")
         old.stop(signal.SIGKILL)
         assert new.wait_ready()["pid"] == new.process.pid
         engine.wait_attached()
@@ -408,7 +413,7 @@ def test_two_new_ones_at_once(old: Daemon, start_daemon: StartDaemon) -> None:
     with Engine(old.runtime_dir).wait_attached() as engine:
         with unfinished_store(engine):
             first = start_daemon(*OVER, ready=False)
-            wait_log(first, "hands over")
+            first.wait_log("hands over")
             status, log = ended(start_daemon(*OVER, ready=False))
             assert status == 1
             assert f"pid {first.process.pid} is taking over already" in log
@@ -470,17 +475,18 @@ def test_pids_of_another_namespace_do_not_matter(old: Daemon) -> None:
     keys = keys_of("kept", 5)
     inner = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(old.runtime_dir)]
     inner += ["--cpu-bytes", "64MiB", "--http-listen", "off", *OVER]
-    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *inner]
+    apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    tried = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no namespaces here: {tried.stderr}")
     log = old.runtime_dir.parent / "inner.log"
     with Engine(old.runtime_dir).wait_attached() as engine:
         engine.store(keys)
         wait_hit(engine, keys)
         with log.open("w") as sink:
-            process = subprocess.Popen(command, stderr=sink, text=True)
+            process = subprocess.Popen([*apart, *inner], stderr=sink, text=True)
         try:
             new = Daemon(old.runtime_dir, process, log)
-            if process.poll() is not None and "unshare" in log.read_text():
-                pytest.skip(f"no namespaces here: {log.read_text()}")
             assert ended(old)[0] == 0, log.read_text()
             report = new.wait_ready()
             assert report["pid"] == 1

@@ -11,7 +11,7 @@ import pytest
 from kvd_client import ChunkBlocks, JobResult, LookupResult, Scheduler, Worker
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.waiting import PATIENCE, eventually
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def test_a_store_leaves_out_what_was_refused(engine: Engine) -> None:
         with scheduler.prepare_store(keys) as ticket:
             assert list(ticket.keys) == keys[1::2]
             assert worker.store(70, ticket, [ChunkBlocks(keys, blocks), ChunkBlocks([], [])])
-            worker.wait([70])
+            worker.wait([70], PATIENCE)
         assert [result.success for result in worker.get_finished()] == [True]
         eventually(lambda: scheduler.lookup_many(keys), {LookupResult.HIT}.issuperset)
         others = [block + 30 for block in blocks]
         engine.poison(others)
         with scheduler.prepare_load(keys) as found:
             assert worker.load(71, found, [ChunkBlocks(keys, others), ChunkBlocks([], [])])
-            worker.wait([71])
+            worker.wait([71], PATIENCE)
         assert [result.success for result in worker.get_finished()] == [True]
         assert engine.wrong_bytes(keys, others) == 0
 
@@ -169,12 +169,12 @@ def test_waiting_says_why_an_engine_is_not_attached(start_daemon: StartDaemon) -
         waited = lonely.wait_attached(0.0)
         assert not waited
         assert "no daemon answers in" in waited.why
-    with Scheduler(daemon.runtime_dir, "engine") as early:
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as early:
         assert "no rank of engine 'engine' is registered" in early.wait_attached(0.0).why
     with Engine(daemon.runtime_dir, world_size=2, ranks=[0]) as half:
         assert half.scheduler.wait_attached(0.0).why == "engine 'engine' lacks rank 1 of 2"
         assert half.workers[0].wait_attached(0.0).why == "engine 'engine' lacks rank 1 of 2"
         half.add(1)
         assert half.scheduler.wait_attached(PATIENCE).why == ""
-        with Worker(daemon.runtime_dir, "engine", 1, 2) as idle:
+        with Worker(daemon.runtime_dir, "engine", 1, 2, deadline=DEADLINE) as idle:
             assert "nothing is registered" in idle.wait_attached(0.0).why

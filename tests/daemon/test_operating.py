@@ -44,7 +44,7 @@ def test_a_drained_daemon_refuses_stores_and_serves_loads(daemon: Daemon) -> Non
         assert kvd(daemon, "resume").stdout == "stores are taken as before\n"
         assert len(engine.store(keys_of("taken", 2))) == 2
         daemon.wait_ready()
-    assert f"drained by uid {report['drain']['uid']} pid " in daemon.log.read_text()
+    daemon.wait_log(f"drained by uid {report['drain']['uid']} pid ")
 
 
 def test_a_drain_waits_for_what_is_in_flight(daemon: Daemon) -> None:
@@ -182,7 +182,7 @@ def test_clear_says_how_many_and_asks_first(daemon: Daemon) -> None:
         one.scheduler.complete_load(lease)
         assert set(one.scheduler.lookup_many(keys)) == {LookupResult.MISS}
         assert one.store(keys) == keys
-    assert "all namespaces cleared by uid " in daemon.log.read_text()
+    daemon.wait_log("all namespaces cleared by uid ")
 
 
 def test_evict_goes_by_last_use(daemon: Daemon) -> None:
@@ -230,9 +230,12 @@ def test_engines_and_namespaces_are_listed(daemon: Daemon, monkeypatch: pytest.M
         (listed,) = json.loads(kvd(daemon, "engines", "--json").stdout)
         assert listed["name"] == "llama"
         assert len(listed["sessions"]) == 3
-        report = daemon.status()
-        assert json.loads(kvd(daemon, "namespaces", "--json").stdout) == report["namespaces"]
-        assert report["namespaces"][0]["id"][:8] in kvd(daemon, "namespaces").stdout
+        eventually(  # the same once the engine has told of its lookups
+            lambda: (kvd(daemon, "namespaces", "--json").stdout, daemon.status()["namespaces"]),
+            lambda both: json.loads(both[0]) == both[1],
+        )
+        space = daemon.status()["namespaces"][0]["id"]
+        assert space[:8] in kvd(daemon, "namespaces").stdout
     with Engine(daemon.runtime_dir, name="half", ranks=[0]) as half:
         assert half.workers[0].registered
         assert "waits for ranks [1]" in kvd(daemon, "engines").stdout

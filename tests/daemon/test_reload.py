@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Daemon, StartDaemon
-from tests.waiting import eventually
 
 
 def kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,11 +36,6 @@ def daemon(start_daemon: StartDaemon, file: Path) -> Daemon:
     return start_daemon("--config", str(file), cpu_bytes="8MiB")
 
 
-def wait_for(daemon: Daemon, text: str) -> str:
-    """The log, once it has this text."""
-    return eventually(daemon.log.read_text, lambda log: text in log)
-
-
 def test_reload_takes_up_what_it_can_and_names_the_rest(daemon: Daemon, file: Path) -> None:
     """The command says what changed, what waits and where it was found; the log says who asked."""
     file.write_text('lease_seconds = 20.0\npolicy = "arc"\nlog_level = "debug"\n')
@@ -50,7 +44,7 @@ def test_reload_takes_up_what_it_can_and_names_the_rest(daemon: Daemon, file: Pa
     assert f"lease_seconds: 30.0 -> 20.0  ({file}:1)" in done.stdout
     assert "restart" in done.stdout
     assert f"policy: lru -> arc  ({file}:2)" in done.stdout
-    log = wait_for(daemon, "configuration reloaded by")
+    log = daemon.wait_log("configuration reloaded by")
     assert f"uid {os.getuid()} pid " in log
     shown = kvd("config", "show", "--running", "--runtime-dir", str(daemon.runtime_dir)).stdout
     rows = {line.split()[0]: line for line in shown.splitlines()}
@@ -69,7 +63,7 @@ def test_a_bad_file_is_refused_and_the_old_settings_hold(daemon: Daemon, file: P
     assert "did you mean policy?" in done.stderr
     shown = kvd("config", "show", "--running", "--runtime-dir", str(daemon.runtime_dir)).stdout
     assert "30.0" in shown
-    assert "old settings hold" in wait_for(daemon, "refused")
+    assert "old settings hold" in daemon.wait_log("refused")
 
 
 def test_sighup_reloads(daemon: Daemon, file: Path) -> None:
@@ -78,7 +72,7 @@ def test_sighup_reloads(daemon: Daemon, file: Path) -> None:
     file.write_text("lease_seconds = 10.0\n")
     os.kill(lane, signal.SIGHUP)
     daemon.process.send_signal(signal.SIGHUP)
-    wait_for(daemon, "configuration reloaded by SIGHUP: lease_seconds = 10.0 (was 30.0)")
+    daemon.wait_log("configuration reloaded by SIGHUP: lease_seconds = 10.0 (was 30.0)")
     assert daemon.wait_ready()["lanes"][0]["pid"] == lane
 
 

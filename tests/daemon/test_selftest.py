@@ -29,7 +29,7 @@ from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_serve import run_kvd
-from tests.waiting import DEADLINE, eventually
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 MIB = 2**20
 LAZY_LANE = """
@@ -65,7 +65,7 @@ def run_steps(
 ) -> list[Outcome]:
     """The self-test of one lane in this process; its memory is given back."""
     with Scheduler(daemon.runtime_dir, "observer", deadline=DEADLINE) as observer:
-        bench = Bench(daemon.runtime_dir, device, observer, 64 * MIB, 20.0)
+        bench = Bench(daemon.runtime_dir, device, observer, 64 * MIB, PATIENCE)
         try:
             return run(bench, steps)
         finally:
@@ -94,6 +94,19 @@ def without(name: str, part: str) -> tuple[Step, ...]:
     )
 
 
+def with_first(steps: tuple[Step, ...], name: str, first: Callable[[], None]) -> tuple[Step, ...]:
+    """The steps, before one of which something else is done."""
+
+    def preceded(step: Step) -> Step:
+        def act(bench: Bench) -> None:
+            first()
+            step.act(bench)
+
+        return replace(step, act=act)
+
+    return tuple(preceded(step) if step.name == name else step for step in steps)
+
+
 NAMES = [step.name for step in STEPS]
 
 
@@ -113,9 +126,8 @@ def test_a_step_that_does_nothing_is_found_out(
     shared: Daemon, name: str, impatient: Callable[[], None]
 ) -> None:
     """Whatever step is replaced by one that does nothing, that step fails."""
-    if name == "leave":
-        impatient()
-    last = run_steps(shared, without(name, "act"))[-1]
+    steps = without(name, "act")
+    last = run_steps(shared, with_first(steps, name, impatient) if name == "leave" else steps)[-1]
     assert (last.name, last.ok) == (name, False)
     assert last.text
 
@@ -186,10 +198,9 @@ def test_a_part_that_says_it_was_done_is_found_out(
     impatient: Callable[[], None],
 ) -> None:
     """What the steps call may lie: bytes that were not moved, or not there, are noticed."""
-    if found_by == "store":
-        impatient()
+    steps = with_first(STEPS, found_by, impatient) if found_by == "store" else STEPS
     monkeypatch.setattr(owner, name, lie)
-    last = run_steps(shared)[-1]
+    last = run_steps(shared, steps)[-1]
     assert (last.name, last.ok) == (found_by, False), last
 
 
@@ -279,8 +290,7 @@ def test_a_draining_daemon_refuses_it_and_says_so(start_daemon: StartDaemon) -> 
 def test_a_pool_without_a_size_is_not_given_one(start_daemon: StartDaemon) -> None:
     """With auto the first engine decides the size; neither the test nor its like does."""
     daemon = start_daemon(cpu_bytes="auto", ready=False)
-    while not (daemon.runtime_dir / "door.sock").exists():
-        assert daemon.process.poll() is None
+    daemon.status()
     done = selftest(daemon.runtime_dir)
     assert done.returncode == 1
     assert "cpu_bytes is auto" in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Daemon, StartDaemon
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 
 def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,8 +52,8 @@ def test_status_without_a_daemon_says_how_to_start_one(tmp_path: Path) -> None:
 
 def test_sigterm_drains_and_leaves_nothing(daemon: Daemon) -> None:
     """SIGTERM ends the daemon with 0; sockets, lock and pool are gone."""
-    pools = [line for line in daemon.log.read_text().splitlines() if "/dev/shm/" in line]
-    pool = Path(pools[0].split()[-1])
+    said = daemon.wait_log("pool of 64 MiB at ")
+    pool = Path(said.split("pool of 64 MiB at ")[1].split()[0])
     assert pool.exists()
     assert daemon.stop() == 0
     assert not pool.exists()
@@ -65,7 +65,7 @@ def test_a_second_daemon_refuses_and_names_the_first(
 ) -> None:
     """Two daemons on one directory: the second says the first one's pid and leaves it alone."""
     second = start_daemon(ready=False)
-    assert second.process.wait(timeout=30) == 1
+    assert second.process.wait(PATIENCE) == 1
     assert f"pid {daemon.process.pid}" in second.log.read_text()
     assert daemon.wait_ready()["pid"] == daemon.process.pid
 
@@ -79,7 +79,7 @@ def test_a_killed_daemon_does_not_keep_its_successor_out(
     daemon.stop(signal.SIGKILL)
     import select  # noqa: PLC0415
 
-    ended, _, _ = select.select([pidfd], [], [], 20)
+    ended, _, _ = select.select([pidfd], [], [], PATIENCE)
     os.close(pidfd)
     assert ended, "the lane outlived its broker"
     assert start_daemon().wait_ready()["ready"]
@@ -107,7 +107,7 @@ def test_a_frozen_lane_is_killed_and_replaced(start_daemon: StartDaemon, tmp_pat
     signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
     import select  # noqa: PLC0415
 
-    ended, _, _ = select.select([pidfd], [], [], 30)
+    ended, _, _ = select.select([pidfd], [], [], PATIENCE)
     os.close(pidfd)
     assert ended, daemon.log.read_text()
     assert daemon.wait_ready()["lanes"][0]["pid"] != before

@@ -170,7 +170,7 @@ def test_another_size_that_fits_is_served(warm: Daemon, start_daemon: StartDaemo
             assert hits(engine, keys_of("kept", 10)) == 0
             stored(engine, keys_of("kept", 10))
             assert (area(warm) / "pool").stat().st_size == cpu_bytes * 2**20
-    assert "the new pool is there" in warm.log.read_text()
+    warm.wait_log("the new pool is there")
 
 
 def test_a_full_filesystem_hinders_no_restart(
