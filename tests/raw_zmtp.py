@@ -5,12 +5,13 @@ import struct
 from pathlib import Path
 
 from kvd.zmtp import frame_header, opening
+from tests.waiting import PATIENCE
 
 
 def connect(path: Path) -> socket.socket:
-    """A connection that has said who it is; its sends give up after ten seconds."""
+    """A connection that has said who it is; its sends give up at last."""
     sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(10)
+    sock.settimeout(PATIENCE)
     sock.connect(str(path))
     sock.sendall(opening(b"DEALER"))
     return sock

@@ -4,6 +4,7 @@ It serves one file and notes which process asks for what. Its own process is ans
 anybody else's questions about the file are never answered, until the mount is given up.
 """
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import PATIENCE
 
 _IN = struct.Struct("<IIQQIIIHH")  # linux/fuse.h: fuse_in_header
 _OUT = struct.Struct("<IiQ")  # fuse_out_header
@@ -64,7 +67,12 @@ class SlowFilesystem:
             if node == _FILE and kind in (_GETATTR, _FLUSH) and pid not in self._quick:
                 continue  # for ever
             error, body = self._answer(kind, node)
-            os.write(self._fuse, _OUT.pack(_OUT.size + len(body), -error, unique) + body)
+            with contextlib.suppress(OSError):  # who asked has ended, or all is given up
+                os.write(self._fuse, _OUT.pack(_OUT.size + len(body), -error, unique) + body)
+
+    def join(self) -> None:
+        """Wait for the end of what answers, once the mount is given up."""
+        self._thread.join(PATIENCE)
 
     def _answer(self, kind: int, node: int) -> tuple[int, bytes]:
         if kind == _INIT:
@@ -96,8 +104,10 @@ def slow_filesystem(folder: Path) -> Iterator[SlowFilesystem]:
     if libc.mount(b"slow", os.fsencode(folder), b"fuse", 0, options.encode()):
         os.close(fuse)
         pytest.skip(f"no FUSE can be mounted here: {os.strerror(ctypes.get_errno())}")
+    slow = SlowFilesystem(folder, fuse)
     try:
-        yield SlowFilesystem(folder, fuse)
+        yield slow
     finally:
         libc.umount2(os.fsencode(folder), _MNT_FORCE | _MNT_DETACH)
+        slow.join()  # or it would read what gets the same number next
         os.close(fuse)

@@ -10,7 +10,7 @@ from kvd_client import LookupResult, Scheduler
 from tests.daemon.cuda_rank import CudaRank, Rank
 from tests.daemon.engines import FACTOR, PAGE
 from tests.daemon.serving import Daemon
-from tests.waiting import DEADLINE, eventually
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
 @dataclass
@@ -52,7 +52,7 @@ class CudaEngine:
 
     def wait_attached(self) -> None:
         """Until the engine is complete for everybody."""
-        assert self.scheduler.wait_attached(20)
+        assert self.scheduler.wait_attached(PATIENCE)
         assert all(rank.ask("wait_attached") for rank in self.ranks.values())
 
     def submit(self, kind: str, ticket: Any, blocks: Sequence[int]) -> int:

@@ -120,7 +120,7 @@ class Rank:
 
     def wait_attached(self) -> bool:
         """Until the engine is complete and a lane serves it."""
-        return bool(self.worker.wait_attached(20))
+        return bool(self.worker.wait_attached(PATIENCE / 2))  # `ask` hears of it
 
     def switch(self, text: str) -> None:
         """Change a switch of the test driver in this process, as `key=value`."""

@@ -251,41 +251,31 @@ def test_a_lost_context_costs_the_lane_and_not_the_pool(
 
 
 def test_a_call_that_hangs_costs_the_lane_and_its_jobs(
-    lanes: Lanes, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
 ) -> None:
     """A lane that the driver does not let go is replaced; jobs fail, and the pool is as it was."""
-    daemon = start_daemon("--lane-timeout-seconds", "1")
-    monkeypatch.delenv("FAKECUDA_CONTROL")
-    with CudaEngine(daemon.runtime_dir) as engine:
-        engine.register()
-        keys = keys_of("kept", 4)
-        engine.store(keys)
-        pid = lane_of(daemon)["pid"]
-        ticket = engine.scheduler.prepare_load(keys)
-        lanes.switch("hang=cuEventRecord:1")
-        job = engine.submit("load", ticket, blocks_of(keys, 33))
-        results = [rank.result(job) for rank in engine.ranks.values()]
-        assert not any(result.success for result in results)
-        lanes.switch("hang=")
-        daemon.wait_ready()
-        after = wait_lane(daemon, workers=2, restarts=1)
-        assert after["pid"] != pid
-        engine.wait_attached()
-        assert engine.load(keys) == 0
+    keys = keys_of("kept", 4)
+    engine.store(keys)
+    pid = lane_of(daemon)["pid"]
+    ticket = engine.scheduler.prepare_load(keys)
+    lanes.switch("hang=cuEventRecord:1")
+    job = engine.submit("load", ticket, blocks_of(keys, 33))
+    results = [rank.result(job) for rank in engine.ranks.values()]
+    assert not any(result.success for result in results)
+    lanes.switch("hang=")
+    daemon.wait_ready()
+    after = wait_lane(daemon, workers=2, restarts=1)
+    assert after["pid"] != pid
+    engine.wait_attached()
+    assert engine.load(keys) == 0
 
 
 @pytest.mark.slow
 def test_a_close_that_hangs_costs_that_lane_alone(
-    lanes: Lanes, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
 ) -> None:
     """The memory of a worker that left cannot be closed; host and other ranks are served on."""
-    daemon = start_daemon("--lane-timeout-seconds", "1")
-    monkeypatch.delenv("FAKECUDA_CONTROL")
-    with (
-        CudaEngine(daemon.runtime_dir) as engine,
-        Engine(daemon.runtime_dir, name="host-engine", world_size=2).wait_attached() as host,
-    ):
-        engine.register()
+    with Engine(daemon.runtime_dir, name="host-engine", world_size=2).wait_attached() as host:
         keys = keys_of("kept", 4)
         engine.store(keys)
         (before,) = (lane for lane in daemon.status()["lanes"] if lane["device"] == "host")

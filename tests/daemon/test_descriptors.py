@@ -14,8 +14,7 @@ import pytest
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.test_engines import wait_hit
-
-PATIENCE = 20.0
+from tests.waiting import PATIENCE
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from tests.daemon.users import as_user, needs_root
 from tests.descriptors import open_on
 from tests.processes import children_running
 from tests.slowfs import SlowFilesystem, slow_filesystem
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 
 def receivers(daemon: Daemon) -> set[int]:
@@ -96,7 +96,7 @@ def test_a_daemon_that_was_sent_such_a_file_ends_and_another_follows(
     with hostile(daemon, slow) as client:
         assert "neither a memory file" in said_at_the_end(client)
         daemon.process.send_signal(number)
-        daemon.process.wait(20)
+        daemon.process.wait(PATIENCE)
         following = start_daemon()
         with Engine(following.runtime_dir, world_size=1).wait_attached() as engine:
             assert engine.store(keys_of("again", 2))

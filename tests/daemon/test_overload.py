@@ -52,7 +52,6 @@ class Speaker:
 
     def __init__(self, path: Path) -> None:
         self.sock = connect(path)
-        self.sock.settimeout(60)
         self._incoming = Incoming(MAX_MESSAGE_BYTES)
 
     def say(self, frames: list[bytes]) -> None:
