@@ -18,6 +18,7 @@ A start that fails or is killed before leaves everything as it was.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -38,7 +39,7 @@ from kvd.broker.filesystem import Filesystem
 from kvd.broker.manifest import VERSION, Manifest, kernel_boot, objection
 from kvd.broker.memory import PoolMemory
 from kvd.broker.places import check_place
-from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, Refused
+from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError, Refused
 from kvd.settings import Settings
 from kvd.state.ledger import MAGIC
 from kvd_proto.messages import ErrorCode
@@ -54,6 +55,7 @@ _DRAFT = ".new"  # of a ledger beside those of the pool before
 _ASIDE = ".damaged-"
 _EPOCH_SHIFT = 32
 _LAST_CLOCK = 2**32 - 2**24
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(slots=True)
@@ -146,7 +148,11 @@ class Keep:
             return 0
 
     def open(self, cpu_bytes: int) -> Found:
-        """Find what a pool of `cpu_bytes` can go on with; what it cannot stays until `settle`."""
+        """Find what a pool of `cpu_bytes` can go on with; what it cannot stays until `settle`.
+
+        Raises:
+            PoolError: no descriptor or memory is left to look; nothing is lost.
+        """
         self._undo()
         manifest = self._usable
         if manifest is not None and manifest.cpu_bytes != cpu_bytes:
@@ -167,7 +173,13 @@ class Keep:
             return Found(os.urandom(16).hex(), epoch)
         found = Found(manifest.pool, epoch)
         for file in sorted(self._notes.glob(f"*{_LEDGER}")):
-            self._open_ledger(file, found)
+            try:
+                self._open_ledger(file, found)
+            except OSError as error:
+                raise PoolError(
+                    f"{file} cannot be opened now: {error.strerror}; raise LimitNOFILE (ulimit -n)"
+                    f" or free memory{self.what_stays}"
+                ) from error
         if not found.ledgers:
             log.info("the kept pool of %s is used again; it has no chunks", format_size(cpu_bytes))
         return found
@@ -345,10 +357,16 @@ class Keep:
         return self._notes / f"{name}{_LEDGER}{beside}"
 
     def _open_ledger(self, file: Path, found: Found) -> None:
-        """Map a ledger; one whose making was cut short by a kill never held anything."""
+        """Map a ledger; one whose making was cut short by a kill never held anything.
+
+        Raises:
+            OSError: no descriptor or memory is left, which says nothing of the ledger.
+        """
         try:
             fd = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in _SHORTAGES:
+                raise
             self._set_aside(file, f"it cannot be opened: {error.strerror}")
             return
         try:

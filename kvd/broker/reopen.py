@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvd.broker.keep import Found, Keep
 from kvd.broker.memory import PoolMemory
-from kvd.errors import IntegrityError, LedgerDamaged, PoolError
+from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refused
 from kvd.filling import FillOrder
 from kvd.state.ledger import Ledger
 from kvd.state.namespaces import Keeping, Namespaces
@@ -30,6 +30,7 @@ def open_pool(
 
     Raises:
         PoolError: the memory cannot be had.
+        Refused: a directory cannot be made now.
     """
     found = keep.open(cpu_bytes)
     try:
@@ -42,10 +43,14 @@ def open_pool(
         pool.close()
         raise
     keeping = Keeping(keep.make_ledger, found.pool, found.generation_base) if keep.keeps else None
-    while True:
-        namespaces = make_namespaces(keeping, pool.fill)
-        if _restore(keep, found, namespaces, boot_id):
-            return pool, namespaces
+    try:
+        while True:
+            namespaces = make_namespaces(keeping, pool.fill)
+            if _restore(keep, found, namespaces, boot_id):
+                return pool, namespaces
+    except Refused:
+        pool.close()
+        raise
 
 
 def _restore(keep: Keep, found: Found, namespaces: Namespaces, boot_id: bytes) -> bool:

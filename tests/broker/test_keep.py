@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -21,11 +22,13 @@ from kvd.broker.keep import Keep, area_name
 from kvd.broker.manifest import VERSION
 from kvd.broker.memory import DirectoryMemory, PoolMemory
 from kvd.broker.reopen import open_pool
-from kvd.errors import AlreadyRunning, ConfigError, PoolError
+from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.filling import FillOrder
 from kvd.state.chunks import ChunkTable
 from kvd.state.namespaces import Keeping, Namespace, Namespaces
 from kvd_proto.directory import SlotState
+from kvd_proto.messages import ErrorCode
+from tests.descriptors import open_on
 from tests.full import fill_up
 
 PAGE = 4096
@@ -125,7 +128,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         kept = Keep(tmp_path, RUNTIME, keeps=keeps, cold=cold)
         try:
             pool, namespaces = open_pool(kept, cpu_bytes, bytes([9]) * 16, make)
-        except PoolError:
+        except (PoolError, Refused):
             kept.close()
             raise
         if pool.may_be_written:  # as the daemon's loop does before lanes start
@@ -420,6 +423,44 @@ def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_p
     life = start(3 * SIZE)
     assert life.held == [set(keys_of("n", 7))]
     assert life.pool.ready
+
+
+def test_a_shortage_of_descriptors_loses_no_chunk(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger that cannot be opened for want of a descriptor is not taken for damaged."""
+    held = kept_chunks(start)
+    opens = os.open
+
+    def none_left(path: Any, flags: int, mode: int = 0o777) -> int:
+        if str(path).endswith(".ledger"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opens(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", none_left)
+    with pytest.raises(PoolError, match=r"Too many open files; raise .* stays as it was"):
+        start()
+    monkeypatch.undo()
+    assert set().union(*start().held) == held
+
+
+def test_without_room_for_a_directory_the_pool_is_let_go_and_kept(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is tried again at the next registration: no descriptor of the first try stays open."""
+    held = kept_chunks(start)
+
+    def none_left(*_: object) -> NoReturn:
+        raise Refused(ErrorCode.NOT_READY, "no directory can be made now")
+
+    monkeypatch.setattr(DirectoryMemory, "make", none_left)
+    with pytest.raises(Refused):
+        start()
+    monkeypatch.undo()
+    pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)
+    assert open_on(pool) == {pool}
+    os.close(pool)
+    assert set().union(*start().held) == held
 
 
 def test_the_rest_of_a_kept_pool_that_cannot_be_had_loses_no_chunk(
