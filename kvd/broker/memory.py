@@ -53,16 +53,21 @@ class PoolMemory:
             self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self.fd = os.open(path, flags, 0o600)
-            status = os.fstat(self.fd)
-            held, size = status.st_blocks * 512, status.st_size
-            self.fresh = not held
-            problem = lack_of_room(filesystem, nbytes, held)
-            if problem:
-                os.close(self.fd)
-                if self.fresh:
-                    path.unlink()
-                raise PoolError(problem)
-            os.ftruncate(self.fd, max(self.nbytes, size))
+            with contextlib.ExitStack() as undo:
+                undo.callback(os.close, self.fd)
+                status = os.fstat(self.fd)
+                held, size = status.st_blocks * 512, status.st_size
+                self.fresh = not held
+                problem = lack_of_room(filesystem, nbytes, held)
+                if problem:
+                    if self.fresh:
+                        path.unlink()
+                    raise PoolError(problem)
+                self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                undo.callback(os.close, self._wake_read)
+                undo.callback(os.close, self._wake_write)
+                os.ftruncate(self.fd, max(self.nbytes, size))
+                undo.pop_all()
         except OSError as error:
             raise PoolError(f"{path}: the pool cannot be made: {error.strerror}") from error
         self._size_before: int | None = size
@@ -72,7 +77,6 @@ class PoolMemory:
         # some is not, only a whole pool is safe to touch.
         self._patchy = not self.fresh and not self.allocated
         self._exclusive = False
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._allocate, name="kvd-pool", daemon=True)
 

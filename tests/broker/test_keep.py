@@ -463,6 +463,25 @@ def test_without_room_for_a_directory_the_pool_is_let_go_and_kept(
     assert set().union(*start().held) == held
 
 
+def test_a_pool_without_a_descriptor_for_its_pipe_is_let_go_and_kept(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The start says why, and no descriptor stays open."""
+    held = kept_chunks(start)
+
+    def none_left(_: int) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pipe2", none_left)
+    with pytest.raises(PoolError, match="Too many open files"):
+        start()
+    monkeypatch.undo()
+    pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)
+    assert open_on(pool) == {pool}
+    os.close(pool)
+    assert set().union(*start().held) == held
+
+
 def test_the_rest_of_a_kept_pool_that_cannot_be_had_loses_no_chunk(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
