@@ -1,6 +1,9 @@
 """Processes that may just have ended."""
 
 import contextlib
+import os
+import select
+from io import FileIO
 
 import psutil
 
@@ -16,8 +19,15 @@ def children_running(pid: int, module: str) -> list[psutil.Process]:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it has, though nobody may have waited for it yet."""
+    """Whether it has, with all its threads, though nobody may have waited for it yet.
+
+    One whose first thread has ended is a zombie already, while others hold its descriptors.
+    """
     try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
         return True
+    with FileIO(pidfd):
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(0))
