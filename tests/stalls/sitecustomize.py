@@ -7,6 +7,7 @@ fails only so takes what usually comes first for what must come first.
 """
 
 import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import os
@@ -23,13 +24,16 @@ from typing import Any
 SWITCH_SECONDS = 0.0005  # threads take turns ten times as often as usual
 # Probability of a nap, and the seconds between which it lasts.
 NAPS = ((0.0002, 0.8, 2.2), (0.002, 0.05, 0.4), (0.1, 0.0, 0.006))
+COLLECTIONS = 0.005  # probability of a collection of garbage
 
 _chance = random.Random()  # not seeded: which process comes when is chance anyway
 _sleep = time.sleep
 
 
 def nap() -> None:
-    """Sleep, most of the time not at all."""
+    """Sleep, most of the time not at all; let the collector run, as any allocation may."""
+    if _chance.random() < COLLECTIONS:
+        gc.collect()
     dice = _chance.random()
     for probability, least, most in NAPS:
         if dice < probability:
