@@ -6,6 +6,7 @@ import pytest
 
 from kvd_client import LookupResult, Scheduler
 from kvd_proto.messages import Detached
+from tests.client.conftest import frozen
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.waiting import eventually
 
@@ -56,16 +57,15 @@ def test_news_are_kept_for_who_asks_without_a_descriptor(
     assert not scheduler.take_ready()
 
 
-def test_the_end_of_a_silence_is_told(daemon: FakeDaemon, hasty: Scheduler) -> None:
+def test_the_end_of_a_silence_is_told(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """A chunk became READY meanwhile, and was a miss to who looked when the pipe said so."""
     daemon.keys = {b"ready": 2}
     daemon.attach()
-    eventually(lambda: hasty.lookup(b"ready") is LookupResult.HIT)
-    quieten(hasty)
-    daemon.freeze()
-    assert not hasty.reset(0.0).served
-    hasty.take_ready()
-    assert hasty.lookup(b"ready") is LookupResult.MISS
-    daemon.thaw()
-    while hasty.lookup(b"ready") is not LookupResult.HIT:
-        wait_for_news(hasty)
+    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
+    quieten(quiet)
+    with frozen(daemon, quiet):
+        assert not quiet.reset(0.0).served
+        quiet.take_ready()
+        assert quiet.lookup(b"ready") is LookupResult.MISS
+    while quiet.lookup(b"ready") is not LookupResult.HIT:
+        wait_for_news(quiet)
