@@ -153,6 +153,7 @@ class JobTable:
                     else "the lane takes no message: too many wait, or it has closed the connection"
                 )
                 self._note(_failed(job_id, text))
+                self._collect()
                 return False
             lane.pending[request_id] = job_id
             if is_store:
@@ -285,6 +286,8 @@ class JobTable:
                 link.pending.clear()
                 if link is self._lane:
                     self._lane, self._lane_ended = None, True
+            elif link.blocked and link is self._lane:  # it has closed the connection
+                link.reopen(self._readiness)
             if not link.pending and link is not self._lane:
                 if self._readiness is not None:
                     link.hush(self._readiness)

@@ -38,10 +38,12 @@ class LaneLink:
         self._waits: dict[int, frozenset[int]] = {}  # Wait's request id -> those of its jobs
         self._boot_id = boot_id
         self._lifeline = lifeline
+        self._context = context
         self._dealer = dealer(context, up.endpoint)
         self._watch = select.poll()
         self._watch.register(lifeline, 0)  # the hang-up is always reported
         self._ids = 0
+        self.blocked = False  # the last message could not be sent
 
     def send(self, message: Message) -> int:
         """Send a request; its id, or 0 where there is no way to the lane, or no room on it."""
@@ -51,8 +53,26 @@ class LaneLink:
                 WIRE.encode(message, self._ids, self._boot_id, self.token), zmq.NOBLOCK
             )
         except zmq.Again:
+            self.blocked = True
             return 0
+        self.blocked = False
         return self._ids
+
+    def reopen(self, readiness: Readiness | None) -> None:
+        """Connect anew, after `receive`; what was sent and is not answered can be asked about.
+
+        The endpoint is this incarnation's own, for as long as the daemon lives that named it.
+        """
+        try:
+            fresh = dealer(self._context, self.endpoint)
+        except zmq.ZMQError:  # no descriptor is left; a later try
+            return
+        if readiness is not None:
+            self.hush(readiness)
+        self._dealer.close(linger=0)
+        self._dealer, self.blocked = fresh, False
+        if readiness is not None:
+            self.tell(readiness)
 
     def receive(self) -> list[tuple[Header, Message | None]]:
         """Everything that has arrived; None in place of a message that cannot be read."""

@@ -215,6 +215,16 @@ class FakeDaemon:
         """Take the jobs that were held back for done, without a word."""
         self.call(self._take_held)
 
+    def cut(self) -> None:
+        """Close the lane's connections; it lives, and listens again."""
+
+        def cut() -> None:
+            assert self.lane is not None
+            self.lane.close(linger=0)
+            self.lane = self._bind(self._endpoint)
+
+        self.call(cut)
+
     def kill_lane(self) -> None:
         """End the lane process."""
         self.call(self._close_lane)

@@ -1,5 +1,6 @@
 """The worker's side against a fake daemon and lane."""
 
+import itertools
 import mmap
 import os
 import select
@@ -437,6 +438,35 @@ def test_a_load_whose_answer_is_lost_fails_when_the_lane_says_that_it_has_ended(
     assert "answer was lost" in result.text
     assert worker.unfinished == 1
     worker._jobs.check_integrity()
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_a_lane_that_had_to_close_the_connection_is_connected_to_again(
+    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch, in_a_loop: bool
+) -> None:
+    """What it was told before ends, with an answer of its own or without; later jobs are done."""
+    monkeypatch.setattr(jobs, "ASK_SECONDS", 0.01)
+    if in_a_loop:
+        worker.fileno()
+    daemon.hold_jobs = True
+    worker.submit_load(1, **JOB)
+    daemon.wait_for(Load)
+    daemon.cut()
+    daemon.lose()
+    (result,) = results(worker)
+    assert (result.job_id, result.status) == (1, JobStatus.FAILED)
+    assert "answer was lost" in result.text
+    daemon.hold_jobs = False
+    daemon.cut()
+    lost = itertools.takewhile(lambda number: not done(worker, number), itertools.count(2))
+    assert len(list(lost)) <= 2  # with the connection, and to find out that it is no more
+
+
+def done(worker: Worker, number: int) -> bool:
+    """Whether a load of this number is done."""
+    worker.submit_load(number, **JOB)
+    (result,) = results(worker)
+    return result.success
 
 
 def test_lanes_are_asked_about_loads_that_are_long_in_coming(
