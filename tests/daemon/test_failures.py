@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvd_client import LookupResult, StoreAnswer, Worker
+from kvd_client.session import ABSENT_SECONDS
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.test_engines import wait_hit
@@ -326,14 +327,15 @@ def test_what_a_frozen_daemon_was_not_told_it_hears_when_it_goes_on(
 def test_an_engine_may_start_before_its_daemon(
     runtime_dir: Path, start_daemon: StartDaemon
 ) -> None:
-    """Without a daemon registration says no at once; it is made within 2 s of one being ready."""
+    """Without a daemon registration says no at once; it is made soon after one is ready."""
+    assert ABSENT_SECONDS <= 0.5  # from one look for it to the next; so long it may take, at most
     with Engine(runtime_dir) as engine:
         assert not engine.workers[0].registered
         assert engine.scheduler.lookup(b"key") is LookupResult.MISS
         start_daemon()
         ready = time.monotonic()
         engine.wait_attached()
-        assert time.monotonic() - ready < 2.0
+        assert time.monotonic() - ready < 20.0  # not one request's deadline later
         assert engine.store(keys_of("late", 2))
 
 

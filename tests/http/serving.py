@@ -18,9 +18,8 @@ PATIENT = "timeout=30"
 
 def port_of(daemon: Daemon) -> int:
     """The TCP port that the kernel chose, from the log."""
-    found = re.search(r"http://127\.0\.0\.1:(\d+)", daemon.log.read_text())
-    assert found, daemon.log.read_text()
-    return int(found[1])
+    said = daemon.wait_log("http://127.0.0.1:").split("http://127.0.0.1:")[1]
+    return int(re.split(r"\D", said, maxsplit=1)[0])
 
 
 @contextmanager

@@ -207,8 +207,7 @@ def test_a_foreign_address_is_refused_with_a_remedy(start_daemon: StartDaemon) -
 def test_every_interface_only_when_asked_and_with_a_warning(start_daemon: StartDaemon) -> None:
     """0.0.0.0 works, answers to addresses in figures, and is warned about."""
     daemon = start_daemon("--http-listen", "0.0.0.0:0")
-    log = daemon.log.read_text()
-    assert "everybody who reaches this machine" in log
+    log = daemon.wait_log("everybody who reaches this machine")
     port = int(log.split("http://0.0.0.0:")[1].split()[0])
     for host, status in (("10.1.2.3", 200), ("evil.example", 421)):
         assert livez(f"127.0.0.1:{port}", host=host) == status
@@ -222,7 +221,7 @@ def test_ipv6_is_served(start_daemon: StartDaemon) -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     daemon = start_daemon("--http-listen", "[::1]:0")
-    port = daemon.log.read_text().split("http://[::1]:")[1].split()[0]
+    port = daemon.wait_log("http://[::1]:").split("http://[::1]:")[1].split()[0]
     assert livez(f"[::1]:{port}") == 200
 
 

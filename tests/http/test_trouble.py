@@ -139,7 +139,7 @@ def test_a_killed_http_process_is_replaced_on_the_same_port(own: Daemon) -> None
         assert tcp.get(f"/livez?{PATIENT}").status_code == 200
         assert unix.get(f"/livez?{PATIENT}").status_code == 200
     assert http_process(own).pid != first.pid
-    assert "the HTTP process has ended: killed by signal 9" in own.log.read_text()
+    own.wait_log("the HTTP process has ended: killed by signal 9")
 
 
 def test_a_frozen_http_process_does_not_disturb_the_broker(own: Daemon) -> None:
