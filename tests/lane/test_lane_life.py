@@ -195,6 +195,7 @@ def test_a_ping_is_answered_while_a_long_job_runs(tmp_path: Path) -> None:
             worker.request(Ping())
             worker.job(Load, load, [4095], [0])
             replies = [worker.reply()[1] for _ in range(3)]
+            lane.share()
             return [m.job - store if isinstance(m, Done) else -1 for m in replies]
 
         eventually(answers, lambda order: order == [-1, 1, 0])
