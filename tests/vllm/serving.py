@@ -60,6 +60,7 @@ class Server:
         kv_transfer: what is typed after `--kv-transfer-config`.
         log: the file that takes what it prints.
         env: further environment variables.
+        socket: where it serves; a short path, and no port that another test may take meanwhile.
     """
 
     def __init__(
@@ -69,11 +70,10 @@ class Server:
         kv_transfer: str,
         log: Path,
         env: Mapping[str, str],
+        socket: Path,
     ) -> None:
         self.log = log
         self._model = str(model)
-        # A socket of its own: no port that another test may take meanwhile.
-        socket = log.parent / "http.sock"
         options = EngineOptions(model, GPU_BLOCKS["dense"], MAX_MODEL_LEN, threads=1, env=env)
         further = (
             f"--uds {socket} --enforce-eager --dtype float32 --block-size {BLOCK}"
@@ -97,9 +97,9 @@ class Server:
     def wait_ready(self) -> None:
         """Until it serves; fails with its log."""
         end = time.monotonic() + START_SECONDS
-        while READY not in self.log.read_text():
-            assert self._process.poll() is None, self.log.read_text()
-            assert time.monotonic() < end, self.log.read_text()
+        while READY not in (said := self.log.read_text(errors="replace")):  # cut anywhere
+            assert self._process.poll() is None, said
+            assert time.monotonic() < end, said
             time.sleep(0.1)  # nothing else announces it
         assert self._http.get("/health").is_success
 

@@ -12,14 +12,17 @@ from typing import Any, Self
 
 from kvd_client.demo.vllm.engine import Answer, EngineOptions, EngineProcess, kvd_transfer
 from kvd_client.demo.vllm.models import DEFAULTS, Kind, write_model
+from kvd_client.demo.vllm.rounds import ATTACHED
 from tests.conftest import Daemon
-from tests.waiting import DEADLINE, PATIENCE
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 32
+TEST_SECONDS = 900  # of a test that starts engines: on a busy machine each takes minutes
 PROMPT_TOKENS = 400  # twelve blocks and a half: 384 tokens can be cached, whole chunks of 1, 2 or 4
 CACHED_TOKENS = 384
 MAX_MODEL_LEN = 1024
+SHORT = list(range(2, 10))  # with its answer less than a block
 # Log-probabilities of the same request in another batch; see test_corruption for what damage does.
 TOLERANCE = 2e-3
 GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
@@ -167,15 +170,41 @@ def wait_attached(daemon: Daemon, engines: int = 1) -> None:
     )
 
 
+def wait_served(daemon: Daemon, *engines: EngineProcess) -> int:
+    """Until these engines are attached, and their schedulers know it; prompt tokens it took.
+
+    The daemon says so to the engine after it has said so in its status: what is asked in between
+    is neither found nor stored. The prompts are too short for a chunk.
+    """
+    wait_attached(daemon, len(engines))
+    tokens = 0
+    for engine in engines:
+
+        def knows(engine: EngineProcess = engine) -> bool:
+            nonlocal tokens
+            engine.generate([SHORT])  # vLLM renews the metric with every step
+            tokens += len(SHORT)
+            return metric(engine, ATTACHED) > 0
+
+        wait_for(f"{engine} knows that it is attached", knows)
+    return tokens
+
+
+def metric(engine: EngineProcess, name: str) -> float:
+    """A metric's value, over all labels."""
+    values = engine.metrics().items()
+    return sum(value for key, value in values if key.partition("{")[0] in {name, f"{name}_total"})
+
+
 def wait_told(daemon: Daemon, tokens: int) -> int:
     """Prompt tokens found, once the engine has told of so many asked for."""
-    end = time.monotonic() + PATIENCE
-    while True:
+
+    def told() -> dict[str, int]:
         (engine,) = daemon.status()["engines"]
         found: dict[str, int] = engine["lookups"]
-        if found["tokens"] == tokens:
-            return found["hit_tokens"]
-        assert time.monotonic() < end, found
+        return found
+
+    return eventually(told, lambda found: found["tokens"] == tokens)["hit_tokens"]
 
 
 def wait_stored(daemon: Daemon, at_least: int = 1) -> int:

@@ -15,11 +15,12 @@ from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
     BLOCK,
     MAX_MODEL_LEN,
+    TEST_SECONDS,
     Setting,
     ask_all,
     far_apart,
     prompts,
-    wait_attached,
+    wait_served,
     wait_stored,
     with_in_process_copy,
     with_kvd,
@@ -72,7 +73,7 @@ def in_process(  # how the engine is built, and what it is asked
     return counted, answers
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_a_prefix_that_the_engines_own_cache_serves_stays(
     models: Path, tmp_path: Path, start_daemon: StartDaemon, start_engine: StartEngine
 ) -> None:
@@ -90,7 +91,7 @@ def test_a_prefix_that_the_engines_own_cache_serves_stays(
     daemon = start_daemon(cpu_bytes=str(pool_bytes))
     engine = start_engine(with_kvd(replace(options), daemon.runtime_dir, blocks_per_chunk=1))
     engine.wait_ready()
-    wait_attached(daemon)
+    wait_served(daemon, engine)
     answers = ask_rounds(engine, asked, 1)
     wait_stored(daemon, at_least=POOL_CHUNKS)
     (namespace,) = daemon.status()["namespaces"]
@@ -104,7 +105,7 @@ def test_a_prefix_that_the_engines_own_cache_serves_stays(
     assert hits(answers)[0][2::2] == [HOT_CHUNKS * BLOCK] * 6
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_windows_that_begin_inside_each_others_chunks_are_found(
     models: Path, tmp_path: Path, start_daemon: StartDaemon, start_engine: StartEngine
 ) -> None:
@@ -121,7 +122,7 @@ def test_windows_that_begin_inside_each_others_chunks_are_found(
     daemon = start_daemon(cpu_bytes=str(pool_bytes))
     engine = start_engine(with_kvd(replace(options), daemon.runtime_dir, blocks_per_chunk=4))
     engine.wait_ready()
-    wait_attached(daemon)
+    wait_served(daemon, engine)
     # The engine's own cache has the prompts, kvd's nothing: of the windows only what is behind
     # their edges is still there to be stored.
     ask_rounds(engine, edges, 1)

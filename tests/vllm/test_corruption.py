@@ -11,11 +11,12 @@ from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
     CACHED_TOKENS,
+    TEST_SECONDS,
     TOLERANCE,
     References,
     Setting,
     far_apart,
-    wait_attached,
+    wait_served,
     wait_stored,
     with_kvd,
 )
@@ -31,7 +32,7 @@ def pool_of(daemon: Daemon) -> Path:
     return pool
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(TEST_SECONDS)
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "mla"])
 def test_one_flipped_page_in_the_pool_changes_the_answer(
     kind: str,
@@ -46,7 +47,7 @@ def test_one_flipped_page_in_the_pool_changes_the_answer(
     daemon = start_daemon()
     engine = start_engine(with_kvd(setting.options(models), daemon.runtime_dir, blocks_per_chunk=2))
     engine.wait_ready()
-    wait_attached(daemon)
+    wait_served(daemon, engine)
     engine.generate(known.prompts[:1])
     chunks = wait_stored(daemon, at_least=CACHED_TOKENS // 64)
     (namespace,) = daemon.status()["namespaces"]

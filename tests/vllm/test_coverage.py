@@ -12,10 +12,11 @@ from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
     CACHED_TOKENS,
     PROMPT_TOKENS,
+    TEST_SECONDS,
     References,
     Setting,
     ask_all,
-    wait_attached,
+    wait_served,
     wait_stored,
     wait_told,
     with_kvd,
@@ -26,7 +27,7 @@ HYBRID, MLA, MLA_TP2 = Setting("hybrid"), Setting("mla"), Setting("mla", tensor_
 ASKED = 4
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(TEST_SECONDS)
 @pytest.mark.parametrize(
     ("setting", "blocks_per_chunk", "restart"),
     [
@@ -59,7 +60,7 @@ def test_warm_answers_are_those_of_the_engines_own_cache(
     )
     engine = start_engine(options)
     engine.wait_ready()
-    wait_attached(daemon)
+    before = wait_served(daemon, engine)
 
     cold = ask_all(engine, asked)
     assert [answer.cached_tokens for answer in cold] == [0] * ASKED
@@ -72,14 +73,15 @@ def test_warm_answers_are_those_of_the_engines_own_cache(
     assert [answer.cached_tokens for answer in warm] == [CACHED_TOKENS] * ASKED
     for answer, reference in zip(warm, known.warm, strict=False):
         assert not comparable(answer, reference)
-    assert wait_told(daemon, 2 * ASKED * PROMPT_TOKENS) == ASKED * CACHED_TOKENS
+    told = before + 2 * ASKED * PROMPT_TOKENS
+    assert wait_told(daemon, told) == ASKED * CACHED_TOKENS
     print(f"{setting}: {stored} chunks, hits {[answer.cached_tokens for answer in warm]}")
 
     if restart:
         engine.close()
         engine = start_engine(replace(options))
         engine.wait_ready()
-        wait_attached(daemon)
+        wait_served(daemon, engine)
         again = ask_all(engine, asked)
         assert [answer.cached_tokens for answer in again] == [CACHED_TOKENS] * ASKED
         for answer, reference in zip(again, known.warm, strict=False):

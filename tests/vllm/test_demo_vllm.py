@@ -1,6 +1,5 @@
 """`kvd demo-vllm` as its user runs it, with a model of two layers."""
 
-import contextlib
 import re
 import signal
 import subprocess
@@ -11,7 +10,8 @@ import psutil
 import pytest
 
 from tests.demo.places import in_use, leftovers
-from tests.vllm.support import wait_for
+from tests.processes import children_running, has_ended
+from tests.vllm.support import TEST_SECONDS, wait_for
 from tests.waiting import eventually
 
 PROMPTS, TOKENS = 4, 200
@@ -22,7 +22,7 @@ DEMO = [
 ]
 ENGINE = "kvd_client.demo.vllm.engine_main"
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def demo() -> Iterator[subprocess.Popen[str]]:
 
 def test_known_prompts_are_found_also_after_a_restart(demo: subprocess.Popen[str]) -> None:
     """Cold nothing is found, warm and in a new engine every whole chunk, with the same answers."""
-    out, error = demo.communicate(timeout=380)
+    out, error = demo.communicate(timeout=TEST_SECONDS - 60)
     assert demo.returncode == 0, out + error
     hits = re.findall(r" s +([\d,]+) of ([\d,]+)  ", out)
     found = [int(number.replace(",", "")) for number, _ in hits]
@@ -49,24 +49,14 @@ def test_known_prompts_are_found_also_after_a_restart(demo: subprocess.Popen[str
     assert "Every answer has the same" in out
 
 
-def is_engine(process: psutil.Process) -> bool:
-    """Whether it is the engine's; false of one that has ended meanwhile."""
-    with contextlib.suppress(psutil.Error):
-        return ENGINE in process.cmdline()
-    return False
-
-
 def test_ctrl_c_ends_everything(demo: subprocess.Popen[str]) -> None:
     """An interrupt while the engine starts ends it, the daemon and the demo."""
     parent = psutil.Process(demo.pid)
-    wait_for(
-        "the engine's process",
-        lambda: any(map(is_engine, parent.children())),
-    )
+    wait_for("the engine's process", lambda: children_running(demo.pid, ENGINE))
     started = parent.children(recursive=True)
     assert len(started) >= 3  # daemon, lane, engine
     demo.send_signal(signal.SIGINT)
     _, error = demo.communicate(timeout=60)
     assert demo.returncode == 1
     assert "Aborted" in error
-    assert not psutil.wait_procs(started, timeout=30)[1]
+    eventually(lambda: [child for child in started if not has_ended(child)], lambda left: not left)

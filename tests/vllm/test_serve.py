@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import vllm
 
+from kvd_client.demo.vllm.rounds import ATTACHED
 from tests.conftest import StartDaemon
 from tests.vllm.serving import Completion, Server, server_module, vllm_serve, write_text_model
 from tests.vllm.support import (
     CACHED_TOKENS,
     PROMPT_TOKENS,
+    SHORT,
+    TEST_SECONDS,
     TOLERANCE,
     prompts,
     wait_attached,
@@ -23,7 +26,7 @@ from tests.waiting import eventually
 TYPED = '{"kv_connector":"KvdConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'
 PROMPT_CHUNKS = CACHED_TOKENS // 32
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 def same(a: Completion, b: Completion) -> bool:
@@ -47,14 +50,21 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
     if command == "serve":
         words, path = vllm_serve(tmp_path / "path", vllm.__version__)
         env |= path
-    with Server(words, model, TYPED, tmp_path / "server.log", env) as server:
+    socket = runtime_dir.parent / "http.sock"
+    with Server(words, model, TYPED, tmp_path / "server.log", env, socket) as server:
         server.wait_ready()
         asked = prompts(3)
         alone = [server.complete(prompt) for prompt in asked]
         assert [(a.prompt, a.cached) for a in alone] == [(PROMPT_TOKENS, 0)] * len(asked)
-        assert server.metrics()["vllm:kv_offload_kvd_attached"] == 0
+        assert server.metrics()[ATTACHED] == 0
         daemon = start_daemon()
         wait_attached(daemon)
+
+        def attached() -> bool:
+            server.complete(SHORT)  # vLLM renews the metric with every step
+            return server.metrics()[ATTACHED] == 1
+
+        eventually(attached)
         eventually(server.reset)
         for prompt, expected in zip(asked, alone, strict=True):
             computed = server.complete(prompt)
@@ -62,7 +72,7 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
             assert same(computed, expected)
         wait_stored(daemon, at_least=len(asked) * PROMPT_CHUNKS)
         before = server.metrics()
-        assert before["vllm:kv_offload_kvd_attached"] == 1
+        assert before[ATTACHED] == 1
         assert before["vllm:external_prefix_cache_hits_total"] == 0
 
         for prompt, expected in zip(asked, alone, strict=True):

@@ -14,19 +14,22 @@ from tests.conftest import StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
     CACHED_TOKENS,
+    PROMPT_TOKENS,
+    TEST_SECONDS,
     References,
     Setting,
     Traffic,
     ask_all,
-    wait_attached,
+    wait_served,
     wait_stored,
     with_kvd,
 )
+from tests.waiting import eventually
 
 DENSE, HYBRID = Setting("dense"), Setting("hybrid")
 PROMPT_CHUNKS = CACHED_TOKENS // 64
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 def test_engines_of_one_model_share_chunks_and_those_of_another_do_not(
@@ -44,7 +47,7 @@ def test_engines_of_one_model_share_chunks_and_those_of_another_do_not(
     second = start_engine(replace(options))
     first.wait_ready()
     second.wait_ready()
-    wait_attached(daemon, 2)
+    wait_served(daemon, first, second)
     ask_all(first, asked)
     wait_stored(daemon, at_least=len(asked) * PROMPT_CHUNKS)
     shared = ask_all(second, asked)
@@ -54,7 +57,7 @@ def test_engines_of_one_model_share_chunks_and_those_of_another_do_not(
     second.close()
     other = start_engine(with_kvd(HYBRID.options(models), daemon.runtime_dir, blocks_per_chunk=2))
     other.wait_ready()
-    wait_attached(daemon, 2)
+    wait_served(daemon, first, other)
     assert [answer.cached_tokens for answer in ask_all(other, asked)] == [0] * len(asked)
     assert len(daemon.status()["namespaces"]) == 2
 
@@ -74,7 +77,7 @@ def test_chunks_evicted_between_lookup_and_load_are_computed(
     first, second = start_engine(options), start_engine(replace(options))
     first.wait_ready()
     second.wait_ready()
-    wait_attached(daemon, 2)
+    wait_served(daemon, first, second)
     (namespace,) = daemon.status()["namespaces"]
     # The same engines, now with a daemon that has room for little more than one prompt.
     ask_all(first, known.prompts[:1])
@@ -83,11 +86,16 @@ def test_chunks_evicted_between_lookup_and_load_are_computed(
     daemon = start_daemon(
         cpu_bytes=str((needed + 2) * namespace["bytes_per_chunk"]), where=daemon.runtime_dir
     )
-    wait_attached(daemon, 2)
+    wait_served(daemon, first, second)
     first.reset()
     ask_all(first, known.prompts[:1])
     wait_stored(daemon, at_least=needed)
     first.reset()
+    # It has reported, so that nothing of its is on the way before its load.
+    eventually(
+        lambda: daemon.status()["engines"],
+        lambda engines: any(each["lookups"]["tokens"] >= PROMPT_TOKENS for each in engines),
+    )
 
     # The broker sees the store, which evicts, before the load that was looked up meanwhile.
     os.kill(daemon.process.pid, signal.SIGSTOP)
