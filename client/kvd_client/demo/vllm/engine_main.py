@@ -6,6 +6,7 @@ everything that vLLM prints goes to the log. Ends when standard input closes.
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -185,7 +186,10 @@ def _metrics() -> dict[str, float]:
 
 def _processes() -> EngineProcesses:
     """Who is who, by the titles that vLLM gives its processes."""
-    titles = {p.pid: " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)}
+    titles = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            titles[process.pid] = " ".join(process.cmdline())
     core = next(pid for pid, title in titles.items() if title.startswith("VLLM::EngineCore"))
     workers = sorted(
         (len(title), title, pid)
