@@ -17,7 +17,7 @@ from tests.daemon.test_engines import wait_hit
 from tests.full import fill_up
 from tests.processes import children_running, has_ended
 from tests.soak.restart_loop import run
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, eventually
 
 KEEP = ("--keep-pool", "yes")
 SHM = Path("/dev/shm")
@@ -255,4 +255,4 @@ def test_lanes_of_a_dead_daemon_are_waited_for(
         assert not report["lanes"][0]["up"]
         lane.communicate("")
         second.wait_ready()
-        assert has_ended(own)
+        eventually(lambda: has_ended(own))

@@ -153,7 +153,7 @@ def test_a_frozen_http_process_does_not_disturb_the_broker(own: Daemon) -> None:
             wait_hit(engine, keys)
             assert engine.load(keys) == (5, 0)
         assert own.stop() == 0
-        assert has_ended(child)
+        eventually(lambda: has_ended(child))
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.resume()
