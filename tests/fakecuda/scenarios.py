@@ -396,12 +396,13 @@ def failures() -> None:
 
 
 def failing_work(work: str) -> None:
-    """A failure of the work itself is seen by a later call."""
+    """A failure of the work itself is seen by a later call, which may be the very next."""
     use_device()
     device, host, stream = DeviceMemory(PAGE), PinnedBytes(PAGE), Stream()
     _switch(f"fail={work}:1:719")
     call("cuMemsetD8Async", device.address, 7, PAGE, stream.handle)
-    call("cuMemcpyDtoHAsync", host.address, device.address, PAGE, stream.handle)
+    copy = (host.address, device.address, PAGE, stream.handle)
+    assert code_of("cuMemcpyDtoHAsync", *copy) in {0, 719}
     assert code_of("cuStreamSynchronize", stream.handle) == 719
     assert host.bytes[:] == bytes(PAGE)
 
