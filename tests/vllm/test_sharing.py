@@ -97,18 +97,26 @@ def test_chunks_evicted_between_lookup_and_load_are_computed(
         lambda engines: any(each["lookups"]["tokens"] >= PROMPT_TOKENS for each in engines),
     )
 
-    # The broker sees the store, which evicts, before the load that was looked up meanwhile.
-    os.kill(daemon.process.pid, signal.SIGSTOP)
-    try:
-        storing = second.submit(known.prompts[1])
-        time.sleep(2)  # nothing tells that its request has been sent
-        loading = first.submit(known.prompts[0])
-        time.sleep(2)
-    finally:
-        os.kill(daemon.process.pid, signal.SIGCONT)
-    stored, loaded = storing.result(60), loading.result(60)
-    assert not comparable(stored, known.cold[1])
-    assert not comparable(loaded, known.cold[0])
+    # The broker is to see the store, which evicts, before the load that was looked up meanwhile.
+    # Engines take turns there: one that had to say something else is heard after the other.
+    for number in range(1, len(known.prompts)):
+        os.kill(daemon.process.pid, signal.SIGSTOP)
+        try:
+            storing = second.submit(known.prompts[number])
+            time.sleep(2)  # nothing tells that its request has been sent
+            loading = first.submit(known.prompts[0])
+            time.sleep(2)
+        finally:
+            os.kill(daemon.process.pid, signal.SIGCONT)
+        stored, loaded = storing.result(60), loading.result(60)
+        assert not comparable(stored, known.cold[number])
+        assert not comparable(loaded, known.warm[0] if loaded.cached_tokens else known.cold[0])
+        if not loaded.cached_tokens:
+            break
+        first.reset()
+        ask_all(first, known.prompts[:1])
+        wait_stored(daemon, at_least=needed)
+        first.reset()
     assert loaded.cached_tokens == 0
     failures = [v for k, v in first.metrics().items() if "kvd_load_failures_total" in k]
     assert failures == [1.0]
