@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PATIENCE = 60
+LONGEST_LINE = 128  # bytes of the call log
 ROOT = Path(__file__).parents[2]
 
 
@@ -77,7 +78,21 @@ def write_control(path: Path, *lines: str) -> None:
     fresh.replace(path)
 
 
-def calls(log: Path, process: int | None = None) -> list[str]:
-    """What the call log names so far, of all processes or of one."""
-    lines = [line.split() for line in log.read_text(encoding="ascii").splitlines()]
+def calls(log: Path, process: int | None = None, since: int = 0) -> list[str]:
+    """What the call log names from a `mark` on until now, of all processes or of one.
+
+    Others write meanwhile: of the last line only a part may be there, which is not read yet.
+    """
+    with log.open("rb") as file:
+        file.seek(since)
+        whole = file.read().rpartition(b"\n")[0]
+    lines = [line.split() for line in whole.decode("ascii").splitlines()]
     return [name for pid, name in lines if process in {None, int(pid)}]
+
+
+def mark(log: Path) -> int:
+    """A place in the call log: the end of the last line that is there whole."""
+    with log.open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE)
+        file.seek(begin)
+        return begin + file.read().rfind(b"\n") + 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakecuda import scenarios
-from tests.fakecuda.harness import FakeCuda, calls
+from tests.fakecuda.harness import FakeCuda, calls, mark
 
 pytestmark = pytest.mark.fakecuda
 
@@ -50,6 +50,19 @@ def test_devices_are_named_and_hidden(fakecuda: FakeCuda, monkeypatch: pytest.Mo
 
     visible("GPU-fa4ecda0-0000-4000-8000-000000000001,0", SECOND, FIRST)
     visible("0,7,1", FIRST)
+
+
+@pytest.mark.parametrize("part", ["4", "41", "41 ", "41 cuInit"])
+def test_of_the_call_log_only_whole_lines_are_read(tmp_path: Path, part: str) -> None:
+    """A line that a process is writing is read when it is there, wherever it was cut."""
+    log = tmp_path / "log"
+    log.write_text("")
+    assert (calls(log), mark(log)) == ([], 0)
+    log.write_text(f"41 cuCtxSetCurrent\n{part}", "ascii")
+    assert (calls(log), calls(log, 4)) == (["cuCtxSetCurrent"], [])
+    place = mark(log)
+    log.write_text("41 cuCtxSetCurrent\n41 cuInit\n", "ascii")
+    assert calls(log, 41, place) == ["cuInit"]
 
 
 def test_a_thread_without_context_is_refused(fakecuda: FakeCuda) -> None:

@@ -12,7 +12,7 @@ from kvd.lane.cuda import driver
 from kvd.lane.cuda.device import CudaDevice, Options
 from kvd.lane.device import Direction, MemoryId
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
-from tests.fakecuda.harness import FakeCuda, switch
+from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.device_contract import Bytes, Rig, Source, drain
 from tests.lane.support import Memory
@@ -43,10 +43,7 @@ class TestDriver:
 
     def calls(self, since: int = 0) -> list[str]:
         """Functions that this process has called since an earlier `mark`."""
-        with self.log.open(encoding="ascii") as file:
-            file.seek(since)
-            lines = [line.split() for line in file]
-        return [name for pid, name in lines if int(pid) == os.getpid()]
+        return calls(self.log, os.getpid(), since)
 
     def wait_for(self, name: str, count: int, since: int) -> None:
         """Wait until this process has called a function so often."""
@@ -58,7 +55,7 @@ class TestDriver:
     @property
     def mark(self) -> int:
         """A place in the log: now."""
-        return self.log.stat().st_size
+        return mark(self.log)
 
     def reset(self) -> None:
         """No delays, nothing held, no failures."""
