@@ -73,8 +73,11 @@ constraints-vllm: $(VLLM_STAMP) ## the same for the environment with vLLM
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
 	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=300 -n 2 --dist loadfile
 
-test-stalls: $(STAMP) ## make test on a machine where every process stands still now and then
-	PYTHONPATH=tests/stalls $(BIN)/python -m pytest -n 4 --dist loadfile
+$(VENV)/naps.so: tests/stalls/naps.c $(STAMP)
+	cc -shared -fPIC -O2 -o $@ $< -ldl
+
+test-stalls: $(VENV)/naps.so ## make test on a machine where every thread stands still now and then; needs a C compiler
+	LD_PRELOAD=$(CURDIR)/$< PYTHONPATH=tests/stalls $(BIN)/python -m pytest -n 4 --dist loadfile
 
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
 	PYTHONPATH=. $(BIN)/python tests/soak/restart_loop.py $(or $(KILLS),200) $(SEED)
