@@ -84,7 +84,10 @@ class Asking:
             self.silent_since = time.time()
         loop = asyncio.get_running_loop()
         reply = await loop.run_in_executor(self._thread, self._talk, message, kind)
-        self.silent_since = time.time() if len(self._under_way) > 1 else None
+        # Of what was answered in the same turn of the loop, `_ended` may not know yet.
+        others = (task for each, task in self._under_way.items() if each is not type(message))
+        owed = any(not task.done() for task in others)
+        self.silent_since = time.time() if owed else None
         return reply
 
     def _ended(self, kind: type[Message], task: asyncio.Task[Message]) -> None:
