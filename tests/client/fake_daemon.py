@@ -147,8 +147,8 @@ class FakeDaemon:
     def kill(self) -> None:
         """Die: every socket, door and lifeline is closed at once."""
         if self._thread.is_alive():
-            self._thawed.set()
             self._running = False
+            self._thawed.set()  # not before: it would serve again
             os.eventfd_write(self._wake, 1)
             self._thread.join(SECONDS)
             os.close(self._wake)
@@ -331,6 +331,12 @@ class FakeDaemon:
             visitor.fds += fds
         assert message.first + message.count == len(visitor.fds)
 
+    def _hear_out(self, visitor: Visitor) -> None:
+        """Take what it has sent by its door: polling may tell of a later request first."""
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while visitor.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                self._hear(visitor.sock.fileno())
+
     def _notify(self, visitor: Visitor, message: Message, fds: tuple[int, ...] = ()) -> None:
         frame = WIRE.encode(message, 0, self.boot_id, visitor.token)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has left meanwhile
@@ -363,6 +369,8 @@ class FakeDaemon:
             return
         if isinstance(message, Hello):
             visitor.hello = message
+        if isinstance(message, Register):
+            self._hear_out(visitor)
         reply = self.replies[type(message)](message)
         with self._noting(message):
             if isinstance(reply, Registered):

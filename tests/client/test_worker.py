@@ -424,9 +424,10 @@ def test_an_answer_that_comes_while_the_lane_is_told_something_is_told_of(
 
 
 def test_a_load_whose_answer_is_lost_fails_when_the_lane_says_that_it_has_ended(
-    daemon: FakeDaemon, worker: Worker
+    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """wait() asks the lane anyway; what is not answered by then never will be."""
+    monkeypatch.setattr(jobs, "ASK_SECONDS", 3600.0)  # the other load is not asked about
     daemon.hold_jobs = True
     worker.submit_load(1, **JOB)
     worker.submit_load(2, **JOB)
