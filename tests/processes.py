@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import signal
 from io import FileIO
 
 import psutil
@@ -31,3 +32,12 @@ def has_ended(process: psutil.Process) -> bool:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         return bool(poll.poll(0))
+
+
+def freeze(pid: int) -> None:
+    """Stop a child of this process; none of its threads does anything any more.
+
+    A signal has only been sent when `kill` returns: a call into the kernel may still go on.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.demo.places import in_use, leftovers
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 FIGURES = {
     "requests",
@@ -113,8 +113,8 @@ def has_memory(process: psutil.Process) -> bool:
 
 
 def all_ended(processes: list[psutil.Process]) -> bool:
-    """Whether they all end, and soon."""
-    return not psutil.wait_procs(processes, timeout=30)[1]
+    """Whether they all end."""
+    return not psutil.wait_procs(processes, timeout=PATIENCE)[1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -179,7 +179,7 @@ def test_a_signal_ends_everything(number: signal.Signals) -> None:
     with serving() as (process, started):
         assert len(started) >= 4  # daemon, lane, two ranks
         process.send_signal(number)
-        process.wait(30)
+        process.wait(PATIENCE)
         assert process.returncode != 0
         assert all_ended(started)
 

@@ -12,6 +12,7 @@ from kvd.core.notices import Notices
 from kvd.errors import ConfigError
 from tests.conftest import StartDaemon
 from tests.deploy.manager import Manager, listening
+from tests.processes import freeze
 
 WATCHDOG_SECONDS = 0.8
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
@@ -86,7 +87,7 @@ def test_a_frozen_daemon_stops_its_pings(
     with listening(str(tmp_path / "notify.sock")) as manager:
         pid = supervised(start_daemon, monkeypatch, manager)
         manager.until("WATCHDOG=1")
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         manager.drain()
         assert manager.receive(2.5 * WATCHDOG_SECONDS) == []
         os.kill(pid, signal.SIGCONT)

@@ -14,7 +14,7 @@ from kvd.listen import parse_listen
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_serve import run_kvd
 from tests.http.serving import PATIENT, SECONDS, over_tcp, over_unix, port_of, report_of
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 
 def test_a_ready_daemon_passes_its_probes(web: Daemon) -> None:
@@ -164,7 +164,7 @@ def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         daemon = start_daemon("--http-listen", f"127.0.0.1:{port}", ready=False)
-        assert daemon.process.wait(timeout=30) == 1
+        assert daemon.process.wait(PATIENCE) == 1
     log = daemon.log.read_text()
     assert f"http_listen = 127.0.0.1:{port}: the port is in use" in log
     assert "--http-listen off" in log
@@ -200,7 +200,7 @@ def test_addresses_read_as_they_are_written(text: str) -> None:
 def test_a_foreign_address_is_refused_with_a_remedy(start_daemon: StartDaemon) -> None:
     """An address that this machine does not have says so."""
     daemon = start_daemon("--http-listen", "192.0.2.1:9330", ready=False)
-    assert daemon.process.wait(timeout=30) == 1
+    assert daemon.process.wait(PATIENCE) == 1
     assert "http_listen = 192.0.2.1:9330" in daemon.log.read_text()
 
 

@@ -54,6 +54,7 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
             ended.set()
             scraper.join(60)
         with over_unix(daemon) as client:
+            wait_lane_told(client)
             report, last = of_one_report(client)
             scrapes.append(last)
 
@@ -79,6 +80,11 @@ def fresh_report(client: httpx.Client) -> dict[str, Any]:
         lambda: client.get("/status").json(), lambda report: report.get("time", 0.0) >= asked
     )
     return report
+
+
+def wait_lane_told(client: httpx.Client) -> None:
+    """Until the lane has told the broker of a load: it does so twice a second, not at its end."""
+    eventually(lambda: fresh_report(client)["lanes"][0]["counters"]["jobs"].get("load_ok"))
 
 
 def of_one_report(client: httpx.Client) -> tuple[dict[str, Any], Scrape]:
@@ -162,7 +168,7 @@ def test_labels_are_few_and_never_keys_or_processes(daemon: Daemon) -> None:
     """Every label name is one of a known few, and a workload adds no series."""
     with Engine(daemon.runtime_dir).wait_attached() as engine, over_unix(daemon) as client:
         work(engine, 1)
-        fresh_report(client)
+        wait_lane_told(client)
         first = scrape(client)
         work(engine, 3)
         fresh_report(client)
