@@ -33,7 +33,7 @@ def fake_driver(loaded_driver: TestDriver) -> Iterator[TestDriver]:
 
 
 @pytest.fixture(scope="session")
-def ipc_workers(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
+def ipc_process(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
     """A process whose device memory has IPC handles."""
     with switched(loaded_driver.environment):
         made = CudaWorkers(ipc=True)
@@ -42,9 +42,23 @@ def ipc_workers(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
 
 
 @pytest.fixture(scope="session")
-def vmm_workers(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
+def vmm_process(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
     """A process whose device memory has descriptors."""
     with switched(loaded_driver.environment):
         made = CudaWorkers(ipc=False)
     yield made
     made.close()
+
+
+@pytest.fixture
+def ipc_workers(ipc_process: CudaWorkers) -> Iterator[CudaWorkers]:
+    """That process; what a test has of its memory is not kept for the tests after it."""
+    yield ipc_process
+    ipc_process.forget()
+
+
+@pytest.fixture
+def vmm_workers(vmm_process: CudaWorkers) -> Iterator[CudaWorkers]:
+    """That process; what a test has of its memory is not kept for the tests after it."""
+    yield vmm_process
+    vmm_process.forget()

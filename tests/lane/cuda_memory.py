@@ -85,8 +85,14 @@ class CudaWorkers:
         self._process.kill()
         self._process.join()
         self._socket.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptors of all that was made; nobody uses it any more."""
         for descriptor in self._descriptors:
             os.close(descriptor)
+        self._descriptors.clear()
+        self._addresses.clear()
 
     def _address(self, source: Source, storage: int) -> int:
         return self._addresses[tuple(source.descriptors)][storage]
