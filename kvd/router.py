@@ -249,6 +249,7 @@ class Router:
             return
         end = time.monotonic() + linger
         self._epoll.unregister(self._listener)
+        self._listener.close()  # first: whoever is hung up on comes again at once
         while any(c.outgoing for c in self._by_fd.values()):
             left = end - time.monotonic()
             if left <= 0:
@@ -265,7 +266,6 @@ class Router:
                     self._epoll.modify(fd, select.EPOLLOUT)
         for connection in list(self._by_fd.values()):
             self._close(connection)
-        self._listener.close()
         self._epoll.close()
         if self._spare >= 0:
             os.close(self._spare)

@@ -317,6 +317,27 @@ def _hung_up(sock: socket.socket) -> bool:
     return True
 
 
+def test_who_is_hung_up_on_at_the_end_finds_nobody(make: Make, tmp_path: Path) -> None:
+    """A client that comes again at once is refused, and not let in to be hung up on once more."""
+    router = make()
+    with connect(tmp_path / "socket") as sock:
+        sock.sendall(message(b"ask"))
+        assert received(router).frame == b"ask"
+        seen: list[object] = []
+        close = router_module.Router._close
+
+        def come_again(self: Router, connection: router_module._Connection) -> None:
+            close(self, connection)
+            with socket.socket(socket.AF_UNIX) as again, pytest.raises(ConnectionRefusedError):
+                again.connect(str(tmp_path / "socket"))
+            seen.append(connection)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(router_module.Router, "_close", come_again)
+            router.close()
+        assert seen
+
+
 def test_replies_may_leave_before_the_end(make: Make, tmp_path: Path) -> None:
     """A reply that waits for its reader is delivered by a close that lingers."""
     router = make()
