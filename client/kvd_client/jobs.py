@@ -87,8 +87,9 @@ class JobTable:
 
     @property
     def has_lane(self) -> bool:
-        """Whether jobs can be given to a lane."""
-        return self._lane is not None
+        """Whether jobs can be given to a lane; one that has died takes none, noticed or not."""
+        with self._lock:
+            return self._lane is not None and not self._lane.dead
 
     def knows(self, endpoint: str, incarnation: int, token: bytes) -> bool:
         """Whether this is the lane that is in use, and it lives."""

@@ -230,6 +230,17 @@ def test_a_job_for_a_lane_that_has_just_died_says_so(daemon: FakeDaemon, worker:
     }
 
 
+def test_a_worker_whose_lane_has_died_is_not_attached(daemon: FakeDaemon, worker: Worker) -> None:
+    """The lifeline says so before the daemon does; the next lane is waited for."""
+    daemon.attach()
+    assert worker.wait_attached(SECONDS)
+    daemon.kill_lane()
+    assert not worker.registered
+    assert not worker.wait_attached(0.0)
+    daemon.restart_lane()
+    assert worker.wait_attached(SECONDS)
+
+
 def test_restarted_lane_is_used(daemon: FakeDaemon, worker: Worker) -> None:
     """Jobs of the old lane fail, the next ones go to the new one, without a new registration."""
     daemon.hold_jobs = True
