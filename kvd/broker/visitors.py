@@ -123,7 +123,7 @@ class Visitors:
             if session.number not in self.open:
                 close_all(outcome[1] if isinstance(outcome, tuple) else ())
                 return
-            visitor.receiving = False
+            visitor.receiving = session.receiving = False
             self._poller.register(visitor.channel.fileno(), zmq.POLLIN)
             try:
                 self._take(visitor, session, outcome)
@@ -131,7 +131,7 @@ class Visitors:
                 self._send_away(visitor, session, error)
 
         self._receiver.read(visitor.channel.fileno(), visitor.peer.uid, take)
-        visitor.receiving = True
+        visitor.receiving = session.receiving = True
         self._poller.unregister(visitor.channel.fileno())
 
     def _take(self, visitor: Visitor, session: Session, outcome: Taken | Refused) -> None:

@@ -150,7 +150,7 @@ class Broker:
                 limit="descriptors",
             )
         session.descriptors += count
-        return self._registration.advance(session, now)
+        return self._registration.descriptors_came(session, now)
 
     def lost(self, session: Session) -> list[Effect]:
         """The session's door is closed: its process is gone."""

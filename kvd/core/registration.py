@@ -129,8 +129,10 @@ class Registration:
             return []
         needed = 1 + max((fd_index(h) for h in pending.message.handles), default=0)
         if session.descriptors < needed:
-            pending.deadline = min(pending.deadline, now + DESCRIPTOR_SECONDS)
+            if pending.descriptors_by is None:
+                pending.descriptors_by = now + DESCRIPTOR_SECONDS
             return []
+        pending.descriptors_by = None
         lane = self._state.lanes[pending.message.device]
         if not lane.up or not (lane.usable_bytes or lane.pool_error):
             return []
@@ -139,6 +141,12 @@ class Registration:
             lane_up(session, lane),
             import_worker(session, pending.message),
         ]
+
+    def descriptors_came(self, session: Session, now: float) -> list[Effect]:
+        """Go on with what waited for descriptors; the others may follow."""
+        if session.pending is not None:
+            session.pending.descriptors_by = None
+        return self.advance(session, now)
 
     def unregister(self, session: Session, request_id: int) -> list[Effect]:
         """Let go of the session's memory; answered when nothing touches it.
@@ -298,7 +306,9 @@ class Registration:
         effects: list[Effect] = []
         for session in self._state.registry.sessions.values():
             pending = session.pending
-            if pending is None or now < pending.deadline:
+            if pending is None or session.receiving:
+                continue
+            if now < min(pending.deadline, pending.descriptors_by or pending.deadline):
                 continue
             if self._state.namespaces is None:
                 text = (

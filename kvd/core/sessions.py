@@ -29,11 +29,13 @@ class PendingRegister:
     """A registration that waits for the pool's size, descriptors, its lane, or the import.
 
     unchecked: its layout is large, and is looked at in a turn of its own.
+    descriptors_by: when those that are missing must have come; None: none is known to be missing.
     """
 
     request_id: int
     message: Register
     deadline: float
+    descriptors_by: float | None = None
     importing: bool = False
     unchecked: bool = False
 
@@ -52,6 +54,7 @@ class Session:
     client: str = ""
     engine: "Engine | None" = None
     descriptors: int = 0
+    receiving: bool = False  # some are being received, for which there is a limit of its own
     pending: PendingRegister | None = None
     registration: Register | None = None
     imported: bool = False

@@ -206,6 +206,21 @@ def test_a_registration_that_waits_too_long_is_refused_once() -> None:
     assert not replies(broker.tick(200.0))
 
 
+def test_descriptors_that_are_being_received_are_waited_for() -> None:
+    """Whoever receives them may still be starting: that is not held against the worker."""
+    broker = make_broker(available=2**30)
+    session = worker(broker)
+    session.descriptors = 0
+    broker.request(session, 2, register(world_size=1), 0.0)
+    session.receiving = True
+    assert not replies(broker.tick(10.0))
+    session.receiving = False
+    assert not imports(broker.descriptors(session, 0, 1, 10.0))
+    assert not replies(broker.tick(10.1))  # the next ones are looked for in the next turn
+    assert imports(broker.descriptors(session, 1, 1, 11.0)) == [session.number]
+    assert not replies(broker.tick(19.0))  # the lane has all of its time
+
+
 def attached(cpu_bytes: int) -> tuple[Broker, Session]:
     """A broker whose one engine of one rank is attached, and the rank's session."""
     broker = Broker(
