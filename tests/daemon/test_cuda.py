@@ -12,21 +12,24 @@ from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.cuda_engine import CudaEngine, blocks_of, lane_of, wait_lane
 from tests.daemon.cuda_rank import CudaRank
-from tests.daemon.engines import POISON, Engine, keys_of
+from tests.daemon.engines import FACTOR, PAGE, POISON, TENSORS, Engine, keys_of
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_failures import kill_and_wait
+from tests.fakecuda.harness import calls
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.fakecuda
 
 COMPUTED = 0x5A
+RANK_CHUNK_BYTES = FACTOR * TENSORS * PAGE
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Switches of the test driver in the lanes' processes."""
+    """Switches of the test driver in the lanes' processes, and the calls that these made."""
 
     control: Path
+    log: Path
 
     def switch(self, text: str) -> None:
         """Lines of `key=value`; read before the lane's next call of the driver."""
@@ -34,15 +37,21 @@ class Lanes:
         fresh.write_text(text + "\n")
         fresh.rename(self.control)
 
+    def wait_hanging(self) -> None:
+        """Until a call of the driver hangs."""
+        eventually(lambda: "@hang" in calls(self.log))
+
 
 @pytest.fixture
 def lanes(fakecuda_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lanes:
     """What is started by the test finds the test driver, with unkind timing."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
     monkeypatch.setenv("FAKECUDA_SEED", "7")
-    monkeypatch.delenv("FAKECUDA_LOG", raising=False)
-    monkeypatch.setenv("FAKECUDA_CONTROL", str(tmp_path / "lanes.switches"))
-    return Lanes(tmp_path / "lanes.switches")
+    found = Lanes(tmp_path / "lanes.switches", tmp_path / "lanes.calls")
+    found.log.touch()
+    monkeypatch.setenv("FAKECUDA_CONTROL", str(found.control))
+    monkeypatch.setenv("FAKECUDA_LOG", str(found.log))
+    return found
 
 
 @pytest.fixture
@@ -50,7 +59,8 @@ def daemon(lanes: Lanes, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPa
     """A daemon whose lanes obey `lanes`; ranks that start later do not."""
     del lanes
     running = start_daemon()
-    monkeypatch.delenv("FAKECUDA_CONTROL")
+    for name in ("FAKECUDA_CONTROL", "FAKECUDA_LOG"):
+        monkeypatch.delenv(name)
     return running
 
 
@@ -183,7 +193,13 @@ def test_wait_voids_a_store_whose_stream_is_not_there(shared: CudaEngine) -> Non
         assert rank.ask("wait", job, 0.2) == []
         rank.ask("switch", "hold=")
         assert not rank.result(job).success
-    assert set(shared.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+
+    def found() -> set[LookupResult]:
+        answers = set(shared.scheduler.lookup_many(keys))
+        assert LookupResult.HIT not in answers
+        return answers
+
+    eventually(found, {LookupResult.MISS}.__eq__)  # the lane tells the broker later
 
 
 def test_a_worker_killed_in_a_copy_costs_nobody_else(
@@ -196,7 +212,7 @@ def test_a_worker_killed_in_a_copy_costs_nobody_else(
     ticket = engine.scheduler.prepare_store(keys_of("lost", 2))
     lanes.switch("hold=copies")
     engine.submit("store", ticket, blocks_of(ticket.keys, 20))
-    in_copy(daemon)
+    in_copy(daemon, 2 * RANK_CHUNK_BYTES * len(ticket.keys))  # of both ranks
     engine.ranks[1].kill()
     select.select([], [], [], 0.3)
     assert lane_of(daemon)["workers"] == 2  # it is still copied from
@@ -245,7 +261,7 @@ def test_a_lost_context_costs_the_lane_and_not_the_pool(
     assert not all(result.success for result in results)
     lanes.switch("fail=")
     daemon.wait_ready()
-    assert wait_lane(daemon, workers=2)["pid"] != pid
+    assert wait_lane(daemon, workers=2, restarts=1)["pid"] != pid
     engine.wait_attached()
     assert engine.load(keys) == 0
 
@@ -282,6 +298,7 @@ def test_a_close_that_hangs_costs_that_lane_alone(
         pid = lane_of(daemon)["pid"]
         lanes.switch("hang=cuIpcCloseMemHandle:1")
         engine.ranks[1].kill()
+        lanes.wait_hanging()
         others = keys_of("host", 3)
         host.store(others)
         wait_hit(host, others)
@@ -342,6 +359,6 @@ def test_a_daemon_without_a_driver_says_so_and_serves_the_host(
         assert host.load(keys) == (3, 0)
 
 
-def in_copy(daemon: Daemon) -> None:
-    """Until the CUDA lane has bytes in flight."""
-    eventually(lambda: lane_of(daemon)["bytes_in_flight"])
+def in_copy(daemon: Daemon, nbytes: int = 1) -> None:
+    """Until the CUDA lane has so many bytes in flight."""
+    eventually(lambda: lane_of(daemon)["bytes_in_flight"], lambda found: found >= nbytes)

@@ -189,6 +189,7 @@ static Rule *fires(const char *name) {
 /* Never returns, until a test says "unhang". The lock is held. */
 static void hang(void) {
     unsigned long generation = hang_generation;
+    log_line("@hang");
     while (generation == hang_generation) {
         pthread_mutex_unlock(&lock);
         nap(2000);
