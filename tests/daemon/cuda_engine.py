@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from kvd_client import LookupResult, Scheduler
 from tests.daemon.cuda_rank import CudaRank, Rank
-from tests.daemon.engines import FACTOR, PAGE
+from tests.daemon.engines import FACTOR, PAGE, wait_boot
 from tests.daemon.serving import Daemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
@@ -50,8 +50,13 @@ class CudaEngine:
         assert isinstance(device, str)
         return device
 
-    def wait_attached(self) -> None:
-        """Until the engine is complete for everybody."""
+    def wait_attached(self, to: Daemon | None = None) -> None:
+        """Until the engine is complete for everybody; `to` is as for `Engine.wait_attached`."""
+        if to is not None:
+            boot = bytes.fromhex(to.status()["boot_id"])
+            wait_boot(self.scheduler, boot)
+            for rank in self.ranks.values():
+                rank.ask("wait_boot", boot)
         assert self.scheduler.wait_attached(PATIENCE)
         assert all(rank.ask("wait_attached") for rank in self.ranks.values())
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import DeviceMemory, Fingerprint, JobResult, Worker
-from tests.daemon.engines import PAGE, POISON, TENSORS, content, make_layout
+from tests.daemon.engines import PAGE, POISON, TENSORS, content, make_layout, wait_boot
 from tests.waiting import DEADLINE
 
 GAP = 512
@@ -117,6 +117,10 @@ class Rank:
         for part in memory:
             part.close()
         return memory[0].device
+
+    def wait_boot(self, boot_id: bytes) -> None:
+        """Until its session is one with the daemon of this boot id."""
+        wait_boot(self.worker, boot_id)
 
     def wait_attached(self) -> bool:
         """Until the engine is complete and a lane serves it."""

@@ -22,7 +22,8 @@ from kvd_client import (
     TensorSpec,
     Worker,
 )
-from tests.waiting import DEADLINE, PATIENCE
+from tests.daemon.serving import Daemon
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 PAGE = 4096
 BLOCKS = 64
@@ -99,8 +100,17 @@ class Engine:
             temporary=self.temporary,
         )
 
-    def wait_attached(self) -> Self:
-        """Until every rank is there."""
+    def wait_attached(self, to: Daemon | None = None) -> Self:
+        """Until every rank is there.
+
+        to: the daemon that serves now, where another one did: that it has ended, each session
+            notices by itself, and until then it is attached to the old one.
+        """
+        if to is not None:
+            boot = bytes.fromhex(to.status()["boot_id"])
+            wait_boot(self.scheduler, boot)
+            for worker in self.workers.values():
+                wait_boot(worker, boot)
         assert self.scheduler.wait_attached(PATIENCE), self.scheduler
         for worker in self.workers.values():
             assert worker.wait_attached(PATIENCE), worker
@@ -231,6 +241,11 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def wait_boot(client: Scheduler | Worker, boot_id: bytes) -> None:
+    """Until its session is one with the daemon of this boot id."""
+    eventually(lambda: client._session.identity, lambda found: found and found[0] == boot_id)
 
 
 def keys_of(name: str, count: int) -> list[bytes]:

@@ -74,7 +74,7 @@ def test_chunks_outlive_the_daemon_that_pinned_them(restarts: Restarts) -> None:
         for rank in engine.ranks.values():
             assert not rank.result(job).success
         second = restarts.start()
-        engine.wait_attached()
+        engine.wait_attached(second)
         lane = wait_lane(second, workers=2, usable_bytes=POOL)
         assert lane["pid"] != pid
         assert engine.scheduler.lookup_many(kept) == [LookupResult.HIT] * 6
@@ -94,7 +94,7 @@ def test_lookups_are_answered_while_the_pool_is_pinned_anew(restarts: Restarts) 
         first.stop(signal.SIGKILL)
         restarts.switch("hang=cuMemHostRegister:4")  # two for the lane itself, two for the pool
         second = restarts.start(ready=False)
-        engine.wait_attached()
+        engine.wait_attached(second)
         wait_lane(second, workers=2, usable_bytes=POOL // 2)
         assert not second.status()["ready"]
         assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT] * 6

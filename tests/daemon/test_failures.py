@@ -178,7 +178,7 @@ def test_a_killed_daemon_is_a_cache_that_misses(daemon: Daemon, start_daemon: St
         assert time.monotonic() - start < DEADLINE  # none of them has waited for it
         again = start_daemon()
         assert again.status()["boot_id"] != boot
-        engine.wait_attached()
+        engine.wait_attached(again)
         assert engine.store(keys) == keys
         wait_hit(engine, keys)
         assert engine.load(keys) == (4, 0)

@@ -48,7 +48,7 @@ def serves_on(daemon: Daemon, engine: Engine, name: str) -> None:
     """It is the daemon that serves, it is ready and takes stores, whose bytes are right."""
     report = daemon.wait_ready()
     assert report["pid"] == daemon.process.pid
-    engine.wait_attached()
+    engine.wait_attached(daemon)
     keys = keys_of(name, 3)
     wait_until(lambda: bool(engine.store(keys)) or engine.load(keys)[0] == 3, "no store is taken")
     wait_hit(engine, keys)
@@ -87,7 +87,7 @@ def test_a_new_daemon_takes_over(old: Daemon, start_daemon: StartDaemon) -> None
         report = new.wait_ready()
         assert report["pid"] == new.process.pid
         assert not report["draining"]
-        engine.wait_attached()
+        engine.wait_attached(new)
         assert engine.load(keys[:10]) == (10, 0)
         assert engine.load(keys[10:]) == (10, 0)
         serves_on(new, engine, "new")
@@ -185,7 +185,7 @@ def test_a_daemon_that_was_killed_is_no_obstacle(old: Daemon, start_daemon: Star
         wait_hit(engine, keys)
         old.stop(signal.SIGKILL)
         new = start_daemon(*OVER)
-        engine.wait_attached()
+        engine.wait_attached(new)
         assert engine.load(keys) == (5, 0)
     new.wait_log("starting as usual")
 
@@ -197,14 +197,14 @@ def test_loads_go_on_until_the_old_one_stops(old: Daemon, start_daemon: StartDae
         engine.store(keys)
         wait_hit(engine, keys)
         with unfinished_store(engine):
-            start_daemon(*OVER, ready=False)
+            new = start_daemon(*OVER, ready=False)
             old.wait_log("handing over to pid")
             assert engine.store(keys_of("refused", 2)) == []
             assert engine.load(keys) == (4, 0)
             report = old.status()
             assert (report["ready"], report["draining"], report["drain"]) == (False, True, None)
         assert ended(old)[0] == 0
-        engine.wait_attached()
+        engine.wait_attached(new)
         assert engine.load(keys) == (4, 0)
 
 
@@ -298,7 +298,7 @@ def test_what_will_start_empty_is_said_before(start_daemon: StartDaemon, tmp_pat
                 wait_hit(engine, keys)
                 new = start_daemon(*options, cpu_bytes=cpu_bytes)
                 assert ended(daemon)[0] == 0
-                engine.wait_attached()
+                engine.wait_attached(new)
                 assert engine.scheduler.lookup_many(keys) == [LookupResult.MISS] * 3
             log = new.wait_log("taken over from")
             assert words in log
@@ -401,7 +401,7 @@ def test_killed_on_its_way_out_it_is_followed(old: Daemon, start_daemon: StartDa
         new.wait_log("hands over")
         old.stop(signal.SIGKILL)
         assert new.wait_ready()["pid"] == new.process.pid
-        engine.wait_attached()
+        engine.wait_attached(new)
         assert engine.load(keys) == (5, 0)
 
 
@@ -490,7 +490,7 @@ def test_pids_of_another_namespace_do_not_matter(old: Daemon) -> None:
             assert ended(old)[0] == 0, log.read_text()
             report = new.wait_ready()
             assert report["pid"] == 1
-            engine.wait_attached()
+            engine.wait_attached(new)
             assert engine.load(keys) == (5, 0)
         finally:
             process.kill()

@@ -87,8 +87,7 @@ def test_an_engine_that_stays_hits_again(warm: Daemon, start_daemon: StartDaemon
         stored(engine, keys)
         warm.stop(signal.SIGKILL)
         assert hits(engine, keys) in {0, 10}  # none, unless nobody noticed yet
-        start_daemon(*KEEP)
-        engine.wait_attached()
+        engine.wait_attached(start_daemon(*KEEP))
         assert hits(engine, keys) == 10
 
 
@@ -166,7 +165,7 @@ def test_another_size_that_fits_is_served(warm: Daemon, start_daemon: StartDaemo
         for cpu_bytes in (96, 32):
             warm.stop()
             warm = start_daemon(*KEEP, cpu_bytes=f"{cpu_bytes}MiB")
-            engine.wait_attached()
+            engine.wait_attached(warm)
             assert hits(engine, keys_of("kept", 10)) == 0
             stored(engine, keys_of("kept", 10))
             assert (area(warm) / "pool").stat().st_size == cpu_bytes * 2**20
@@ -186,11 +185,10 @@ def test_a_full_filesystem_hinders_no_restart(
         first.stop()
         fill_up(tmp_path)
         second = start_daemon(*place)
-        engine.wait_attached()
+        engine.wait_attached(second)
         assert hits(engine, keys) == 20
         second.stop(signal.SIGKILL)
-        start_daemon(*place)
-        engine.wait_attached()
+        engine.wait_attached(start_daemon(*place))
         assert hits(engine, keys) == 20
 
 
