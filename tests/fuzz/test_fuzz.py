@@ -19,6 +19,7 @@ from tests.fuzz.run import FreshDaemon
 from tests.fuzz.script import Case, Script, Step
 from tests.fuzz.sessions import engine_session, session
 from tests.fuzz.target import Finding, Target, shorter
+from tests.waiting import eventually
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 SEEDS = st.integers(0, 2**32)
@@ -48,7 +49,7 @@ def test_a_live_daemon_stands_mutated_sessions(runtime_dir: Path) -> None:
         for _ in range(LIVE_SCRIPTS):
             live.play(random_script(rng))
         live.look()
-        assert live.neighbour.verified_bytes > 0
+        eventually(lambda: live.neighbour.verified_bytes)
         assert live.neighbour.wrong == 0
 
 
@@ -63,9 +64,10 @@ def test_valid_sessions_are_served(runtime_dir: Path) -> None:
             live.play(engine_session(random.Random(seed)))
         live.look()
         live.neighbour.pause()
-        new = live.jobs() - before
-        assert new["store_ok"] >= 8
-        assert new["load_ok"] >= 8
+        # The lane counts beside its work: what has been answered is in its figures a little later.
+        eventually(
+            lambda: live.jobs() - before, lambda new: min(new["store_ok"], new["load_ok"]) >= 8
+        )
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
