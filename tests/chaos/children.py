@@ -22,9 +22,10 @@ class Freezer:
 
     def stop(self, pid: int) -> None:
         """Freeze a process, if it is there."""
+        now = time.monotonic()  # before, for this process may be kept from running after it
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
-            self._since.setdefault(pid, time.monotonic())
+            self._since.setdefault(pid, now)
 
     def cont(self, pid: int, counters: Words | None = None) -> None:
         """Thaw it, after telling it for how long it was away."""

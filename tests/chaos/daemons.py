@@ -124,13 +124,16 @@ class Daemon:
         old, before = self._process, self.config
         if old is None or old.poll() is not None:
             return "no daemon ran that could hand over"
+        served = self._serves()
         self.start(change, "--handover")
         new = self._process
         assert new is not None
         end = time.monotonic() + HANDOVER_SECONDS
         while time.monotonic() < end:
-            if old.poll() is not None:
-                return f"it handed over and ended with {old.returncode}" if old.returncode else ""
+            if (status := old.poll()) is not None:
+                if status == 1 and not served:
+                    return ""  # the new daemon was the first to have the place
+                return f"it handed over and ended with {status}" if status else ""
             if new.poll() is not None:
                 self._process, self.config = old, before
                 self.handovers_refused += 1

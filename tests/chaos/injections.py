@@ -114,6 +114,8 @@ def _restart(number: int) -> Inject:
     """With another configuration, by this signal."""
 
     def inject(world: World, action: Action) -> Undo:
+        if number != signal.SIGKILL:
+            world.thaw(world.daemon.pid)  # a frozen broker hears of no other signal
         complaint = world.daemon.end(number)
         if complaint:
             world.violated(complaint)

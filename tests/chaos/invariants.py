@@ -130,18 +130,19 @@ class Invariants:
 
     def _said(self) -> None:
         """What clients complain of, and trouble in the daemon's log."""
-        complaints = self.world.place.folder / "complaints"
-        for line in _news(complaints, self._complaints_read):
+        lines, self._complaints_read = _news(
+            self.world.place.folder / "complaints", self._complaints_read
+        )
+        for line in lines:
             self.world.violated(f"a client says: {line}")
-        self._complaints_read = _size(complaints)
-        log = self.world.daemon.log
-        for line in _news(log, self._log_read):
+        lines, self._log_read = _news(self.world.daemon.log, self._log_read)
+        for line in lines:
             if TROUBLE.search(line):
                 self.world.violated(f"the log says: {line[:500]}")
-        self._log_read = _size(log)
         for client in self.world.clients.values():
-            if TROUBLE.search("\n".join(_news(client.log, 0))):
-                self.world.violated(f"{client.name} failed: {client.log.read_text()[-1500:]}")
+            said = "\n".join(_news(client.log, 0)[0])
+            if TROUBLE.search(said):
+                self.world.violated(f"{client.name} failed: {said[-1500:]}")
                 client.log.write_text("")
 
 
@@ -157,13 +158,11 @@ def _left(report: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in left.items() if value}
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _news(path: Path, begin: int) -> list[str]:
+def _news(path: Path, begin: int) -> tuple[list[str], int]:
+    """Whole lines from there on, and where they end: more may be written meanwhile."""
     if not path.exists():
-        return []
+        return [], begin
     with path.open("rb") as file:
         file.seek(begin)
-        return file.read().decode(errors="replace").splitlines()
+        whole, end, _ = file.read().rpartition(b"\n")
+    return whole.decode(errors="replace").splitlines(), begin + len(whole) + len(end)

@@ -22,6 +22,7 @@ from tests.chaos.place import place
 from tests.chaos.plan import Action, Step, plan
 from tests.chaos.shared import Count, Phase
 from tests.chaos.world import World
+from tests.waiting import eventually
 
 KEEP = Path("build/soak")
 ENOUGH = 30  # violations, after which a run has shown what it can
@@ -41,10 +42,11 @@ class Run:
     def go(self, seconds: float) -> None:
         """Steps until the time is out."""
         world = self.world
-        end = time.monotonic() + seconds
         world.now_doing = "at the start"
         world.revive()
         self.invariants.look()
+        eventually(lambda: world.total(Count.VERIFIED_BYTES, world.ranks()))
+        end = time.monotonic() + seconds  # from here on: on a busy machine all start slowly
         for step in plan(world.seed, self._weights):
             if time.monotonic() >= end or len(world.violations) >= ENOUGH:
                 break
@@ -139,7 +141,7 @@ def soak(seconds: float, seed: int, only: str = "") -> dict[str, object]:
     """One run; its report. Logs are kept under build/soak where something is wrong.
 
     Args:
-        seconds: after which no step begins.
+        seconds: from the first step, after which none begins.
         seed: of the plan.
         only: kinds whose name has this text; empty for all.
     """
