@@ -19,7 +19,7 @@ from tests.soak.restart_loop import PATIENCE, POOL, Client, Loop
 STEPS = 40
 REQUEST_SECONDS = 1.0  # the deadline of a scheduler's requests
 JOB_SECONDS = 10.0  # what an engine here waits for its jobs
-SLACK_SECONDS = 5.0  # what a busy machine may take
+SLACK_SECONDS = 15.0  # a busy machine may keep a process from running for so long
 _TIMED = {
     "lookup": REQUEST_SECONDS,
     "prepare_store": REQUEST_SECONDS,
