@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-stalls demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
+.PHONY: help demo test test-vllm test-stalls test-explore demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +78,9 @@ $(VENV)/naps.so: tests/stalls/naps.c $(STAMP)
 
 test-stalls: $(VENV)/naps.so ## make test on a machine where every thread stands still now and then; needs a C compiler
 	LD_PRELOAD=$(CURDIR)/$< PYTHONPATH=tests/stalls $(BIN)/python -m pytest -n 4 --dist loadfile
+
+test-explore: $(STAMP) ## property tests with 2,000 random examples each
+	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=explore
 
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
 	PYTHONPATH=. $(BIN)/python tests/soak/restart_loop.py $(or $(KILLS),200) $(SEED)
