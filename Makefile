@@ -79,7 +79,7 @@ $(VENV)/naps.so: tests/stalls/naps.c $(STAMP)
 test-stalls: $(VENV)/naps.so ## make test on a machine where every thread stands still now and then; needs a C compiler
 	LD_PRELOAD=$(CURDIR)/$< PYTHONPATH=tests/stalls $(BIN)/python -m pytest -n 4 --dist loadfile
 
-test-explore: $(STAMP) ## property tests with 2,000 random examples each
+test-explore: $(STAMP) ## property tests with thousands of random examples
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=explore
 
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
