@@ -80,7 +80,7 @@ test-stalls: $(VENV)/naps.so ## make test on a machine where every thread stands
 	LD_PRELOAD=$(CURDIR)/$< PYTHONPATH=tests/stalls $(BIN)/python -m pytest -n 4 --dist loadfile
 
 test-explore: $(STAMP) ## property tests with thousands of random examples
-	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=explore
+	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=explore -o faulthandler_timeout=3600
 
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
 	PYTHONPATH=. $(BIN)/python tests/soak/restart_loop.py $(or $(KILLS),200) $(SEED)
