@@ -71,7 +71,7 @@ constraints-vllm: $(VLLM_STAMP) ## the same for the environment with vLLM
 	@mv constraints.new tests/vllm/requirements.txt
 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
-	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=300 -n 2 --dist loadfile
+	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
 $(VENV)/naps.so: tests/stalls/naps.c $(STAMP)
 	cc -shared -fPIC -O2 -o $@ $< -ldl
@@ -80,7 +80,7 @@ test-stalls: $(VENV)/naps.so ## make test on a machine where every thread stands
 	LD_PRELOAD=$(CURDIR)/$< PYTHONPATH=tests/stalls $(BIN)/python -m pytest -n 4 --dist loadfile
 
 test-explore: $(STAMP) ## property tests with thousands of random examples
-	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=explore -o faulthandler_timeout=3600
+	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=explore -o faulthandler_timeout=3600 -o timeout=4000
 
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
 	PYTHONPATH=. $(BIN)/python tests/soak/restart_loop.py $(or $(KILLS),200) $(SEED)
