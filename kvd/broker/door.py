@@ -38,7 +38,6 @@ class Visitor:
     session: Session | None = None
     fds: list[int] = field(default_factory=list)
     identity: bytes = b""
-    receiving: bool = False  # what it has sent is being received
 
     def drop_fds(self) -> None:
         """Close the descriptors that it sent."""

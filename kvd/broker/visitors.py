@@ -108,7 +108,7 @@ class Visitors:
         try:
             if visitor.pidfd >= 0 and _readable(visitor.pidfd):
                 raise EOFError
-            if not visitor.receiving and (frame := visitor.channel.peek()) is not None:
+            if not session.receiving and (frame := visitor.channel.peek()) is not None:
                 _handles(frame)
                 self._receive(visitor, session)
         except EOFError:
@@ -123,7 +123,7 @@ class Visitors:
             if session.number not in self.open:
                 close_all(outcome[1] if isinstance(outcome, tuple) else ())
                 return
-            visitor.receiving = session.receiving = False
+            session.receiving = False
             self._poller.register(visitor.channel.fileno(), zmq.POLLIN)
             try:
                 self._take(visitor, session, outcome)
@@ -131,7 +131,7 @@ class Visitors:
                 self._send_away(visitor, session, error)
 
         self._receiver.read(visitor.channel.fileno(), visitor.peer.uid, take)
-        visitor.receiving = session.receiving = True
+        session.receiving = True
         self._poller.unregister(visitor.channel.fileno())
 
     def _take(self, visitor: Visitor, session: Session, outcome: Taken | Refused) -> None:
