@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 
 import zmq
 
-from kvd.errors import HungUp, NotRunning, Refused, TurnedAway
+from kvd.errors import NotRunning, Refused
 from kvd.seqpacket import Channel, close_all
 from kvd.version import VERSION
 from kvd_proto.codec import WIRE, Header
@@ -24,8 +24,8 @@ class Control:
     """One session of kind `tool`.
 
     Raises:
-        NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds.
-        TurnedAway: one answers and does not let this process in, or speaks another protocol.
+        NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds, or one does and
+            refuses this process or has another protocol version.
     """
 
     def __init__(self, runtime_dir: Path, timeout: float = 5.0) -> None:
@@ -41,7 +41,7 @@ class Control:
             greeting = self._greeting()
             header, greeted = self._decode(greeting)
             if isinstance(greeted, Error):
-                raise TurnedAway(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
+                raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
             self.boot_id, self._session = header.boot_id, header.session
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.linger = 0
@@ -57,7 +57,7 @@ class Control:
                 )
             )
             if isinstance(welcome, Error):
-                raise TurnedAway(f"the daemon in {self._runtime_dir} refuses: {welcome.text}")
+                raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {welcome.text}")
         except (OSError, EOFError) as error:
             door.close()
             self._context.destroy(0)
@@ -77,8 +77,7 @@ class Control:
             timeout: seconds to wait, where that differs from the connection's own.
 
         Raises:
-            NotRunning: no reply in time.
-            HungUp: the daemon has closed the connection.
+            NotRunning: no reply in time, or the daemon has closed the connection.
         """
         seconds = self._timeout if timeout is None else timeout
         self._request_id += 1
@@ -118,29 +117,11 @@ class Control:
             )
         return reply
 
-    def wait(self, fd: int, seconds: float) -> bool:
-        """Until `fd` can be read; False where it cannot after `seconds`.
-
-        Raises:
-            HungUp: the daemon has closed the connection.
-        """
-        poller = zmq.Poller()
-        for each in (fd, self._door.fileno()):
-            poller.register(each, zmq.POLLIN)
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            ready = dict(poller.poll(int(left * 1000) + 1))
-            if fd in ready:
-                return True
-            if ready:
-                self._hear()
-        return False
-
     def _decode(self, frame: bytes) -> tuple[Header, Message]:
         try:
             header, message = WIRE.decode(frame)
         except DecodeError as error:
-            raise TurnedAway(
+            raise NotRunning(
                 f"the daemon in {self._runtime_dir} says what kvd {VERSION} does not understand"
                 f" ({error}); is it of another version?"
             ) from error
@@ -151,7 +132,7 @@ class Control:
         try:
             received = self._door.recv()
         except EOFError as error:
-            raise HungUp(f"the daemon in {self._runtime_dir} has hung up") from error
+            raise NotRunning(f"the daemon in {self._runtime_dir} has hung up") from error
         if received is not None:
             close_all(received[1])
 

@@ -6,9 +6,6 @@
     ├── ConfigError          a setting that cannot work: names the key, the value and the remedy
     ├── AlreadyRunning       another daemon holds the runtime directory: names its pid
     ├── NotRunning           no daemon answers in the runtime directory
-    │   ├── TurnedAway       one does, and does not let this process in or speaks otherwise
-    │   └── HungUp           it has closed the connection: it has ended, or is about to
-    ├── HandoverFailed       the daemon that serves did not leave, or not in time
     ├── PoolError            the pool's memory cannot be had
     ├── LedgerDamaged        what was kept of a namespace cannot be believed
     ├── ChannelFull          the peer of a channel does not read
@@ -40,18 +37,6 @@ class AlreadyRunning(KvdError):
 
 class NotRunning(KvdError):
     """No daemon answers in the runtime directory."""
-
-
-class TurnedAway(NotRunning):
-    """A daemon answers, and does not let this process in, or speaks another protocol."""
-
-
-class HungUp(NotRunning):
-    """The daemon has closed the connection."""
-
-
-class HandoverFailed(KvdError):
-    """The daemon that serves did not hand over: it serves on, unless the text says otherwise."""
 
 
 class PoolError(KvdError):

@@ -155,13 +155,6 @@ class Lanes:
         for device in self._processes:
             self.send(ToLane(device, StopLane()), lambda _: [])
 
-    def start_again(self) -> None:
-        """Those that were stopped are to serve after all; those that still end are heard of."""
-        for process in list(self._processes.values()):
-            if not process.running:
-                reason = "it was stopped for a handover"
-                self._carry_out(self._core.supervision.lost(process.device, reason))
-
     def close(self) -> None:
         """End all without asking."""
         for process in self._processes.values():

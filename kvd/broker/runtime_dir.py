@@ -12,9 +12,7 @@ import errno
 import fcntl
 import logging
 import os
-import select
 import stat
-import threading
 from pathlib import Path
 
 from kvd.broker.places import check_place
@@ -56,7 +54,7 @@ class RuntimeDir:
         """
         try:
             self.path.mkdir(mode=0o750, parents=True, exist_ok=True)
-            fd = _locked(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fd = _locked(self.lock_file)
         except BlockingIOError:
             raise AlreadyRunning(
                 f"a daemon with pid {self.holder()} serves {self.path}; stop it, or choose another"
@@ -80,22 +78,12 @@ class RuntimeDir:
         finally:
             os.close(fd)
 
-    def lock_after(self, turn: "Turn") -> None:
-        """Take the directory with a lock that was waited for."""
-        self._own(turn.fd)
-        turn.close()
-
-    def release(self, *, to_another: bool = False) -> None:
-        """Remove what this daemon made and give the directory back.
-
-        Args:
-            to_another: somebody waits for the lock, whose file therefore stays.
-        """
+    def release(self) -> None:
+        """Remove what this daemon made and give the directory back."""
         self._clear()
         if self._lock_fd >= 0:
-            if not to_another:
-                with contextlib.suppress(FileNotFoundError):
-                    self.lock_file.unlink()
+            with contextlib.suppress(FileNotFoundError):
+                self.lock_file.unlink()
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -138,50 +126,11 @@ def no_socket(path: Path, error: OSError) -> ConfigError:
     )
 
 
-class Turn:
-    """Waits for a runtime directory's lock, and has it the moment it is free.
-
-    A thread is blocked in the kernel for that. Nothing calls it back: it ends with the lock or
-    with the process.
-
-    Attributes:
-        fd: the locked file; -1 until then.
-        done_fd: readable when the lock is there.
-    """
-
-    def __init__(self, runtime: RuntimeDir) -> None:
-        self.fd = -1
-        self.done_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        self._file = runtime.lock_file
-        threading.Thread(target=self._take, name="kvd-lock", daemon=True).start()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether the lock is there, within `seconds`."""
-        poller = select.poll()
-        poller.register(self.done_fd, select.POLLIN)
-        return bool(poller.poll(seconds * 1000))
-
-    def close(self) -> None:
-        """Wait no more; the lock is somebody's own now."""
-        os.close(self.done_fd)
-
-    def _take(self) -> None:
-        try:
-            self.fd = _locked(self._file, fcntl.LOCK_EX)
-        except (OSError, ConfigError) as error:  # nobody has the lock, and whoever waits gives up
-            log.error("%s cannot be locked: %s", self._file, error)  # noqa: TRY400  # the reason is said
-            return
-        os.eventfd_write(self.done_fd, 1)
-
-    def __repr__(self) -> str:
-        return f"<Turn at {self._file} {'taken' if self.fd >= 0 else 'waiting'}>"
-
-
-def _locked(file: Path, how: int) -> int:
+def _locked(file: Path) -> int:
     """The file, made if need be, with a lock on what is at that path now.
 
     Raises:
-        BlockingIOError: somebody has the lock, and `how` does not wait.
+        BlockingIOError: another daemon has the lock.
         ConfigError: what is there is no lock of a daemon's, or every user may write there.
         OSError: the file cannot be opened.
     """
@@ -189,7 +138,7 @@ def _locked(file: Path, how: int) -> int:
     while True:
         fd = _opened(file, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(fd, how)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), file.lstat()):
                 return fd
         except FileNotFoundError:

@@ -30,7 +30,6 @@ from kvd.broker.reloading import ConfigReader
 from kvd.broker.reopen import open_pool
 from kvd.broker.requests import Requests
 from kvd.broker.runtime_dir import RuntimeDir
-from kvd.broker.takeover import take_over
 from kvd.broker.visitors import Visitors
 from kvd.config.loaded import Loaded
 from kvd.config.sources import Sources
@@ -50,13 +49,11 @@ from kvd.core.effects import (
     Notify,
     OpenPool,
     Reply,
-    RunLanes,
     SchedulerFds,
     SessionFds,
     StartLane,
     ToLane,
 )
-from kvd.core.handover import WayOut
 from kvd.errors import PoolError
 from kvd.filling import FillOrder
 from kvd.standstill import Standstill
@@ -78,31 +75,20 @@ class Service:
         sources: where they came from, for readings to come.
         version: name and version, for those who ask.
         cold: begin without what is kept.
-        handover: have a daemon that serves there leave to this one, once all that can fail
-            without that has been tried.
 
     Raises:
         KvdError: it cannot start, with the remedy.
     """
 
     def __init__(
-        self,
-        loaded: Loaded,
-        sources: Sources,
-        version: str,
-        *,
-        cold: bool = False,
-        handover: bool = False,
+        self, loaded: Loaded, sources: Sources, version: str, *, cold: bool = False
     ) -> None:
         self.settings = settings = loaded.settings
         self._config = ConfigReader(sources)
         self._allowed = allow_list(settings.allow_users, settings.allow_groups)
         self._notifier = Notifier.from_environment(os.environ)
         self._runtime = RuntimeDir(Path(settings.runtime_dir))
-        if handover:
-            take_over(self._runtime, settings, cold=cold)
-        else:
-            self._runtime.lock()
+        self._runtime.lock()
         self._keep = Keep.of(settings, self._runtime.path, cold=cold)
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen
@@ -130,11 +116,6 @@ class Service:
             ),
             kept_bytes=self._keep.kept_bytes,
             surroundings=lambda: self._figures.read(self._requests.dropped),
-            way_out=WayOut(
-                uid=os.geteuid(),
-                managed=bool(self._notifier.address),
-                keeps=lambda: self._keep.keeps,
-            ),
         )
         self.core.reloading.loaded = loaded
         self.core.state.measures.started = time.time()
@@ -203,7 +184,6 @@ class Service:
             self._carry_out(self._config.turn(self.core.reloading))
             self.settings = self.core.state.settings
         self._carry_out(self.core.work())
-        self._carry_out(self.core.handover.turn(now, lanes_running=self._lanes.running))
         self._visitors.flush()
         self._http.turn(self._poller, ready, now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
@@ -281,8 +261,6 @@ class Service:
                     self._lanes.drop(effect.device)
                 case KillLane():
                     self._lanes.kill(effect.device)
-                case RunLanes(wanted=wanted):
-                    (self._lanes.start_again if wanted else self._lanes.stop)()
                 case _:
                     self._account(effect)
 
@@ -330,16 +308,14 @@ class Service:
 
     def _finished(self) -> bool:
         if not self._signals:
-            return self.core.handover.leaving
+            return False
         now = time.monotonic()
         if self._stop_at is None:
             self._note(Event("stopping: a signal came"))
             self._notifier.stopping(self.settings.drain_seconds)
-            self.core.handover.overtaken()
             self._stop_at = now + self.settings.drain_seconds
-            if not self.core.state.stopping:
-                self.core.state.stopping = True
-                self._lanes.stop()
+            self.core.state.stopping = True
+            self._lanes.stop()
         if not self._lanes.running or self._signals > 1:
             return True
         if now >= self._stop_at:
@@ -350,7 +326,7 @@ class Service:
     def _shutdown(self) -> None:
         self._http.close()
         self._notifier.stopping(0.0)
-        self._visitors.close()  # a daemon that waits for this one knows now that it leaves
+        self._visitors.close()
         self._door.close()
         self._receiver.close()
         self._requests.close()
@@ -360,8 +336,7 @@ class Service:
         if self._pool is not None:
             self._pool.close()
         self._keep.close()
-        # Last: with the lock a daemon that waits has all of it, and nothing here touches it again.
-        self._runtime.release(to_another=self.core.state.successor is not None)
+        self._runtime.release()  # last: the next daemon may start from here on
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._notifier.close()

@@ -19,24 +19,12 @@ log = logging.getLogger("kvd.cli")
 @click.command()
 @settings_options
 @click.option("--cold", is_flag=True, help="Begin without the chunks of the daemon before.")
-@click.option(
-    "--handover",
-    is_flag=True,
-    help="Have the daemon that serves there leave to this one, which goes on with its chunks.",
-)
 @click.option("-v", "--verbose", is_flag=True, help="Log every detail: --log-level debug.")
-def serve(
-    *, config: Path | None, cold: bool, handover: bool, verbose: bool, **options: str | None
-) -> None:
+def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | None) -> None:
     """Own a pool of host memory and serve it to inference engines until SIGTERM.
 
     Settings come from the defaults, one TOML file, the environment (KVD_CPU_BYTES and so on)
     and the options here; the later wins.
-
-    With --handover an upgrade costs engines a moment of misses: the new daemon tries all that
-    can fail before it asks the old one to leave, which finishes what has begun and ends with
-    exit status 0. Where something is wrong the old one serves on. Where none serves, this
-    starts as usual. Under systemd use systemctl restart.
 
     \b
     Examples:
@@ -44,7 +32,6 @@ def serve(
       kvd serve --runtime-dir /run/kvd --cpu-bytes auto
       kvd serve --config /etc/kvd/kvd.toml
       KVD_CPU_BYTES=64GiB kvd serve
-      kvd serve --config /etc/kvd/kvd.toml --handover
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     if verbose:
         options["log_level"] = "debug"
@@ -60,8 +47,7 @@ def serve(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # sessions bring descriptors
     try:
-        version = f"kvd {VERSION}"
-        status = Service(loaded, places, version, cold=cold, handover=handover).run()
+        status = Service(loaded, places, f"kvd {VERSION}", cold=cold).run()
     except KvdError as error:
         log.error("%s", error)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
         status = 1

@@ -12,7 +12,6 @@ from kvd.core.admission import check_names, refused
 from kvd.core.attachment import attached_notice
 from kvd.core.caching import Caching
 from kvd.core.effects import DropEngine, Effect, Event, Notify, Reply
-from kvd.core.handover import Handover, WayOut
 from kvd.core.lanes import Lane
 from kvd.core.measures import Surroundings
 from kvd.core.operations import Operations
@@ -58,7 +57,6 @@ class Broker:
         pid: the daemon's process id.
         devices: names of the devices that have a lane from the start.
         open_namespaces, available_bytes, surroundings, kept_bytes: see `BrokerState`.
-        way_out: whether another daemon may take over.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class Broker:
         available_bytes: Callable[[], int],
         kept_bytes: Callable[[], int | None] = lambda: None,
         surroundings: Callable[[], Surroundings] = Surroundings,
-        way_out: WayOut | None = None,
     ) -> None:
         self.state = BrokerState(
             settings,
@@ -94,7 +91,6 @@ class Broker:
         self._caching = Caching(self.state)
         self.supervision = Supervision(self.state, self._registration)
         self.reloading = Reloading(self.state)
-        self.handover = Handover(self.state, self._operations.sweeps, way_out or WayOut())
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
             Hello: self._hello,
             Register: self._registration.register,
@@ -104,7 +100,6 @@ class Broker:
             **self._caching.handlers(),
             **self._operations.handlers(),
             **self.reloading.handlers(),
-            **self.handover.handlers(),
         }
 
     # ------------------------------------------------------------- sessions
@@ -165,7 +160,6 @@ class Broker:
             freed += len(dropped)
         if engine is not None:
             effects.append(Event(f"{who} is gone{in_words(freed)}", fields=who.fields))
-        effects += self.handover.lost(session)
         session.machine.fire(SessionEvent.LOST)
         self.state.registry.remove(session)
         if engine is not None and not engine.sessions:

@@ -76,8 +76,6 @@ def _pool(state: BrokerState) -> Check:
 
 
 def _drain_text(state: BrokerState) -> str:
-    if state.successor is not None:
-        return f"handing over to pid {state.successor.pid}"
     if state.stopping:
         return "stopping"
     if state.drain is not None:

@@ -92,16 +92,6 @@ class KillLane:
 
 
 @dataclass(frozen=True, slots=True)
-class RunLanes:
-    """Whether lanes are to run. Where not, all finish what is queued, and end.
-
-    Where they are after all, those that have ended are reported lost, and are started again.
-    """
-
-    wanted: bool
-
-
-@dataclass(frozen=True, slots=True)
 class OpenPool:
     """Make the pool's memory, of a size that is now known."""
 
@@ -156,7 +146,6 @@ Effect: TypeAlias = (
     | StartLane
     | DropLane
     | KillLane
-    | RunLanes
     | OpenPool
     | DropFds
     | DropDirectory

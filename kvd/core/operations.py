@@ -55,7 +55,6 @@ class Operations:
         """No new stores. Loads go on: what is cached is of use until the daemon stops."""
         del message
         state = self._state
-        _refuse_in_handover(state)
         if state.stopping:
             raise Refused(ErrorCode.DRAINING, "the daemon is stopping and takes no stores already")
         effects: list[Effect] = []
@@ -71,7 +70,6 @@ class Operations:
     ) -> list[Effect]:
         state = self._state
         del message
-        _refuse_in_handover(state)
         if state.stopping:
             raise Refused(
                 ErrorCode.DRAINING,
@@ -179,15 +177,6 @@ def drain_report(state: BrokerState, now: float) -> dict[str, Any] | None:
         "stores_in_flight": stores,
         "leases_in_flight": leases,
     }
-
-
-def _refuse_in_handover(state: BrokerState) -> None:
-    if state.successor is not None:
-        raise Refused(
-            ErrorCode.DRAINING,
-            f"the daemon hands over to pid {state.successor.pid}, which will serve in a moment;"
-            " tell that one",
-        )
 
 
 def for_tools(handler: Handler) -> Handler:

@@ -34,16 +34,6 @@ class OperatorDrain:
     since: float
 
 
-@dataclass(frozen=True, slots=True)
-class Successor:
-    """A daemon that is taking over: its session, its pid as it says, who it is, since when."""
-
-    session: int
-    pid: int
-    by: Peer
-    since: float
-
-
 @dataclass(slots=True)
 class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
@@ -52,8 +42,7 @@ class BrokerState:
     `failed_lanes` says when a device's lane could last not start, and why.
     `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
 
-    `stopping`: lanes end, because SIGTERM has come, which nothing undoes, or for `successor`.
-    `drain` is undone by Resume, `successor` by the end of its session (`kvd.core.handover`).
+    `stopping`: a signal has come and lanes end, which nothing undoes; `drain` is undone by Resume.
 
     `kept_bytes` is the size of the pool that the daemon before left, if it can be used.
     `open_namespaces` supplies directory memory, `available_bytes` what the machine has to
@@ -76,7 +65,6 @@ class BrokerState:
     allocated: int = 0
     stopping: bool = False
     drain: OperatorDrain | None = None
-    successor: Successor | None = None
     surroundings: Callable[[], Surroundings] = Surroundings
     measures: Measures = field(default_factory=Measures)
     events: EventLog = field(default_factory=EventLog)
@@ -84,8 +72,8 @@ class BrokerState:
 
     @property
     def draining(self) -> bool:
-        """No new stores are taken: the daemon stops, hands over, or an operator said so."""
-        return self.stopping or self.drain is not None or self.successor is not None
+        """No new stores are taken: the daemon stops, or an operator drains it."""
+        return self.stopping or self.drain is not None
 
     @property
     def ready(self) -> bool:

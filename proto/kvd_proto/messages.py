@@ -606,28 +606,6 @@ class OlderEvicted(Message, frozen=True):
     bytes: Count
 
 
-class HandOver(Message, frozen=True):
-    """Leave to the daemon that asks; the end of its connection undoes that until it is done.
-
-    boot_id: of the daemon that is to leave, which no other can be by mistake.
-    pid: of the new one, as it sees itself.
-    """
-
-    boot_id: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    pid: Count
-
-
-class HandingOver(Message, frozen=True):
-    """The daemon leaves.
-
-    seconds: at most so many until it has left.
-    kept: whether its chunks stay for the new one.
-    """
-
-    seconds: Annotated[float, Meta(ge=0, le=1e9)]
-    kept: bool
-
-
 class Check(Message, frozen=True):
     """Look whether all that the broker believes fits together; nothing is changed."""
 
@@ -802,10 +780,8 @@ TAGS: dict[int, type[Message]] = {
     0x55: Cleared,
     0x56: EvictOlderThan,
     0x57: OlderEvicted,
-    0x58: HandOver,
-    0x59: HandingOver,
-    0x5A: Check,
-    0x5B: Checked,
+    0x58: Check,
+    0x59: Checked,
     0x60: ReloadConfig,
     0x61: ConfigReloaded,
     0x62: ShowConfig,
@@ -833,7 +809,6 @@ REPLY_OF: dict[type[Message], type[Message]] = {
     Resume: Resumed,
     Clear: Cleared,
     EvictOlderThan: OlderEvicted,
-    HandOver: HandingOver,
     Check: Checked,
     ReloadConfig: ConfigReloaded,
     ShowConfig: ConfigShown,

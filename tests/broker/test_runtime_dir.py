@@ -1,7 +1,7 @@
-"""The lock on a runtime directory: one daemon has it, and the next one waits for it."""
+"""The lock on a runtime directory, and the directories that a daemon accepts."""
 
+import fcntl
 import os
-import select
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -9,65 +9,40 @@ from pathlib import Path
 import pytest
 
 from kvd.broker.keep import Keep
-from kvd.broker.rehearsal import Place
-from kvd.broker.runtime_dir import RuntimeDir, Turn
+from kvd.broker.runtime_dir import RuntimeDir
 from kvd.errors import AlreadyRunning, ConfigError
-from kvd.settings import Settings
-
-PATIENCE = 60.0
 
 
-@pytest.fixture
-def held(runtime_dir: Path) -> RuntimeDir:
-    """A directory that is locked."""
-    runtime = RuntimeDir(runtime_dir)
-    runtime.lock()
-    return runtime
-
-
-@pytest.mark.parametrize("to_another", [False, True], ids=["removed", "left"])
-def test_who_waits_has_the_lock_of_the_file_that_is_there(
-    held: RuntimeDir, *, to_another: bool
-) -> None:
-    """Whether the file is removed or stays: afterwards nobody else can lock the directory."""
-    next_one = RuntimeDir(held.path)
-    turn = Turn(next_one)
-    assert not turn.wait(0.05)
-    held.release(to_another=to_another)
-    assert turn.wait(PATIENCE)
-    next_one.lock_after(turn)
-    assert next_one.holder() == str(os.getpid())
+def test_of_two_daemons_the_second_one_reads_who_holds_the_directory(runtime_dir: Path) -> None:
+    """It names the pid; after a release the directory is empty, and can be locked again."""
+    first, second = RuntimeDir(runtime_dir), RuntimeDir(runtime_dir)
+    first.lock()
     with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()} serves"):
-        RuntimeDir(held.path).lock()
-    next_one.release()
-    assert list(held.path.iterdir()) == []
+        second.lock()
+    first.release()
+    assert list(runtime_dir.iterdir()) == []
+    second.lock()
+    second.release()
 
 
-def test_the_lock_is_there_at_once_where_it_is_free(runtime_dir: Path) -> None:
-    """Nobody is waited for."""
-    runtime_dir.mkdir()
-    turn = Turn(RuntimeDir(runtime_dir))
-    assert turn.wait(PATIENCE)
-    assert turn.fd >= 0
-    os.close(turn.fd)
-    turn.close()
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that ends between another's open and its lock does not let two of them in."""
+    first, second = RuntimeDir(runtime_dir), RuntimeDir(runtime_dir)
+    first.lock()
+    flock = fcntl.flock
 
+    def after_the_end(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        first.release()
+        flock(fd, how)
 
-def test_of_many_that_wait_one_has_it(held: RuntimeDir) -> None:
-    """The others go on waiting, each for the one before, until all have had their turn."""
-    places = [RuntimeDir(held.path) for _ in range(4)]
-    turns = {turn.done_fd: (turn, place) for place in places for turn in [Turn(place)]}
-    poller = select.poll()
-    for fd in turns:
-        poller.register(fd, select.POLLIN)
-    held.release()
-    while turns:
-        ((fd, _),) = poller.poll(PATIENCE * 1000)
-        poller.unregister(fd)
-        turn, place = turns.pop(fd)
-        place.lock_after(turn)
-        assert not poller.poll(0)
-        place.release()
+    monkeypatch.setattr(fcntl, "flock", after_the_end)
+    second.lock()
+    with pytest.raises(AlreadyRunning):
+        first.lock()
+    second.release()
 
 
 def _linked(lock: Path, other: Path) -> None:
@@ -99,7 +74,6 @@ def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_is_written(
     with pytest.raises(ConfigError, match=r"kvd\.lock is a link or no plain file.*: remove it"):
         runtime.lock()
     assert runtime.holder() == "unknown"
-    assert not Turn(runtime).wait(0.05)
     assert other.read_text() == "what another program keeps"
 
 
@@ -114,7 +88,7 @@ def test_a_link_to_nothing_makes_no_file(runtime_dir: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mode", [0o777, 0o2777, 0o707])
 def test_a_directory_that_every_user_may_write_is_refused(runtime_dir: Path, mode: int) -> None:
-    """As runtime_dir and as pool_dir, also by whoever takes over: with the mode and the remedy."""
+    """As runtime_dir and as pool_dir: with the mode and the remedy."""
     runtime_dir.mkdir()
     runtime_dir.chmod(mode)
     remedy = rf"{mode:04o} lets every user .* chmod o-w {runtime_dir}, or chmod \+t"
@@ -122,8 +96,6 @@ def test_a_directory_that_every_user_may_write_is_refused(runtime_dir: Path, mod
         RuntimeDir(runtime_dir).lock()
     with pytest.raises(ConfigError, match=f"pool_dir = .*{remedy}"):
         Keep(runtime_dir, Path("/run/some"), keeps=True)
-    with pytest.raises(ConfigError, match=f"pool_dir = .*{remedy}"):
-        Place.of(Settings(pool_dir=str(runtime_dir)), Path("/run/some"))
     assert list(runtime_dir.iterdir()) == []
 
 

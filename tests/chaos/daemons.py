@@ -17,7 +17,6 @@ from tests.chaos.place import Place
 M = TypeVar("M", bound=Message)
 
 STOP_SECONDS = 30.0
-HANDOVER_SECONDS = 40.0
 ASK_SECONDS = 10.0
 NAP_SECONDS = 0.05
 
@@ -63,7 +62,6 @@ class Daemon:
         self.config: Config = USUAL
         self.log = place.folder / "daemon.log"
         self.starts = 0
-        self.handovers_refused = 0
         self._place = place
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,14 +78,14 @@ class Daemon:
         """Whether the broker has not ended."""
         return self._process is not None and self._process.poll() is None
 
-    def start(self, change: Config | None = None, *options: str) -> None:
+    def start(self, change: Config | None = None) -> None:
         """The next daemon, with the usual configuration but for the change."""
         if change is not None:
             self.config = {**USUAL, **change}
         self.starts += 1
         self._ended_by_us = False
         command = [sys.executable, "-m", "kvd_client.demo.tether", str(os.getpid())]
-        command += ["kvd", "serve", *options]
+        command += ["kvd", "serve"]
         for name, value in self.config.items():
             command += [f"--{name}", value]
         command += ["--runtime-dir", str(self._place.runtime_dir)]
@@ -118,32 +116,6 @@ class Daemon:
         if status == -number and (number == signal.SIGKILL or not self._serves()):
             return ""  # before it serves it has nothing to finish
         return f"the daemon ended with status {status}" if status else ""
-
-    def hand_over(self, change: Config) -> str:
-        """The next daemon takes over from this one, or gives up; what was wrong with that."""
-        old, before = self._process, self.config
-        if old is None or old.poll() is not None:
-            return "no daemon ran that could hand over"
-        served = self._serves()
-        self.start(change, "--handover")
-        new = self._process
-        assert new is not None
-        end = time.monotonic() + HANDOVER_SECONDS
-        while time.monotonic() < end:
-            if (status := old.poll()) is not None:
-                if status == 1 and not served:
-                    return ""  # the new daemon was the first to have the place
-                return f"it handed over and ended with {status}" if status else ""
-            if new.poll() is not None:
-                self._process, self.config = old, before
-                self.handovers_refused += 1
-                wrong = new.returncode != 1
-                return f"the new daemon ended with status {new.returncode}" if wrong else ""
-            time.sleep(NAP_SECONDS)
-        new.kill()
-        new.wait(STOP_SECONDS)
-        self._process, self.config = old, before
-        return f"neither daemon ended within {HANDOVER_SECONDS:g} s of a handover"
 
     def _serves(self) -> bool:
         """Whether the last daemon has said that it serves."""

@@ -125,15 +125,6 @@ def _restart(number: int) -> Inject:
     return inject
 
 
-def _hand_over(world: World, action: Action) -> Undo:
-    """To a daemon with another configuration; one that cannot leaves the old one serving."""
-    _broker(world)
-    complaint = world.daemon.hand_over(action.pick(CHANGES))
-    if complaint:
-        world.violated(complaint)
-    return _nothing
-
-
 # ------------------------------------------------------------ nothing is left
 
 
@@ -230,7 +221,6 @@ INJECTIONS: dict[str, Injection] = {
     "stop scheduler": Injection(_stop_client(World.schedulers), 2),
     "restart with SIGTERM": Injection(_restart(signal.SIGTERM), 1),
     "restart with SIGKILL": Injection(_restart(signal.SIGKILL), 1),
-    "restart with handover": Injection(_hand_over, 1),
     "starve broker of descriptors": Injection(_starve(_broker), 1.5),
     "starve lane of descriptors": Injection(_starve(_lanes), 1.5),
     "fill pool directory": Injection(_fill_pool_dir, 1.5),

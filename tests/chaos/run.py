@@ -128,7 +128,6 @@ class Run:
             "most_pinned": max(c.counters[Count.PINNED] for c in schedulers),
             "calls": world.total(Count.CALLS, [*ranks, *schedulers]),
             "daemons": world.daemon.starts,
-            "handovers_refused": world.daemon.handovers_refused,
             "clients": sum(client.started for client in world.clients.values()),
             "slowest_recovery_seconds": round(self.invariants.most_recovery, 1),
             "slowest_quiet_seconds": round(self.invariants.most_quiet, 1),

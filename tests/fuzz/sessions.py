@@ -17,7 +17,6 @@ from kvd_proto.messages import (
     EvictOlderThan,
     Fingerprint,
     Handles,
-    HandOver,
     Hello,
     HostHandle,
     Kind,
@@ -137,7 +136,6 @@ _ORDERS: list[Message] = [
     Clear(namespace=NAMESPACE),
     EvictOlderThan(seconds=3600.0),
     EvictOlderThan(seconds=0.0, namespace=NAMESPACE),
-    HandOver(boot_id=b"another daemon..", pid=1),
 ]
 
 
