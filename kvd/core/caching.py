@@ -10,7 +10,7 @@ from kvd.core.operations import Handler
 from kvd.core.sessions import Session
 from kvd.core.state import BrokerState
 from kvd.errors import Refused
-from kvd.state.decisions import Blocks
+from kvd.state.directory import Blocks
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     CompleteLoad,

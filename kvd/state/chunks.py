@@ -26,21 +26,18 @@ from kvd.errors import IntegrityError
 from kvd.state.ages import Ages
 from kvd.state.counters import Counters
 from kvd.state.decisions import (
-    Blocks,
     LoadDecision,
-    Refs,
+    Offer,
     ResetOutcome,
+    ReuseFilter,
     ShareOutcome,
     StoreDecision,
     StoreSummary,
-    covers,
 )
-from kvd.state.directory import DirectoryWriter
+from kvd.state.directory import Blocks, DirectoryWriter, Refs, covers
 from kvd.state.geometry import Geometry
 from kvd.state.ledger import KeptChunks
-from kvd.state.offers import Offer
 from kvd.state.policies import POLICIES
-from kvd.state.policy import ReuseFilter
 from kvd.state.pool import Pool
 from kvd.state.slots import Ints, Slots
 from kvd_proto.answers import StoreAnswer

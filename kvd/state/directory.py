@@ -10,14 +10,13 @@ written here and nowhere else, so that no way to free a slot can leave it out.
 
 import struct
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import IntegrityError, LedgerDamaged
-from kvd.state.decisions import Blocks
 from kvd.state.ledger import KeptChunks, Ledger
 from kvd_proto.directory import (
     KEY_BYTES,
@@ -39,6 +38,18 @@ _STATE, _KEY_LEN = 20, 21
 _READ_KEY = struct.Struct(f"<B10x{KEY_BYTES}s").unpack_from  # from the key's length on
 _WORDS = RECORD_BYTES // 8
 _FREE, _WRITING = int(SlotState.FREE), int(SlotState.WRITING)
+
+
+Blocks: TypeAlias = tuple[int, int]
+"""The first of some blocks of a chunk, and how many they are."""
+
+Refs: TypeAlias = list[tuple[int, int]]
+"""Slots, each with the generation that is meant."""
+
+
+def covers(held: Blocks, needed: Blocks) -> bool:
+    """Whether all blocks that are needed are held."""
+    return held[0] <= needed[0] and needed[0] + needed[1] <= held[0] + held[1]
 
 
 def directory_bytes(num_slots: int) -> int:

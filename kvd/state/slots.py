@@ -24,10 +24,9 @@ import numpy.typing as npt
 
 from kvd.errors import IntegrityError
 from kvd.state.ages import Ages
-from kvd.state.decisions import Refs, covers
-from kvd.state.directory import DirectoryWriter
+from kvd.state.directory import DirectoryWriter, Refs, covers
 from kvd.state.leases import Leases, Tickets
-from kvd.state.policy import Policy
+from kvd.state.policies import Policy
 from kvd.state.space import Space
 from kvd_proto.directory import SlotState
 

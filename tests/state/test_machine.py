@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from kvd.quota import Quota
-from kvd.state.decisions import Refs
+from kvd.state.directory import Refs
 from kvd.state.namespaces import Namespace, Namespaces
 from kvd_proto.answers import LookupResult, StoreAnswer
 

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.errors import IntegrityError
-from kvd.state.arc import ArcPolicy
-from kvd.state.lru import LruPolicy
-from kvd.state.policies import POLICIES
-from kvd.state.policy import Policy, ReuseFilter
+from kvd.state.decisions import ReuseFilter
+from kvd.state.policies import POLICIES, ArcPolicy, LruPolicy, Policy
 from kvd.state.slotlists import SlotLists
 
 Make = Callable[[int], Policy]

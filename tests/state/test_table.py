@@ -8,7 +8,7 @@ import pytest
 
 from kvd.errors import IntegrityError
 from kvd.state.chunks import ChunkTable
-from kvd.state.decisions import Refs
+from kvd.state.directory import Refs
 from kvd.state.namespaces import Namespaces
 from kvd_proto.answers import LookupResult, StoreAnswer
 from kvd_proto.directory import PROBE_LIMIT
