@@ -51,10 +51,9 @@ format: $(STAMP) ## format and fix what can be fixed
 bench: $(STAMP) ## measure the host backend; writes bench/out/host.json
 	$(BIN)/python bench/host.py
 
-docs: $(STAMP) ## write anew what is generated: protocol, settings, man page
+docs: $(STAMP) ## write what is generated: protocol, settings
 	$(BIN)/python docs/generate_protocol.py
 	$(BIN)/python docs/generate_configuration.py
-	$(BIN)/python docs/generate_man.py
 
 screenshot: $(STAMP) ## take anew the picture of the status page in the README
 	KVD_SCREENSHOT=docs/status-page.png $(BIN)/python -m pytest tests/http/test_page.py -k picture

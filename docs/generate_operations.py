@@ -72,9 +72,8 @@ def build(target: Path) -> None:
             tree,
             ignore=shutil.ignore_patterns(".venv*", ".git", ".*_cache", ".hypothesis", "out"),
         )
-        for name in ("pyproject.toml", "kvd/version.py"):
-            file = tree / name
-            file.write_text(file.read_text().replace('"0.1.0"', f'"{version}"'))
+        file = tree / "pyproject.toml"
+        file.write_text(file.read_text().replace('"0.1.0"', f'"{version}"'))
         pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(target)]
         subprocess.run([*pip, str(tree)], check=True)
         shutil.rmtree(tree)

@@ -14,9 +14,8 @@ _PLACES = {
 
 @click.command("help")
 @click.argument("names", metavar="[COMMAND]...", nargs=-1)
-@click.option("--man", is_flag=True, help="Print the manual page kvd(1) with every command.")
 @click.pass_context
-def help_command(context: click.Context, *, names: tuple[str, ...], man: bool) -> None:
+def help_command(context: click.Context, *, names: tuple[str, ...]) -> None:
     """Explain a command, or list them all.
 
     \b
@@ -24,16 +23,8 @@ def help_command(context: click.Context, *, names: tuple[str, ...], man: bool) -
       kvd help
       kvd help status
       kvd help config show
-      kvd help --man | man -l -
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     root = context.find_root()
-    if not isinstance(root.command, click.Group):
-        raise TypeError(f"{root.command!r} is no group of commands")
-    if man:
-        from kvd.cli.manual import man_page  # noqa: PLC0415  # it loads every command
-
-        print(man_page(root.command), end="")
-        return
     command, inner = _find(root, names)
     print(command.get_help(inner))
 
