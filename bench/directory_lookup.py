@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvd.state.directory import DirectoryWriter, directory_bytes
-from kvd.state.namespaces import Namespaces
+from kvd.cache.directory import DirectoryWriter, directory_bytes
+from kvd.cache.namespaces import Namespaces
 from kvd_proto.answers import LookupResult, StoreAnswer
 from kvd_proto.directory import DirectoryView, SlotState
 

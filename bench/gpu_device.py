@@ -11,10 +11,10 @@ import numpy.typing as npt
 from cuda.bindings import driver as bindings
 
 from kvd.errors import CudaError
-from kvd.lane.cuda import driver
-from kvd.lane.cuda.device import CudaDevice
-from kvd.lane.cuda.driver import BatchCopy
-from kvd.lane.device import Direction
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.backend import CudaDevice
+from kvd.lane.devices.cuda.driver import BatchCopy
+from kvd.lane.devices.device import Direction
 
 Bytes = npt.NDArray[np.uint8]
 WARM_SECONDS, WARM_BYTES = 1.0, 64 * 2**20

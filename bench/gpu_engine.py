@@ -10,8 +10,8 @@ import numpy.typing as npt
 from gpu_device import Gpu
 from harness import Daemon, engine_name, fresh_keys
 
-from kvd.lane.cuda import driver
-from kvd.lane.device import Direction
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.device import Direction
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker

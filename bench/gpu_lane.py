@@ -11,9 +11,9 @@ from gpu_device import Gpu
 from gpu_engine import Engine, pool_bytes
 from harness import Daemon, fresh_keys, median
 
-from kvd.lane.cuda import driver
-from kvd.lane.cuda.pinning import PinnedPool
-from kvd.lane.device import Direction
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.pinning import PinnedPool
+from kvd.lane.devices.device import Direction
 
 GIB = 2**30
 SECONDS = 120.0

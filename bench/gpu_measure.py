@@ -18,7 +18,7 @@ from gpu_device import Gpu, Reference
 from gpu_engine import Engine, pool_bytes
 from harness import MIB, Daemon, median
 
-from kvd.lane.device import Direction
+from kvd.lane.devices.device import Direction
 
 DIRECTIONS = {
     "store": (Direction.STORE,),

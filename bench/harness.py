@@ -15,8 +15,8 @@ from typing import Any, Self
 import numpy as np
 import psutil
 
-from kvd.control import Control
 from kvd.errors import NotRunning
+from kvd.wire.tool import Control
 from kvd_client.scheduler import Scheduler
 from kvd_proto.answers import LookupResult
 from kvd_proto.messages import Status, StatusReport

@@ -6,7 +6,7 @@ import time
 import numpy as np
 from harness import Daemon, Figures, engine_name, fresh_keys, median
 
-from kvd.state.directory import directory_bytes
+from kvd.cache.directory import directory_bytes
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker

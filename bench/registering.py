@@ -9,12 +9,12 @@ import time
 
 from harness import Figures, median
 
-from kvd.core.broker import Broker
-from kvd.core.effects import Effect, ToLane
-from kvd.core.sessions import Peer
-from kvd.link import LINK, Imported, LaneReady
-from kvd.settings import Settings
-from kvd.state.namespaces import Namespaces
+from kvd.broker.broker import Broker
+from kvd.broker.effects import Effect, ToLane
+from kvd.broker.sessions import Peer
+from kvd.cache.namespaces import Namespaces
+from kvd.config.settings import Settings
+from kvd.wire.link import LINK, Imported, LaneReady
 from kvd_proto.codec import WIRE
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint, Hello, HostHandle, Register

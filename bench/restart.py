@@ -18,13 +18,13 @@ from typing import Any
 
 from harness import Figures, median
 
-from kvd.broker.keep import Keep
-from kvd.broker.memory import PoolMemory
-from kvd.control import Control
-from kvd.core.identity import namespace_id
+from kvd.broker.identity import namespace_id
+from kvd.cache.namespaces import Keeping, Namespaces
+from kvd.daemon.kept_pool import Keep
+from kvd.daemon.memory import PoolMemory
 from kvd.errors import KvdError
-from kvd.filling import FillOrder
-from kvd.state.namespaces import Keeping, Namespaces
+from kvd.pool.filling import FillOrder
+from kvd.wire.tool import Control
 from kvd_client import Fingerprint, HostMemory, Scheduler, Worker
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import HostHandle, Register, Status, StatusReport

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import msgspec
 
-from kvd.state.directory import DirectoryWriter, directory_bytes
+from kvd.cache.directory import DirectoryWriter, directory_bytes
 from kvd_proto.answers import StoreAnswer
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState

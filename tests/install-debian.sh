@@ -4,7 +4,7 @@
 #   promtool                       alert rules                    tests/deploy
 #   systemd-analyze                the unit                       tests/deploy
 #   chromium                       the status page                tests/http
-#   cc, libzmq, msgpack for C      clients in C                   tests/c_client, tests/interop
+#   cc, libzmq, msgpack for C      clients in C                   tests/c_client, tests/wire
 #   buildah podman runc catatonit debootstrap   the image         make check-deploy
 set -eu
 missing=

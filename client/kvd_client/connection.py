@@ -1,6 +1,6 @@
-"""One connection to one daemon process: its door and its request socket.
+"""One connection to one daemon process: its control socket and its request socket.
 
-A connection is used under its session's lock, except for the door's reading
+A connection is used under its session's lock, except for the control socket's reading
 side, which belongs to the keeper. It never reconnects; a new one is made.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from kvd_client.door import Door
+from kvd_client.control_socket import ControlSocket
 from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
 from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.errors import DecodeError
@@ -63,7 +63,7 @@ def dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Soc
 
 
 class Connection:
-    """Door and request socket of one session, greeted and welcomed.
+    """Control socket and request socket of one session, greeted and welcomed.
 
     Args:
         context: the session's ZeroMQ context.
@@ -92,9 +92,9 @@ class Connection:
         self._given_up: dict[int, Message] = {}  # request id -> request
         self.late: list[tuple[Message, Message]] = []  # request given up, reply that came after
         self.owed: deque[Message] = deque()  # requests to be made when the daemon speaks again
-        self.door = Door(socket_path(runtime_dir, "door.sock"), end)
+        self.control_socket = ControlSocket(socket_path(runtime_dir, "control.sock"), end)
         try:
-            greeting = self.door.wait(end, stop)
+            greeting = self.control_socket.wait(end, stop)
             greeting.close()
             if isinstance(greeting.message, Error):
                 raise TurnedAway(greeting.message.text)
@@ -105,12 +105,12 @@ class Connection:
             self.pid = greeting.message.pid
             self._dealer = dealer(context, f"ipc://{socket_path(runtime_dir, 'broker.sock')}")
         except BaseException:
-            self.door.close()
+            self.control_socket.close()
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._dealer, zmq.POLLIN)
         # Only the hang-up: what can be read there is the keeper's.
-        self._poller.register(self.door.fileno(), zmq.POLLERR)
+        self._poller.register(self.control_socket.fileno(), zmq.POLLERR)
         self._poller.register(stop, zmq.POLLIN)
         try:
             welcome = self.exchange(hello, end, boot_id=NO_ID)
@@ -170,8 +170,8 @@ class Connection:
                 return True
 
     def send_handles(self, fds: list[int], end: float) -> None:
-        """See `Door.send_handles`."""
-        self.door.send_handles(fds, boot_id=self.boot_id, session=self.token, end=end)
+        """See `Control socket.send_handles`."""
+        self.control_socket.send_handles(fds, boot_id=self.boot_id, session=self.token, end=end)
 
     def _send(self, message: Message, boot_id: bytes | None) -> int:
         self._ids += 1
@@ -202,7 +202,7 @@ class Connection:
 
     def close(self) -> None:
         """Close both sockets."""
-        self.door.close()
+        self.control_socket.close()
         self._dealer.close(linger=0)
 
     def __repr__(self) -> str:

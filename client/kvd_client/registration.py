@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 from kvd_client.arguments import declared, shown
 from kvd_client.control import ControlPage
+from kvd_client.control_socket import MAX_FDS
 from kvd_client.cuda_memory import DeviceMemory
-from kvd_client.door import MAX_FDS
 from kvd_client.errors import UsageError
 from kvd_client.memory import HostMemory
 from kvd_proto.codec import WIRE

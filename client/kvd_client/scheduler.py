@@ -16,7 +16,7 @@ import numpy as np
 from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.attaching import AttachState, why_not_attached
 from kvd_client.block_ranges import Blocks, check_blocks, pack_blocks
-from kvd_client.door import Notice
+from kvd_client.control_socket import Notice
 from kvd_client.errors import UsageError
 from kvd_client.lookup_counts import LookupCounts
 from kvd_client.readiness import ReadyNews

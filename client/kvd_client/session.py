@@ -1,7 +1,7 @@
 """One session with the daemon: always there, connected or not.
 
 Requests are made on the caller's thread. One thread, the keeper, watches the
-door and connects again when the daemon is gone; it never speaks for a caller
+control socket and connects again when the daemon is gone; it never speaks for a caller
 and never keeps the process alive. While there is no daemon, or one that has
 let a deadline pass and has not answered a PING since, a request costs
 microseconds and comes to nothing.
@@ -23,7 +23,7 @@ import zmq
 
 from kvd_client.arguments import shown
 from kvd_client.connection import Connection, greeting_hello, socket_path
-from kvd_client.door import Notice
+from kvd_client.control_socket import Notice
 from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
 from kvd_proto.messages import Error, ErrorCode, Kind, Message
 from kvd_proto.printable import unprintable
@@ -47,7 +47,7 @@ class Handler(Protocol):
         """A connection is there. False: give it up and connect again later."""
 
     def on_notice(self, notice: Notice) -> None:
-        """The door said something. Descriptors that are not taken are closed afterwards."""
+        """The control socket said something. Descriptors that are not taken are closed afterwards."""
 
     def on_wake(self) -> bool:
         """`Session.wake` was called. False as for `on_open`."""
@@ -207,7 +207,7 @@ class Session:
         return reply
 
     def send_handles(self, fds: Sequence[int], seconds: float) -> bool:
-        """Send descriptors over the door, numbered from 0; whether the daemon took them."""
+        """Send descriptors over the control socket, numbered from 0; whether the daemon took them."""
         connection = self._connection
         if connection is None or self._silent:
             return False
@@ -295,9 +295,9 @@ class Session:
             self._pause(max(0.0, began + delay - time.monotonic()))
 
     def _watch(self, connection: Connection) -> None:
-        """Serve the door until it closes; returns when the connection is to be given up."""
+        """Serve the control socket until it closes; returns when the connection is to be given up."""
         poller = select.poll()
-        for fd in (connection.door.fileno(), self._wake, self._stop):
+        for fd in (connection.control_socket.fileno(), self._wake, self._stop):
             poller.register(fd, select.POLLIN)
         patience = None if self._news is None else REPORT_SECONDS * 1000
         told = time.monotonic()
@@ -314,8 +314,8 @@ class Session:
                 os.eventfd_read(self._wake)
                 if not self._handler.on_wake():
                     return
-            if connection.door.fileno() in ready:
-                while (notice := connection.door.receive()) is not None:
+            if connection.control_socket.fileno() in ready:
+                while (notice := connection.control_socket.receive()) is not None:
                     try:
                         self._handler.on_notice(notice)
                     finally:
@@ -375,7 +375,7 @@ class Session:
         self._events_lock = threading.Lock()
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close()  # closes the door's copy; ZeroMQ itself leaves foreign sockets alone
+            connection.close()  # closes the control socket's copy; ZeroMQ itself leaves foreign sockets alone
         self._close_events()
         self._handler.on_fork()
 

@@ -17,8 +17,8 @@ from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.attaching import AttachState, why_not_attached
 from kvd_client.chunk_blocks import ChunkBlocks, JobArrays, job_arrays
 from kvd_client.control import ControlPage, Timeline
+from kvd_client.control_socket import Notice
 from kvd_client.cuda_memory import DeviceMemory
-from kvd_client.door import Notice
 from kvd_client.errors import RegistrationError, Unavailable, UsageError
 from kvd_client.job_request import Integers, job_request
 from kvd_client.jobs import JobResult, JobTable

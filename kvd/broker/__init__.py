@@ -1,1 +1,1 @@
-"""The broker process: sockets, descriptors and lane processes around the decisions of kvd.core."""
+"""The broker's decisions: pure, no sockets, no processes, no clock of their own."""

@@ -1,165 +1,175 @@
-"""The lane processes as the broker's loop has them: started, heard, written to, ended."""
+"""Lanes as the broker sees them, and writes that are being called back."""
 
-import contextlib
-import itertools
-import logging
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-import zmq
+import numpy as np
+import numpy.typing as npt
 
-from kvd.broker.memory import PoolMemory
-from kvd.broker.supervisor import LaneProcess
-from kvd.core.broker import Broker
-from kvd.core.effects import Effect, FdName, ToLane
-from kvd.errors import BadDatagram, ChannelFull
-from kvd.link import LINK, Imported, ImportWorker, LaneReady, StopLane
-from kvd.seqpacket import close_all
-from kvd_proto.errors import DecodeError
+from kvd.client_names import Fields
+from kvd.metrics.histogram import Histogram
+from kvd.wire.link import LaneCounters, LanePong, Revoke, Spread
+from kvd_proto.arrays import IntArray
 
-log = logging.getLogger("kvd.broker")
+NOTHING_SAID = LanePong(
+    sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
+)
+"""What a lane holds that has not answered yet."""
 
 
-class Lanes:
-    """One process for each device that is to be served.
+@dataclass(slots=True)
+class Lane:
+    """One device's lane: its process, and what it last said.
 
-    Args:
-        runtime_dir: where their sockets go.
-        core: who is told of what they say, and of their ends.
-        poller: where their descriptors are registered.
-        carry_out: does what the core wants done.
+    on_demand: it came with the first worker of its device, and goes when it ends and none is left.
+    pins: it can use the pool only where it has pinned it.
+    failure: why the present process cannot serve, in its own words.
+    usable_bytes: how much of the pool it can copy, in the order of `kvd.pool.filling`.
+    pool_error: why that will never be all of it.
     """
 
-    def __init__(
-        self,
-        runtime_dir: Path,
-        core: Broker,
-        poller: zmq.Poller,
-        carry_out: Callable[[list[Effect]], None],
-    ) -> None:
-        self._runtime_dir = runtime_dir
-        self._core = core
-        self._poller = poller
-        self._carry_out = carry_out
-        self._incarnations = itertools.count(1)
-        self._processes: dict[str, LaneProcess] = {}
+    device: str
+    on_demand: bool = False
+    failure: str = ""
+    usable_bytes: int = 0
+    pool_error: str = ""
+    incarnation: int = 0
+    up: bool = False
+    pins: bool = False
+    pid: int = 0
+    endpoint: str = ""
+    last_seen: float = 0.0
+    restarts: int = 0
+    last_error: str = ""
+    pings: int = 0
+    last_ping: float = 0.0
+    killed: bool = False
+    pong: LanePong = NOTHING_SAID
+    past: LaneCounters = field(default_factory=LaneCounters)
 
     @property
-    def running(self) -> bool:
-        """Some process has not been reaped."""
-        return any(process.running for process in self._processes.values())
+    def state(self) -> str:
+        """One of "up", "starting" (it never was up), "down" (it was lost or cannot start)."""
+        if self.up:
+            return "up"
+        return "down" if self.last_error else "starting"
 
-    def add(self, device: str) -> None:
-        """Serve a device from now on."""
-        self._processes[device] = LaneProcess(
-            device, self._runtime_dir, self._incarnations, self._core.state.settings
-        )
+    @property
+    def fields(self) -> Fields:
+        """Identifiers of its present or last process, for events."""
+        return {"lane": self.device, "incarnation": self.incarnation, "pid": self.pid}
 
-    def drop(self, device: str) -> None:
-        """Serve it no more; its process has ended."""
-        del self._processes[device]
-
-    def kill(self, device: str) -> None:
-        """End a device's process without asking; the next one follows."""
-        self._processes[device].kill()
-
-    def lifeline(self, device: str) -> int:
-        """The descriptor whose end of file says that nothing of this lane moves bytes."""
-        return self._processes[device].lifeline
-
-    def start_due(self, pool: PoolMemory, now: float) -> None:
-        """Start every process that does not run and whose pause is over."""
-        for process in self._processes.values():
-            if process.running or now < process.start_at:
-                continue
-            try:
-                process.start(pool.fd, pool.nbytes)
-            except OSError as error:
-                text, lane = "lane %s cannot be started: %s", {"lane": process.device}
-                log.error(text, process.device, error, extra=lane)  # noqa: TRY400  # the reason is said
-                process.put_off(now)
-                continue
-            if process.channel is not None:
-                self._poller.register(process.channel.fileno(), zmq.POLLIN)
-            self._poller.register(process.pidfd, zmq.POLLIN)
-
-    def turn(self, ready: dict[object, int], now: float) -> None:
-        """Hear what lanes say, and notice those that have ended."""
-        for process in list(self._processes.values()):
-            self._hear(process, ready, now)
-
-    def _hear(self, process: LaneProcess, ready: dict[object, int], now: float) -> None:
-        channel = process.channel
-        if channel is None:
-            return
-        if channel.wants_write:
-            with contextlib.suppress(EOFError):  # what it said before is heard, and its end
-                channel.flush()
-        if channel.fileno() in ready:
-            try:
-                while (received := channel.recv()) is not None:
-                    self._message(process, *received, now)
-            except EOFError:
-                self._poller.unregister(channel.fileno())
-                process.kill()
-        if process.pidfd in ready:
-            for fd in (process.pidfd, channel.fileno()):
-                with contextlib.suppress(KeyError):
-                    self._poller.unregister(fd)
-            reason = process.reap(now)
-            if not self._core.state.stopping:
-                self._carry_out(self._core.supervision.lost(process.device, reason))
-
-    def _message(
-        self, process: LaneProcess, frame: bytes, fds: tuple[int, ...], now: float
-    ) -> None:
-        try:
-            _, message = LINK.decode(frame)
-        except DecodeError:
-            lane = {"lane": process.device}
-            log.exception("lane %s sent what is no message", process.device, extra=lane)
-            process.kill()
-            return
-        if isinstance(message, LaneReady) and fds:
-            process.lifeline, fds = fds[0], fds[1:]
-            process.served = True
-        close_all(fds)
-        self._carry_out(self._core.supervision.heard(process.device, message, now))
-
-    def send(self, effect: ToLane, resolve: Callable[[FdName | None], list[int]]) -> None:
-        """Write to a lane, with the descriptors that are named; one that does not listen is ended.
-
-        Args:
-            effect: what to send to whom.
-            resolve: the descriptors of a name.
-        """
-        process = self._processes[effect.device]
-        if process.channel is None:
-            return
-        try:
-            process.channel.send(LINK.encode(effect.message), resolve(effect.fd))
-        except BadDatagram as error:
-            if not isinstance(effect.message, ImportWorker):
-                raise
-            text = f"the layout is too large to hand to the lane: {error}"
-            refusal = Imported(session=effect.message.session, error=text)
-            self._carry_out(self._core.supervision.heard(effect.device, refusal, time.monotonic()))
-        except (ChannelFull, EOFError, OSError) as error:
-            lane = {"lane": effect.device}
-            log.error("lane %s does not listen (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the reason is said
-            process.kill()
-
-    def stop(self) -> None:
-        """Ask all to finish what is queued and to end."""
-        for device in self._processes:
-            self.send(ToLane(device, StopLane()), lambda _: [])
-
-    def close(self) -> None:
-        """End all without asking."""
-        for process in self._processes.values():
-            process.kill()
-            process.reap(time.monotonic())
+    @property
+    def counters(self) -> LaneCounters:
+        """Totals over all incarnations."""
+        return add_counters(self.past, self.pong.counters)
 
     def __repr__(self) -> str:
-        return f"<Lanes {list(self._processes.values())}>"
+        state = "up" if self.up else "down"
+        return f"<Lane {self.device}#{self.incarnation} {state}, {self.restarts} restarts>"
+
+
+def add_counters(left: LaneCounters, right: LaneCounters) -> LaneCounters:
+    """The sum, field by field."""
+    return LaneCounters(
+        store_bytes=left.store_bytes + right.store_bytes,
+        load_bytes=left.load_bytes + right.load_bytes,
+        store_ns=left.store_ns + right.store_ns,
+        load_ns=left.load_ns + right.load_ns,
+        jobs=_sum(left.jobs, right.jobs),
+        dropped_frames=left.dropped_frames + right.dropped_frames,
+        dropped_replies=left.dropped_replies + right.dropped_replies,
+        stages=_add_stages(left.stages, right.stages),
+        limits=_sum(left.limits, right.limits),
+    )
+
+
+def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
+    return {name: left.get(name, 0) + right.get(name, 0) for name in (*left, *right)}
+
+
+def histogram(spread: Spread) -> Histogram:
+    """What came over the link, to calculate with."""
+    return Histogram(spread.bounds, spread.counts, spread.sum)
+
+
+_Stages = dict[str, dict[str, Spread]]
+
+
+def _add_stages(left: _Stages, right: _Stages) -> _Stages:
+    stages = {way: dict(names) for way, names in left.items()}
+    for way, names in right.items():
+        known = stages.setdefault(way, {})
+        for name, spread in names.items():
+            known[name] = _add_spreads(known[name], spread) if name in known else spread
+    return stages
+
+
+def _add_spreads(left: Spread, right: Spread) -> Spread:
+    both = histogram(left) + histogram(right)
+    return Spread(bounds=both.bounds, counts=tuple(both.counts), sum=both.sum)
+
+
+class Revocations:
+    """Slots in DRAINING, and the lanes that have not yet said that nothing writes there."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[bytes, int, int], set[str]] = {}
+
+    def start(
+        self, namespace: bytes, slots: Iterable[tuple[int, int]], devices: Iterable[str]
+    ) -> Revoke:
+        """Ask `devices` about these (slot, generation) pairs; the message to send to each."""
+        pairs = list(slots)
+        names = set(devices)
+        for slot, generation in pairs:
+            self._waiting[(namespace, slot, generation)] = set(names)
+        return Revoke(
+            namespace=namespace,
+            slots=IntArray.of((slot for slot, _ in pairs), "u4"),
+            generations=IntArray.of((generation for _, generation in pairs), "u8"),
+        )
+
+    def answered(
+        self, device: str, namespace: bytes, slots: IntArray, generations: IntArray
+    ) -> list[tuple[int, int]]:
+        """The pairs that no lane writes to any more, now that `device` has answered."""
+        free = []
+        for slot, generation in zip(
+            slots.numpy().tolist(), generations.numpy().tolist(), strict=True
+        ):
+            waiting = self._waiting.get((namespace, slot, generation))
+            if waiting is None:
+                continue
+            waiting.discard(device)
+            if not waiting:
+                del self._waiting[(namespace, slot, generation)]
+                free.append((slot, generation))
+        return free
+
+    def lane_lost(self, device: str) -> dict[bytes, list[tuple[int, int]]]:
+        """A dead lane writes nowhere: the pairs, by namespace, that it alone held up."""
+        free: dict[bytes, list[tuple[int, int]]] = {}
+        for (namespace, slot, generation), waiting in list(self._waiting.items()):
+            waiting.discard(device)
+            if not waiting:
+                del self._waiting[(namespace, slot, generation)]
+                free.setdefault(namespace, []).append((slot, generation))
+        return free
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __repr__(self) -> str:
+        return f"<Revocations {len(self)} slots>"
+
+
+def arrays(
+    pairs: Iterable[tuple[int, int]],
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+    """(slot, generation) pairs as two arrays, u4 and u8."""
+    listed = list(pairs)
+    return (
+        np.array([slot for slot, _ in listed], dtype=np.uint32),
+        np.array([generation for _, generation in listed], dtype=np.uint64),
+    )

@@ -1,54 +1,145 @@
-"""Reads the configuration beside the loop: a disk may take its time, the loop may not."""
+"""The configuration of a running daemon: read again, taken up as far as that goes live, shown.
 
-import threading
-from types import FrameType
+A tool asks, or SIGHUP does. The file is read at the edge, by a thread, because
+a disk may take its time; whoever asks meanwhile is answered from the next
+reading, which sees what was written before the question.
+"""
 
-from kvd.config.loaded import Loaded
-from kvd.config.sources import Sources
-from kvd.core.effects import Effect
-from kvd.core.reloading import Reloading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvd.broker.effects import Effect, Event, Reply, ToLane
+from kvd.broker.operations import Handler, by, for_tools
+from kvd.broker.sessions import Session
+from kvd.broker.state import BrokerState
+from kvd.config.loaded import Change, Loaded, take_up
+from kvd.config.render import as_json
 from kvd.errors import ConfigError
-from kvd.logs.setup import set_level
+from kvd.wire.link import LaneLog
+from kvd_proto.messages import (
+    ConfigChange,
+    ConfigReloaded,
+    ConfigShown,
+    Error,
+    ErrorCode,
+    Message,
+    ReloadConfig,
+    ShowConfig,
+)
+
+_TEXT_LIMIT = 4096
 
 
-class ConfigReader:
-    """SIGHUP and readings on their way to the core.
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Who wants the configuration read: a request, or a signal where that is None."""
 
-    Args:
-        sources: where to read.
+    by: str
+    request: tuple[int, int] | None = None
+
+
+class Reloading:
+    """Decisions about the configuration over the shared state.
+
+    Attributes:
+        loaded: what holds, with its origins.
     """
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-        self._hung_up = False
-        self._outcome: Loaded | ConfigError | None = None
+    def __init__(self, state: BrokerState, loaded: Loaded | None = None) -> None:
+        self._state = state
+        self.loaded = loaded or Loaded(state.settings)
+        self._asked: list[_Asked] = []
+        self._served: list[_Asked] = []  # by the reading that is under way
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """SIGHUP's handler."""
-        del number, frame
-        self._hung_up = True
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Who serves which request."""
+        return {ReloadConfig: for_tools(self._reload), ShowConfig: for_tools(self._show)}
 
-    def turn(self, core: Reloading) -> list[Effect]:
-        """One turn of the broker's loop: what was read goes to the core, and begin to read."""
-        effects: list[Effect] = []
-        outcome, self._outcome = self._outcome, None
-        if outcome is not None:
-            effects += core.read(outcome)
-            set_level(core.loaded.settings.log_level)
-        if self._hung_up:
-            self._hung_up = False
-            core.hung_up()
-        if core.begin():
-            threading.Thread(target=self._read, name="kvd-config", daemon=True).start()
+    def hung_up(self) -> None:
+        """SIGHUP came."""
+        self._asked.append(_Asked("SIGHUP"))
+
+    @property
+    def under_way(self) -> bool:
+        """The configuration is being read."""
+        return bool(self._served)
+
+    def begin(self) -> bool:
+        """Whether the configuration is to be read now; `read` must follow."""
+        if self._served or not self._asked:
+            return False
+        self._served, self._asked = self._asked, []
+        return True
+
+    def read(self, outcome: Loaded | ConfigError) -> list[Effect]:
+        """The configuration as it is now, or why it cannot be used."""
+        served, self._served = self._served, []
+        who = ", ".join(asked.by for asked in served)
+        if isinstance(outcome, ConfigError):
+            problems = "; ".join(str(outcome).splitlines())
+            text = f"reload by {who} refused, the old settings hold: {problems}"
+            answer: Message = Error.of(ErrorCode.BAD_CONFIG, str(outcome))
+            effects: list[Effect] = [Event(text, "error")]
+        else:
+            effects, answer = self._take_up(outcome, who)
+        effects += [Reply(*asked.request, answer) for asked in served if asked.request is not None]
         return effects
 
-    def _read(self) -> None:
-        try:
-            self._outcome = self._sources.load()
-        except ConfigError as error:
-            self._outcome = error
-        except Exception as error:  # noqa: BLE001  # whoever waits for this must hear of it
-            self._outcome = ConfigError(f"the configuration cannot be read: {error!r}")
+    # --------------------------------------------------------------- helpers
 
-    def __repr__(self) -> str:
-        return f"<ConfigReader of {self._sources.file}>"
+    def _reload(
+        self, session: Session, request_id: int, message: ReloadConfig, now: float
+    ) -> list[Effect]:
+        del message, now
+        self._asked.append(_Asked(by(session.peer), (session.number, request_id)))
+        return []
+
+    def _show(
+        self, session: Session, request_id: int, message: ShowConfig, now: float
+    ) -> list[Effect]:
+        del message, now
+        return [Reply(session.number, request_id, ConfigShown(config=as_json(self.loaded)))]
+
+    def _take_up(self, read: Loaded, who: str) -> tuple[list[Effect], ConfigReloaded]:
+        old, state = self.loaded.settings, self._state
+        self.loaded, changes = take_up(self.loaded, read)
+        settings = state.settings = self.loaded.settings
+        state.registry.max_sessions = settings.max_sessions
+        state.registry.max_sessions_per_user = settings.max_sessions_per_user
+        if state.namespaces is not None:
+            state.namespaces.set_times(
+                lease_seconds=settings.lease_seconds, ticket_seconds=settings.ticket_seconds
+            )
+            state.namespaces.limit = settings.max_namespaces
+            if settings.quota != old.quota:
+                state.namespaces.pool.set_quotas(settings.quotas(state.namespaces.cpu_bytes))
+        effects: list[Effect] = []
+        if settings.log_level != old.log_level:
+            level = LaneLog(level=settings.log_level)
+            effects += [ToLane(device, level) for device in state.lanes]
+        effects.append(Event(f"configuration reloaded by {who}: {_words(changes)}"))
+        effects += [Event(text, "warning") for text in read.warnings]
+        answer = ConfigReloaded(
+            file=str(read.file or ""),
+            changes=tuple(
+                ConfigChange(
+                    key=change.key,
+                    old=str(change.old),
+                    new=str(change.new),
+                    origin=change.origin[:_TEXT_LIMIT],
+                    live=change.live,
+                )
+                for change in changes
+            ),
+            warnings=read.warnings,
+        )
+        return effects, answer
+
+
+def _words(changes: Iterable[Change]) -> str:
+    live = [str(change) for change in changes if change.live]
+    later = [str(change) for change in changes if not change.live]
+    parts = [", ".join(live)] if live else []
+    if later:
+        parts.append(f"at the next restart: {', '.join(later)}")
+    return "; ".join(parts) or "nothing changed"

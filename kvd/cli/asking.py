@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from kvd.control import Control
 from kvd.errors import NotRunning, Refused
+from kvd.wire.tool import Control
 from kvd_proto.durations import parse_duration
 from kvd_proto.errors import DurationError
 

@@ -9,7 +9,7 @@ import click
 
 from kvd.cli.asking import control, duration
 from kvd.cli.options import runtime_dir_option
-from kvd.control import Control
+from kvd.wire.tool import Control
 from kvd_proto.messages import Drain, Drained, Resume, Resumed, Status, StatusReport
 
 _POLL_SECONDS = 0.1

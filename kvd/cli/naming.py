@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from kvd.control import Control
+from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 
 ALL = "all namespaces"

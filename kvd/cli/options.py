@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import click
 
 from kvd.config.about import Known
+from kvd.config.settings import KNOWN
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
 from kvd.errors import ConfigError
-from kvd.settings import KNOWN
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
-from kvd.broker.keep import Keep, area_name
-from kvd.broker.runtime_dir import RuntimeDir
 from kvd.cli.options import settings_options, sources
+from kvd.daemon.kept_pool import Keep, area_name
+from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.errors import ConfigError, KvdError
 from kvd_proto.sizes import format_size
 

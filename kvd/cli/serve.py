@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from kvd.broker.service import Service
 from kvd.cli.options import settings_options, sources
+from kvd.daemon.loop import Service
 from kvd.errors import ConfigError, KvdError
 from kvd.logs.setup import configure
 from kvd.version import VERSION

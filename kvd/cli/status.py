@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from kvd.cli.options import runtime_dir_option
-from kvd.control import Control
 from kvd.errors import NotRunning
+from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 
 _POLL_SECONDS = 0.05

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvd.watch.history import quantile
-from kvd.watch.words import NOTHING, duration, number, percent, several, size
+from kvd.report.history import quantile
+from kvd.report.words import NOTHING, duration, number, percent, several, size
 
 _REFUSED = ("present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
 

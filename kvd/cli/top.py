@@ -11,9 +11,9 @@ import click
 from kvd.cli.keys import Keys
 from kvd.cli.options import runtime_dir_option
 from kvd.cli.top_view import picture, waiting
-from kvd.control import Control
 from kvd.errors import NotRunning
-from kvd.watch.history import History, Report
+from kvd.report.history import History, Report
+from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 
 _ANSWER_SECONDS = 2.0

@@ -10,9 +10,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from kvd.watch import words
-from kvd.watch.advice import Problem, problems
-from kvd.watch.history import History, Report, Span, merged, quantile
+from kvd.report import words
+from kvd.report.advice import Problem, problems
+from kvd.report.history import History, Report, Span, merged, quantile
 
 BAR_CELLS = 50
 SPARK_CELLS = 48

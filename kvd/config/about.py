@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvd.config.listen import parse_listen
 from kvd.errors import KvdError
-from kvd.listen import parse_listen
 from kvd_proto.errors import ProtoError, SizeError
 from kvd_proto.sizes import format_size, parse_size
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvd.settings import KNOWN, Settings
+from kvd.config.settings import KNOWN, Settings
 
 DEFAULT = "default"
 

@@ -4,8 +4,8 @@ import tomllib
 from typing import Any
 
 from kvd.config.about import Mark
+from kvd.config.quota import QuotaTable, quotas_of
 from kvd.errors import ConfigError
-from kvd.quota import QuotaTable, quotas_of
 
 
 class QuotasText(Mark):

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvd.config.about import Known
 from kvd.config.loaded import DEFAULT, Loaded
-from kvd.settings import KNOWN
+from kvd.config.settings import KNOWN
 
 _HEAD = """\
 # kvd's settings. Copy it to /etc/kvd/kvd.toml and remove the # where a value is to change;

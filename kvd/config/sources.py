@@ -17,8 +17,8 @@ from typing import Any
 
 from kvd.config.about import ENVIRONMENT_PREFIX
 from kvd.config.loaded import DEFAULT, Loaded
+from kvd.config.settings import KNOWN, Settings, contradictions
 from kvd.errors import ConfigError
-from kvd.settings import KNOWN, Settings, contradictions
 
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 FILE_VARIABLE = "KVD_CONFIG"

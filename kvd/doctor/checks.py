@@ -4,14 +4,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from kvd.broker.places import danger
 from kvd.doctor.facts import Facts, RuntimeFacts, UnseenError
 from kvd.doctor.findings import Finding, fail, ok, warn
-from kvd.lane.cuda import driver
+from kvd.lane.devices.cuda import driver
+from kvd.machine.places import danger
 from kvd_proto.sizes import format_size
 
 OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is the long-term one
-FILES_PER_SESSION = 4  # door, pidfd, and what a worker hands over
+FILES_PER_SESSION = 4  # control socket, pidfd, and what a worker hands over
 SPARE_FILES = 256
 _OWNER_ONLY = 0o007
 

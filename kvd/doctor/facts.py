@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 
 import psutil
 
-from kvd.broker.cgroup import MemoryLimit, memory_limit
-from kvd.broker.http import bind_tcp
-from kvd.broker.runtime_dir import MAX_DIRECTORY_BYTES
-from kvd.control import Control
+from kvd.config.listen import parse_listen
+from kvd.config.settings import Settings
+from kvd.daemon.http_process import bind_tcp
+from kvd.daemon.runtime_dir import MAX_DIRECTORY_BYTES
 from kvd.doctor.gpus import Gpus, ask_gpus
 from kvd.errors import ConfigError, NotRunning
-from kvd.listen import parse_listen
-from kvd.settings import Settings
+from kvd.machine.cgroup import MemoryLimit, memory_limit
+from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 
 _ANSWER_SECONDS = 3.0

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvd.errors import CudaError, CudaMissing
-from kvd.lane.cuda import driver
+from kvd.lane.devices.cuda import driver
 
 _PATIENCE_SECONDS = 20.0
 

@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 from kvd.errors import ChannelFull, KvdError
-from kvd.lane.device import Device
-from kvd.lane.host import HostDevice
+from kvd.lane.devices.device import Device
+from kvd.lane.devices.host import HostDevice
 from kvd.lane.lifeline import hold_pool, move_up, open_lifeline
+from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT
-from kvd.lane.service import LaneService
 from kvd.lane.sockets import Sockets
-from kvd.link import LINK, LaneFailed, lane_socket
 from kvd.logs.setup import configure_child
-from kvd.seqpacket import Channel
-from kvd.tether import tie_to_parent
+from kvd.machine.parent_death import tie_to_parent
+from kvd.wire.link import LINK, LaneFailed, lane_socket
+from kvd.wire.seqpacket import Channel
 from kvd_proto.devices import HOST
 
 log = logging.getLogger("kvd.lane")
@@ -74,8 +74,8 @@ def _device(options: argparse.Namespace) -> Device:
     if options.device == HOST:
         return HostDevice(options.pool_fd, options.pool_bytes)
     # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
-    from kvd.lane.cuda.device import CudaDevice, Options  # noqa: PLC0415
-    from kvd.lane.cuda.naming import show_slice  # noqa: PLC0415
+    from kvd.lane.devices.cuda.backend import CudaDevice, Options  # noqa: PLC0415
+    from kvd.lane.devices.cuda.uuids import show_slice  # noqa: PLC0415
 
     show_slice(options.device)
     # Lanes that follow this one need not measure the device again.

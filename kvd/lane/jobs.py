@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvd.lane.device import Direction
+from kvd.client_names import Fields
+from kvd.lane.devices.device import Direction
 from kvd.lane.workers import Binding, Worker
-from kvd.link import ShareDone
-from kvd.who import Fields
+from kvd.wire.link import ShareDone
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import JobShapeError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.errors import BadDatagram, ImportFailed, LaneError
-from kvd.lane.device import Direction
+from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import LaneJob
 from kvd.lane.outbox import Outbox
 from kvd.lane.reports import TEXT_LIMIT, Reports
@@ -17,7 +17,8 @@ from kvd.lane.runner import Runner
 from kvd.lane.sockets import FRAMES_PER_TURN, Sockets
 from kvd.lane.tally import Tally
 from kvd.lane.workers import Binding, Worker, Workers, who_is
-from kvd.link import (
+from kvd.logs.setup import set_level
+from kvd.wire.link import (
     LINK,
     BindWorker,
     Imported,
@@ -32,8 +33,7 @@ from kvd.link import (
     StopLane,
     UnbindWorker,
 )
-from kvd.logs.setup import set_level
-from kvd.seqpacket import close_all
+from kvd.wire.seqpacket import close_all
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import JobStatus, Message
 from kvd_proto.states import JobState

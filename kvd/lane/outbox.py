@@ -8,8 +8,8 @@ written comes before what is said of it.
 import time
 from collections.abc import Iterable
 
-from kvd.link import LINK, ShareDone
-from kvd.seqpacket import Channel
+from kvd.wire.link import LINK, ShareDone
+from kvd.wire.seqpacket import Channel
 from kvd_proto.messages import Message
 
 SHARES_WAIT_SECONDS = 1e-3

@@ -1,6 +1,6 @@
 """What workers are told: answers, refusals, and the Done of every job that has ended."""
 
-from kvd.lane.device import Direction
+from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import ReplyTo
 from kvd.lane.outbox import Outbox
 from kvd.lane.runner import Runner

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 
 from kvd.errors import IntegrityError, LaneError
-from kvd.lane.device import Device, Direction, Finished, Transfer, TransferId
+from kvd.lane.devices.device import Device, Direction, Finished, Transfer, TransferId
 from kvd.lane.jobs import VOID_TEXT, Chunks, LaneJob, ReplyTo
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker

@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from kvd.router import Received, Router
-from kvd.seqpacket import Channel
+from kvd.wire.router import Received, Router
+from kvd.wire.seqpacket import Channel
 from kvd_proto.codec import MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)

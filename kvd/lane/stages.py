@@ -6,10 +6,10 @@ it started. copied: first to last byte. reported: last byte until Done was sent.
 ended ok counts once in every stage.
 """
 
-from kvd.histogram import Histogram
-from kvd.lane.device import Direction
+from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import LaneJob
-from kvd.link import Spread
+from kvd.metrics.histogram import Histogram
+from kvd.wire.link import Spread
 
 STAGE_BOUNDS = (
     *(20e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3),

@@ -2,11 +2,11 @@
 
 from collections import Counter
 
-from kvd.lane.device import Direction
+from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import LaneJob
 from kvd.lane.sockets import Sockets
 from kvd.lane.stages import Stages
-from kvd.link import LaneCounters
+from kvd.wire.link import LaneCounters
 from kvd_proto.messages import JobStatus
 
 

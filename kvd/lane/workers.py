@@ -9,12 +9,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvd.client_names import Who
 from kvd.errors import ImportFailed, LaneError
-from kvd.lane.device import Device, MemoryId
+from kvd.lane.devices.device import Device, MemoryId
 from kvd.lane.once import Once
-from kvd.link import BindWorker, ImportWorker
-from kvd.sealed import size_of
-from kvd.who import Who
+from kvd.machine.sealed import size_of
+from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.control import CONTROL_BYTES, TIMELINE_WORD
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError, LayoutError

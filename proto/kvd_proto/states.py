@@ -17,7 +17,7 @@ from kvd_proto.errors import IllegalTransition
 class SessionState(StrEnum):
     """Where one session stands, as the broker sees it."""
 
-    CONNECTED = "connected"  # at the door, token given
+    CONNECTED = "connected"  # at the control socket, token given
     WELCOMED = "welcomed"  # handshake done
     REGISTERED = "registered"  # a worker whose memory the lane has imported
     CLOSED = "closed"

@@ -169,7 +169,7 @@ void integers(const struct message *message, const char *name, uint64_t *into, s
 static void control_connect(struct session *session) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   struct timeval patience = {.tv_sec = PATIENCE_MS / 1000};
-  int length = snprintf(address.sun_path, sizeof address.sun_path, "%s/door.sock",
+  int length = snprintf(address.sun_path, sizeof address.sun_path, "%s/control.sock",
                         session->runtime_dir);
   if (length < 0 || (size_t)length >= sizeof address.sun_path) die("the path is too long");
   session->control = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);

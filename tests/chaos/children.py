@@ -64,7 +64,7 @@ class Proxy:
 
 def start_module(module: str, arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
     """Run a module of this harness; the kernel ends it with this process."""
-    tether = ["-m", "kvd_client.demo.tether", str(os.getpid())]
+    tether = ["-m", "kvd_tools.demo.tether", str(os.getpid())]
     with log.open("ab") as sink:
         return subprocess.Popen(
             [sys.executable, *tether, module, *arguments],

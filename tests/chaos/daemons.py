@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvd.control import Control
 from kvd.errors import NotRunning
+from kvd.wire.tool import Control
 from kvd_proto.messages import Message, Status, StatusReport
 from tests.chaos.place import Place
 
@@ -84,7 +84,7 @@ class Daemon:
             self.config = {**USUAL, **change}
         self.starts += 1
         self._ended_by_us = False
-        command = [sys.executable, "-m", "kvd_client.demo.tether", str(os.getpid())]
+        command = [sys.executable, "-m", "kvd_tools.demo.tether", str(os.getpid())]
         command += ["kvd", "serve"]
         for name, value in self.config.items():
             command += [f"--{name}", value]

@@ -34,14 +34,17 @@ def _client(
     lanes = [str(path) for path in runtime_dir.glob("lane-*.sock")]
     target = chance.choice([str(runtime_dir / "broker.sock"), *lanes])
     sent = 0
-    with _door(runtime_dir) as (door, boot_id, token), context.socket(zmq.DEALER) as dealer:
+    with (
+        _control_socket(runtime_dir) as (control_socket, boot_id, token),
+        context.socket(zmq.DEALER) as dealer,
+    ):
         dealer.linger = 0
         dealer.connect(f"ipc://{target}")
         for frame in _frames(chance, boot_id, token):
             sent += 1
             if chance.random() < 0.2:
                 with contextlib.suppress(OSError):
-                    door.send(frame or b"\0", socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                    control_socket.send(frame or b"\0", socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
             else:
                 with contextlib.suppress(zmq.Again):
                     dealer.send(frame, zmq.NOBLOCK)
@@ -53,13 +56,13 @@ def _client(
 
 
 @contextmanager
-def _door(runtime_dir: Path) -> Iterator[tuple[socket.socket, bytes, bytes]]:
-    """A connection at the door, and what the greeting says of it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.settimeout(PATIENCE)
-        door.connect(str(runtime_dir / "door.sock"))
-        header = WIRE.decode_header(door.recv(65536))
-        yield door, header.boot_id, header.session
+def _control_socket(runtime_dir: Path) -> Iterator[tuple[socket.socket, bytes, bytes]]:
+    """A connection at the control socket, and what the greeting says of it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control_socket:
+        control_socket.settimeout(PATIENCE)
+        control_socket.connect(str(runtime_dir / "control.sock"))
+        header = WIRE.decode_header(control_socket.recv(65536))
+        yield control_socket, header.boot_id, header.session
 
 
 def _frames(chance: random.Random, boot_id: bytes, token: bytes) -> Iterator[bytes]:

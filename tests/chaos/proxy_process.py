@@ -2,7 +2,7 @@
 
     python -m tests.chaos.proxy_process FOLDER REAL_RUNTIME_DIR OWN_RUNTIME_DIR SEED
 
-Door, request socket and lanes' sockets are there under the same names. While word 0 of
+Control socket, request socket and lanes' sockets are there under the same names. While word 0 of
 the file `faults` is set, messages are delayed, duplicated, truncated, reordered and lost;
 the words after it count how many.
 """
@@ -140,7 +140,7 @@ class Relay:
 
 
 class Proxy:
-    """Doors and relays of one runtime directory."""
+    """Control sockets and relays of one runtime directory."""
 
     def __init__(self, folder: Path, real: Path, own: Path, seed: int) -> None:
         own.mkdir(exist_ok=True)
@@ -150,26 +150,26 @@ class Proxy:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._relays: OrderedDict[str, Relay] = OrderedDict()
         self._relay("broker.sock")
-        door = own / "door.sock"
-        door.unlink(missing_ok=True)
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._door.bind(str(door))
-        self._door.listen(64)
-        self._door.setblocking(False)  # the socket API's own form
+        control_socket = own / "control.sock"
+        control_socket.unlink(missing_ok=True)
+        self._control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control_socket.bind(str(control_socket))
+        self._control_socket.listen(64)
+        self._control_socket.setblocking(False)  # the socket API's own form
         self._other: dict[int, tuple[socket.socket, socket.socket, bool]] = {}
 
     def run(self) -> None:
         """Until the run ends."""
         while self._phase[0] != Phase.END:
             poller = zmq.Poller()
-            poller.register(self._door.fileno(), zmq.POLLIN)
+            poller.register(self._control_socket.fileno(), zmq.POLLIN)
             for fd in self._other:
                 poller.register(fd, zmq.POLLIN)
             for relay in self._relays.values():
                 for sock in (relay.socket, *relay.peers.values()):
                     poller.register(sock, zmq.POLLIN)
             ready = dict(poller.poll(self._wire.patience_ms))
-            if self._door.fileno() in ready:
+            if self._control_socket.fileno() in ready:
                 self._let_in()
             for fd in [fd for fd in self._other if fd in ready]:
                 if fd in self._other:
@@ -187,14 +187,14 @@ class Proxy:
             oldest = next(key for key in self._relays if key != "broker.sock")
             self._relays.pop(oldest).close()
 
-    # ----------------------------------------------------------------- doors
+    # ----------------------------------------------------------------- control sockets
 
     def _let_in(self) -> None:
-        client, _ = self._door.accept()
+        client, _ = self._control_socket.accept()
         daemon = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             daemon.settimeout(SEND_SECONDS)
-            daemon.connect(str(self._real / "door.sock"))
+            daemon.connect(str(self._real / "control.sock"))
         except OSError:
             client.close()
             daemon.close()

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvd.cli import cli
-from kvd.settings import KNOWN
+from kvd.config.settings import KNOWN
 
 
 @pytest.fixture

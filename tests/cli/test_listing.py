@@ -7,13 +7,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvd.cli import cli
-from kvd.control import Control
-from kvd.http.exposition import Exposition
-from kvd.http.traffic import Traffic
+from kvd.report.http.exposition import Exposition
+from kvd.report.http.traffic import Traffic
+from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon
+from tests.report.reports import loaded_report
 from tests.waiting import eventually
-from tests.watch.reports import loaded_report
 
 EVIL = "a\x1b[2J\0\u202e"
 SHOWN = "a\\x1b[2J\\x00\\u202e"

@@ -12,11 +12,11 @@ from msgspec import Meta
 from docs import generate_configuration
 from kvd.config.about import Known, SizeText
 from kvd.config.loaded import DEFAULT
+from kvd.config.quota import Quota
 from kvd.config.render import as_json, as_toml, sample, toml_value
+from kvd.config.settings import KNOWN, Settings
 from kvd.config.sources import Sources
 from kvd.errors import ConfigError
-from kvd.quota import Quota
-from kvd.settings import KNOWN, Settings
 
 STRANGE = {
     "runtime_dir": st.sampled_from(["/a", "/tmp/with space", '/quo"te', "/é\x7f\\"]),
@@ -270,7 +270,7 @@ def test_a_tool_needs_only_the_runtime_directory(file: Path) -> None:
 
 
 def test_generated_files_are_current() -> None:
-    """deploy/kvd.toml and the table in docs/configuration.md say what kvd/settings.py says."""
+    """deploy/kvd.toml and the table in docs/configuration.md say what kvd/config/settings.py says."""
     page = generate_configuration.PAGE.read_text(encoding="utf-8")
     assert generate_configuration.page(page) == page, "run make docs"
     assert generate_configuration.SAMPLE.read_text(encoding="utf-8") == sample()

@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.cli.status_table import print_tables
-from tests.watch.reports import empty_report, loaded_report
+from tests.report.reports import empty_report, loaded_report
 
 
 @pytest.fixture(autouse=True)

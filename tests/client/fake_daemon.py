@@ -92,7 +92,7 @@ def directory_fd(keys: dict[bytes, int], boot_id: bytes) -> int:
 
 
 @dataclass(eq=False)
-class Visitor:
+class Connection:
     """One client session, as the fake sees it."""
 
     sock: socket.socket
@@ -113,7 +113,7 @@ class FakeDaemon:
         self.forgets_workers = False
         self.incarnation = 0
         self.replies: dict[type[Message], Callable[[Message], Message | None]] = dict(_REPLIES)
-        self.visitors: dict[int, Visitor] = {}
+        self.connections: dict[int, Connection] = {}
         self._tokens: set[bytes] = set()  # of those that have left, too
         self._seen = threading.Condition()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -122,12 +122,12 @@ class FakeDaemon:
         self._thawed = threading.Event()
         self._thawed.set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        for name in ("door.sock", "broker.sock"):
+        for name in ("control.sock", "broker.sock"):
             (runtime_dir / name).unlink(missing_ok=True)
         self._router = self._bind(f"ipc://{runtime_dir}/broker.sock")
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._door.bind(str(runtime_dir / "door.sock"))
-        self._door.listen()
+        self._control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control_socket.bind(str(runtime_dir / "control.sock"))
+        self._control_socket.listen()
         self._held: list[tuple[bytes, Header, Job]] = []
         self.lane: zmq.Socket[bytes] | None = None
         self._lifeline = (-1, -1)
@@ -145,7 +145,7 @@ class FakeDaemon:
         self.kill()
 
     def kill(self) -> None:
-        """Die: every socket, door and lifeline is closed at once."""
+        """Die: every socket, control socket and lifeline is closed at once."""
         if self._thread.is_alive():
             self._running = False
             self._thawed.set()  # not before: it would serve again
@@ -188,8 +188,8 @@ class FakeDaemon:
         """Tell every session that the engine is attached."""
 
         def attach() -> None:
-            for visitor in self.visitors.values():
-                self._attach(visitor)
+            for connection in self.connections.values():
+                self._attach(connection)
 
         self.call(attach)
 
@@ -197,8 +197,8 @@ class FakeDaemon:
         """Send a notice to every session."""
 
         def notify() -> None:
-            for visitor in self.visitors.values():
-                self._notify(visitor, message, fds)
+            for connection in self.connections.values():
+                self._notify(connection, message, fds)
 
         self.call(notify)
 
@@ -235,15 +235,15 @@ class FakeDaemon:
         def restart() -> None:
             self._close_lane()
             self._open_lane()
-            for visitor in self.visitors.values():
-                if visitor.hello is not None and visitor.hello.kind == "worker":
-                    self._lane_up(visitor)
+            for connection in self.connections.values():
+                if connection.hello is not None and connection.hello.kind == "worker":
+                    self._lane_up(connection)
 
         self.call(restart)
 
     def worker_fds(self) -> list[int]:
         """Descriptors that the one worker has sent."""
-        return next(v.fds for v in self.visitors.values() if v.fds)
+        return next(v.fds for v in self.connections.values() if v.fds)
 
     # ---------------------------------------------------- the daemon's thread
 
@@ -273,16 +273,16 @@ class FakeDaemon:
                 self._turn()
         finally:
             self._close_lane()
-            for visitor in self.visitors.values():
-                visitor.sock.close()
-                for fd in visitor.fds:
+            for connection in self.connections.values():
+                connection.sock.close()
+                for fd in connection.fds:
                     os.close(fd)
-            self._door.close()
+            self._control_socket.close()
             self._context.destroy(linger=0)
 
     def _turn(self) -> None:
         poller = zmq.Poller()
-        for source in (self._wake, self._door.fileno(), self._router, *self.visitors):
+        for source in (self._wake, self._control_socket.fileno(), self._router, *self.connections):
             poller.register(source, zmq.POLLIN)
         if self.lane is not None:
             poller.register(self.lane, zmq.POLLIN)
@@ -295,9 +295,9 @@ class FakeDaemon:
         self._thawed.wait()
         if not self._running:
             return
-        if self._door.fileno() in ready:
+        if self._control_socket.fileno() in ready:
             self._greet()
-        for fd in ready & self.visitors.keys():
+        for fd in ready & self.connections.keys():
             self._hear(fd)
         if self._router in ready:
             identity, frame = self._router.recv_multipart()
@@ -307,52 +307,52 @@ class FakeDaemon:
             self._job(identity, frame)
 
     def _greet(self) -> None:
-        sock, _ = self._door.accept()
-        visitor = Visitor(sock, os.urandom(16))
-        self._tokens.add(visitor.token)
-        self.visitors[sock.fileno()] = visitor
-        self._notify(visitor, Greeting(pid=os.getpid()))
+        sock, _ = self._control_socket.accept()
+        connection = Connection(sock, os.urandom(16))
+        self._tokens.add(connection.token)
+        self.connections[sock.fileno()] = connection
+        self._notify(connection, Greeting(pid=os.getpid()))
 
     def _hear(self, fd: int) -> None:
-        visitor = self.visitors[fd]
+        connection = self.connections[fd]
         try:
-            frame, fds, _, _ = socket.recv_fds(visitor.sock, 2**16, 250)
+            frame, fds, _, _ = socket.recv_fds(connection.sock, 2**16, 250)
         except ConnectionResetError:  # it has left without reading all
             frame, fds = b"", []
         if not frame:
-            del self.visitors[fd]
-            visitor.sock.close()
-            for one in visitor.fds:
+            del self.connections[fd]
+            connection.sock.close()
+            for one in connection.fds:
                 os.close(one)
             return
         _, message = WIRE.decode(frame)
         assert isinstance(message, Handles)
         with self._noting(message):
-            visitor.fds += fds
-        assert message.first + message.count == len(visitor.fds)
+            connection.fds += fds
+        assert message.first + message.count == len(connection.fds)
 
-    def _hear_out(self, visitor: Visitor) -> None:
-        """Take what it has sent by its door: polling may tell of a later request first."""
+    def _hear_out(self, connection: Connection) -> None:
+        """Take what it has sent by its control socket: polling may tell of a later request first."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while visitor.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                self._hear(visitor.sock.fileno())
+            while connection.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                self._hear(connection.sock.fileno())
 
-    def _notify(self, visitor: Visitor, message: Message, fds: tuple[int, ...] = ()) -> None:
-        frame = WIRE.encode(message, 0, self.boot_id, visitor.token)
+    def _notify(self, connection: Connection, message: Message, fds: tuple[int, ...] = ()) -> None:
+        frame = WIRE.encode(message, 0, self.boot_id, connection.token)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has left meanwhile
-            socket.send_fds(visitor.sock, [frame], list(fds))
+            socket.send_fds(connection.sock, [frame], list(fds))
 
-    def _attach(self, visitor: Visitor) -> None:
+    def _attach(self, connection: Connection) -> None:
         fd = directory_fd(self.keys, self.boot_id)
         message = Attached(
             namespace=NAMESPACE, world_size=1, bytes_per_chunk=4096, num_chunks=NUM_SLOTS
         )
-        self._notify(visitor, message, (fd,))
+        self._notify(connection, message, (fd,))
         os.close(fd)
 
-    def _lane_up(self, visitor: Visitor) -> None:
+    def _lane_up(self, connection: Connection) -> None:
         message = LaneUp(device="host", incarnation=self.incarnation, endpoint=self._endpoint)
-        self._notify(visitor, message, (self._lifeline[0],))
+        self._notify(connection, message, (self._lifeline[0],))
 
     @contextlib.contextmanager
     def _noting(self, message: Message) -> Iterator[None]:
@@ -364,17 +364,17 @@ class FakeDaemon:
 
     def _request(self, identity: bytes, frame: bytes) -> None:
         header, message = WIRE.decode(frame)
-        visitor = next((v for v in self.visitors.values() if v.token == header.session), None)
-        if visitor is None:
+        connection = next((v for v in self.connections.values() if v.token == header.session), None)
+        if connection is None:
             return
         if isinstance(message, Hello):
-            visitor.hello = message
+            connection.hello = message
         if isinstance(message, Register):
-            self._hear_out(visitor)
+            self._hear_out(connection)
         reply = self.replies[type(message)](message)
         with self._noting(message):
             if isinstance(reply, Registered):
-                self._lane_up(visitor)
+                self._lane_up(connection)
                 reply = msgspec.structs.replace(reply, incarnation=self.incarnation)
             if reply is not None:
                 frame = WIRE.encode(reply, header.request_id, self.boot_id, header.session)

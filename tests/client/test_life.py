@@ -176,7 +176,7 @@ def test_forked_child_has_a_closed_session(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_fork_does_not_hold_the_door_open(daemon: FakeDaemon) -> None:
+def test_fork_does_not_hold_the_control_socket_open(daemon: FakeDaemon) -> None:
     """The daemon sees the parent's end although a child that was forked before lives on."""
     memory = HostMemory.allocate(4096)
     worker = Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE)
@@ -190,7 +190,7 @@ def test_fork_does_not_hold_the_door_open(daemon: FakeDaemon) -> None:
         os._exit(0)
     os.close(read)
     worker._session.close()
-    eventually(lambda: not daemon.call(lambda: dict(daemon.visitors)))
+    eventually(lambda: not daemon.call(lambda: dict(daemon.connections)))
     os.close(write)
     os.waitpid(child, 0)
     memory.close()

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvd.broker.keep import area_name
-from kvd.control import Control
+from kvd.daemon.kept_pool import area_name
 from kvd.errors import NotRunning
+from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.waiting import PATIENCE, PAUSE, eventually
 

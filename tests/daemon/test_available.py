@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.broker import available
-from kvd.broker import cgroup as cgroup_module
-from kvd.broker.available import available_bytes
+from kvd.machine import available
+from kvd.machine import cgroup as cgroup_module
+from kvd.machine.available import available_bytes
 
 
 @pytest.fixture

@@ -39,7 +39,9 @@ def fill_up(path: Path) -> None:
 @pytest.mark.parametrize("more", [0, 1, 2, 3, 9])
 def test_whoever_is_here_works_on_without_descriptors(daemon: Daemon, more: int) -> None:
     """Newcomers at every socket find no descriptor; nobody ends, and later all are let in."""
-    door, requests = (daemon.runtime_dir / name for name in ("door.sock", "broker.sock"))
+    control_socket, requests = (
+        daemon.runtime_dir / name for name in ("control.sock", "broker.sock")
+    )
     with Engine(daemon.runtime_dir).wait_attached() as engine, ExitStack() as stack:
         engine.store(keys_of("known", 1))  # lanes know it now by its token
         keys = keys_of("kept", 4)
@@ -47,14 +49,14 @@ def test_whoever_is_here_works_on_without_descriptors(daemon: Daemon, more: int)
         jobs = next(daemon.runtime_dir.glob("lane-host-*.sock"))
         with descriptors_limited(daemon.process.pid, more), descriptors_limited(lane["pid"], more):
             for path, kind in (
-                (door, socket.SOCK_SEQPACKET),
+                (control_socket, socket.SOCK_SEQPACKET),
                 (requests, socket.SOCK_STREAM),
                 (jobs, socket.SOCK_STREAM),
             ):
                 for _ in range(20):
-                    visitor = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
-                    visitor.settimeout(PATIENCE)
-                    visitor.connect(str(path))
+                    connection = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+                    connection.settimeout(PATIENCE)
+                    connection.connect(str(path))
             with Engine(daemon.runtime_dir, name="late") as late:
                 assert not late.scheduler.wait_attached(0.5)
             assert engine.store(keys) == keys

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvd.core.broker import MAX_DESCRIPTORS
+from kvd.broker.broker import MAX_DESCRIPTORS
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.messages import Handles, Ping, Pong
 from tests.conftest import Daemon, StartDaemon
@@ -16,8 +16,8 @@ from tests.daemon.engines import Engine, keys_of
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_hostile import RawClient, said_at_the_end
 from tests.daemon.test_report import report_when
-from tests.raw_zmtp import connect, part, unfinished
 from tests.waiting import eventually
+from tests.wire.raw_zmtp import connect, part, unfinished
 
 MIB = 2**20
 ROOM = 64 * MIB  # for what else a process may need meanwhile
@@ -119,7 +119,7 @@ def test_one_descriptor_too_many_ends_the_session_and_is_counted(daemon: Daemon)
         for first in range(0, MAX_DESCRIPTORS + 1, 50):
             count = min(50, MAX_DESCRIPTORS + 1 - first)
             frame = WIRE.encode(Handles(first=first, count=count), 0, greedy.boot_id, greedy.token)
-            socket.send_fds(greedy.door, [frame], [null.fileno()] * count)
+            socket.send_fds(greedy.control_socket, [frame], [null.fileno()] * count)
     assert "at most" in said_at_the_end(greedy)
     counted(daemon, "broker", "descriptors")
     eventually(lambda: process.num_fds() <= before)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.control import Control
 from kvd.errors import NotRunning
+from kvd.wire.tool import Control
 from kvd_client import Fingerprint, HostMemory, Worker
 from kvd_client.errors import Unavailable
 from kvd_proto.codec import NO_ID, WIRE
@@ -30,7 +30,7 @@ def _reachable(runtime_dir: Path) -> None:
 def test_a_user_who_is_not_on_the_list_is_turned_away_with_one_error(
     start_daemon: StartDaemon,
 ) -> None:
-    """One ERROR at the door and the end of the connection; one line in the log; others go on."""
+    """One ERROR at the control socket and the end of the connection; one line in the log; others go on."""
     daemon = start_daemon("--allow-users", "4711")
     with as_user(), pytest.raises(NotRunning, match=f"uid {OTHER_UID}.*allow_users"):
         Control(daemon.runtime_dir)
@@ -85,9 +85,9 @@ def test_an_engine_of_another_user_cannot_be_joined(start_daemon: StartDaemon) -
         reply = thief.hello(engine="victim")
         assert code_of(reply) is ErrorCode.FORBIDDEN
         assert f"uid 0, this process to uid {OTHER_UID}" in text_of(reply)
-        thief.door.setblocking(False)  # the socket API's own form
+        thief.control_socket.setblocking(False)  # the socket API's own form
         with pytest.raises(BlockingIOError):
-            thief.door.recv(65536)
+            thief.control_socket.recv(65536)
         thief.close()
         assert victim.load(keys) == (2, 0)
 
@@ -112,11 +112,11 @@ def test_users_that_do_not_share_miss_each_others_chunks(start_daemon: StartDaem
 def test_who_is_turned_away_learns_no_token(start_daemon: StartDaemon) -> None:
     """What a refused peer gets is an ERROR with an empty session, then the end."""
     daemon = start_daemon("--allow-users", "4711")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.settimeout(PATIENCE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control_socket:
+        control_socket.settimeout(PATIENCE)
         with as_user():
-            door.connect(str(daemon.runtime_dir / "door.sock"))
-        header, message = WIRE.decode(door.recv(65536))
+            control_socket.connect(str(daemon.runtime_dir / "control.sock"))
+        header, message = WIRE.decode(control_socket.recv(65536))
         assert isinstance(message, Error)
         assert header.session == NO_ID
-        assert door.recv(65536) == b""
+        assert control_socket.recv(65536) == b""

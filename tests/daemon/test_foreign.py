@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.receiver import READ, serve
+from kvd.daemon.receiver import READ, serve
 from kvd_client import sealed
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import ErrorCode, Handles, Ping, Pong
@@ -28,7 +28,7 @@ from tests.waiting import PATIENCE, eventually
 
 def receivers(daemon: Daemon) -> set[int]:
     """The processes that receive descriptors and are not on their way out."""
-    return {child.pid for child in children_running(daemon.process.pid, "kvd.receiver")}
+    return {child.pid for child in children_running(daemon.process.pid, "kvd.daemon.receiver")}
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def hostile(daemon: Daemon, slow: SlowFilesystem) -> Iterator[RawClient]:
     client.hello(kind="worker", engine="hostile")
     file = os.open(slow.file, os.O_RDWR)
     frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
-    socket.send_fds(client.door, [frame], [file, file])
+    socket.send_fds(client.control_socket, [frame], [file, file])
     os.close(file)  # before a process is started that would inherit it, and be held
     try:
         yield client
@@ -142,7 +142,7 @@ def test_what_is_neither_memory_nor_device_is_named_and_ends_its_session(
         one.hello(kind="worker")
     fds = [os.memfd_create("good"), make()]
     frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
-    socket.send_fds(client.door, [frame], fds)
+    socket.send_fds(client.control_socket, [frame], fds)
     said = said_at_the_end(client)
     assert "descriptor 1 of those that were sent is neither a memory file nor a device" in said
     assert "F_ADD_SEALS, F_SEAL_SHRINK" in said
@@ -203,10 +203,10 @@ def test_what_was_not_read_goes_with_the_process_that_may_wait(daemon: Daemon) -
     """Junk before descriptors, and a hang-up: the session ends without a reset, and all goes on."""
     client = RawClient(daemon.runtime_dir)
     foreign = of_file()
-    client.door.send(b"junk")
+    client.control_socket.send(b"junk")
     with contextlib.suppress(BrokenPipeError):
         for _ in range(3):
-            socket.send_fds(client.door, [b"more"], [foreign])
+            socket.send_fds(client.control_socket, [b"more"], [foreign])
     said_at_the_end(client)
     os.close(foreign)
     client.close()

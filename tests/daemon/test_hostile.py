@@ -51,8 +51,8 @@ from tests.daemon.engines import POISON, Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_failures import wait_state
 from tests.descriptors import open_files
-from tests.raw_zmtp import connect, message
 from tests.waiting import DEADLINE, PATIENCE, eventually
+from tests.wire.raw_zmtp import connect, message
 
 
 class RawClient:
@@ -60,10 +60,10 @@ class RawClient:
 
     def __init__(self, runtime_dir: Path) -> None:
         self.runtime_dir = runtime_dir
-        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.door.settimeout(PATIENCE)
-        self.door.connect(str(runtime_dir / "door.sock"))
-        header, greeting = WIRE.decode(self.door.recv(65536))
+        self.control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control_socket.settimeout(PATIENCE)
+        self.control_socket.connect(str(runtime_dir / "control.sock"))
+        header, greeting = WIRE.decode(self.control_socket.recv(65536))
         assert isinstance(greeting, Greeting)
         self.boot_id, self.token = header.boot_id, header.session
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -109,7 +109,7 @@ class RawClient:
 
     def close(self) -> None:
         """Leave."""
-        self.door.close()
+        self.control_socket.close()
         self.context.destroy(0)
 
 
@@ -189,7 +189,7 @@ def test_a_tool_changes_nothing(client: RawClient) -> None:
 def said_at_the_end(client: RawClient) -> str:
     """The error with which the daemon closes a control socket; empty where it gives none."""
     said = ""
-    while frame := client.door.recv(65536):
+    while frame := client.control_socket.recv(65536):
         said = text_of(WIRE.decode(frame)[1])
     return said
 
@@ -197,13 +197,13 @@ def said_at_the_end(client: RawClient) -> str:
 @pytest.mark.parametrize(
     "junk", [b"junk", vector(EXAMPLES[0]), WIRE.encode(Handles(first=0, count=3))]
 )
-def test_junk_at_the_door_ends_that_session_only(
+def test_junk_at_the_control_socket_ends_that_session_only(
     client: RawClient, daemon: Daemon, junk: bytes
 ) -> None:
-    """Whoever talks nonsense at the door is shown out; others stay."""
+    """Whoever talks nonsense at the control socket is shown out; others stay."""
     other = RawClient(daemon.runtime_dir)
     other.hello()
-    client.door.send(junk)
+    client.control_socket.send(junk)
     said_at_the_end(client)
     assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
     assert isinstance(other.ask(Ping()), Pong)
@@ -227,11 +227,11 @@ def test_a_registration_without_descriptors_is_refused(client: RawClient) -> Non
     assert "0 descriptors arrived" in text_of(reply)
 
 
-def test_a_door_that_is_sent_through_itself_holds_nobody_in(client: RawClient) -> None:
+def test_a_control_socket_that_is_sent_through_itself_holds_nobody_in(client: RawClient) -> None:
     """A socket is no memory: whoever sends his own end is shown out, and not kept by it."""
     client.hello()
     frame = WIRE.encode(Handles(first=0, count=1), 0, client.boot_id, client.token)
-    socket.send_fds(client.door, [frame], [client.door.fileno()])
+    socket.send_fds(client.control_socket, [frame], [client.control_socket.fileno()])
     assert "descriptor 0" in said_at_the_end(client)
     assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
 
@@ -253,7 +253,7 @@ def on_tmpfs(nbytes: int) -> int:
 def register_with(client: RawClient, fds: list[int]) -> Message:
     """The answer to a registration of two storages of memory with these descriptors."""
     frame = WIRE.encode(Handles(first=0, count=len(fds)), 0, client.boot_id, client.token)
-    socket.send_fds(client.door, [frame], fds)
+    socket.send_fds(client.control_socket, [frame], fds)
     for fd in fds:
         os.close(fd)
     return client.ask(registration())
@@ -272,12 +272,12 @@ def registration() -> Register:
 
 
 def test_a_worker_that_ends_while_it_registers_ends_nothing_else(daemon: Daemon) -> None:
-    """Its door is closed before a lane is asked to map its memory, which is let go."""
+    """Its control socket is closed before a lane is asked to map its memory, which is let go."""
     raw = RawClient(daemon.runtime_dir)
     sizes = (CONTROL_BYTES, *make_layout().storages)
     fds = [sealed.make("kvd-test-going", size) for size in sizes]
     frame = WIRE.encode(Handles(first=0, count=len(fds)), 0, raw.boot_id, raw.token)
-    socket.send_fds(raw.door, [frame], fds)
+    socket.send_fds(raw.control_socket, [frame], fds)
     for fd in fds:
         os.close(fd)
     broker = psutil.Process(daemon.process.pid)
@@ -418,7 +418,7 @@ def test_the_directory_cannot_be_written_by_clients(daemon: Daemon) -> None:
                 os.write(name, b"x")
         client = RawClient(daemon.runtime_dir)
         client.hello(engine="engine")
-        frame, fds, _, _ = socket.recv_fds(client.door, 65536, 4)
+        frame, fds, _, _ = socket.recv_fds(client.control_socket, 65536, 4)
         assert frame
         again = os.open(f"/proc/self/fd/{fds[0]}", os.O_RDWR)  # the kernel allows this much
         with pytest.raises(PermissionError):
@@ -458,16 +458,16 @@ def test_running_out_of_descriptors_turns_newcomers_away(start_daemon: StartDaem
     first.hello()
     crowd = []
     for _ in range(40):  # more than there is room for, whatever was open for a moment above
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        door.settimeout(PATIENCE)
-        door.connect(str(daemon.runtime_dir / "door.sock"))
-        crowd.append(door)
-    greeted = [door.recv(65536) != b"" for door in crowd]
+        control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control_socket.settimeout(PATIENCE)
+        control_socket.connect(str(daemon.runtime_dir / "control.sock"))
+        crowd.append(control_socket)
+    greeted = [control_socket.recv(65536) != b"" for control_socket in crowd]
     assert True in greeted
     assert False in greeted
     assert isinstance(first.ask(Ping()), Pong)
-    for door in crowd:
-        door.close()
+    for control_socket in crowd:
+        control_socket.close()
     assert isinstance(first.ask(Ping()), Pong)
     assert daemon.wait_ready()["broker"]["limits"]["open_files"] >= 1
     again = RawClient(daemon.runtime_dir)
@@ -507,7 +507,7 @@ def test_a_layout_of_absurd_size_is_refused(client: RawClient, daemon: Daemon) -
     count = 60_000
     fds = [sealed.make("test", CONTROL_BYTES), sealed.make("test", 4096 * count)]
     frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
-    socket.send_fds(client.door, [frame], fds)
+    socket.send_fds(client.control_socket, [frame], fds)
     for fd in fds:
         os.close(fd)
     layout = RankLayout(

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvd.control import Control
 from kvd.errors import NotRunning
+from kvd.wire.tool import Control
 from kvd_client import Fingerprint, HostMemory, RegistrationError, Scheduler, Worker
 from kvd_client.errors import Unavailable
 from kvd_proto.messages import JobStatus
@@ -104,7 +104,7 @@ def test_a_thousand_idle_connections_cost_little_and_leave_nothing(
         with ExitStack() as crowd:
             for _ in range(count):
                 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                crowd.enter_context(sock).connect(str(daemon.runtime_dir / "door.sock"))
+                crowd.enter_context(sock).connect(str(daemon.runtime_dir / "control.sock"))
                 assert sock.recv(4096)
             assert daemon.status()["sessions"]["open"] > count
             assert broker.memory_info().rss - before < count * bound

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.control import Control
 from kvd.logs.limit import MOST_A_MINUTE
-from kvd.standstill import LONGEST_SECONDS
+from kvd.machine.standstill import LONGEST_SECONDS
+from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine
@@ -133,13 +133,13 @@ def test_under_journald_lines_have_priorities(runtime_dir: Path) -> None:
 def test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted(
     start_daemon: StartDaemon,
 ) -> None:
-    """Whoever talks nonsense at the door again and again fills no log."""
+    """Whoever talks nonsense at the control socket again and again fills no log."""
     daemon = start_daemon()
     times = MOST_A_MINUTE + 40
     for _ in range(times):
         client = RawClient(daemon.runtime_dir)
-        client.door.send(b"junk")
-        assert client.door.recv(100) == b""
+        client.control_socket.send(b"junk")
+        assert client.control_socket.recv(100) == b""
         client.close()
     daemon.stop()
     lines = [line for line in daemon.log.read_text().splitlines() if "is disconnected" in line]

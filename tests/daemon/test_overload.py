@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvd.zmtp import Incoming
+from kvd.wire.zmtp import Incoming
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.messages import (
@@ -29,7 +29,7 @@ from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
 from tests.daemon.test_hostile import RawClient
-from tests.raw_zmtp import connect, message
+from tests.wire.raw_zmtp import connect, message
 
 PAGE = 64 * 1024
 STORES = 300

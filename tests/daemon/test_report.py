@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvd.control import Control
-from kvd.histogram import Histogram
+from kvd.metrics.histogram import Histogram
+from kvd.wire.tool import Control
 from kvd_client import LookupResult
 from kvd_proto.messages import Drain, Resume
 from tests.conftest import Daemon, StartDaemon

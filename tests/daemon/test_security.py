@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from kvd.broker.keep import area_name
+from kvd.daemon.kept_pool import area_name
 from kvd_client import LookupResult
 from kvd_client.job_request import job_request
 from kvd_proto.codec import WIRE
@@ -102,7 +102,7 @@ def test_sockets_and_files_are_for_the_group_only(daemon: Daemon) -> None:
     assert stat.S_IMODE(daemon.runtime_dir.stat().st_mode) == 0o750
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in daemon.runtime_dir.iterdir()}
     assert modes.pop("kvd.lock") == 0o640
-    assert {"broker.sock", "door.sock", "http.sock"} < modes.keys()
+    assert {"broker.sock", "control.sock", "http.sock"} < modes.keys()
     assert set(modes.values()) == {0o660}
     area = Path("/dev/shm") / area_name(daemon.runtime_dir)
     assert stat.S_IMODE(area.stat().st_mode) == 0o700
@@ -296,9 +296,9 @@ def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(daemon: Daemon
 
 @contextmanager
 def _directory_of(client: RawClient) -> Iterator[bytes]:
-    import socket  # noqa: PLC0415  # descriptors over the door
+    import socket  # noqa: PLC0415  # descriptors over the control socket
 
-    _, fds, _, _ = socket.recv_fds(client.door, 65536, 4)
+    _, fds, _, _ = socket.recv_fds(client.control_socket, 65536, 4)
     try:
         size = os.fstat(fds[0]).st_size
         yield os.pread(fds[0], size, 0)

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvd_tools.selftest import bench as bench_module
+from kvd_tools.selftest.bench import Bench, chunk_bytes_for
+from kvd_tools.selftest.steps import STEPS, Outcome, Step, run
 
 from kvd_client import (
     Fingerprint,
@@ -22,9 +25,6 @@ from kvd_client import (
     Scheduler,
     Worker,
 )
-from kvd_client.selftest import bench as bench_module
-from kvd_client.selftest.bench import Bench, chunk_bytes_for
-from kvd_client.selftest.steps import STEPS, Outcome, Step, run
 from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit
@@ -35,7 +35,7 @@ MIB = 2**20
 LAZY_LANE = """
 import os, sys
 if "kvd.lane" in sys.orig_argv:
-    from kvd.lane import host
+    from kvd.lane.devices import host
     copy = host.HostDevice._copy
     def lazy(self, transfer):
         if transfer.direction.name.lower() != os.environ["LAZY"]:
@@ -74,7 +74,7 @@ def run_steps(
 
 def selftest(runtime_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`kvd selftest` as a command, to its end."""
-    program = "from kvd_client.selftest.command import selftest; selftest()"
+    program = "from kvd_tools.selftest.command import selftest; selftest()"
     return subprocess.run(
         [sys.executable, "-c", program, "--runtime-dir", str(runtime_dir), *arguments],
         capture_output=True,

@@ -116,7 +116,7 @@ def test_a_frozen_lane_is_killed_and_replaced(start_daemon: StartDaemon, tmp_pat
 def test_files_are_for_owner_and_group_only(daemon: Daemon) -> None:
     """Nobody else may enter the directory or use its sockets."""
     assert stat.S_IMODE(daemon.runtime_dir.stat().st_mode) == 0o750
-    for name in ("broker.sock", "door.sock"):
+    for name in ("broker.sock", "control.sock"):
         assert stat.S_IMODE((daemon.runtime_dir / name).stat().st_mode) == 0o660
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.settings import KNOWN, Settings
+from kvd.config.settings import KNOWN, Settings
 from tests.deploy.places import ROOT
 
 DOCKER = ROOT / "docker"
@@ -145,5 +145,7 @@ def test_a_wheel_holds_what_is_not_python(tmp_path: Path) -> None:
     tracked = run("git", "-C", str(ROOT), "ls-files", "kvd", "client/kvd_client", "proto/kvd_proto")
     assert tracked.returncode == 0, tracked.stderr
     names = {re.sub("^(client|proto)/", "", name) for name in tracked.stdout.splitlines()}
-    assert {name for name in names if not name.endswith(".py")} >= {"kvd/lane/cuda/kernel.cu"}
+    assert {name for name in names if not name.endswith(".py")} >= {
+        "kvd/lane/devices/cuda/kernel.cu"
+    }
     assert names <= held

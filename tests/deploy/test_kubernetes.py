@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from kvd.config.about import SizeText
+from kvd.config.settings import Settings
 from kvd.config.sources import Sources
-from kvd.settings import Settings
 from tests.deploy.places import DEPLOY, ROOT
 
 KUBERNETES = DEPLOY / "kubernetes"
@@ -133,7 +133,7 @@ def test_probes_ask_what_they_should(name: str) -> None:
     assert asked["startupProbe"] == asked["livenessProbe"] == "/livez"
     assert asked.get("readinessProbe", "/readyz") == "/readyz"
     for kind in asked:
-        assert container[kind]["exec"]["command"][:3] == ["python", "-m", "kvd.http.probe"]
+        assert container[kind]["exec"]["command"][:3] == ["python", "-m", "kvd.report.http.probe"]
         assert container[kind]["timeoutSeconds"] == 5
     start = container["startupProbe"]
     assert start["periodSeconds"] * start["failureThreshold"] >= 300

@@ -12,7 +12,7 @@ from tests.waiting import eventually
 def probe(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
     """Run it as a container's engine would."""
     return subprocess.run(
-        [sys.executable, "-m", "kvd.http.probe", *path],
+        [sys.executable, "-m", "kvd.report.http.probe", *path],
         env=os.environ | {"KVD_RUNTIME_DIR": str(runtime_dir)},
         capture_output=True,
         text=True,

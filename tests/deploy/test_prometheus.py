@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.http.lane_metrics import WAYS
-from kvd.http.metrics import ANSWERS, STATES
+from kvd.report.http.lane_metrics import WAYS
+from kvd.report.http.metrics import ANSWERS, STATES
 from kvd_proto.messages import JobStatus
 from tests.conftest import Daemon
 from tests.deploy.places import DEPLOY, ROOT, tool

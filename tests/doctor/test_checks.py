@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvd.broker.cgroup import MemoryLimit
+from kvd.config.settings import Settings
 from kvd.doctor.checks import CHECKS, examine
 from kvd.doctor.facts import Facts, Filesystem, RuntimeFacts
 from kvd.doctor.findings import Finding, Level, summary
 from kvd.doctor.gpus import Gpu, Gpus
-from kvd.settings import Settings
+from kvd.machine.cgroup import MemoryLimit
 
 GIB = 2**30
 H200 = Gpu("ab" * 16, "NVIDIA H200", "0000:17:00.0", ipc=True, descriptors=True)

@@ -3,12 +3,14 @@
 import contextlib
 from collections import Counter
 
-from kvd.core.broker import Broker
-from kvd.core.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
-from kvd.core.sessions import Peer, Session
-from kvd.core.status import status_report
+from kvd.broker.broker import Broker
+from kvd.broker.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
+from kvd.broker.sessions import Peer, Session
+from kvd.broker.status_report import status_report
+from kvd.cache.namespaces import Namespaces
+from kvd.config.settings import Settings
 from kvd.errors import IntegrityError, Refused
-from kvd.link import (
+from kvd.wire.link import (
     BindWorker,
     Imported,
     ImportWorker,
@@ -23,8 +25,6 @@ from kvd.link import (
     Revoked,
     ShareDone,
 )
-from kvd.settings import Settings
-from kvd.state.namespaces import Namespaces
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.errors import DecodeError, ProtoError
@@ -100,8 +100,8 @@ class _Play:
                 self._close(step.actor)
             case "time":
                 self._pass(step.actor)
-            case "door":
-                self._door(step)
+            case "control socket":
+                self._control_socket(step)
             case "broker":
                 self._request(step)
             case "lane":
@@ -131,8 +131,8 @@ class _Play:
         while self.broker.busy:
             self._carry_out(self.broker.work())
 
-    def _door(self, step: Step) -> None:
-        """As `kvd.broker.visitors` has it."""
+    def _control_socket(self, step: Step) -> None:
+        """As `kvd.daemon.connections` has it."""
         session = self.actors.get(step.actor)
         if session is None:
             return
@@ -149,7 +149,7 @@ class _Play:
             self._carry_out(effects)
 
     def _request(self, step: Step) -> None:
-        """As `kvd.broker.requests` has it."""
+        """As `kvd.daemon.request_socket` has it."""
         if len(step.parts) != 1:
             return
         frame = self.marks.resolve(step.parts[0])

@@ -130,7 +130,7 @@ class LiveTarget:
         if self._valid and step.where == "lane":
             eventually(lambda: actor.knows_lane(marks))
         parts = [marks.resolve(part) for part in step.parts]
-        if step.where == "door":
+        if step.where == "control socket":
             actor.say(b"".join(parts), step.fds)
         elif actor.send(step.where, parts) and len(parts) == 1:
             self._hear_reply(actor, step.where, parts[0], marks)

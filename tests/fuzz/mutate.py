@@ -17,10 +17,10 @@ from tests.fuzz.script import BOOT, Script, Step, Where, token_mark
 from tests.fuzz.sessions import session
 from tests.fuzz.values import JUNK, changed, fields_of
 
-SOCKETS: tuple[Where, ...] = ("door", "broker", "lane")
+SOCKETS: tuple[Where, ...] = ("control socket", "broker", "lane")
 SIZES = (4096, 0, 1, 65536, 1099511627776)
 FDS = (*(f"mem:{size}" for size in SIZES), "loose:65536", "pipe", "null", "zero")
-MORE_FDS = ("folder", "socket", "event", "write-only", "own door")
+MORE_FDS = ("folder", "socket", "event", "write-only", "own control socket")
 Change = Callable[[Script, random.Random], Script]
 
 
@@ -163,8 +163,8 @@ def _multipart(script: Script, rng: random.Random) -> Script:
 
 
 def _descriptors(script: Script, rng: random.Random) -> Script:
-    """Other descriptors at the door: more, fewer, of another kind, smaller than was said."""
-    places = [i for i, step in enumerate(script) if step.where == "door"]
+    """Other descriptors at the control socket: more, fewer, of another kind, smaller than was said."""
+    places = [i for i, step in enumerate(script) if step.where == "control socket"]
     if not places:
         return script
     place = rng.choice(places)

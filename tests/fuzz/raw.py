@@ -23,7 +23,7 @@ PATIENCE_MS = 30_000
 
 
 class Actor:
-    """One door connection with a request socket and a job socket.
+    """One control socket connection with a request socket and a job socket.
 
     Raises:
         OSError: the daemon lets nobody in now.
@@ -38,17 +38,17 @@ class Actor:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._owed: Counter[tuple[str, int]] = Counter()  # replies, by socket and request id
         self._endpoints = {"broker": f"ipc://{runtime_dir / 'broker.sock'}"}
-        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.door.settimeout(PATIENCE_MS / 1000)
+        self.control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control_socket.settimeout(PATIENCE_MS / 1000)
         try:
-            self.door.connect(str(runtime_dir / "door.sock"))
-            frame = self.door.recv(65536)
+            self.control_socket.connect(str(runtime_dir / "control.sock"))
+            frame = self.control_socket.recv(65536)
             header, _ = WIRE.decode(frame)
         except BaseException:
-            self.door.close()
+            self.control_socket.close()
             raise
         self.boot_id, self.token = header.boot_id, header.session
-        self.door.setblocking(False)  # the socket API's own form
+        self.control_socket.setblocking(False)  # the socket API's own form
 
     def send(self, where: str, parts: list[bytes]) -> bool:
         """Send to the broker or the lane; whether there was a socket to send to."""
@@ -84,19 +84,22 @@ class Actor:
         return header, message
 
     def say(self, frame: bytes, fds: tuple[str, ...]) -> None:
-        """Send a datagram over the door; one that the kernel refuses is not sent."""
-        with descriptors(fds, self.door) as numbers, contextlib.suppress(OSError, ValueError):
-            socket.send_fds(self.door, [frame], numbers[:MAX_FDS])
+        """Send a datagram over the control socket; one that the kernel refuses is not sent."""
+        with (
+            descriptors(fds, self.control_socket) as numbers,
+            contextlib.suppress(OSError, ValueError),
+        ):
+            socket.send_fds(self.control_socket, [frame], numbers[:MAX_FDS])
 
     def hear(self, marks: Marks) -> None:
-        """Take in what the door has said; descriptors that come are closed.
+        """Take in what the control socket has said; descriptors that come are closed.
 
         Raises:
             Finding: a notice is no message.
         """
         while True:
             try:
-                frame, fds, _, _ = socket.recv_fds(self.door, 65536, 8)
+                frame, fds, _, _ = socket.recv_fds(self.control_socket, 65536, 8)
             except OSError:
                 return
             for fd in fds:
@@ -112,13 +115,13 @@ class Actor:
                 self._endpoints["lane"] = message.endpoint
 
     def knows_lane(self, marks: Marks) -> bool:
-        """Whether the door has said where the lane is."""
+        """Whether the control socket has said where the lane is."""
         self.hear(marks)
         return "lane" in self._endpoints
 
     def close(self) -> None:
         """Leave."""
-        self.door.close()
+        self.control_socket.close()
         for sock in self._sockets.values():
             sock.close(0)
 
@@ -132,16 +135,16 @@ class Actor:
 
 
 @contextmanager
-def descriptors(kinds: tuple[str, ...], door: socket.socket) -> Iterator[list[int]]:
+def descriptors(kinds: tuple[str, ...], control_socket: socket.socket) -> Iterator[list[int]]:
     """Open descriptors of these kinds; closed with the block."""
     with ExitStack() as stack:
-        yield [_open(kind, door, stack) for kind in kinds]
+        yield [_open(kind, control_socket, stack) for kind in kinds]
 
 
-def _open(kind: str, door: socket.socket, stack: ExitStack) -> int:
+def _open(kind: str, control_socket: socket.socket, stack: ExitStack) -> int:
     """One descriptor; what belongs to it is closed with the stack."""
-    if kind == "own door":
-        return door.fileno()
+    if kind == "own control socket":
+        return control_socket.fileno()
     if kind == "socket":
         pair = socket.socketpair()
         for end in pair:

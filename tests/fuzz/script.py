@@ -29,7 +29,7 @@ from kvd_proto.messages import (
     StorePrepared,
 )
 
-Where = Literal["open", "close", "door", "broker", "lane", "time"]
+Where = Literal["open", "close", "control socket", "broker", "lane", "time"]
 
 BOOT = b"<boot id mark>.."
 NAMESPACE = b"<its namespace>."
@@ -48,8 +48,8 @@ class Step:
     """One thing that somebody does.
 
     Attributes:
-        actor: who; each has a door connection and sockets of its own.
-        where: the socket. "open" and "close" are of the door, "time" passes `actor` seconds.
+        actor: who; each has a control socket connection and sockets of its own.
+        where: the socket. "open" and "close" are of the control socket, "time" passes `actor` seconds.
         parts: of one multipart message; one part is what the protocol knows.
         fds: descriptors that go along, by what they are: "mem:4096", "pipe", ...
     """

@@ -58,8 +58,8 @@ class _Writer:
         self.ask(actor, hello)
 
     def descriptors(self, actor: int, fds: tuple[str, ...]) -> None:
-        frame = request(actor, "door", Handles(first=0, count=len(fds)), 0).parts
-        self.steps.append(Step(actor, "door", frame, fds))
+        frame = request(actor, "control socket", Handles(first=0, count=len(fds)), 0).parts
+        self.steps.append(Step(actor, "control socket", frame, fds))
 
 
 def random_layout(rng: random.Random) -> RankLayout:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.sessions import Registry
-from kvd.state.chunks import ChunkTable
+from kvd.broker.sessions import Registry
+from kvd.cache.chunks import ChunkTable
 from kvd_proto.messages import REPLY_OF, TAGS, Handles
 from tests.fuzz.codec_target import CodecTarget
 from tests.fuzz.core_target import CoreTarget

@@ -154,7 +154,7 @@ def _environment(folder: Path) -> dict[str, str]:
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment["GPU_TESTS_LOG"] = str(LOG)
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
-    command = [sys.executable, "-c", code, *packages, "kvd.broker.service", "kvd_client"]
+    command = [sys.executable, "-c", code, *packages, "kvd.daemon.loop", "kvd_client"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it died"])[-1]

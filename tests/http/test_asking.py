@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.http.asking import Asking
+from kvd.report.http.broker_client import Asking
 from kvd_proto.messages import Message, Ping, Pong, StatusReport
 from tests.waiting import PATIENCE
 

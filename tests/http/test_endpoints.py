@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvd.config.listen import parse_listen
 from kvd.errors import ConfigError
-from kvd.listen import parse_listen
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_serve import run_kvd
 from tests.http.serving import PATIENT, SECONDS, over_tcp, over_unix, port_of, report_of

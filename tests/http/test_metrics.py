@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.core import Metric
 
-from kvd.http.metrics import MAX_ENGINES, families
+from kvd.report.http.metrics import MAX_ENGINES, families
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_engines import wait_hit

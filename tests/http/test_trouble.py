@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvd.control import Control
-from kvd.http.connection import MAX_CONNECTIONS
+from kvd.report.http.connection import MAX_CONNECTIONS
+from kvd.wire.tool import Control
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.daemon.test_engines import wait_hit
@@ -42,7 +42,7 @@ def http_process(daemon: Daemon) -> psutil.Process:
     """The child that serves HTTP; it is waited for."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
-        for child in children_running(daemon.process.pid, "kvd.http"):
+        for child in children_running(daemon.process.pid, "kvd.report.http"):
             return child
         with over_tcp(daemon) as client:
             client.get("/livez")
@@ -258,10 +258,10 @@ def test_a_full_house_is_not_a_dead_one(start_daemon: StartDaemon) -> None:
 
 def test_nothing_runs_until_somebody_asks_where_the_port_is_off(daemon: Daemon) -> None:
     """With http_listen off the process starts with the first connection to the Unix socket."""
-    assert not children_running(daemon.process.pid, "kvd.http")
+    assert not children_running(daemon.process.pid, "kvd.report.http")
     with over_unix(daemon) as client:
         assert client.get(f"/readyz?{PATIENT}").status_code == 200
-    assert children_running(daemon.process.pid, "kvd.http")
+    assert children_running(daemon.process.pid, "kvd.report.http")
 
 
 def test_a_broken_http_process_costs_the_broker_nothing(

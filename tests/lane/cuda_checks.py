@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed, LaneError
-from kvd.lane.cuda import driver
-from kvd.lane.cuda.binding import Stream
-from kvd.lane.cuda.copier import Thresholds
-from kvd.lane.cuda.device import Options
-from kvd.lane.cuda.runs import Runs
-from kvd.lane.device import Direction, MemoryId
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.backend import Options
+from kvd.lane.devices.cuda.binding import Stream
+from kvd.lane.devices.cuda.copier import Thresholds
+from kvd.lane.devices.cuda.runs import Runs
+from kvd.lane.devices.device import Direction, MemoryId
 from kvd.lane.jobs import ReplyTo
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Workers
-from kvd.link import BindWorker, ImportWorker
+from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import slot_bytes

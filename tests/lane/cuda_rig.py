@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.lane.cuda import driver
-from kvd.lane.cuda.device import CudaDevice, Options
-from kvd.lane.device import Direction, MemoryId
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.backend import CudaDevice, Options
+from kvd.lane.devices.device import Direction, MemoryId
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import ImportFailed, LaneError
-from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer, TransferId
+from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer, TransferId
 from kvd_proto.expand import Copies
 from kvd_proto.messages import Handle
 from tests.waiting import PATIENCE

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from kvd.link import (
+from kvd.wire.link import (
     LINK,
     BindWorker,
     Imported,
@@ -32,7 +32,7 @@ from kvd.link import (
     LaneReady,
     ShareDone,
 )
-from kvd.seqpacket import Channel, close_all
+from kvd.wire.seqpacket import Channel, close_all
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.control import CONTROL_BYTES

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed, LaneError
-from kvd.lane.cuda import driver
-from kvd.lane.cuda.copier import BatchEngine, LoopEngine, Thresholds
-from kvd.lane.cuda.device import CudaDevice, Options
-from kvd.lane.device import Direction
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.backend import CudaDevice, Options
+from kvd.lane.devices.cuda.copier import BatchEngine, LoopEngine, Thresholds
+from kvd.lane.devices.device import Direction
 from kvd_proto.messages import HostHandle, IpcHandle, VmmHandle
 from tests.lane.cuda_checks import by_kernel, engine_only, submit
 from tests.lane.cuda_memory import CudaWorkers

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from kvd.errors import CudaError, ImportFailed, LaneError
-from kvd.lane.cuda import driver
-from kvd.lane.cuda.binding import is_lost
-from kvd.lane.cuda.copier import Thresholds
-from kvd.lane.cuda.device import Options
-from kvd.lane.device import Direction
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.backend import Options
+from kvd.lane.devices.cuda.binding import is_lost
+from kvd.lane.devices.cuda.copier import Thresholds
+from kvd.lane.devices.device import Direction
 from tests.fakecuda.harness import FakeCuda
 from tests.lane.cuda_checks import SIZES, engine_only, submit
 from tests.lane.cuda_memory import CudaWorkers
@@ -230,7 +230,7 @@ def test_a_machine_without_a_driver_is_told_what_to_do(fakecuda: FakeCuda) -> No
     """Without libcuda.so.1 the error names it and the remedy."""
     environment = fakecuda.environment()
     del environment["LD_LIBRARY_PATH"]
-    code = "from kvd.lane.cuda import driver; driver.start()"
+    code = "from kvd.lane.devices.cuda import driver; driver.start()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
@@ -260,8 +260,8 @@ def test_a_daemon_without_the_bindings_names_the_package() -> None:
     """Without cuda-bindings the modules load all the same, and a device's lane says what to do."""
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "import kvd.lane.__main__, kvd.lane.cuda.device\n"
-        "from kvd.lane.cuda import driver\n"
+        "import kvd.lane.__main__, kvd.lane.devices.cuda.backend\n"
+        "from kvd.lane.devices.cuda import driver\n"
         "driver.start()"
     )
     done = subprocess.run(

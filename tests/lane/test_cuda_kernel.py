@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvd.lane.cuda import ptx
+from kvd.lane.devices.cuda import ptx
 
 SOURCE = Path(ptx.__file__).with_name("kernel.cu")
 

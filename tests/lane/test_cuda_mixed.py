@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from kvd.lane.cuda.copier import Thresholds
-from kvd.lane.cuda.device import Options
-from kvd.lane.device import Direction
+from kvd.lane.devices.cuda.backend import Options
+from kvd.lane.devices.cuda.copier import Thresholds
+from kvd.lane.devices.device import Direction
 from tests.lane.cuda_checks import PAGE, submit
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver

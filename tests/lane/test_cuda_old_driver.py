@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvd.lane.cuda import driver
-from kvd.lane.cuda.binding import bindings
-from kvd.lane.device import Direction
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.binding import bindings
+from kvd.lane.devices.device import Direction
 from tests.fakecuda.harness import FakeCuda
 from tests.lane.cuda_checks import SIZES, engine_only, submit
 from tests.lane.cuda_memory import CudaWorkers

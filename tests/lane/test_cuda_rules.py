@@ -13,9 +13,9 @@ import pytest
 
 from kvd.errors import LaneError
 from kvd.lane import runner
-from kvd.lane.cuda import copier, driver, flow, pinning, runs
-from kvd.lane.cuda.binding import Event, Stream
-from kvd.lane.cuda.device import CudaDevice, Options
+from kvd.lane.devices.cuda import copier, driver, flow, pinning, runs
+from kvd.lane.devices.cuda.backend import CudaDevice, Options
+from kvd.lane.devices.cuda.binding import Event, Stream
 from kvd.lane.jobs import LaneJob, Refusal
 from kvd_proto.states import JobState
 from tests.fakecuda.harness import FakeCuda

@@ -11,8 +11,8 @@ from kvd.lane.outbox import Outbox
 from kvd.lane.reports import Reports
 from kvd.lane.sockets import Sockets
 from kvd.lane.tally import Tally
-from kvd.link import LINK, Released, ReleaseWorker, Revoke, Revoked
-from kvd.seqpacket import Channel
+from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
+from kvd.wire.seqpacket import Channel
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import Message, Store
 from tests.lane.support import NAMESPACE, make_job

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed, LaneError
-from kvd.lane.device import Direction
-from kvd.lane.host import HostDevice
+from kvd.lane.devices.device import Direction
+from kvd.lane.devices.host import HostDevice
 from kvd.lane.workers import ControlPage
 from kvd_client import sealed
 from kvd_proto.messages import HostHandle

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from kvd.errors import LaneError
-from kvd.filling import FillOrder
-from kvd.lane.cuda.copier import Thresholds
-from kvd.lane.cuda.device import CudaDevice, Options
-from kvd.lane.device import Direction
+from kvd.lane.devices.cuda.backend import CudaDevice, Options
+from kvd.lane.devices.cuda.copier import Thresholds
+from kvd.lane.devices.device import Direction
+from kvd.pool.filling import FillOrder
 from tests.lane.cuda_checks import submit
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import CudaRig, TestDriver

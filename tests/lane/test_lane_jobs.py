@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvd.link import ShareDone, UnbindWorker
+from kvd.wire.link import ShareDone, UnbindWorker
 from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvd.link import (
+from kvd.machine.standstill import LONGEST_SECONDS
+from kvd.wire.link import (
     LINK,
     LaneFailed,
     LaneReady,
@@ -26,8 +27,7 @@ from kvd.link import (
     ShareDone,
     StopLane,
 )
-from kvd.seqpacket import Channel, close_all
-from kvd.standstill import LONGEST_SECONDS
+from kvd.wire.seqpacket import Channel, close_all
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.control import CONTROL_WORDS

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.errors import LaneError
-from kvd.lane.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd.lane.jobs import LaneJob, ReplyTo
 from kvd.lane.queue import Limits
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Worker, Workers
-from kvd.link import BindWorker, ImportWorker
+from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import slot_bytes
 from kvd_proto.messages import Handle, HostHandle, Job, JobStatus, Load, Store

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvd_client.demo.vllm.engine import Answer, EngineOptions, EngineProcess, kvd_transfer
-from kvd_client.demo.vllm.models import DEFAULTS, Kind, write_model
-from kvd_client.demo.vllm.rounds import ATTACHED
+from kvd_tools.demo_vllm.engine import Answer, EngineOptions, EngineProcess, kvd_transfer
+from kvd_tools.demo_vllm.models import DEFAULTS, Kind, write_model
+from kvd_tools.demo_vllm.rounds import ATTACHED
+
 from tests.conftest import Daemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.demo.places import in_use, leftovers
 from tests.processes import children_running, has_ended
+from tests.tools.places import in_use, leftovers
 from tests.vllm.support import TEST_SECONDS, wait_for
 from tests.waiting import eventually
 
@@ -20,7 +20,7 @@ DEMO = [
     *(sys.executable, "-m", "kvd", "demo-vllm", "--layers", "2"),
     *("--prompts", str(PROMPTS), "--prompt-tokens", str(TOKENS)),
 ]
-ENGINE = "kvd_client.demo.vllm.engine_main"
+ENGINE = "kvd_tools.demo_vllm.engine_main"
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 

@@ -1,0 +1,1 @@
+"""Programs on the client's side: the demo, the self-test."""

@@ -1,0 +1,307 @@
+"""vLLM's engine in a process of its own, as its user sees it; vLLM is not imported here."""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self, TypeVar
+
+from kvd_tools.demo.errors import DemoError, EngineDied
+from kvd_tools.demo_vllm.answers import comparable
+from kvd_tools.demo_vllm.group import kill_group
+from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
+from kvd_tools.demo_vllm.wire import (
+    Abort,
+    Answer,
+    Command,
+    Done,
+    EngineProcesses,
+    Generate,
+    Generated,
+    ListProcesses,
+    Metrics,
+    Processes,
+    ReadMetrics,
+    Ready,
+    Reply,
+    Reset,
+    Start,
+    decode_reply,
+    encode,
+)
+
+__all__ = [
+    "Answer",
+    "EngineOptions",
+    "EngineProcess",
+    "EngineProcesses",
+    "comparable",
+    "kvd_transfer",
+]
+
+START_SECONDS = 300.0  # on a busy machine; it takes a fraction of that on an idle one
+ANSWER_SECONDS = 120.0
+END_SECONDS = 12.0  # longer than the child gives itself
+LOOK_SECONDS = 0.02
+LOG_TAIL_BYTES = 4000
+ENGINE_MAIN = "kvd_tools.demo_vllm.engine_main"
+
+R = TypeVar("R", Ready, Generated, Done, Metrics, Processes)
+
+
+class EngineProcess:
+    """One engine: starts, serves many prompts at once, ends with all its processes.
+
+    It never outlives its parent: the pipe to it closes then. Thread-safe but for
+    starting and ending it.
+
+    Args:
+        options: how to build it.
+        log: the file that takes what it prints.
+        python: of an environment with vLLM.
+    """
+
+    def __init__(self, options: EngineOptions, log: Path, python: str = sys.executable) -> None:
+        self.options = options
+        self.log = log
+        self._python = python
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # of what follows, and of writing
+        self._pending: dict[int, Future[Reply]] = {}
+        self._requests: dict[Future[Answer], int] = {}
+        self._commands: IO[bytes] | None = None
+        self._ready: Future[Ready] | None = None
+        self._ended = False
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the process; `wait_ready` says when it serves."""
+        if self._process is not None:
+            raise DemoError(f"{self!r} was started before; make a new one")
+        ours, theirs = os.pipe()
+        try:
+            with self.log.open("wb") as sink:
+                self._process = subprocess.Popen(
+                    [self._python, "-m", ENGINE_MAIN, str(theirs)],
+                    stdin=subprocess.PIPE,
+                    stdout=sink,
+                    stderr=sink,
+                    pass_fds=[theirs],
+                    env=self.options.environment(),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        self._commands = self._process.stdin
+        self._reader = threading.Thread(
+            target=self._read, args=[os.fdopen(ours, "rb")], name="engine replies", daemon=True
+        )
+        self._reader.start()
+        transfer = None if self.options.kv_transfer is None else dict(self.options.kv_transfer)
+        start = Start(next(self._numbers), self.options.engine_arguments(), transfer)
+        self._ready = self._send(start, Ready)
+
+    def wait_ready(self, timeout: float = START_SECONDS) -> None:
+        """Wait until it serves.
+
+        Raises:
+            EngineDied: it ended, or is not ready after so many seconds and was killed.
+        """
+        if self._ready is None:
+            raise DemoError("the engine was not started; call start() first")
+        try:
+            self._ready.result(timeout)
+        except TimeoutError:
+            error = self._died(f"the engine was not ready after {timeout:g} s")
+            self.kill()
+            raise error from None
+
+    def kill(self) -> None:
+        """Kill all its processes, as a crash would; returns when none is left."""
+        if self._process is None or self._ended:
+            return
+        group = self._process.pid
+        kill_group(group)
+        self._process.wait()
+        end = time.monotonic() + END_SECONDS
+        while kill_group(group) and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)  # nothing tells the end of a process that is no child
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        self._finish()
+
+    def close(self) -> None:
+        """End it in order, and kill what is left. May be called again."""
+        if self._process is None or self._ended:
+            return
+        with self._lock:
+            self._close_commands()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self.kill()
+
+    def _finish(self) -> None:
+        self._ended = True
+        with self._lock:
+            self._close_commands()
+        if self._reader is not None:
+            self._reader.join(END_SECONDS)
+
+    def _close_commands(self) -> None:
+        if self._commands is not None:
+            with contextlib.suppress(OSError):
+                self._commands.close()
+            self._commands = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ commands
+
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int = 8, logprobs: int = 3
+    ) -> Future[Answer]:
+        """Send a prompt; its answer comes later. Fails with EngineDied when the engine ends.
+
+        Args:
+            prompt: token ids.
+            max_tokens: so many are generated, always.
+            logprobs: for each of them, so many of the most likely ones are told.
+        """
+        command = Generate(next(self._numbers), list(prompt), max_tokens, logprobs)
+        answer: Future[Answer] = Future()
+        answer.set_running_or_notify_cancel()  # `abort` ends a request, not the future's cancel
+        self._requests[answer] = command.number
+        answer.add_done_callback(self._requests.pop)
+
+        def done(reply: Future[Generated]) -> None:
+            if (error := reply.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(reply.result().answer)
+
+        self._send(command, Generated).add_done_callback(done)
+        return answer
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, logprobs: int = 3
+    ) -> list[Answer]:
+        """Answers to prompts that are sent at once, in their order.
+
+        Raises:
+            EngineDied: it ended meanwhile.
+        """
+        answers = [self.submit(prompt, max_tokens, logprobs) for prompt in prompts]
+        return [answer.result(ANSWER_SECONDS) for answer in answers]
+
+    def abort(self, answer: Future[Answer]) -> None:
+        """End a running request early; its answer then has what there is, and an error."""
+        number = self._requests.get(answer)
+        if number is not None:
+            self._do(Abort(next(self._numbers), number))
+
+    def reset(self, *, connector: bool = False) -> None:
+        """Drop the GPU's prefix cache, so that nothing is found there again.
+
+        Args:
+            connector: drop what the connector has as well.
+
+        Raises:
+            DemoError: blocks are still in use, by a running request or its stores.
+        """
+        self._do(Reset(next(self._numbers), connector))
+
+    def metrics(self) -> dict[str, float]:
+        """Its metrics, by vLLM's names: value by name{label="value",...}."""
+        return self._call(ReadMetrics(next(self._numbers)), Metrics).values
+
+    def processes(self) -> EngineProcesses:
+        """Its process ids."""
+        return self._call(ListProcesses(next(self._numbers)), Processes).processes
+
+    def _do(self, command: Command) -> None:
+        if error := self._call(command, Done).error:
+            raise DemoError(error)
+
+    def _call(self, command: Command, kind: type[R]) -> R:
+        return self._send(command, kind).result(ANSWER_SECONDS)
+
+    def _send(self, command: Command, kind: type[R]) -> Future[R]:
+        """Send a command; the future has its reply, which is of this kind."""
+        wanted: Future[R] = Future()
+
+        def done(reply: Future[Reply]) -> None:
+            if (error := reply.exception()) is not None:
+                wanted.set_exception(error)
+            elif isinstance(result := reply.result(), kind):
+                wanted.set_result(result)
+            else:
+                wanted.set_exception(DemoError(f"the engine said {result!r} to {command!r}"))
+
+        reply: Future[Reply] = Future()
+        reply.add_done_callback(done)
+        with self._lock:
+            sent = False
+            if self._commands is not None:
+                self._pending[command.number] = reply
+                with contextlib.suppress(OSError):  # it is gone; the reader says so
+                    self._commands.write(encode(command))
+                    self._commands.flush()
+                sent = True
+        if not sent:
+            reply.set_exception(self._died("the engine is not there"))
+        return wanted
+
+    # ------------------------------------------------------------ replies
+
+    def _read(self, replies: IO[bytes]) -> None:
+        with replies:
+            for line in replies:
+                reply = decode_reply(line)
+                with self._lock:
+                    future = self._pending.pop(reply.number)
+                future.set_result(reply)
+        with self._lock:
+            self._close_commands()  # from now on nothing is taken
+            pending, self._pending = self._pending, {}
+        error = self._died("the engine ended")
+        for future in pending.values():
+            future.set_exception(error)
+
+    def _died(self, why: str) -> EngineDied:
+        tail = b""
+        with contextlib.suppress(OSError):
+            tail = self.log.read_bytes()[-LOG_TAIL_BYTES:]
+        return EngineDied(f"{why}; the end of {self.log}:\n{tail.decode(errors='replace')}")
+
+    def __repr__(self) -> str:
+        pid = None if self._process is None else self._process.pid
+        return f"<EngineProcess pid {pid}, {len(self._pending)} commands in flight>"

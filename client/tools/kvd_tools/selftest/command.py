@@ -1,0 +1,120 @@
+"""`kvd selftest`: does the running daemon move bytes?"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from kvd_client.errors import KvdClientError
+from kvd_client.scheduler import Scheduler
+from kvd_proto.devices import HOST
+from kvd_proto.durations import parse_duration
+from kvd_proto.errors import DurationError
+from kvd_tools.selftest.bench import ANSWER_SECONDS, Bench
+from kvd_tools.selftest.blocks import visible_devices
+from kvd_tools.selftest.errors import NoDaemon, SelfTestError
+from kvd_tools.selftest.report import LaneReport, lane_report, print_report
+from kvd_tools.selftest.steps import run
+
+
+@click.command()
+@click.option(
+    "--runtime-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("/run/kvd"),
+    envvar="KVD_RUNTIME_DIR",
+    show_default=True,
+    help="The daemon's runtime directory.",
+)
+@click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    help="Test this lane only, such as host; may be given again [default: all].",
+)
+@click.option(
+    "--timeout",
+    default="30s",
+    show_default=True,
+    metavar="DURATION",
+    help="How long a lane may take for one thing; more while it pins a large pool.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def selftest(*, runtime_dir: Path, devices: tuple[str, ...], timeout: str, as_json: bool) -> None:
+    """Store, load and compare bytes through each lane of a running daemon.
+
+    Tested are the host's lane, the lanes of CUDA devices that are up, and those of
+    the CUDA devices that this process sees. Each test is a small engine with a
+    namespace of its own: it stores random bytes, overwrites its memory, loads them
+    into other blocks, compares, drops its chunks and leaves; its space goes back
+    to the pool. Every step proves what it did. Engines are not disturbed: in a full
+    pool only chunks used longest ago go for it, those that lie in one thousandth
+    of the pool and the rest of their columns of its grid.
+
+    Exit status 1 if a step failed; it is named. A daemon that drains refuses
+    stores, so that its self-test fails and says so.
+
+    \b
+    Examples:
+      kvd selftest
+      kvd selftest --device host --json | jq '.lanes[0].gbps'
+      kvd selftest --timeout 5m   # the lane of a GPU still pins a large pool
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    try:
+        seconds = parse_duration(timeout)
+        report = _test(runtime_dir, devices, min(max(seconds, 1.0), 600.0))
+    except DurationError as error:
+        raise click.BadParameter(str(error), param_hint="--timeout") from error
+    except KvdClientError as error:
+        raise click.ClickException(str(error)) from error
+    good = all(lane.failed is None for lane in report)
+    if as_json:
+        lanes = [lane.as_dict() for lane in report]
+        print(json.dumps({"runtime_dir": str(runtime_dir), "ok": good, "lanes": lanes}, indent=2))
+    else:
+        print_report(report, Console())
+    sys.exit(0 if good else 1)
+
+
+def _test(runtime_dir: Path, wanted: Sequence[str], timeout: float) -> list[LaneReport]:
+    with Scheduler(runtime_dir, f"selftest-{os.getpid()}", deadline=ANSWER_SECONDS) as observer:
+        status = observer.status()
+        if not status:
+            raise NoDaemon(
+                f"no daemon answers in {runtime_dir}; start one with:"
+                f" kvd serve --runtime-dir {runtime_dir}"
+            )
+        if not status["pool"]["cpu_bytes"]:
+            raise SelfTestError(
+                "the pool has no size yet: cpu_bytes is auto, and no engine has registered; start"
+                " an engine first, or give the daemon --cpu-bytes"
+            )
+        return [
+            _test_lane(runtime_dir, device, observer, status["pool"]["cpu_bytes"], timeout)
+            for device in _devices(status, wanted)
+        ]
+
+
+def _devices(status: dict[str, Any], wanted: Sequence[str]) -> list[str]:
+    """The host, lanes that are up, devices that are visible here; or those that were asked for."""
+    known = [HOST, *(lane["device"] for lane in status["lanes"] if lane["up"]), *visible_devices()]
+    known = list(dict.fromkeys(known))
+    for device in wanted:
+        if device not in known:
+            raise SelfTestError(f"--device {device}: there are {', '.join(known)}")
+    return list(dict.fromkeys(wanted)) or known
+
+
+def _test_lane(
+    runtime_dir: Path, device: str, observer: Scheduler, pool_bytes: int, timeout: float
+) -> LaneReport:
+    bench = Bench(runtime_dir, device, observer, pool_bytes, timeout)
+    try:
+        return lane_report(bench, run(bench))
+    finally:
+        bench.close()

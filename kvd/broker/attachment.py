@@ -1,0 +1,160 @@
+"""An engine whose ranks are all registered gets its namespace."""
+
+from kvd.broker.effects import (
+    DirectoryFd,
+    DropDirectory,
+    Effect,
+    Event,
+    LifelineFd,
+    Notify,
+    SchedulerFds,
+    SessionFds,
+    ToLane,
+)
+from kvd.broker.identity import namespace_id
+from kvd.broker.lanes import Lane
+from kvd.broker.sessions import Engine, Session
+from kvd.broker.state import BrokerState
+from kvd.errors import KvdError
+from kvd.wire.link import BindWorker, ImportWorker
+from kvd_proto.messages import Attached, LaneUp, Register
+from kvd_proto.sizes import format_size, size_pool, tokens_per_chunk
+
+
+def attach(state: BrokerState, engine: Engine, effects: list[Effect]) -> None:
+    """Open the namespace of a complete engine, bind its workers, tell its sessions.
+
+    Nothing happens while ranks are missing.
+
+    Args:
+        state: of the broker.
+        engine: whose last rank has come.
+        effects: what is to be done is added here, also where it fails half-way.
+
+    Raises:
+        LayoutError: the ranks' layouts make no pool.
+        Refused: the namespace cannot be opened.
+    """
+    if engine.missing_ranks or state.namespaces is None:
+        return
+    workers = [engine.workers[rank] for rank in range(engine.world_size)]
+    registrations = [w.registration for w in workers if w.registration is not None]
+    layouts = [r.layout for r in registrations]
+    sizes = size_pool(layouts, state.namespaces.cpu_bytes)
+    shared = state.settings.share_between_users == "yes"
+    ns_id = namespace_id(registrations, None if shared else engine.uid)
+    effects += _make_room(state, ns_id)
+    try:
+        namespace = state.namespaces.open(
+            ns_id,
+            sizes.slot_bytes,
+            world_size=engine.world_size,
+            replicated=layouts[0].replicated,
+            boot_id=state.boot_id,
+            blocks_per_chunk=layouts[0].blocks_per_chunk,
+            label=registrations[0].fingerprint.model,
+            temporary=registrations[0].temporary,
+        )
+    except KvdError:
+        if state.namespaces.get(ns_id) is None:  # what was made of its memory
+            effects.append(DropDirectory(ns_id))
+        raise
+    namespace.tokens_per_chunk = tokens_per_chunk(layouts[0])
+    state.namespaces.attach_engine(namespace)
+    engine.namespace = namespace
+    # The others are bound when their lane, which was lost meanwhile, has mapped their memory.
+    effects += [bind(worker) for worker in workers if worker.imported]
+    effects += tell_served(engine)
+    effects.append(
+        Event(
+            f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
+            f" {sizes.num_chunks} chunks of {format_size(sizes.bytes_per_chunk)}",
+            fields={"engine": engine.name, "namespace": namespace.id.hex()},
+        )
+    )
+
+
+def tell_served(engine: Engine) -> list[Effect]:
+    """Tell an engine's sessions that chunks can be found, if they can be loaded."""
+    if not engine.served:
+        return []
+    return [attached_notice(engine, number) for number in engine.sessions]
+
+
+def attached_notice(engine: Engine, session: int) -> Notify:
+    """The notice that a served engine's sessions get."""
+    namespace = engine.namespace
+    if namespace is None:
+        raise KvdError(f"{engine!r} is not attached")
+    geometry = namespace.geometry
+    return Notify(
+        session,
+        Attached(
+            namespace=namespace.id,
+            world_size=engine.world_size,
+            bytes_per_chunk=sum(geometry.slot_bytes),
+            num_chunks=geometry.num_slots,
+        ),
+        SchedulerFds(namespace.id, engine.number)
+        if engine.sessions[session].kind == "scheduler"
+        else DirectoryFd(namespace.id),
+    )
+
+
+def bind(worker: Session) -> ToLane:
+    """Tell the worker's lane where its chunks live."""
+    engine, registration = worker.engine, worker.registration
+    if engine is None or registration is None or engine.namespace is None:
+        raise KvdError(f"{worker!r} cannot be bound")
+    geometry = engine.namespace.geometry
+    arena = 0 if registration.layout.replicated else registration.rank
+    return ToLane(
+        registration.device,
+        BindWorker(
+            session=worker.number,
+            namespace=engine.namespace.id,
+            owner=engine.number,
+            arena_base=geometry.arena_base(arena),
+            slot_bytes=geometry.slot_bytes[arena],
+            num_slots=geometry.num_slots,
+        ),
+        DirectoryFd(engine.namespace.id),
+    )
+
+
+def import_worker(session: Session, registration: Register) -> ToLane:
+    """Ask the lane to map the worker's memory."""
+    session.imported = False
+    return ToLane(
+        registration.device,
+        ImportWorker(
+            session=session.number,
+            token=session.token,
+            engine=session.engine.name if session.engine is not None else "?",
+            pid=session.peer.pid,
+            rank=registration.rank,
+            world_size=registration.world_size,
+            layout=registration.layout,
+            handles=registration.handles,
+        ),
+        SessionFds(session.number),
+    )
+
+
+def lane_up(session: Session, lane: Lane) -> Notify:
+    """Tell a worker which process serves it."""
+    message = LaneUp(device=lane.device, incarnation=lane.incarnation, endpoint=lane.endpoint)
+    return Notify(session.number, message, LifelineFd(lane.device))
+
+
+def _make_room(state: BrokerState, ns_id: bytes) -> list[Effect]:
+    """Close the longest unused namespace where no more may be open."""
+    namespaces = state.namespaces
+    if namespaces is None or namespaces.get(ns_id) is not None:
+        return []
+    if len(namespaces) < namespaces.limit:
+        return []
+    unused = namespaces.spare()[:1]
+    for namespace in unused:
+        namespaces.close(namespace)
+    return [DropDirectory(namespace.id) for namespace in unused]

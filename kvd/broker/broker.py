@@ -1,0 +1,271 @@
+"""The broker's decisions: one message or event in, a list of effects out.
+
+One writer: nothing else changes the state. Whatever a client sends, it gets
+exactly one reply: each handler returns the reply, raises `Refused` (answered
+with its code), or leaves a note in the state that a later event answers.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvd.broker.admission import check_names, refused
+from kvd.broker.attachment import attached_notice
+from kvd.broker.caching import Caching
+from kvd.broker.effects import DropEngine, Effect, Event, Notify, Reply
+from kvd.broker.lanes import Lane
+from kvd.broker.measures import Surroundings
+from kvd.broker.operations import Operations
+from kvd.broker.registration import Registration, in_words
+from kvd.broker.reloading import Reloading
+from kvd.broker.sessions import Peer, Registry, Session
+from kvd.broker.state import BrokerState, OpenNamespaces
+from kvd.broker.status_report import status_report
+from kvd.broker.supervision import Supervision
+from kvd.broker.sweeps import close_unused
+from kvd.config.settings import Settings
+from kvd.errors import Refused
+from kvd_proto.codec import MAX_MESSAGE_BYTES
+from kvd_proto.errors import IllegalTransition
+from kvd_proto.messages import (
+    MAX_KEYS,
+    PROTOCOL_VERSION,
+    Error,
+    ErrorCode,
+    Greeting,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Register,
+    Status,
+    StatusReport,
+    Unregister,
+    Welcome,
+)
+from kvd_proto.states import SessionEvent, SessionState
+
+MAX_DESCRIPTORS = 250
+
+
+class Broker:
+    """Every decision of the daemon.
+
+    Args:
+        settings: what the operator chose.
+        boot_id: 16 bytes, new at every start.
+        version: the daemon's name and version, for WELCOME.
+        pid: the daemon's process id.
+        devices: names of the devices that have a lane from the start.
+        open_namespaces, available_bytes, surroundings, kept_bytes: see `BrokerState`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        boot_id: bytes,
+        version: str,
+        pid: int,
+        devices: Iterable[str],
+        open_namespaces: OpenNamespaces,
+        available_bytes: Callable[[], int],
+        kept_bytes: Callable[[], int | None] = lambda: None,
+        surroundings: Callable[[], Surroundings] = Surroundings,
+    ) -> None:
+        self.state = BrokerState(
+            settings,
+            boot_id,
+            open_namespaces,
+            available_bytes,
+            Registry(settings.max_sessions, settings.max_sessions_per_user),
+            kept_bytes=kept_bytes,
+        )
+        self.state.surroundings = surroundings
+        self.state.lanes = {device: Lane(device) for device in devices}
+        if settings.pool_bytes is not None:
+            self.state.namespaces = open_namespaces(settings.pool_bytes)
+        self.version = version
+        self.pid = pid
+        self._registration = Registration(self.state)
+        self._operations = Operations(self.state)
+        self._caching = Caching(self.state)
+        self.supervision = Supervision(self.state, self._registration)
+        self.reloading = Reloading(self.state)
+        self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
+            Hello: self._hello,
+            Register: self._registration.register,
+            Unregister: lambda s, i, _m, _n: self._registration.unregister(s, i),
+            Ping: self._ping,
+            Status: self._status,
+            **self._caching.handlers(),
+            **self._operations.handlers(),
+            **self.reloading.handlers(),
+        }
+
+    # ------------------------------------------------------------- sessions
+
+    def connected(
+        self, token: bytes, peer: Peer, *, own: bool = False
+    ) -> tuple[Session, list[Effect]]:
+        """Somebody has connected; there is always room for a process of the daemon's `own`.
+
+        Raises:
+            Refused: there is no room; counted.
+        """
+        registry = self.state.registry
+        if not own:
+            try:
+                registry.check_room(peer)
+            except Refused as refusal:
+                self.state.measures.reached(refusal.limit)
+                self.state.measures.refusals[refusal.code.value] += 1
+                raise
+        session = registry.connect(token, peer)
+        return session, [Notify(session.number, Greeting(pid=self.pid))]
+
+    def descriptors(self, session: Session, first: int, count: int, now: float) -> list[Effect]:
+        """`count` descriptors arrived over the control socket.
+
+        Raises:
+            Refused: out of order or too many.
+        """
+        last = first + count - 1
+        if first != session.descriptors:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"descriptors {first}..{last} after {session.descriptors} others; they must follow"
+                " each other",
+            )
+        if last >= MAX_DESCRIPTORS:
+            self.state.measures.reached("descriptors")
+            raise Refused(
+                ErrorCode.LIMIT,
+                f"descriptors {first}..{last}: a session has {MAX_DESCRIPTORS} at most; put"
+                " several tensors into one storage",
+                limit="descriptors",
+            )
+        session.descriptors += count
+        return self._registration.descriptors_came(session, now)
+
+    def lost(self, session: Session) -> list[Effect]:
+        """The session's control socket is closed: its process is gone."""
+        if session.number not in self.state.registry.sessions:
+            return []
+        who = session.who
+        effects, freed = self._registration.session_lost(session)
+        engine = session.engine
+        if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
+            dropped = engine.namespace.table.drop_owner(engine.number)
+            effects += self.state.revoke(engine.namespace, dropped)
+            freed += len(dropped)
+        if engine is not None:
+            effects.append(Event(f"{who} is gone{in_words(freed)}", fields=who.fields))
+        session.machine.fire(SessionEvent.LOST)
+        self.state.registry.remove(session)
+        if engine is not None and not engine.sessions:
+            effects.append(DropEngine(engine.number))
+        return effects
+
+    # ------------------------------------------------------------- requests
+
+    def request(
+        self, session: Session, request_id: int, message: Message, now: float
+    ) -> list[Effect]:
+        """Serve one request; a refusal becomes its ERROR reply."""
+        self.state.measures.requests[type(message).__name__] += 1
+        handler = self._handlers.get(type(message))
+        try:
+            if handler is None:
+                raise Refused(
+                    ErrorCode.BAD_STATE, f"{type(message).__name__} is no request to the broker"
+                )
+            if session.state is SessionState.CONNECTED and type(message) not in (Hello, Ping):
+                raise Refused(ErrorCode.BAD_STATE, "say HELLO first")
+            return handler(session, request_id, message, now)
+        except Refused as refusal:
+            self.state.measures.reached(refusal.limit)
+            said = refused(session, message, str(refusal)) if isinstance(message, Register) else []
+            return [*said, Reply(session.number, request_id, Error.of(refusal.code, str(refusal)))]
+        except IllegalTransition as error:
+            reply = Error.of(ErrorCode.BAD_STATE, str(error))
+            return [Reply(session.number, request_id, reply)]
+
+    def _hello(self, session: Session, request_id: int, message: Hello, now: float) -> list[Effect]:
+        if not message.protocol_min <= PROTOCOL_VERSION <= message.protocol_max:
+            raise Refused(
+                ErrorCode.BAD_VERSION,
+                f"the client speaks protocol {message.protocol_min}..{message.protocol_max}, this"
+                f" daemon {PROTOCOL_VERSION}; update the older of the two",
+            )
+        names = {"engine": message.engine, "client": message.client}
+        check_names(ErrorCode.BAD_MESSAGE, names)
+        if message.kind != "tool":
+            self.state.registry.check_name(session, message.engine)
+        session.machine.fire(SessionEvent.HELLO)
+        session.kind = message.kind
+        session.client = message.client
+        session.since = now
+        welcome = Welcome(
+            protocol=PROTOCOL_VERSION,
+            daemon=self.version,
+            pid=self.pid,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_keys=MAX_KEYS,
+        )
+        effects: list[Effect] = [Reply(session.number, request_id, welcome)]
+        if message.kind != "tool":
+            engine = self.state.registry.join(session, message.engine)
+            who = session.who
+            effects.append(Event(f"{who} is here", fields=who.fields))
+            if engine.served:
+                effects.append(attached_notice(engine, session.number))
+        return effects
+
+    def _ping(self, session: Session, request_id: int, message: Ping, now: float) -> list[Effect]:
+        del now
+        engine = session.engine
+        if message.lookups is not None and engine is not None and session.kind == "scheduler":
+            namespace = engine.namespace
+            size = namespace.tokens_per_chunk if namespace is not None else None
+            new = session.lookups.news(message.lookups, size)
+            engine.lookups.add(new)
+            self.state.measures.lookups.add(new)
+        return [Reply(session.number, request_id, Pong(pid=self.pid))]
+
+    def _status(
+        self, session: Session, request_id: int, message: Status, now: float
+    ) -> list[Effect]:
+        del message
+        report = status_report(self.state, self.pid, self.version, now)
+        return [Reply(session.number, request_id, StatusReport(status=report))]
+
+    # ----------------------------------------------------------------- time
+
+    @property
+    def busy(self) -> bool:
+        """There is `work` to do, with or without news from outside."""
+        return self._operations.busy or self._registration.busy
+
+    def work(self) -> list[Effect]:
+        """One piece of what takes too long to be done in one go; a few milliseconds at most."""
+        return self._operations.work() + self._registration.work()
+
+    def tick(self, now: float) -> list[Effect]:
+        """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""
+        effects = self._registration.expire(now)
+        if not self.state.pool_usable:
+            self.state.progress.tell(now, self.state.pinned_bytes)
+        if self.state.namespaces is not None:
+            self.state.namespaces.pool.trim()
+            effects += close_unused(self.state, self.state.namespaces.over())
+            for namespace in self.state.namespaces:
+                expired = namespace.table.expire(now)
+                if expired:
+                    effects.append(
+                        Event(f"{len(expired)} chunks in writing ran out of time", "warning")
+                    )
+                effects += self.state.revoke(namespace, expired)
+        return effects + self.supervision.watch(now)
+
+    def __repr__(self) -> str:
+        return f"<Broker {self.state.registry!r}, lanes {list(self.state.lanes.values())}>"

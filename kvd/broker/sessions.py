@@ -1,0 +1,243 @@
+"""Sessions and engines: who is here, and what each has registered."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvd.broker.lookups import LookupTotals
+from kvd.cache.namespaces import Namespace
+from kvd.client_names import Who
+from kvd.errors import IntegrityError, Refused
+from kvd_proto.messages import ErrorCode, Register
+from kvd_proto.states import SESSION, Machine, SessionEvent, SessionState
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What the kernel says about the process at the other end of the control socket.
+
+    `groups` are its supplementary groups.
+    """
+
+    pid: int
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class PendingRegister:
+    """A registration that waits for the pool's size, descriptors, its lane, or the import.
+
+    unchecked: its layout is large, and is looked at in a turn of its own.
+    descriptors_by: when those that are missing must have come; None: none is known to be missing.
+    """
+
+    request_id: int
+    message: Register
+    deadline: float
+    descriptors_by: float | None = None
+    importing: bool = False
+    unchecked: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connection at the control socket, until its end of file."""
+
+    number: int
+    token: bytes
+    peer: Peer
+    machine: Machine[SessionState, SessionEvent] = field(
+        default_factory=lambda: Machine(SESSION, SessionState.CONNECTED)
+    )
+    kind: str = ""
+    client: str = ""
+    engine: "Engine | None" = None
+    descriptors: int = 0
+    receiving: bool = False  # some are being received, for which there is a limit of its own
+    pending: PendingRegister | None = None
+    registration: Register | None = None
+    imported: bool = False
+    releasing: tuple[int, str] | None = None  # an Unregister in progress: request id, device
+    since: float = 0.0  # when it said HELLO
+    lookups: LookupTotals = field(default_factory=LookupTotals)  # as it said last
+    refusal: str = ""  # why its registration was refused last
+
+    @property
+    def state(self) -> SessionState:
+        """Where the session stands."""
+        return self.machine.state
+
+    @property
+    def said(self) -> Register | None:
+        """What the rank has registered, or wants to."""
+        return self.registration or (self.pending.message if self.pending is not None else None)
+
+    @property
+    def who(self) -> Who:
+        """How logs and events name this session."""
+        engine = self.engine.name if self.engine is not None else None
+        rank = self.registration.rank if self.registration is not None else None
+        return Who(self.number, self.peer.pid, engine, self.kind, rank)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.number} {self.state}: {self.who}>"
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One inference server instance: its scheduler and its ranks.
+
+    uid: the user whose processes they are; nobody else may join under this name.
+    """
+
+    number: int
+    name: str
+    uid: int
+    sessions: dict[int, Session] = field(default_factory=dict)
+    workers: dict[int, Session] = field(default_factory=dict)
+    namespace: Namespace | None = None
+    lookups: LookupTotals = field(default_factory=LookupTotals)
+
+    @property
+    def attached(self) -> bool:
+        """Every rank is registered and bound to a namespace."""
+        return self.namespace is not None
+
+    @property
+    def waiting(self) -> dict[int, Session]:
+        """By rank the sessions whose registration is under way; of several the first."""
+        found: dict[int, Session] = {}
+        for session in self.sessions.values():
+            if session.pending is not None and not session.pending.unchecked:
+                found.setdefault(session.pending.message.rank, session)
+        return found
+
+    @property
+    def served(self) -> bool:
+        """It is attached, and a lane that lives has mapped the memory of every rank."""
+        return self.attached and all(worker.imported for worker in self.workers.values())
+
+    @property
+    def world_size(self) -> int:
+        """As its workers registered it; 0 before the first."""
+        for worker in self.workers.values():
+            if worker.registration:
+                return worker.registration.world_size
+        return 0
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that have not registered."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.workers)
+
+    def __repr__(self) -> str:
+        state = "attached" if self.attached else f"missing ranks {list(self.missing_ranks)}"
+        return f"<Engine {self.number} {self.name!r}: {len(self.sessions)} sessions, {state}>"
+
+
+class Registry:
+    """All sessions and engines, by number, token and name."""
+
+    def __init__(self, max_sessions: int, max_sessions_per_user: int) -> None:
+        self.max_sessions = max_sessions
+        self.max_sessions_per_user = max_sessions_per_user
+        self.sessions: dict[int, Session] = {}
+        self.by_token: dict[bytes, Session] = {}
+        self.engines: dict[str, Engine] = {}
+        self._by_user: Counter[int] = Counter()
+        self._next_session = 1
+        self._next_engine = 1
+
+    def check_room(self, peer: Peer) -> None:
+        """There is a place for one more process of this user.
+
+        Raises:
+            Refused: there is none; with the setting.
+        """
+        of_user = self._by_user[peer.uid]
+        for whose, count, limit, most in (
+            ("", len(self.sessions), "max_sessions", self.max_sessions),
+            (f" of uid {peer.uid}", of_user, "max_sessions_per_user", self.max_sessions_per_user),
+        ):
+            if count >= most:
+                raise Refused(
+                    ErrorCode.LIMIT,
+                    f"{count} sessions{whose} are open: raise {limit} (now {most}), or end engines"
+                    " that are not needed",
+                    limit=limit,
+                )
+
+    def connect(self, token: bytes, peer: Peer) -> Session:
+        """A new session in state CONNECTED."""
+        session = Session(self._next_session, token, peer)
+        self._next_session += 1
+        self._by_user[peer.uid] += 1
+        self.sessions[session.number] = session
+        self.by_token[token] = session
+        return session
+
+    def check_name(self, session: Session, name: str) -> None:
+        """The session may join the engine `name`.
+
+        Raises:
+            Refused: it is another user's, whose chunks and leases could then be named by this one.
+        """
+        engine = self.engines.get(name)
+        if engine is not None and engine.uid != session.peer.uid:
+            raise Refused(
+                ErrorCode.FORBIDDEN,
+                f"engine {name!r} belongs to uid {engine.uid}, this process to uid"
+                f" {session.peer.uid}; give each engine instance a name of its own",
+            )
+
+    def join(self, session: Session, name: str) -> Engine:
+        """Put the session into the engine `name`, which comes to be if need be."""
+        engine = self.engines.get(name)
+        if engine is None:
+            engine = self.engines[name] = Engine(self._next_engine, name, session.peer.uid)
+            self._next_engine += 1
+        engine.sessions[session.number] = session
+        session.engine = engine
+        return engine
+
+    def remove(self, session: Session) -> None:
+        """Forget a session, and its engine with the last of them."""
+        del self.sessions[session.number]
+        del self.by_token[session.token]
+        uid = session.peer.uid
+        self._by_user[uid] -= 1
+        if not self._by_user[uid]:
+            del self._by_user[uid]
+        engine = session.engine
+        if engine is not None:
+            del engine.sessions[session.number]
+            if not engine.sessions:
+                del self.engines[engine.name]
+
+    def check_integrity(self) -> None:
+        """Every index names the same objects.
+
+        Raises:
+            IntegrityError: one does not.
+        """
+        if {s.token for s in self.sessions.values()} != set(self.by_token):
+            raise IntegrityError("tokens and sessions disagree")
+        if Counter(s.peer.uid for s in self.sessions.values()) != self._by_user:
+            raise IntegrityError(f"sessions by user are counted as {dict(self._by_user)}")
+        for name, engine in self.engines.items():
+            if engine.name != name or not engine.sessions:
+                raise IntegrityError(f"{engine!r} is filed under {name!r} or empty")
+            for session in engine.sessions.values():
+                if self.sessions.get(session.number) is not session:
+                    raise IntegrityError(f"{session!r} of {engine!r} is not a session")
+            for rank, worker in engine.workers.items():
+                if worker.registration is None or worker.registration.rank != rank:
+                    raise IntegrityError(f"{worker!r} is filed as rank {rank}")
+                if worker.number not in engine.sessions:
+                    raise IntegrityError(f"{worker!r} is a worker, not a session, of {engine!r}")
+            if engine.attached and engine.missing_ranks:
+                raise IntegrityError(f"{engine!r} is attached and lacks {engine.missing_ranks}")
+
+    def __repr__(self) -> str:
+        return f"<Registry {len(self.sessions)} sessions, {len(self.engines)} engines>"

@@ -1,0 +1,241 @@
+"""Everything the broker knows, in one place, for the decision modules that share it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvd.broker.effects import Effect, Notify, ToLane
+from kvd.broker.lanes import Lane, Revocations, arrays
+from kvd.broker.measures import Measures, Surroundings
+from kvd.broker.progress import Progress
+from kvd.broker.recent_events import EventLog
+from kvd.broker.sessions import Engine, Peer, Registry, Session
+from kvd.cache.namespaces import Namespace, Namespaces
+from kvd.config.settings import Settings
+from kvd.errors import IntegrityError, Refused
+from kvd.wire.link import LaneCounters, UnbindWorker
+from kvd_proto.messages import Detached, ErrorCode
+
+REVOKE_AT_ONCE = 4096  # slots of 12 bytes each, well inside one datagram of the link
+
+
+class OpenNamespaces(Protocol):
+    """Makes the namespaces over a pool of `cpu_bytes`."""
+
+    def __call__(self, cpu_bytes: int) -> Namespaces:
+        """Called once, when the size is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorDrain:
+    """An operator's word that no new stores are taken: whose, and since when."""
+
+    by: Peer
+    since: float
+
+
+@dataclass(slots=True)
+class BrokerState:
+    """Sessions, engines, lanes, namespaces, and writes being called back.
+
+    `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.filling`.
+    `failed_lanes` says when a device's lane could last not start, and why.
+    `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
+
+    `stopping`: a signal has come and lanes end, which nothing undoes; `drain` is undone by Resume.
+
+    `kept_bytes` is the size of the pool that the daemon before left, if it can be used.
+    `open_namespaces` supplies directory memory, `available_bytes` what the machine has to
+    give, `surroundings` the time and this process's figures; they touch the outside, so they
+    are handed in.
+    """
+
+    settings: Settings
+    boot_id: bytes
+    open_namespaces: OpenNamespaces
+    available_bytes: Callable[[], int]
+    registry: Registry
+    kept_bytes: Callable[[], int | None] = lambda: None
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    failed_lanes: dict[str, tuple[float, str]] = field(default_factory=dict)
+    gone_counters: LaneCounters = field(default_factory=LaneCounters)
+    gone_restarts: int = 0
+    revocations: Revocations = field(default_factory=Revocations)
+    namespaces: Namespaces | None = None
+    allocated: int = 0
+    stopping: bool = False
+    drain: OperatorDrain | None = None
+    surroundings: Callable[[], Surroundings] = Surroundings
+    measures: Measures = field(default_factory=Measures)
+    events: EventLog = field(default_factory=EventLog)
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def draining(self) -> bool:
+        """No new stores are taken: the daemon stops, or an operator drains it."""
+        return self.stopping or self.drain is not None
+
+    @property
+    def ready(self) -> bool:
+        """New work is served: memory is there and every lane is up. See `kvd.broker.readiness`."""
+        return self.pool_usable and not self.lanes_missing and not self.draining
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """The pool's size; None while no engine has decided it (``auto``)."""
+        return None if self.namespaces is None else self.namespaces.cpu_bytes
+
+    @property
+    def pool_ready(self) -> bool:
+        """All of the pool's memory is there."""
+        return self.namespaces is not None and self.allocated >= self.namespaces.pool.fill.nbytes
+
+    @property
+    def pool_usable(self) -> bool:
+        """All of the pool is allocated and pinned by the lanes that pin, or it has no size yet."""
+        total = self.pool_bytes
+        return total is None or (self.pool_ready and self.pinned_bytes >= total)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of the pool is allocated, and pinned by every lane that pins."""
+        return min([self.allocated, *(lane.usable_bytes for lane in self.pinning)])
+
+    def usable_bytes(self, engine: Engine) -> int | None:
+        """How much of the pool is allocated and in reach of all of the engine's lanes.
+
+        In the order of `kvd.pool.filling`; None where that is all of it.
+        """
+        if self.namespaces is None:
+            return 0
+        usable = self.allocated
+        for worker in engine.workers.values():
+            if worker.registration is not None:
+                usable = min(usable, self.lanes[worker.registration.device].usable_bytes)
+        return None if usable >= self.namespaces.pool.fill.nbytes else usable
+
+    @property
+    def pinning(self) -> list[Lane]:
+        """Lanes with workers that can use the pool only where they have pinned it."""
+        return [
+            lane
+            for lane in self.lanes.values()
+            if lane.up and lane.pins and self.workers_of(lane.device)
+        ]
+
+    @property
+    def lanes_missing(self) -> list[Lane]:
+        """Lanes that ought to serve and are not up.
+
+        One that starts for its first worker is not missing, and none is before the pool has a size.
+        """
+        return [lane for lane in self.lanes.values() if self.is_missing(lane)]
+
+    def is_missing(self, lane: Lane) -> bool:
+        """See `lanes_missing`."""
+        wanted = not lane.on_demand or bool(self.workers_of(lane.device))
+        return not lane.up and wanted and self.pool_bytes is not None
+
+    def workers_of(self, device: str) -> list[Session]:
+        """Sessions whose registered memory is on `device`."""
+        return [
+            session
+            for session in self.registry.sessions.values()
+            if session.registration is not None and session.registration.device == device
+        ]
+
+    def waiting_for(self, device: str) -> list[Session]:
+        """Sessions whose registration on `device` is under way."""
+        return [
+            session
+            for session in self.registry.sessions.values()
+            if session.pending is not None and session.pending.message.device == device
+        ]
+
+    def attached_namespace(self, engine: Engine | None) -> tuple[Engine, Namespace]:
+        """The engine and its namespace.
+
+        Raises:
+            Refused: NOT_READY where the engine is not complete.
+        """
+        if engine is None:
+            raise Refused(ErrorCode.BAD_STATE, "this session belongs to no engine")
+        if engine.namespace is None:
+            missing = engine.missing_ranks
+            waits = f"ranks {list(missing)} have" if missing else "no rank has"
+            raise Refused(
+                ErrorCode.NOT_READY,
+                f"engine {engine.name!r}: {waits} not registered yet"
+                if missing
+                else f"engine {engine.name!r}: {waits} registered yet",
+            )
+        return engine, engine.namespace
+
+    def served_namespace(self, engine: Engine | None) -> tuple[Engine, Namespace]:
+        """The same, where bytes can be moved.
+
+        Raises:
+            Refused: LANE_LOST where a rank's lane is not there, besides those above.
+        """
+        found, namespace = self.attached_namespace(engine)
+        for rank, worker in found.workers.items():
+            if not worker.imported and worker.registration is not None:
+                raise Refused(
+                    ErrorCode.LANE_LOST,
+                    f"engine {found.name!r}: lane {worker.registration.device} of rank {rank} is"
+                    " being replaced; try again later",
+                )
+        return found, namespace
+
+    def revoke(self, namespace: Namespace, slots: list[tuple[int, int]]) -> list[Effect]:
+        """Call back writes into slots that are DRAINING now; free at once what no lane holds."""
+        if not slots:
+            return []
+        devices = [lane.device for lane in self.lanes.values() if lane.up]
+        if not devices:
+            namespace.table.revoked(*arrays(slots))
+            return []
+        effects: list[Effect] = []
+        for begin in range(0, len(slots), REVOKE_AT_ONCE):
+            part = slots[begin : begin + REVOKE_AT_ONCE]
+            message = self.revocations.start(namespace.id, part, devices)
+            effects += [ToLane(device, message) for device in devices]
+        return effects
+
+    def detach(self, engine: Engine, reason: str) -> tuple[list[Effect], int]:
+        """The engine is no longer complete: give up its writes, tell its sessions.
+
+        Returns:
+            What is to be done, and how many chunks in writing were given up.
+        """
+        namespace = engine.namespace
+        if namespace is None or self.namespaces is None:
+            return [], 0
+        dropped = namespace.table.drop_owner(engine.number)
+        effects = self.revoke(namespace, dropped)
+        engine.namespace = None
+        self.namespaces.detach_engine(namespace)
+        effects += [
+            ToLane(worker.registration.device, UnbindWorker(session=worker.number))
+            for worker in engine.workers.values()
+            if worker.registration is not None
+            and worker.imported
+            and self.lanes[worker.registration.device].up
+        ]
+        effects += [Notify(number, Detached(reason=reason)) for number in engine.sessions]
+        return effects, len(dropped)
+
+    def check_integrity(self) -> None:
+        """All that can be checked, checked.
+
+        Raises:
+            IntegrityError: an invariant does not hold.
+        """
+        self.registry.check_integrity()
+        if self.namespaces is not None:
+            self.namespaces.check_integrity()
+        for engine in self.registry.engines.values():
+            if engine.namespace is not None and (
+                self.namespaces is None or self.namespaces.get(engine.namespace.id) is None
+            ):
+                raise IntegrityError(f"{engine!r} is attached to a namespace that is gone")

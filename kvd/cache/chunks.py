@@ -1,0 +1,467 @@
+"""The chunk table: every decision about the chunks of one namespace.
+
+It is the only writer of its directory, and the states of a slot are those of
+`kvd_proto.states.CHUNK`::
+
+    FREE -> WRITING     prepare_store
+    WRITING -> READY    share_done, with the last rank that was expected; a chunk with fewer
+                        blocks of the same key, which was READY, goes as by reset
+    WRITING -> DRAINING a share failed, complete_store without success, the ticket's
+                        deadline passed, the session is gone, reset
+    DRAINING -> FREE    revoked: the lanes have nothing under way there
+    READY -> FREE       evicted or reset. A reset chunk is found by nobody at once, and leaves
+                        its slot by `sweep`; one that is pinned is doomed, that is, it
+                        leaves its slot at the last pin
+
+Methods decide first and then act; none of them waits, and none raises for what a
+client may send.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from kvd.cache.ages import Ages
+from kvd.cache.counters import Counters
+from kvd.cache.decisions import (
+    LoadDecision,
+    Offer,
+    ResetOutcome,
+    ReuseFilter,
+    ShareOutcome,
+    StoreDecision,
+    StoreSummary,
+)
+from kvd.cache.directory import Blocks, DirectoryWriter, Refs, covers
+from kvd.cache.ledger import KeptChunks
+from kvd.cache.policies import POLICIES
+from kvd.cache.slots import Ints, Slots
+from kvd.errors import IntegrityError
+from kvd.pool.geometry import Geometry
+from kvd.pool.pool import Pool
+from kvd_proto.answers import StoreAnswer
+from kvd_proto.directory import SlotState
+
+PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
+EMPTY_PIECES = 16  # so many that hold none are looked at in one go
+
+_READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
+
+
+@dataclass(frozen=True, slots=True)
+class TableConfig:
+    """Settings of a namespace. Leases last as long as asked, but `lease_seconds` at most."""
+
+    policy: str = "lru"
+    reuse_threshold: int = 1
+    lease_seconds: float = 60.0
+    ticket_seconds: float = 60.0
+
+
+class ChunkTable:
+    """The chunks of one namespace.
+
+    Args:
+        directory: a new directory with one slot for each of the geometry's.
+        geometry: the namespace's grid in the pool.
+        pool: where its room comes from.
+        config: settings; `policy` is a name in `POLICIES`.
+        model: whose quota counts; empty where none does.
+    """
+
+    def __init__(
+        self,
+        directory: DirectoryWriter,
+        geometry: Geometry,
+        pool: Pool,
+        config: TableConfig,
+        model: str = "",
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self._filter = (
+            ReuseFilter(config.reuse_threshold, max(1024, geometry.num_slots))
+            if config.reuse_threshold > 1
+            else None
+        )
+        ledger = directory.ledger
+        self.ages = Ages(geometry.num_slots, ledger.stamps if ledger is not None else None)
+        self._counters = Counters()
+        self._pool = pool
+        self.space = pool.join(geometry, self, model)
+        policy = POLICIES[config.policy](geometry.num_slots, directory.key)
+        self.slots = Slots(directory, policy, self.space, self.ages)
+
+    def restore(self, chunks: KeptChunks) -> None:
+        """Take over the chunks of the daemon before, into a table that is new.
+
+        Raises:
+            LedgerDamaged: they contradict each other.
+            IntegrityError: they lie where another namespace's do.
+        """
+        geometry = self.space.geometry
+        masks = (
+            np.uint64(1) << (chunks.slots % geometry.world_size).astype(np.uint64)
+            if geometry.replicated
+            else np.full(len(chunks), geometry.writers(0), np.uint64)
+        )
+        self.directory.restore(chunks, masks)
+        self._pool.restore(self.space, chunks.slots, chunks.stamps)
+        self.slots.policy.restore(chunks.slots)
+        self._counters.restored = len(chunks)
+
+    # ------------------------------------------------------------------- stores
+
+    def prepare_store(
+        self,
+        keys: Sequence[bytes],
+        owner: int,
+        now: float,
+        usable: int | None = None,
+        blocks: Sequence[Blocks] = (),
+    ) -> StoreDecision:
+        """Give slots to as many new keys as there is room for, in the order of `keys`.
+
+        `blocks` says what of each chunk will be stored; all of it where it is left out. A key
+        whose READY chunk holds less is new; that chunk is found until the fuller one is READY.
+
+        What is evicted for it goes all or nothing: first it is known how many can
+        go, then exactly those are evicted that the accepted keys need. Of equal keys
+        the first counts; the others are PENDING, or what the first one got. While only
+        `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
+        """
+        self.ages.tell(now)
+        offer = Offer.of(keys, blocks, self.slots, self._filter)
+        slots, evicted = self._room(len(offer.wanted), offer.named, usable)
+        taken = list(offer.wanted)[: len(slots)]
+        deadline = now + self.config.ticket_seconds
+        begun, slots, generations = self.slots.begin(
+            taken, slots, owner, deadline, {k: offer.lesser[k] for k in taken if k in offer.lesser}
+        )
+        self._mark(slots)
+        capped = len(taken) < len(offer.wanted) and self._pool.is_capped(self.space)
+        no_room = StoreAnswer.QUOTA if capped else StoreAnswer.FULL
+        answers = offer.settle(begun, len(taken), no_room)
+        self._counters.count_answers(answers)
+        self._counters.index_full += len(taken) - len(begun)
+        self._counters.evicted += len(evicted)
+        return StoreDecision(
+            np.frombuffer(answers, np.uint8),
+            np.array(slots, "<u4"),
+            np.array(generations, "<u8"),
+            evicted,
+        )
+
+    def _room(
+        self, need: int, named: set[int], usable: int | None
+    ) -> tuple[list[int], list[bytes]]:
+        """Up to `need` slots, and the keys evicted for them; never slots in `named`."""
+        space = self.space
+        if usable is not None:
+            self._pool.acquire_within(space, need, usable)
+            return space.take_within(need, usable), []
+        while space.free_slots < need and self.slots.forgotten:
+            self.sweep()
+        if space.free_slots < need:
+            self._pool.acquire(space, need)
+        slots = space.take(min(need, space.free_slots))
+        short = need - len(slots)
+        if not short:
+            return slots, []
+        victims = self.slots.victims(short, named)
+        self.ages.evicted(victims)
+        evicted = self.directory.free(victims)
+        slots += sorted(victims)
+        return slots, evicted
+
+    def turn_away(self, keys: int) -> None:
+        """Count keys that were offered while the daemon drains."""
+        self._counters.offered += keys
+        self._counters.draining += keys
+
+    def share_done(  # noqa: PLR0917 a report has these six parts
+        self,
+        owner: int,
+        rank: int,
+        slots: Ints,
+        generations: Ints,
+        first: Ints,
+        count: Ints,
+        *,
+        ok: bool,
+        groups: Ints | None = None,
+    ) -> ShareOutcome:
+        """A lane reports one rank's share of these slots, [n] each; `groups` are 0 where left out.
+
+        A chunk becomes READY with the last expected rank. One whose share failed, or
+        of which no block is there on every rank, can never be READY and is given up; so
+        is one that holds no more than what it should replace.
+        Reports about slots that have moved on, and second reports, are ignored.
+        """
+        directory, life, ready, failed, stale = self.directory, self.slots, [], [], 0
+        writers = self.space.geometry.writers
+        given_up: set[int] = set()
+        if groups is None:
+            groups = [0] * len(slots)
+        columns = (map(int, column) for column in (slots, generations, first, count, groups))
+        for slot, generation, block, blocks, group in zip(*columns, strict=True):
+            if (
+                not 0 <= slot < directory.num_slots
+                or slot in given_up
+                or directory.generation(slot) != generation
+                or directory.state(slot) != _WRITING
+                or directory.owner(slot) != owner
+                or not (expected := writers(slot)) & ~directory.ranks_done(slot) & 1 << rank
+            ):
+                stale += 1
+            elif not ok or blocks < 1:
+                failed.append(slot)
+                given_up.add(slot)
+            else:
+                done, covered = directory.add_share(slot, rank, block, blocks, group)
+                if not covered or (done == expected and not life.is_worth_it(slot)):
+                    failed.append(slot)
+                    given_up.add(slot)
+                elif done == expected:
+                    self._counters.replaced += life.finish(owner, slot)
+                    ready.append(slot)
+        self._counters.stored += len(ready)
+        self._counters.stale_reports += stale
+        return ShareOutcome(self.slots.refs(ready), self._give_up(failed))
+
+    def complete_store(
+        self, keys: Sequence[bytes], owner: int, *, success: bool
+    ) -> tuple[StoreSummary, Refs]:
+        """The engine is done with these stores. Without success what `owner` writes is given up.
+
+        Returns:
+            How the keys stand, and the slots to be revoked.
+        """
+        directory, ready, pending, gone = self.directory, 0, 0, 0
+        failed: dict[int, None] = {}
+        for key in keys:
+            slot = directory.find(key)
+            fuller = self.slots.replacement(slot)
+            if fuller is not None and directory.owner(fuller) == owner:
+                slot = fuller
+            if slot < 0 or slot in failed:
+                gone += 1
+            elif directory.state(slot) == _READY:
+                ready += 1
+            elif success or directory.owner(slot) != owner:
+                pending += 1
+            else:
+                failed[slot] = None
+                gone += 1
+        return StoreSummary(ready, pending, gone), self._give_up(list(failed))
+
+    def _give_up(self, slots: Sequence[int]) -> Refs:
+        self._counters.dropped += len(slots)
+        return self.slots.give_up(slots)
+
+    def revoked(self, slots: Ints, generations: Ints) -> int:
+        """The lanes have nothing under way in these slots: DRAINING -> FREE. How many it freed."""
+        freed = self.slots.revoked(slots, generations)
+        self._counters.stale_reports += len(slots) - freed
+        return freed
+
+    # -------------------------------------------------------------------- loads
+
+    def prepare_load(  # noqa: PLR0917 a request has these six parts
+        self,
+        keys: Sequence[bytes],
+        owner: int,
+        now: float,
+        duration: float,
+        usable: int | None = None,
+        blocks: Sequence[Blocks] = (),
+    ) -> LoadDecision:
+        """Pin the keys that are READY, under a lease of `duration` seconds at most.
+
+        `blocks` says what is needed of each chunk; all of it where it is left out. A chunk that
+        lacks some of that is missed.
+        While only `usable` bytes of the pool can be used, what lies elsewhere is missed.
+        """
+        self.ages.tell(now)
+        within = self.space.is_within
+        found, slots = bytearray(len(keys)), []
+        find, state, held = self.directory.find, self.directory.state, self.directory.blocks
+        whole = (0, self.directory.blocks_per_chunk)
+        for i, key in enumerate(keys):
+            slot = find(key)
+            if slot < 0 or state(slot) != _READY or not (usable is None or within(slot, usable)):
+                continue
+            if covers(held(slot), blocks[i] if blocks else whole):
+                found[i] = 1
+                slots.append(slot)
+        deadline = now + min(duration, self.config.lease_seconds)
+        lease_id = self.slots.leases.grant(owner, slots, now, deadline) if slots else 0
+        for slot in reversed(slots):
+            self.slots.policy.refresh(slot)
+        self._mark(slots)
+        self._counters.asked += len(keys)
+        self._counters.hits += len(slots)
+        self._counters.misses += len(keys) - len(slots)
+        self._counters.leases += bool(slots)
+        array = np.array(slots, "<u4")
+        first, count = self.directory.coverage(array)
+        return LoadDecision(
+            lease_id,
+            np.frombuffer(found, np.uint8),
+            array,
+            self.directory.generations(array),
+            first,
+            count,
+            deadline,
+        )
+
+    def complete_load(self, lease_id: int, owner: int) -> bool:
+        """Give a lease back. False where it has run out or is not this session's."""
+        unpinned = self.slots.leases.release(lease_id, owner)
+        if unpinned is None:
+            return False
+        self.slots.unpinned(unpinned)
+        return True
+
+    def finished(self, keys: Sequence[bytes]) -> int:
+        """A request that loaded, stored or offered these has finished; its head first.
+
+        They are as recent as the request, whether their bytes are here already or not.
+
+        Returns:
+            How many of them, each counted once, are here.
+        """
+        found = dict.fromkeys(map(self.directory.find, keys))
+        found.pop(-1, None)
+        slots = list(found)
+        # The tail of a prompt is useless without its head, so it has to look colder.
+        for slot in reversed(slots):
+            self.slots.policy.use(slot)
+        self._mark(slots)
+        return len(slots)
+
+    def _mark(self, slots: list[int]) -> None:
+        """Note that these were of use now, the hottest first."""
+        if slots:
+            last = self._pool.tick(len(slots), self.ages.now)
+            self.space.mark(slots, last)
+            self.ages.used(slots, last)
+
+    # ------------------------------------------------------------- ends of things
+
+    def expire(self, now: float) -> Refs:
+        """End the leases and give up the stores whose deadline has come; slots to be revoked."""
+        self.ages.tell(now)
+        late = self.slots.tickets.expired(now)
+        self._counters.tickets_expired += len(late)
+        leases, unpinned = self.slots.leases.expire(now)
+        self._counters.leases_expired += leases
+        self.slots.unpinned(unpinned)
+        return self._give_up(late)
+
+    def drop_owner(self, owner: int) -> Refs:
+        """An owner is gone: end its leases, give up its stores; slots to be revoked."""
+        self.slots.unpinned(self.slots.leases.drop_owner(owner))
+        return self._give_up(self.slots.tickets.of(owner))
+
+    def reset(self) -> ResetOutcome:
+        """Drop every chunk: from now on nobody finds it, and the next daemon does not, either.
+
+        Slots are freed by `sweep`; those that are pinned go when their leases end. What was
+        offered and not stored yet keeps its count.
+        """
+        revoke = self._give_up(list(self.slots.tickets))
+        gone, kept = self.slots.forget()
+        self._counters.reset += gone + kept
+        return ResetOutcome(gone + len(revoke), kept, revoke)
+
+    @property
+    def is_swept(self) -> bool:
+        """No slot is held by a chunk that a reset has dropped."""
+        return not self.slots.forgotten
+
+    def sweep(self) -> None:
+        """Free some of the slots whose chunks a reset has dropped: a few milliseconds at most."""
+        for _ in range(EMPTY_PIECES):
+            if self.slots.sweep(PIECE_SLOTS):
+                break
+        if self.is_swept:
+            self.give_back()
+
+    def empty(self) -> None:
+        """Drop every chunk and free its slot, in one go; nothing is pinned or being written."""
+        self.reset()
+        while not self.is_swept:
+            self.sweep()
+        self.give_back()
+
+    def give_up_stores(self) -> Refs:
+        """Give up whatever is being written, and forget offers; slots to be revoked."""
+        if self._filter is not None:
+            self._filter.clear()
+        return self._give_up(list(self.slots.tickets))
+
+    def remove(
+        self,
+        first: int,
+        count: int,
+        *,
+        unused_for: float | None = None,
+    ) -> tuple[int, int]:
+        """Drop the READY chunks in `count` slots from `first` on, for an operator.
+
+        With `unused_for` only those that were of no use for so many seconds, and none
+        that is pinned.
+
+        Returns:
+            How many went, and how many go when their leases end.
+        """
+        pins, policy = self.slots.leases.pins, self.slots.policy
+        slots = [s for s in self.directory.ready_slots(first, count) if s in policy]
+        if unused_for is not None:
+            old = self.ages.of(slots) >= unused_for
+            slots = [s for s, is_old in zip(slots, old, strict=True) if is_old and s not in pins]
+        self._counters.removed += len(slots)
+        return self.slots.drop(slots)
+
+    def give_back(self) -> None:
+        """Let others have the room that holds no chunk."""
+        self._pool.give_back(self.space)
+
+    # ------------------------------------------------------------ for the pool
+
+    def busy_slots(self) -> Iterable[int]:
+        """Slots that must stay: pinned, being written, draining."""
+        return self.slots.busy()
+
+    def yield_slots(self, slots: list[int]) -> None:
+        """Evict these READY, unpinned chunks: another namespace needs the room."""
+        current = [slot for slot in slots if slot in self.slots.policy]
+        self.ages.evicted(current)
+        self._counters.yielded += len(current)
+        self.slots.drop(slots)
+
+    # -------------------------------------------------------------- inspection
+
+    def counters(self) -> dict[str, int]:
+        """Events since the namespace was opened; `Counters` says what each means."""
+        return asdict(self._counters)
+
+    def check_integrity(self) -> None:
+        """The slots are as everybody says, and what happened is counted.
+
+        Raises:
+            IntegrityError: otherwise.
+        """
+        self.slots.check_integrity()
+        if self._filter is not None:
+            self._filter.check_integrity()
+        counters, eviction = self._counters, self.ages.at_eviction
+        counters.check_integrity()
+        eviction.check_integrity()
+        if eviction.count != counters.evicted + counters.yielded:
+            raise IntegrityError(f"chunks evicted without an age: {self.ages!r}, {counters}")
+
+    def __repr__(self) -> str:
+        return f"<ChunkTable {self.directory.namespace.hex()[:8]} {self.slots!r}>"

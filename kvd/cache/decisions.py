@@ -1,0 +1,198 @@
+"""Keys offered for storing, and what a chunk table answers.
+
+Arrays of answers are little-endian, ready for the wire.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.cache.directory import Blocks, Refs, covers
+from kvd.cache.slots import Slots
+from kvd.errors import IntegrityError
+from kvd_proto.answers import StoreAnswer
+from kvd_proto.directory import KEY_BYTES, SlotState
+
+_READY = int(SlotState.READY)
+_ACCEPTED, _PRESENT = int(StoreAnswer.ACCEPTED), int(StoreAnswer.PRESENT)
+_PENDING, _FULL = int(StoreAnswer.PENDING), int(StoreAnswer.FULL)
+_NOT_YET, _BAD_KEY = int(StoreAnswer.NOT_YET), int(StoreAnswer.BAD_KEY)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDecision:
+    """`answers[i]` is the `StoreAnswer` for key i; slots and generations of the accepted."""
+
+    answers: npt.NDArray[np.uint8]
+    slots: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint64]
+    evicted: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOutcome:
+    """What one rank's report did: slots now READY, and slots given up, to be revoked."""
+
+    ready: Refs
+    dropped: Refs
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSummary:
+    """How many keys are READY, still being written, and gone."""
+
+    ready: int
+    pending: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """`found[i]` is 1 where key i is pinned. The rest is about the found ones, in order.
+
+    `lease_id` is 0 where nothing was found. Blocks first..first + count - 1 of a
+    chunk hold bytes on every rank. `deadline` is on the clock of `now`.
+    """
+
+    lease_id: int
+    found: npt.NDArray[np.uint8]
+    slots: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint64]
+    first: npt.NDArray[np.uint16]
+    count: npt.NDArray[np.uint16]
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResetOutcome:
+    """Chunks dropped now, chunks that go when their leases end, slots to be revoked."""
+
+    dropped: int
+    deferred: int
+    revoke: Refs
+
+
+class ReuseFilter:
+    """Lets a key pass at its n-th offer, so that prompts seen once take no room.
+
+    Remembers the latest `capacity` keys that have not passed yet.
+    """
+
+    def __init__(self, threshold: int, capacity: int) -> None:
+        self.threshold = threshold
+        self.capacity = capacity
+        self._offers: OrderedDict[bytes, int] = OrderedDict()
+
+    def offer(self, key: bytes) -> bool:
+        """Count an offer; True where the key has now been offered often enough."""
+        offers = self._offers
+        count = offers.pop(key, 0) + 1
+        if count >= self.threshold:
+            return True
+        if len(offers) >= self.capacity:
+            offers.popitem(last=False)
+        offers[key] = count
+        return False
+
+    def clear(self) -> None:
+        """Forget every offer."""
+        self._offers.clear()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError where the filter holds too much or a key that should pass."""
+        if len(self._offers) > self.capacity:
+            raise IntegrityError(f"{len(self._offers)} offers, {self.capacity} allowed")
+        if any(not 0 < count < self.threshold for count in self._offers.values()):
+            raise IntegrityError(f"an offer count outside 1..{self.threshold - 1}")
+
+    def __repr__(self) -> str:
+        return f"<ReuseFilter {len(self._offers)} keys below {self.threshold} offers>"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Keys that are offered at once. Of equal ones the first counts.
+
+    answers: a `StoreAnswer` for each key; not final before `settle`.
+    wanted: the keys to be stored, in their order, and where they stand.
+    lesser: slots of chunks that are here already, with fewer blocks than are offered; by key.
+    named: slots of the keys that are here; they must not be evicted for the new ones.
+    again: where a key stands that came before, and where it came first.
+    """
+
+    answers: bytearray
+    wanted: dict[bytes, int]
+    lesser: dict[bytes, int]
+    named: set[int]
+    again: list[tuple[int, int]]
+
+    @classmethod
+    def of(
+        cls,
+        keys: Sequence[bytes],
+        blocks: Sequence[Blocks],
+        slots: Slots,
+        reuse: ReuseFilter | None,
+    ) -> "Offer":
+        """Sort the keys; `reuse`, where there is one, says which of the new ones may come in.
+
+        A chunk that is here is stored anew when what is offered holds all its blocks and more,
+        unless that is under way.
+
+        Args:
+            keys: what is offered.
+            blocks: what each chunk would hold; empty: all blocks.
+            slots: of the namespace.
+            reuse: counts offers of keys that are not here.
+        """
+        directory = slots.directory
+        whole = (0, directory.blocks_per_chunk)
+        answers = bytearray(len(keys))
+        wanted: dict[bytes, int] = {}
+        lesser: dict[bytes, int] = {}
+        again: list[tuple[int, int]] = []
+        seen: dict[bytes, int] = {}
+        named: set[int] = set()
+        find, state = directory.find, directory.state
+        for i, key in enumerate(keys):
+            if not 0 < len(key) <= KEY_BYTES:
+                answers[i] = _BAD_KEY
+            elif key in seen:
+                again.append((i, seen[key]))
+            elif (slot := find(key)) >= 0:
+                named.add(slot)
+                if state(slot) != _READY:
+                    answers[i] = _PENDING
+                    continue
+                held, offered = directory.blocks(slot), blocks[i] if blocks else whole
+                if held == offered or not covers(offered, held):
+                    answers[i] = _PRESENT
+                elif slots.replacement(slot) is not None:
+                    answers[i] = _PENDING
+                else:
+                    seen[key] = wanted[key] = i
+                    lesser[key] = slot
+            else:
+                seen[key] = i
+                if reuse is None or reuse.offer(key):
+                    wanted[key] = i
+                else:
+                    answers[i] = _NOT_YET
+        return cls(answers, wanted, lesser, named, again)
+
+    def settle(self, placed: Collection[bytes], room: int, no_room: StoreAnswer) -> bytearray:
+        """The answers, now that the keys `placed` have slots.
+
+        There was room for the first `room` of the wanted ones; the others get `no_room`.
+        """
+        answers, accepted = self.answers, set(placed)
+        for key, i in self.wanted.items():
+            answers[i] = _ACCEPTED if key in accepted else _FULL
+        for i in list(self.wanted.values())[room:]:
+            answers[i] = no_room
+        for i, first in self.again:
+            answers[i] = _PENDING if answers[first] == _ACCEPTED else answers[first]
+        return answers

@@ -1,0 +1,429 @@
+"""The one writer of a directory (format: `kvd_proto.directory`).
+
+It keeps no second copy of anything: the shared memory is the truth. Batches are
+loops over local names, because a store of a thousand keys must not hold up the
+broker for more than a few milliseconds.
+
+What the next daemon may believe is in the ledger (`kvd.cache.ledger`), which is
+written here and nowhere else, so that no way to free a slot can leave it out.
+"""
+
+import struct
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Self, TypeAlias
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.cache.ledger import KeptChunks, Ledger
+from kvd.errors import IntegrityError, LedgerDamaged
+from kvd_proto.directory import (
+    KEY_BYTES,
+    NO_SHARE_YET,
+    RECORD,
+    RECORD_BYTES,
+    RECORD_DTYPE,
+    SLOT_MASK,
+    DirectoryHeader,
+    DirectoryView,
+    SlotState,
+)
+from kvd_proto.errors import DirectoryError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_STATE, _KEY_LEN = 20, 21
+_READ_KEY = struct.Struct(f"<B10x{KEY_BYTES}s").unpack_from  # from the key's length on
+_WORDS = RECORD_BYTES // 8
+_FREE, _WRITING = int(SlotState.FREE), int(SlotState.WRITING)
+
+
+Blocks: TypeAlias = tuple[int, int]
+"""The first of some blocks of a chunk, and how many they are."""
+
+Refs: TypeAlias = list[tuple[int, int]]
+"""Slots, each with the generation that is meant."""
+
+
+def covers(held: Blocks, needed: Blocks) -> bool:
+    """Whether all blocks that are needed are held."""
+    return held[0] <= needed[0] and needed[0] + needed[1] <= held[0] + held[1]
+
+
+def directory_bytes(num_slots: int) -> int:
+    """Size in bytes of the directory of `num_slots` slots."""
+    return DirectoryHeader.plan(num_slots, bytes(16), bytes(16)).total_bytes
+
+
+class DirectoryWriter(DirectoryView):
+    """Reads and writes a directory; there is one writer for each."""
+
+    def __init__(
+        self, buffer: "WriteableBuffer", ledger: Ledger | None = None, generation_base: int = 0
+    ) -> None:
+        super().__init__(buffer)
+        self.ledger = ledger
+        self._generation_base = self._highest = generation_base
+        if self._whole.readonly:
+            raise DirectoryError("the writer of a directory needs writable memory")
+        self._words = self._records.cast("Q")
+        self._halves = self._records.cast("H")
+
+    @classmethod
+    def create(  # noqa: PLR0917 a directory has these seven parts
+        cls,
+        buffer: "WriteableBuffer",
+        num_slots: int,
+        namespace: bytes,
+        boot_id: bytes,
+        ledger: Ledger | None = None,
+        generation_base: int = 0,
+        blocks_per_chunk: int = 1,
+    ) -> Self:
+        """Make a directory in memory that is all zero; touches its first page only.
+
+        Args:
+            buffer: the memory.
+            num_slots: how many slots it has.
+            namespace: whose it is, 16 bytes.
+            boot_id: of this daemon, 16 bytes.
+            ledger: where READY chunks are kept for the next daemon, if anywhere.
+            generation_base: generations given from now on are greater; no daemon before this
+                one gave a greater one.
+            blocks_per_chunk: blocks of a whole chunk.
+
+        Raises:
+            DirectoryError: sizes out of range, or the buffer is too small.
+        """
+        header = DirectoryHeader.plan(num_slots, namespace, boot_id, blocks_per_chunk)
+        whole = memoryview(buffer).cast("B")
+        if len(whole) < header.total_bytes:
+            raise DirectoryError(
+                f"{len(whole)} bytes for a directory of {header.total_bytes} bytes"
+            )
+        packed = header.pack()
+        whole[: len(packed)] = packed
+        return cls(buffer, ledger, generation_base)
+
+    def state(self, slot: int) -> int:
+        """The slot's `SlotState` as a plain number."""
+        return self._records[slot * RECORD_BYTES + _STATE]
+
+    def generation(self, slot: int) -> int:
+        """The slot's generation."""
+        return self._words[slot * _WORDS]
+
+    def generations(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        """Generations of slots: [n]."""
+        result: npt.NDArray[np.uint64] = self._columns["generation"][slots]
+        return result
+
+    def owner(self, slot: int) -> int:
+        """The session that wrote the slot, or writes it."""
+        owner: int = self._words[slot * _WORDS + 2] & 0xFFFF_FFFF
+        return owner
+
+    def ranks_done(self, slot: int) -> int:
+        """The ranks whose shares are there, as a bit mask."""
+        return self._words[slot * _WORDS + 1]
+
+    def slots_by_state(self) -> dict[SlotState, list[int]]:
+        """All slots that are not FREE, ascending; reads the whole table."""
+        states = self._columns["state"]
+        return {
+            state: np.flatnonzero(states == state).tolist()
+            for state in (SlotState.WRITING, SlotState.READY, SlotState.DRAINING)
+        }
+
+    def states(self, first: int, count: int) -> list[int]:
+        """The states of up to `count` slots from `first` on."""
+        states: list[int] = self._columns["state"][first : first + count].tolist()
+        return states
+
+    @property
+    def floor(self) -> int:
+        """Chunks of this generation or a lower one were forgotten."""
+        return self._floor[0]
+
+    def forget(self) -> None:
+        """Nothing that is here counts any more, for readers at once and for the next daemon.
+
+        No chunk is WRITING. Records and index entries stay until the slots are freed.
+        """
+        if self.ledger is not None:
+            self.ledger.forget(self._highest)
+        self._floor[0] = self._generation_base = self._highest
+
+    def forgotten_slots(self, first: int, count: int) -> list[int]:
+        """The READY slots among `count` from `first` on whose chunks do not count, ascending."""
+        part = slice(first, first + count)
+        ready = self._columns["state"][part] == SlotState.READY
+        old = self._columns["generation"][part] <= np.uint64(self.floor)
+        return (np.flatnonzero(ready & old) + first).tolist()
+
+    def ready_slots(self, first: int, count: int) -> list[int]:
+        """The READY slots among `count` from `first` on, ascending."""
+        states = self._columns["state"][first : first + count]
+        return (np.flatnonzero(states == SlotState.READY) + first).tolist()
+
+    def key(self, slot: int) -> bytes:
+        """The key of the chunk that is or was last in the slot."""
+        length, padded = _READ_KEY(self._records, slot * RECORD_BYTES + _KEY_LEN)
+        return bytes(padded[:length])
+
+    def write_state(self, slot: int, state: SlotState) -> None:
+        """Set the state byte."""
+        self._records[slot * RECORD_BYTES + _STATE] = state
+
+    def blocks(self, slot: int) -> Blocks:
+        """The blocks of a READY chunk that hold bytes on every rank."""
+        at = slot * (RECORD_BYTES // 2) + 11
+        first, count = self._halves[at : at + 2]
+        return first, count
+
+    def begin(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        owner: int,
+        unindexed: Collection[bytes] = (),
+    ) -> list[int]:
+        """FREE -> WRITING: give every key its slot, with the next generation.
+
+        The keys have 1 to 48 bytes and are not in the index yet, but for the `unindexed`, which
+        get no entry of their own.
+
+        Returns:
+            The generations; 0 where the index has no room near the key's home, and
+            then the slot stays FREE.
+        """
+        index, mask, limit = self._index, self._mask, self._limit
+        words, records, pack_into = self._words, self._records, RECORD.pack_into
+        base, highest = self._generation_base, self._highest
+        generations = []
+        for key, slot in zip(keys, slots, strict=True):
+            hash32 = crc32(key)
+            home = hash32 & mask
+            indexed = key not in unindexed
+            for i in range(home, home + limit):
+                if not (indexed and index[i & mask]):
+                    break
+            else:
+                generations.append(0)
+                continue
+            generation = max(words[slot * _WORDS], base) + 1
+            pack_into(
+                records,
+                slot * RECORD_BYTES,
+                generation,
+                0,
+                owner,
+                _WRITING,
+                len(key),
+                0,
+                NO_SHARE_YET,
+                0,
+                key,
+            )
+            if indexed:
+                index[i & mask] = hash32 << 32 | slot + 1
+            generations.append(generation)
+            highest = max(highest, generation)
+        self._highest = highest
+        return generations
+
+    def free(self, slots: Sequence[int]) -> list[bytes]:
+        """READY -> FREE: take chunks out of the index; their keys, in the same order."""
+        if self.ledger is not None:
+            self.ledger.erase(slots)
+        records, read_key = self._records, _READ_KEY
+        keys = []
+        for slot in slots:
+            base = slot * RECORD_BYTES
+            length, padded = read_key(records, base + _KEY_LEN)
+            key = padded[:length]
+            records[base + _STATE] = _FREE
+            self._unindex(key, slot)
+            keys.append(key)
+        return keys
+
+    def unindex(self, slot: int) -> None:
+        """Take one chunk out of the index: lookups miss it from now on, and after a restart."""
+        if self.ledger is not None:
+            self.ledger.erase((slot,))
+        self._unindex(self.key(slot), slot)
+
+    def hand_over(self, old: int, new: int) -> None:
+        """The key of a READY chunk that leaves means another slot now, in which it is written."""
+        if self.ledger is not None:
+            self.ledger.erase((old,))
+        self._point(old, new)
+
+    def _point(self, old: int, new: int) -> None:
+        key = self.key(old)
+        self._index[self._place(key, old)] = crc32(key) << 32 | new + 1
+
+    def add_share(
+        self, slot: int, rank: int, first: int, count: int, group: int
+    ) -> tuple[int, int]:
+        """Note that a rank's share is there: blocks first..first + count - 1 of a group.
+
+        Shares of different groups have no block in common.
+
+        Returns:
+            The ranks done, as a bit mask, and how many blocks all of them hold.
+        """
+        done = self._words[slot * _WORDS + 1] | 1 << rank
+        at = slot * (RECORD_BYTES // 2) + 11
+        halves = self._halves
+        if halves[at + 1] != NO_SHARE_YET:
+            end = min(first + count, halves[at] + halves[at + 1])
+            first = max(first, halves[at])
+            count = max(0, end - first) if group == halves[at + 2] else 0
+        halves[at] = first
+        halves[at + 1] = count
+        halves[at + 2] = group
+        self._words[slot * _WORDS + 1] = done
+        return done, count
+
+    def make_ready(self, slot: int, instead_of: int = -1) -> None:
+        """WRITING -> READY: all of the chunk is in the pool.
+
+        Lookups find it, also where they found its key in the slot `instead_of`. The ledger never
+        has both.
+        """
+        if self.ledger is not None:
+            if instead_of >= 0:
+                self.ledger.erase((instead_of,))
+            at = slot * (RECORD_BYTES // 2) + 11
+            first, count, group = self._halves[at : at + 3]
+            self.ledger.record(slot, self.generation(slot), first, count, group, self.key(slot))
+        self.write_state(slot, SlotState.READY)
+        if instead_of >= 0:
+            self._point(instead_of, slot)
+
+    def restore(self, chunks: KeptChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
+        """Put the chunks of the daemon before into a directory that is new.
+
+        Args:
+            chunks: READY from now on, under the generations they had.
+            ranks_done: for every chunk, as a bit mask: [n].
+
+        Raises:
+            LedgerDamaged: two chunks under one key, or more than the index takes.
+        """
+        head = self.header
+        table = np.frombuffer(self._whole, RECORD_DTYPE, self.num_slots, head.records_offset)
+        slots = chunks.slots
+        self._highest = max(self._highest, int(chunks.generations.max(initial=0)))
+        for name, values in (
+            ("key", chunks.keys),
+            ("key_len", chunks.key_lengths),
+            ("first", chunks.first),
+            ("count", chunks.count),
+            ("group", chunks.groups),
+            ("ranks_done", ranks_done),
+            ("generation", chunks.generations),
+            ("state", np.uint8(SlotState.READY)),
+        ):
+            table[name][slots] = values
+        # Linear probing all at once: in the order of their homes, each goes to the first place
+        # that is not before its home and behind its forerunner.
+        homes = chunks.hashes & np.uint32(self._mask)
+        order = np.lexsort((chunks.hashes, homes))
+        homes, hashes, slots = homes[order].astype(np.int64), chunks.hashes[order], slots[order]
+        self._refuse_twins(hashes, slots)
+        rank = np.arange(len(homes))
+        places = np.maximum.accumulate(homes - rank) + rank
+        entries = hashes.astype(np.uint64) << np.uint64(32) | (slots + 1).astype(np.uint64)
+        index = np.frombuffer(self._whole, "<u8", head.index_capacity, head.index_offset)
+        around = int(np.searchsorted(places, head.index_capacity))
+        index[places[:around]] = entries[:around]
+        if (places[:around] - homes[:around] >= self._limit).any():
+            raise LedgerDamaged("more chunks share a home in the index than it takes")
+        for home, entry in zip(homes[around:].tolist(), entries[around:].tolist(), strict=True):
+            for i in range(home, home + self._limit):
+                if not self._index[i & self._mask]:
+                    self._index[i & self._mask] = entry
+                    break
+            else:
+                raise LedgerDamaged("more chunks share a home in the index than it takes")
+
+    def _refuse_twins(self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]) -> None:
+        """Equal hashes are neighbours: among those no two keys may be equal."""
+        same = np.flatnonzero(hashes[1:] == hashes[:-1])
+        seen: set[tuple[int, bytes]] = set()
+        for i in np.unique(np.concatenate((same, same + 1))).tolist():
+            name = (int(hashes[i]), self.key(int(slots[i])))
+            if name in seen:
+                raise LedgerDamaged(f"two chunks have the key {name[1].hex()}")
+            seen.add(name)
+
+    def release(self) -> None:
+        """Let go of the buffer. Nothing works afterwards."""
+        if self.ledger is not None:
+            self.ledger.release()
+        self._words.release()
+        self._halves.release()
+        super().release()
+
+    def _place(self, key: bytes, slot: int) -> int:
+        """Where the index has the slot under this key."""
+        index, mask = self._index, self._mask
+        hash32 = crc32(key)
+        entry = hash32 << 32 | slot + 1
+        home = hash32 & mask
+        for i in range(home, home + self._limit):
+            if index[i & mask] == entry:
+                return i & mask
+        raise IntegrityError(f"slot {slot} is not in the index: {self!r}")
+
+    def _unindex(self, key: bytes, slot: int) -> None:
+        index, mask = self._index, self._mask
+        hole = self._place(key, slot)
+        # Shift back what the hole would cut off from its home. An entry is copied
+        # before its old place is overwritten, so a reader sees it twice or misses it.
+        j = hole
+        while True:
+            j = (j + 1) & mask
+            entry = index[j]
+            if not entry:
+                break
+            if (j - (entry >> 32)) & mask >= (j - hole) & mask:
+                index[hole] = entry
+                hole = j
+        index[hole] = 0
+
+    def indexed_slots(self) -> list[int]:
+        """The slots that the index has, in no order; reads the whole index."""
+        index = np.frombuffer(
+            self._whole, "<u8", self.header.index_capacity, self.header.index_offset
+        )
+        entries = index[np.flatnonzero(index)]
+        slots: list[int] = ((entries & np.uint64(SLOT_MASK)).astype(np.int64) - 1).tolist()
+        return slots
+
+    def check_integrity(self) -> None:
+        """Index and records agree.
+
+        Raises:
+            IntegrityError: an entry is doubled, out of reach of its home, or points to
+                a slot that is not WRITING or READY under a key with this hash.
+        """
+        entries = np.frombuffer(
+            self._whole, "<u8", self.header.index_capacity, self.header.index_offset
+        )
+        seen: set[int] = set()
+        for place in map(int, np.flatnonzero(entries)):
+            entry = int(entries[place])
+            hash32, slot = entry >> 32, (entry & SLOT_MASK) - 1
+            if not 0 <= slot < self.num_slots or slot in seen:
+                raise IntegrityError(f"index entry {place} points to slot {slot}, once too often")
+            seen.add(slot)
+            key = self.key(slot)
+            if not 0 < len(key) <= KEY_BYTES or crc32(key) != hash32:
+                raise IntegrityError(f"index entry {place}: slot {slot} has another key")
+            if self.generation(slot) > self.floor and self.find(key) != slot:
+                raise IntegrityError(f"slot {slot} cannot be found by its key {key.hex()}")

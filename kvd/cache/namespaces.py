@@ -1,0 +1,389 @@
+"""Every namespace of the daemon, in one pool.
+
+A namespace outlives its engines, so that the next engine of the same model finds
+its chunks. It ends when it is closed: by the operator, or to make room for
+another one when `limit` is reached.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvd.cache.chunks import ChunkTable, TableConfig
+from kvd.cache.directory import DirectoryWriter, directory_bytes
+from kvd.cache.ledger import Kept, Ledger, ledger_bytes
+from kvd.cache.policies import POLICIES
+from kvd.config.quota import Quota
+from kvd.errors import ConfigError, LedgerDamaged, Refused
+from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import COLUMN_EXTENTS, Geometry
+from kvd.pool.pool import Pool
+from kvd_proto.directory import MAX_SLOTS
+from kvd_proto.messages import ErrorCode
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+MakeBuffer = Callable[[str, int], "WriteableBuffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where and how chunks are kept for the next daemon.
+
+    make_buffer: makes zero-filled memory that outlives the daemon; as that of a directory.
+    pool: names the pool, so that no ledger is ever read beside another one.
+    generation_base: greater than every generation that a daemon before this one gave.
+    """
+
+    make_buffer: MakeBuffer
+    pool: str
+    generation_base: int
+
+
+_STATES = ("ready", "writing", "draining")
+
+
+def _in_words(geometry: Geometry) -> str:
+    same = ", all holding the same bytes" if geometry.replicated else ""
+    blocks = geometry.blocks_per_chunk
+    return (
+        f"slots of {geometry.slot_bytes} bytes and {blocks} blocks for"
+        f" {geometry.world_size} ranks{same}"
+    )
+
+
+class Namespace:
+    """Chunks that may be shared, and where they lie.
+
+    `id` has 16 bytes, `label` is a name for people, `buffer` what `make_buffer` made,
+    `tokens_per_chunk` None where it is not known or the groups differ.
+    """
+
+    def __init__(
+        self,
+        ns_id: bytes,
+        label: str,
+        table: ChunkTable,
+        buffer: "WriteableBuffer",
+    ) -> None:
+        self.id = ns_id
+        self.label = label
+        self.table = table
+        self.buffer = buffer
+        self.engines = 0
+        self.temporary = False
+        self.tokens_per_chunk: int | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        """Slot sizes, arenas and number of slots."""
+        return self.table.space.geometry
+
+    @property
+    def directory(self) -> DirectoryWriter:
+        """The directory that clients and lanes read."""
+        return self.table.directory
+
+    def __repr__(self) -> str:
+        return (
+            f"<Namespace {self.id.hex()[:8]} {self.label!r}, {self.engines} engines,"
+            f" {self.table!r}>"
+        )
+
+
+class Namespaces:
+    """The namespaces that are open.
+
+    Args:
+        cpu_bytes: the pool's budget.
+        make_buffer: makes zero-filled memory for a directory, given the namespace's id
+            in hex and a size in bytes; it should cost nothing until it is touched.
+        keeping: how chunks are kept for the next daemon, if they are.
+        fill: the order in which the pool's memory comes; where it is left out, the daemon's.
+        policy: the name of an eviction policy.
+        reuse_threshold: a key gets a slot at its n-th offer.
+        lease_seconds: the longest that a lease lasts.
+        ticket_seconds: how long a store may take.
+        limit: how many may be open at once.
+        quotas: floors and caps, by model.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        cpu_bytes: int,
+        *,
+        make_buffer: MakeBuffer,
+        keeping: Keeping | None = None,
+        fill: FillOrder | None = None,
+        policy: str = "lru",
+        reuse_threshold: int = 1,
+        lease_seconds: float = 60.0,
+        ticket_seconds: float = 60.0,
+        limit: int = 64,
+        quotas: Mapping[str, Quota] | None = None,
+    ) -> None:
+        if cpu_bytes < 1:
+            raise ConfigError(f"a pool of {cpu_bytes} bytes holds nothing")
+        if policy not in POLICIES:
+            raise ConfigError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+        self.pool = Pool(cpu_bytes, fill)
+        self.pool.set_quotas(quotas or {})
+        self.config = TableConfig(policy, reuse_threshold, lease_seconds, ticket_seconds)
+        self.limit = limit
+        self._make_buffer = make_buffer
+        self._keeping = keeping
+        self._open: dict[bytes, Namespace] = {}
+        self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
+
+    def set_times(self, *, lease_seconds: float, ticket_seconds: float) -> None:
+        """Leases and stores that begin from now on last so long at most."""
+        self.config = replace(
+            self.config, lease_seconds=lease_seconds, ticket_seconds=ticket_seconds
+        )
+        for namespace in self:
+            namespace.table.config = self.config
+
+    def open(
+        self,
+        ns_id: bytes,
+        slot_bytes: tuple[int, ...],
+        *,
+        world_size: int,
+        replicated: bool,
+        boot_id: bytes,
+        blocks_per_chunk: int = 1,
+        label: str = "",
+        temporary: bool = False,
+    ) -> Namespace:
+        """The namespace of this id, made where it is not open yet.
+
+        Args:
+            ns_id: 16 bytes.
+            slot_bytes: bytes of one slot for each rank; one figure where replicated.
+            world_size: ranks that hold shares of one chunk.
+            replicated: every rank holds the same bytes.
+            boot_id: of this daemon, 16 bytes.
+            blocks_per_chunk: blocks of a whole chunk.
+            label: a name for people, e.g. the model's.
+            temporary: it has no share of the pool that others must leave to it, takes
+                room in narrow columns, and is `over` when its last engine is gone.
+
+        Raises:
+            Refused: BAD_LAYOUT where the figures contradict each other, an open
+                namespace or the budget; LIMIT where too many are open.
+        """
+        geometry = Geometry(
+            tuple(slot_bytes),
+            self.pool.extents,
+            world_size,
+            replicated,
+            column_width=1 if temporary else COLUMN_EXTENTS,
+            blocks_per_chunk=blocks_per_chunk,
+        )
+        known = self._open.get(ns_id)
+        if known is not None:
+            if known.geometry != geometry:
+                raise Refused(
+                    ErrorCode.BAD_LAYOUT,
+                    f"namespace {ns_id.hex()} is open with {_in_words(known.geometry)},"
+                    f" asked for with {_in_words(geometry)}",
+                )
+            return known
+        self._check(geometry)
+        ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
+        model = "" if temporary else label
+        namespace = self._make(ns_id, label, geometry, boot_id, ledger, model)
+        namespace.temporary = temporary
+        return namespace
+
+    def reopen(self, ledger: Ledger, boot_id: bytes) -> Namespace:
+        """A namespace of the daemon before with all chunks of its ledger, which is taken over.
+
+        Raises:
+            LedgerDamaged: the ledger cannot be believed.
+            IntegrityError: its chunks lie where those of another namespace do.
+            In both cases this object is of no use any more.
+        """
+        kept, pool_id = ledger.kept, self._keeping.pool if self._keeping is not None else ""
+        geometry = Geometry(
+            kept.slot_bytes,
+            self.pool.extents,
+            kept.world_size,
+            kept.replicated,
+            blocks_per_chunk=kept.blocks_per_chunk,
+        )
+        if (kept.pool, kept.cpu_bytes) != (pool_id, self.cpu_bytes):
+            raise LedgerDamaged(f"it belongs to another pool, of {kept.cpu_bytes} bytes")
+        try:
+            ns_id = bytes.fromhex(kept.namespace)
+            self._check(geometry)
+        except (ValueError, ZeroDivisionError, Refused) as error:
+            raise LedgerDamaged(f"its description makes no sense: {error}") from error
+        if len(ns_id) != 16 or ns_id in self._open or geometry.num_slots != ledger.num_slots:
+            raise LedgerDamaged(f"its description makes no sense: {kept}")
+        namespace = self._make(ns_id, kept.label, geometry, boot_id, ledger, kept.label)
+        namespace.table.restore(ledger.chunks())
+        return namespace
+
+    def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
+        if self._keeping is None:
+            return None
+        buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
+        kept = Kept(
+            namespace=ns_id.hex(),
+            label=label,
+            pool=self._keeping.pool,
+            cpu_bytes=self.cpu_bytes,
+            slot_bytes=geometry.slot_bytes,
+            world_size=geometry.world_size,
+            replicated=geometry.replicated,
+            blocks_per_chunk=geometry.blocks_per_chunk,
+        )
+        return Ledger.create(buffer, geometry.num_slots, kept)
+
+    def _make(  # noqa: PLR0917  # all of what a namespace is
+        self,
+        ns_id: bytes,
+        label: str,
+        geometry: Geometry,
+        boot_id: bytes,
+        ledger: Ledger | None,
+        model: str,
+    ) -> Namespace:
+        buffer = self._make_buffer(ns_id.hex(), directory_bytes(geometry.num_slots))
+        base = self._keeping.generation_base if self._keeping is not None else 0
+        directory = DirectoryWriter.create(
+            buffer, geometry.num_slots, ns_id, boot_id, ledger, base, geometry.blocks_per_chunk
+        )
+        table = ChunkTable(directory, geometry, self.pool, self.config, model)
+        namespace = Namespace(ns_id, label, table, buffer)
+        self._open[ns_id] = namespace
+        return namespace
+
+    @property
+    def cpu_bytes(self) -> int:
+        """The pool's budget."""
+        return self.pool.cpu_bytes
+
+    def _check(self, geometry: Geometry) -> None:
+        sizes, arenas = geometry.slot_bytes, 1 if geometry.replicated else geometry.world_size
+        if len(sizes) != arenas or min(sizes, default=0) < 1:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"{_in_words(geometry)}: {arenas} sizes above zero are needed",
+            )
+        if not 1 <= geometry.num_slots <= MAX_SLOTS:
+            raise Refused(
+                ErrorCode.BAD_LAYOUT,
+                f"a budget of {self.pool.cpu_bytes} bytes holds {geometry.num_slots} chunks of"
+                f" {geometry.bytes_per_chunk} bytes; 1 to {MAX_SLOTS} can be served:"
+                " change the budget or the blocks per chunk",
+            )
+        if len(self._open) >= self.limit:
+            raise Refused(
+                ErrorCode.LIMIT,
+                f"{self.limit} namespaces are open and none may go: raise max_namespaces"
+                f" (now {self.limit}), or end engines that are not needed",
+                limit="max_namespaces",
+            )
+
+    def attach_engine(self, namespace: Namespace) -> None:
+        """An engine uses the namespace now, so it has a fair share of the pool."""
+        namespace.engines += 1
+        namespace.table.space.active = not namespace.temporary
+
+    def detach_engine(self, namespace: Namespace) -> None:
+        """An engine is gone. With the last one the chunks stay until others need the room.
+
+        Raises:
+            ValueError: no engine is attached.
+        """
+        if not namespace.engines:
+            raise ValueError(f"no engine is attached to {namespace!r}")
+        namespace.engines -= 1
+        namespace.table.space.active = namespace.engines > 0 and not namespace.temporary
+
+    def get(self, ns_id: bytes) -> Namespace | None:
+        """The open namespace of this id."""
+        return self._open.get(ns_id)
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(list(self._open.values()))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def closable(self) -> list[Namespace]:
+        """Namespaces without engines, with nothing under way, the oldest first."""
+        return [ns for ns in self if not ns.engines and ns.table.slots.is_idle]
+
+    def spare(self) -> list[Namespace]:
+        """Those of the closable without which every model keeps what it has of its floor."""
+        spare = []
+        for namespace in self.closable():
+            space = namespace.table.space
+            group = self.pool.quotas.of(space)
+            if group is None or not space.held or group.held - space.held >= group.floor:
+                spare.append(namespace)
+        return spare
+
+    def over(self) -> list[Namespace]:
+        """Temporary namespaces whose engines have gone: to be closed."""
+        return [namespace for namespace in self.closable() if namespace.temporary]
+
+    def close(self, namespace: Namespace) -> None:
+        """Drop a namespace and its chunks, and let go of its buffer.
+
+        Raises:
+            Refused: BAD_STATE where engines are attached or something is under way.
+        """
+        if namespace.engines or not namespace.table.slots.is_idle:
+            raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
+        namespace.table.empty()
+        self.closed_counters.update(namespace.table.counters())
+        self.pool.leave(namespace.table.space)
+        namespace.directory.release()
+        del self._open[namespace.id]
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes of the pool: nobody's, and by namespace held, and by state of its chunks."""
+        spaces = {}
+        for namespace in self:
+            chunk, counts = namespace.geometry.bytes_per_chunk, namespace.table.slots.stats()
+            spaces[namespace.id.hex()] = {
+                "held_bytes": self.pool.held_bytes(namespace.table.space),
+                "directory_bytes": namespace.directory.header.total_bytes,
+                **{f"{name}_bytes": counts[name] * chunk for name in _STATES},
+            }
+        return {
+            "cpu_bytes": self.cpu_bytes,
+            "free_bytes": self.pool.free_bytes,
+            "namespaces": spaces,
+            "quotas": [
+                {
+                    "model": group.model,
+                    "floor_bytes": group.quota.floor_bytes,
+                    "cap_bytes": group.quota.cap_bytes,
+                    "held_bytes": sum(map(self.pool.held_bytes, group.spaces)),
+                }
+                for group in self.pool.quotas
+            ],
+        }
+
+    def check_integrity(self) -> None:
+        """Every table holds what it promises, and the pool is divided properly.
+
+        Raises:
+            IntegrityError: otherwise.
+        """
+        for namespace in self:
+            namespace.table.check_integrity()
+        self.pool.check_integrity()
+
+    def __repr__(self) -> str:
+        return f"<Namespaces {len(self._open)} of {self.limit}, {self.pool!r}>"

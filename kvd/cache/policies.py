@@ -1,0 +1,250 @@
+"""Eviction policies, by the name that the configuration uses: LRU and ARC.
+
+A policy knows the chunks of one namespace, from the moment that they get a slot, and
+orders them. It knows neither pins nor what is being written: the caller says for each
+candidate whether it may go. So a chunk's place does not depend on when its bytes arrive.
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.cache.slotlists import SlotLists
+from kvd.errors import IntegrityError
+
+KeyOf = Callable[[int], bytes]
+MayEvict = Callable[[int], bool]
+
+
+class Policy(ABC):
+    """Which chunks go first. They are in `lists` lists, new ones at the end of the first.
+
+    Args:
+        num_slots: slots are numbered 0..num_slots - 1.
+        key_of: the key of the chunk in a slot, asked only about slots inserted here.
+    """
+
+    name: str
+    lists: int
+
+    def __init__(self, num_slots: int, key_of: KeyOf) -> None:
+        self.num_slots = num_slots
+        self.key_of = key_of
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, also what was evicted before."""
+        self._slots = SlotLists(self.num_slots, self.lists)
+
+    @abstractmethod
+    def insert(self, slot: int) -> None:
+        """Add a chunk that has got a slot, for a request that is under way."""
+
+    def restore(self, slots: npt.NDArray[np.int64]) -> None:
+        """Add chunks of the daemon before, the one used longest ago first; the policy is empty."""
+        self._slots.extend(1, slots)
+
+    def refresh(self, slot: int) -> None:
+        """A chunk is being used by a request that has not finished: no reference yet."""
+        self._slots.append(self._slots.remove(slot), slot)
+
+    @abstractmethod
+    def use(self, slot: int) -> None:
+        """A request that used or stored the chunk has finished.
+
+        One reference, but for the first call after `insert`: that request stored the chunk.
+        """
+
+    def remove(self, slot: int) -> None:
+        """Remove a chunk that goes for a reason that says nothing about its worth."""
+        self._slots.remove(slot)
+
+    def replace(self, slot: int, by: int) -> None:
+        """The same chunk lies in another slot from now on, with more blocks."""
+        self._slots.replace(slot, by)
+
+    def victims(self, n: int, may_evict: MayEvict) -> list[int] | None:
+        """Remove the `n` chunks to evict, first to go first; all of them or none.
+
+        Returns:
+            The slots, or None, and then nothing has changed, where fewer may go.
+        """
+        if n <= 0:
+            return []
+        chosen: list[int] = []
+        for slot in self._candidates(may_evict):
+            chosen.append(slot)
+            if len(chosen) == n:
+                self._evict(chosen)
+                return chosen
+        return None
+
+    @abstractmethod
+    def _candidates(self, may_evict: MayEvict) -> Iterator[int]:
+        """Every chunk that may go, first to go first."""
+
+    def _evict(self, slots: list[int]) -> None:
+        self._slots.remove_all(slots)
+
+    def order(self) -> list[int]:
+        """All slots, list by list, coldest first in each."""
+        return list(chain.from_iterable(self._slots.walk(i + 1) for i in range(self.lists)))
+
+    def __len__(self) -> int:
+        return sum(self._slots.size(i + 1) for i in range(self.lists))
+
+    def __contains__(self, slot: int) -> bool:
+        return bool(self._slots.where(slot))
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError where an invariant does not hold."""
+        self._slots.check_integrity()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self)} of {self.num_slots} slots>"
+
+
+class LruPolicy(Policy):
+    """One list, from the chunk used longest ago to the one used last."""
+
+    name = "lru"
+    lists = 1
+
+    def insert(self, slot: int) -> None:
+        """See Policy."""
+        self._slots.append(1, slot)
+
+    def use(self, slot: int) -> None:
+        """See Policy."""
+        self.refresh(slot)
+
+    def _candidates(self, may_evict: MayEvict) -> Iterator[int]:
+        return filter(may_evict, self._slots.walk(1))
+
+
+_T1, _T2 = 1, 2
+
+
+class ArcPolicy(Policy):
+    """ARC: adapts between recency and frequency by what it regrets to have evicted.
+
+    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST
+    2003). T1 holds chunks used once, T2 those used again; the ghost lists B1 and B2
+    remember the keys of what was evicted from each. A key that comes back while its
+    ghost is in B1 says that T1 is too small; in B2, that T2 is. Three things differ
+    from the paper, because stores come in batches, victims may be pinned, and a use is
+    a request, not a block: the target moves after the chunk's room was made, a list that
+    has nothing to give up lets the other one give instead, and the end of the request
+    that stored a chunk only renews its place.
+    """
+
+    name = "arc"
+    lists = 2
+
+    def clear(self) -> None:
+        """Forget everything, ghosts and target too."""
+        super().clear()
+        self._b1: OrderedDict[bytes, None] = OrderedDict()
+        self._b2: OrderedDict[bytes, None] = OrderedDict()
+        self._target = 0.0  # size that T1 should have
+        self._unfinished: set[int] = set()  # no request that has them has finished
+
+    def insert(self, slot: int) -> None:
+        """Add a new chunk to T1, or, where its ghost is known, to T2."""
+        key = self.key_of(slot)
+        self._unfinished.add(slot)
+        b1, b2 = self._b1, self._b2
+        if key in b1:
+            self._target = min(self.num_slots, self._target + max(1.0, len(b2) / len(b1)))
+            del b1[key]
+            self._slots.append(_T2, slot)
+        elif key in b2:
+            self._target = max(0.0, self._target - max(1.0, len(b1) / len(b2)))
+            del b2[key]
+            self._slots.append(_T2, slot)
+        else:
+            self._slots.append(_T1, slot)
+        self._trim()
+
+    def use(self, slot: int) -> None:
+        """Move a chunk that is used again to the hot end of T2."""
+        if slot in self._unfinished:
+            self._unfinished.remove(slot)
+            self.refresh(slot)
+            return
+        self._slots.remove(slot)
+        self._slots.append(_T2, slot)
+        self._trim()
+
+    def remove(self, slot: int) -> None:
+        """Remove a chunk; it leaves no ghost."""
+        super().remove(slot)
+        self._unfinished.discard(slot)
+
+    def replace(self, slot: int, by: int) -> None:
+        """See Policy."""
+        super().replace(slot, by)
+        if slot in self._unfinished:
+            self._unfinished.remove(slot)
+            self._unfinished.add(by)
+
+    def _candidates(self, may_evict: MayEvict) -> Iterator[int]:
+        """The chunks that bring T1 towards its target, coldest of each list first."""
+        cold1 = filter(may_evict, self._slots.walk(_T1))
+        cold2 = filter(may_evict, self._slots.walk(_T2))
+        size1, where = self._slots.size(_T1), self._slots.where
+        while True:
+            slot = next(cold1, None) if size1 > self._target else None
+            if slot is None:
+                slot = next(cold2, None)
+            if slot is None:
+                slot = next(cold1, None)
+            if slot is None:
+                return
+            size1 -= where(slot) == _T1
+            yield slot
+
+    def _evict(self, slots: list[int]) -> None:
+        key_of, b1, b2, where = self.key_of, self._b1, self._b2, self._slots.where
+        for slot in slots:
+            (b1 if where(slot) == _T1 else b2)[key_of(slot)] = None
+        super()._evict(slots)
+        self._unfinished.difference_update(slots)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Hold |T1| + |B1| at num_slots, and everything together at twice that."""
+        sizes, capacity = self._slots.size, self.num_slots
+        while self._b1 and sizes(_T1) + len(self._b1) > capacity:
+            self._b1.popitem(last=False)
+        while self._b2 and len(self) + len(self._b1) + len(self._b2) > 2 * capacity:
+            self._b2.popitem(last=False)
+
+    def check_integrity(self) -> None:
+        """See Policy; the ghosts are bounded and no key is in two lists."""
+        super().check_integrity()
+        capacity, held = self.num_slots, {self.key_of(slot) for slot in self.order()}
+        ghosts = [*self._b1, *self._b2]
+        if not all(slot in self for slot in self._unfinished):
+            raise IntegrityError(f"unfinished chunks that are in no list: {self!r}")
+        if len(set(ghosts)) < len(ghosts) or held & set(ghosts):
+            raise IntegrityError(f"a key is in two lists: {self!r}")
+        if self._b1 and self._slots.size(_T1) + len(self._b1) > capacity:
+            raise IntegrityError(f"T1 and B1 hold more than {capacity}: {self!r}")
+        if len(held) + len(ghosts) > 2 * capacity:
+            raise IntegrityError(f"more than {2 * capacity} keys remembered: {self!r}")
+        if not 0 <= self._target <= capacity:
+            raise IntegrityError(f"target {self._target} outside 0..{capacity}")
+
+    def __repr__(self) -> str:
+        return (
+            f"<ArcPolicy T1 {self._slots.size(_T1)} T2 {self._slots.size(_T2)} B1 {len(self._b1)}"
+            f" B2 {len(self._b2)} target {self._target:.1f} of {self.num_slots} slots>"
+        )
+
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (LruPolicy, ArcPolicy)}

@@ -1,0 +1,361 @@
+"""The life of a slot, and who answers for it in each state.
+
+The states are those of `kvd_proto.states.CHUNK`. A slot that is not FREE is in exactly
+one place besides the directory::
+
+    WRITING   tickets: its owner may write it until a deadline; policy, too, for its place,
+              but for a replacement
+    READY     policy: it may be evicted, unless a lease pins it
+              doomed: it has left the index, and goes with the last lease that pins it
+              forgotten: nobody finds it since a reset, and `sweep` frees it
+    DRAINING  draining: the lanes may have something under way there
+
+A replacement is WRITING with more blocks of a chunk that is READY. The READY one stays in
+the index until the other is READY and takes its place there and in the policy; it then goes
+as if it were dropped. Where it goes before, the replacement is a chunk like any other.
+
+Each method takes slots from one state to the next, in all places at once.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.cache.ages import Ages
+from kvd.cache.directory import DirectoryWriter, Refs, covers
+from kvd.cache.leases import Leases, Tickets
+from kvd.cache.policies import Policy
+from kvd.errors import IntegrityError
+from kvd.pool.space import Space
+from kvd_proto.directory import SlotState
+
+_READY = int(SlotState.READY)
+
+Ints = Sequence[int] | npt.NDArray[np.integer]
+
+
+class Slots:
+    """The slots of one namespace. `space` is where they come from and go back to."""
+
+    def __init__(
+        self, directory: DirectoryWriter, policy: Policy, space: Space, ages: Ages
+    ) -> None:
+        self.directory = directory
+        self.policy = policy
+        self.space = space
+        self.ages = ages
+        self.leases = Leases()
+        self.tickets = Tickets()
+        self._draining: set[int] = set()
+        self._doomed: set[int] = set()
+        self.forgotten = 0
+        self._swept = 0  # where `sweep` goes on
+        self._lesser: dict[int, int] = {}  # replacement -> the READY slot with fewer blocks
+        self._fuller: dict[int, int] = {}  # the other way round
+
+    def begin(
+        self,
+        keys: list[bytes],
+        slots: list[int],
+        owner: int,
+        deadline: float,
+        lesser: Mapping[bytes, int],
+    ) -> tuple[list[bytes], list[int], list[int]]:
+        """FREE -> WRITING: `owner` may write these chunks until `deadline`.
+
+        A prompt's head comes first and must be the last to be evicted. Those that replace a
+        READY chunk have its slot in `lesser`.
+
+        Returns:
+            Keys, slots and generations, without those whose key the index refused.
+        """
+        generations = self.directory.begin(keys, slots, owner, lesser)
+        if not all(generations):
+            placed = [generation > 0 for generation in generations]
+            self.space.give(slot for slot, good in zip(slots, placed, strict=True) if not good)
+            keys = [key for key, good in zip(keys, placed, strict=True) if good]
+            slots = [slot for slot, good in zip(slots, placed, strict=True) if good]
+            generations = [generation for generation in generations if generation]
+        if slots:
+            self.tickets.issue(owner, slots, deadline)
+        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+            if key in lesser:
+                self._lesser[slot] = lesser[key]
+                self._fuller[lesser[key]] = slot
+            else:
+                self.policy.insert(slot)
+        return keys, slots, generations
+
+    def replacement(self, slot: int) -> int | None:
+        """Where a READY chunk is being written with more blocks."""
+        return self._fuller.get(slot)
+
+    def victims(self, n: int, named: set[int]) -> list[int]:
+        """Up to `n` READY slots that are to be evicted: none that is pinned, or in `named`.
+
+        Nor one that is being replaced, for it goes by itself.
+
+        Raises:
+            IntegrityError: the policy has fewer that may go than there should be.
+        """
+        pins, policy, state = self.leases.pins, self.policy, self.directory.state
+        pinned = len(pins) - len(self._doomed)
+        kept = named | self._fuller.keys()
+        staying = sum(slot not in pins and state(slot) == _READY for slot in kept)
+        victims = policy.victims(
+            min(n, len(policy) - self._first_writing - pinned - staying),
+            lambda slot: slot not in pins and slot not in kept and state(slot) == _READY,
+        )
+        if victims is None:
+            raise IntegrityError(f"fewer chunks may go than were counted: {self!r}")
+        return victims
+
+    @property
+    def _first_writing(self) -> int:
+        """Chunks that are being written and replace none."""
+        return len(self.tickets) - len(self._lesser)
+
+    def is_worth_it(self, slot: int) -> bool:
+        """What was written holds more than what it replaces, if it replaces anything."""
+        old = self._lesser.get(slot)
+        if old is None:
+            return True
+        held, written = self.directory.blocks(old), self.directory.blocks(slot)
+        return held != written and covers(written, held)
+
+    def finish(self, owner: int, slot: int) -> bool:
+        """WRITING -> READY; whether it replaced a chunk, which is dropped."""
+        self.tickets.close(owner, slot)
+        old = self._lesser.pop(slot, None)
+        if old is None:
+            self.directory.make_ready(slot)
+            return False
+        del self._fuller[old]
+        self.directory.make_ready(slot, instead_of=old)
+        self._move(old, slot)
+        self._let_go([old])
+        return True
+
+    def give_up(self, slots: Sequence[int]) -> Refs:
+        """WRITING -> DRAINING; what is to be revoked."""
+        directory = self.directory
+        for slot in slots:
+            directory.write_state(slot, SlotState.DRAINING)
+            if slot in self._lesser:
+                del self._fuller[self._lesser.pop(slot)]
+            else:
+                directory.unindex(slot)
+                self.policy.remove(slot)
+            self.tickets.close(directory.owner(slot), slot)
+        self._draining.update(slots)
+        return self.refs(slots)
+
+    def revoked(self, slots: Ints, generations: Ints) -> int:
+        """DRAINING -> FREE; how many. The others have moved on."""
+        freed = []
+        for slot, generation in zip(map(int, slots), map(int, generations), strict=True):
+            if slot in self._draining and self.directory.generation(slot) == generation:
+                self._draining.remove(slot)
+                self.directory.write_state(slot, SlotState.FREE)
+                freed.append(slot)
+        self.space.give(freed)
+        return len(freed)
+
+    def drop(self, slots: Iterable[int]) -> tuple[int, int]:
+        """READY -> FREE, or doomed where pinned: how many of each."""
+        listed, replaced = [], []
+        for slot in slots:
+            fuller = self._fuller.pop(slot, None)
+            if fuller is not None:
+                del self._lesser[fuller]
+                self.directory.hand_over(slot, fuller)
+                self._move(slot, fuller)
+                replaced.append(slot)
+                continue
+            if slot in self.policy:
+                self.policy.remove(slot)
+            else:
+                self.forgotten -= 1
+            listed.append(slot)
+        gone, kept = self._leave(listed)
+        gone_too, kept_too = self._let_go(replaced)
+        return gone + gone_too, kept + kept_too
+
+    def forget(self) -> tuple[int, int]:
+        """Every READY slot is forgotten, or doomed where pinned: how many of each.
+
+        It takes as long however many there are that nobody has pinned. No slot is WRITING.
+
+        Raises:
+            IntegrityError: one is.
+        """
+        if self.tickets:
+            raise IntegrityError(f"slots are being written: {self!r}")
+        _, kept = self.drop([slot for slot in self.leases.pins if slot in self.policy])
+        gone = len(self.policy)
+        self.policy.clear()
+        self.directory.forget()
+        self.forgotten += gone
+        return gone, kept
+
+    def sweep(self, count: int) -> int:
+        """READY -> FREE for what is forgotten among the next `count` slots; how many."""
+        first = self._swept
+        slots = self._forgotten_among(first, count)
+        self._swept = first + count if first + count < self.directory.num_slots else 0
+        self.forgotten -= len(slots)
+        return self._leave(slots)[0]
+
+    def _forgotten_among(self, first: int, count: int) -> list[int]:
+        old = self.directory.forgotten_slots(first, count)
+        return [slot for slot in old if slot not in self._doomed]
+
+    def _leave(self, slots: list[int]) -> tuple[int, int]:
+        pins = self.leases.pins
+        kept = [slot for slot in slots if slot in pins]
+        gone = [slot for slot in slots if slot not in pins] if kept else slots
+        self.directory.free(gone)
+        self.space.give(gone)
+        for slot in kept:
+            self.directory.unindex(slot)
+        self._doomed.update(kept)
+        return len(gone), len(kept)
+
+    def _move(self, old: int, new: int) -> None:
+        """The chunk of `old` is in `new`, as recent as it was."""
+        self.policy.replace(old, new)
+        self.ages.move(old, new)
+
+    def _let_go(self, slots: list[int]) -> tuple[int, int]:
+        """The same for slots that have left the index."""
+        pins = self.leases.pins
+        kept = [slot for slot in slots if slot in pins]
+        gone = [slot for slot in slots if slot not in pins]
+        for slot in gone:
+            self.directory.write_state(slot, SlotState.FREE)
+        self.space.give(gone)
+        self._doomed.update(kept)
+        return len(gone), len(kept)
+
+    def unpinned(self, slots: Iterable[int]) -> None:
+        """No lease pins these any more: the doomed ones among them are FREE."""
+        freed = self._doomed.intersection(slots)
+        if freed:
+            self._doomed -= freed
+            for slot in freed:
+                self.directory.write_state(slot, SlotState.FREE)
+            self.space.give(freed)
+
+    def busy(self) -> Iterable[int]:
+        """Slots that must stay: pinned, being written, draining."""
+        yield from self.leases.pins
+        yield from self.tickets
+        yield from self._draining
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being written, draining or pinned."""
+        return not (self.tickets or self._draining or self.leases.pins)
+
+    def refs(self, slots: Sequence[int]) -> Refs:
+        """These slots with the generations that they have now."""
+        return [(slot, self.directory.generation(slot)) for slot in slots]
+
+    def stats(self) -> dict[str, int]:
+        """Chunks by state. Pinned and doomed ones are READY; doomed ones go at the last pin."""
+        return {
+            "ready": len(self.policy) - self._first_writing + len(self._doomed),
+            "writing": len(self.tickets),
+            "draining": len(self._draining),
+            "pinned": len(self.leases.pins),
+            "doomed": len(self._doomed),
+        }
+
+    def check_integrity(self) -> None:
+        """Directory, policy, leases, tickets and space say the same about every slot.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        for part in (self.directory, self.policy, self.leases, self.tickets, self.space):
+            part.check_integrity()
+        by_state = self.directory.slots_by_state()
+        order, writing = self.policy.order(), set(self.tickets)
+        ready = [slot for slot in order if slot not in writing]
+        forgotten = self._forgotten_among(0, self.directory.num_slots)
+        if len(forgotten) != self.forgotten:
+            raise IntegrityError(f"{len(forgotten)} slots are forgotten: {self!r}")
+        claims = {
+            SlotState.WRITING: (list(writing), "tickets"),
+            SlotState.READY: ([*ready, *self._doomed, *forgotten], "policy, doomed, forgotten"),
+            SlotState.DRAINING: (list(self._draining), "draining"),
+        }
+        for state, (slots, what) in claims.items():
+            if sorted(slots) != by_state[state]:
+                raise IntegrityError(f"{state.name} slots {by_state[state]}, {what} say {slots}")
+        used = sorted(s for column in self.space.claimed for s in self.space.used_slots(column))
+        if used != sorted(s for state in claims for s in by_state[state]):
+            raise IntegrityError(f"slots in use by the space: {used}; {self!r}")
+        pins = self.leases.pins.keys()
+        if not self._doomed <= pins or not pins <= set(by_state[SlotState.READY]):
+            raise IntegrityError("pinned slots that are not READY, or doomed ones without a pin")
+        if len(ready) + self._first_writing != len(order):
+            raise IntegrityError("a WRITING chunk without a place in the order of eviction")
+        self._check_replacements(order)
+        if any(self.directory.find(self.directory.key(slot)) != slot for slot in order):
+            raise IntegrityError("a WRITING or READY chunk cannot be found by its key")
+        if sorted((*order, *forgotten)) != sorted(self.directory.indexed_slots()):
+            raise IntegrityError("the index has a slot that has no place in the order of eviction")
+        for slot in self.tickets:
+            writers = self.space.geometry.writers(slot)
+            if self.directory.ranks_done(slot) & writers == writers:
+                raise IntegrityError(f"slot {slot} has all shares and is not READY")
+
+    def _check_replacements(self, order: Sequence[int]) -> None:
+        """Each is WRITING under the key of a READY chunk, which the index has instead of it."""
+        directory, there = self.directory, set(order)
+        if {old: new for new, old in self._lesser.items()} != self._fuller:
+            raise IntegrityError(f"replacements {self._lesser}, replaced {self._fuller}")
+        for new, old in self._lesser.items():
+            states = (directory.state(new), directory.state(old))
+            if states != (SlotState.WRITING, SlotState.READY) or new in there or old not in there:
+                raise IntegrityError(f"slot {new} cannot replace slot {old}: {states}")
+            if directory.key(new) != directory.key(old):
+                raise IntegrityError(f"slot {new} replaces another chunk, in slot {old}")
+
+    def check_slots(self, first: int, count: int) -> int:
+        """All say the same about each of `count` slots from `first` on; how many hold a chunk.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        states = self.directory.states(first, count)
+        tickets = set(self.tickets)
+        free = self.space.free_among(first, first + len(states))
+        forgotten = set(self._forgotten_among(first, len(states)))
+        for slot, state in enumerate(states, first):
+            ordered, doomed = slot in self.policy, slot in self._doomed
+            kinds = (ordered and slot not in tickets, doomed, slot in forgotten)
+            claims = {
+                SlotState.WRITING: slot in tickets,
+                SlotState.READY: sum(kinds) == 1,
+                SlotState.DRAINING: slot in self._draining,
+            }
+            if [claimed for claimed, yes in claims.items() if yes] != [state] * (state != 0):
+                raise IntegrityError(f"slot {slot} is {SlotState(state).name}, claimed: {claims}")
+            if (slot in free) != (state == SlotState.FREE):
+                raise IntegrityError(
+                    f"slot {slot} is {SlotState(state).name}, but not so in {free}"
+                )
+            if (doomed or slot in self.leases.pins) and state != SlotState.READY:
+                raise IntegrityError(f"slot {slot} is pinned and {SlotState(state).name}")
+            if slot in tickets and ordered == (slot in self._lesser):
+                raise IntegrityError(f"slot {slot} is WRITING, and in the order: {ordered}")
+            if ordered and self.directory.find(self.directory.key(slot)) != slot:
+                raise IntegrityError(f"the chunk in slot {slot} cannot be found by its key")
+        return sum(state != SlotState.FREE for state in states)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {what}" for what, count in self.stats().items())
+        return f"<Slots {self.policy.name}: {counts}, {self.space.free_slots} free at hand>"

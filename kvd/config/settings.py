@@ -1,0 +1,193 @@
+"""The daemon's settings, and what there is to say about each: the one place to add one.
+
+Where values come from is the business of `kvd.config.sources`. Sizes are text
+such as ``64GiB`` or bytes; durations are seconds.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvd.config.about import About, Known, ListenText, SizeText, known_in
+from kvd.config.names import NamesText
+from kvd.config.quota import Quota, QuotaTable, quota_contradictions, quotas_of
+from kvd.config.quotas import QuotasText
+
+_PLACE = "Where the daemon lives"
+_POOL = "The pool"
+_TIME = "Deadlines"
+_LIMIT = "Limits"
+_WHO = "Who may come in"
+_LOG = "The log"
+
+_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_DIR = "the path of a directory"
+SMALLEST_POOL = 2**16  # a smaller number lacks its unit, such as 5 for 5GiB
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a daemon can be told. Every field has a default."""
+
+    runtime_dir: Annotated[
+        str,
+        Meta(min_length=1),
+        About("Directory for the sockets and the lock.", _PLACE, "DIR", needs=_DIR),
+    ] = "/run/kvd"
+    pool_dir: Annotated[
+        str,
+        Meta(min_length=1),
+        About("Where the pool's file lies: the node's tmpfs.", _PLACE, "DIR", needs=_DIR),
+    ] = "/dev/shm"
+    http_listen: Annotated[
+        str,
+        ListenText(),
+        About("Where health, metrics and the status page are served.", _PLACE, "HOST:PORT"),
+    ] = "127.0.0.1:9330"
+    cpu_bytes: Annotated[
+        str | int,
+        SizeText(auto=True, least=SMALLEST_POOL),
+        About(
+            "Size of the pool; auto takes it from what the first engine reports.",
+            _POOL,
+            "SIZE",
+        ),
+    ] = "auto"
+    host_ratio: Annotated[
+        float,
+        Meta(gt=0, le=1000),
+        About("With auto: bytes of pool for each byte of KV cache on the GPUs.", _POOL, "NUMBER"),
+    ] = 2.0
+    reserve: Annotated[
+        str | int,
+        SizeText(),
+        About("With auto: memory that is left to everybody else.", _POOL, "SIZE"),
+    ] = "2GiB"
+    policy: Annotated[Literal["lru", "arc"], About("What is evicted first.", _POOL, "POLICY")] = (
+        "lru"
+    )
+    keep_pool: Annotated[
+        Literal["yes", "no"],
+        About("Leave the pool and what is in it to the next daemon.", _POOL, "YES|NO"),
+    ] = "yes"
+    reuse_threshold: Annotated[
+        int,
+        Meta(ge=1, le=1000),
+        About("Store a chunk when it is offered for the n-th time.", _POOL, "N"),
+    ] = 1
+    quota: Annotated[
+        QuotaTable,
+        QuotasText(),
+        About(
+            "What models may hold of the pool, and what others leave to them.",
+            _POOL,
+            "TABLE",
+            live=True,
+        ),
+    ] = {}  # msgspec makes a new one each time
+    lease_seconds: Annotated[
+        _Seconds,
+        About("Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True),
+    ] = 60.0
+    ticket_seconds: Annotated[
+        _Seconds,
+        About("A store that takes longer is given up.", _TIME, "SECONDS", live=True),
+    ] = 60.0
+    lane_timeout_seconds: Annotated[
+        _Seconds,
+        About("A lane that is silent for longer is replaced.", _TIME, "SECONDS", live=True),
+    ] = 5.0
+    drain_seconds: Annotated[
+        _Seconds,
+        About("At its end the daemon waits this long for copies.", _TIME, "SECONDS", live=True),
+    ] = 10.0
+    max_sessions: Annotated[
+        int,
+        Meta(ge=1, le=65536),
+        About("Most connections at one time.", _LIMIT, "N", live=True),
+    ] = 1024
+    max_sessions_per_user: Annotated[
+        int,
+        Meta(ge=1, le=65536),
+        About("Most connections of one user at one time.", _LIMIT, "N", live=True),
+    ] = 512
+    max_namespaces: Annotated[
+        int,
+        Meta(ge=1, le=4096),
+        About("Most namespaces at one time; unused ones give way.", _LIMIT, "N", live=True),
+    ] = 64
+    max_leases: Annotated[
+        int,
+        Meta(ge=1, le=1_000_000),
+        About("Most leases that an engine may hold.", _LIMIT, "N", live=True),
+    ] = 4096
+    max_queued_jobs: Annotated[
+        int,
+        Meta(ge=1, le=1_000_000),
+        About("Most jobs of an engine that wait in a lane; then stores are shed.", _LIMIT, "N"),
+    ] = 4096
+    max_queued_bytes: Annotated[
+        str | int,
+        SizeText(least=1),
+        About("Most bytes of such jobs.", _LIMIT, "SIZE"),
+    ] = "64GiB"
+
+    allow_users: Annotated[
+        str,
+        NamesText("users"),
+        About(
+            "Users that may connect; with no groups either, all who can open the sockets.",
+            _WHO,
+            "NAMES",
+        ),
+    ] = ""
+    allow_groups: Annotated[
+        str,
+        NamesText("groups"),
+        About("Groups whose members may connect, beside those users.", _WHO, "NAMES"),
+    ] = ""
+    share_between_users: Annotated[
+        Literal["yes", "no"],
+        About("Let engines of different users share chunks of the same model.", _WHO, "YES|NO"),
+    ] = "yes"
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        About("Lines below this are not written.", _LOG, "LEVEL", live=True),
+    ] = "info"
+    log_format: Annotated[
+        Literal["human", "json"],
+        About("How a line of the log looks; json is one object a line.", _LOG, "FORMAT"),
+    ] = "human"
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """The pool's size, or None where the workers' reports decide it (``auto``)."""
+        return SizeText(auto=True).bytes_of(self.cpu_bytes)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Memory that ``auto`` leaves to everybody else."""
+        return SizeText().bytes_of(self.reserve) or 0
+
+    @property
+    def queued_bytes(self) -> int:
+        """Most bytes of an engine's jobs that wait in a lane."""
+        return SizeText().bytes_of(self.max_queued_bytes) or 0
+
+    def quotas(self, cpu_bytes: int) -> dict[str, Quota]:
+        """The quotas by model, in bytes of a pool of `cpu_bytes`."""
+        return quotas_of(self.quota, cpu_bytes)
+
+
+def contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Settings that cannot hold together: a key, and what is wrong, in words."""
+    cpu_bytes = settings.pool_bytes
+    if cpu_bytes is not None:
+        for text in quota_contradictions(settings.quotas(cpu_bytes), cpu_bytes):
+            yield "quota", text
+
+
+KNOWN: dict[str, Known] = {known.key: known for known in known_in(Settings)}
+"""Every setting by its key, in the order of the sample file."""

@@ -1,1 +1,0 @@
-"""The broker's decisions: pure, no sockets, no processes, no clock of their own."""

@@ -1,0 +1,210 @@
+"""Descriptors of clients, received by a process that may be lost; see `kvd.daemon.receiver`.
+
+One connection at a time is read, in the order of asking. A process that met a descriptor of
+a foreign file system ends, which may take as long as the owner of that file system likes; it is
+not waited for, and the next connection gets a new one. A user whose file systems hold some
+already sends no more.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from kvd.daemon.child import ChildProcess
+from kvd.daemon.receiver import DROP, FOREIGN, MAX_FRAME_BYTES, READ, TAKEN
+from kvd.errors import BadDatagram, KvdError, Refused
+from kvd.machine.sealed import HOW
+from kvd.wire.seqpacket import Channel, close_all
+from kvd_proto.messages import ErrorCode
+
+log = logging.getLogger("kvd.daemon")
+SECONDS = 2.0
+"""For one connection; the kernel answers in microseconds."""
+FIRST_SECONDS = 20.0
+"""For the first connection of a process, which may still be starting on a busy machine."""
+LAST_MS = 1000
+"""For a process to end at the daemon's end."""
+MAX_HELD = 4
+"""Processes of a user's that wait for a file system, before nothing more of that user is read."""
+
+Taken = tuple[bytes, tuple[int, ...]]
+"""A frame and its descriptors, which become the taker's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Order:
+    """A connection that is to be read, of which user, and who takes what was there."""
+
+    connection: int
+    uid: int
+    take: Callable[[Taken | Refused], None]
+
+
+class Receiver:
+    """The process, and those before it that have not ended.
+
+    Args:
+        poller: where descriptors are registered.
+    """
+
+    def __init__(self, poller: zmq.Poller) -> None:
+        self._poller = poller
+        self._child: ChildProcess | None = None
+        self._started = False  # once; later only where there is something to read
+        self._link: Channel | None = None
+        self._orders: deque[_Order] = deque()
+        self._until = 0.0  # when the first of these is given up; 0: it has not been sent
+        self._answered = False  # the process has read a connection, so it runs
+        self._leaving: dict[ChildProcess, int] = {}  # with the user whose descriptor is why
+        self._held: Counter[int] = Counter()
+
+    def read(self, connection: int, uid: int, take: Callable[[Taken | Refused], None]) -> None:
+        """Read one frame with descriptors from a connection, which is kept open until then.
+
+        Args:
+            connection: its descriptor; there is a frame to be read.
+            uid: whose it is.
+            take: gets the frame and descriptors, or why not; in a later turn.
+
+        Raises:
+            Refused: this user's file systems hold too many processes.
+            OSError: no descriptor is left.
+        """
+        if self._held[uid] >= MAX_HELD:
+            raise Refused(
+                ErrorCode.LIMIT,
+                f"{self._held[uid]} processes wait for file systems of uid {uid}, of which they"
+                " were sent descriptors: no more are received until these answer",
+                limit="descriptors",
+            )
+        self._orders.append(_Order(os.dup(connection), uid, take))
+
+    def drop(self, connection: socket.socket) -> None:
+        """Close a connection that has descriptors which nobody has read: not in this process."""
+        if self._link is None:
+            self._start()
+        if self._link is not None:
+            with contextlib.suppress(KvdError, EOFError, OSError):
+                self._link.send(DROP, [connection.fileno()])
+        connection.close()
+
+    def turn(self, ready: dict[object, int], now: float) -> None:
+        """Take what has come, give up what takes too long, send the next order."""
+        for child in [child for child in self._leaving if child.pidfd in ready]:
+            self._reap(child, now)
+        if self._link is not None and self._link.fileno() in ready:
+            self._hear()
+        elif self._until and now >= self._until:
+            self._end(self._orders[0].uid)
+            self._done(Refused(ErrorCode.BAD_LAYOUT, "a descriptor could not be received in time"))
+        if self._child is None and (self._orders or not self._started):
+            self._start()
+        if self._orders and not self._until:
+            self._send(now)
+        if self._link is not None and self._link.wants_write:
+            with contextlib.suppress(EOFError):
+                self._link.flush()
+
+    def close(self) -> None:
+        """End the processes, and wait for none that somebody else holds."""
+        self._end(None)
+        for child, uid in self._leaving.items():
+            poller = zmq.Poller()
+            poller.register(child.pidfd, zmq.POLLIN)
+            if poller.poll(LAST_MS):
+                child.reap(0.0)
+            else:
+                log.warning("process %d waits for a file system of uid %d", child.pid, uid)
+        for order in self._orders:
+            os.close(order.connection)
+
+    def _start(self) -> None:
+        self._started = True
+        child = ChildProcess("kvd.daemon.receiver")
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            log.error("descriptors cannot be received: %s", error)  # noqa: TRY400  # the reason is said
+            return
+        with theirs:
+            try:
+                child.spawn([str(theirs.fileno())], (theirs.fileno(),), {})
+            except OSError as error:
+                log.error("descriptors cannot be received: %s", error)  # noqa: TRY400  # the reason is said
+                ours.close()
+                return
+        self._child, self._link = child, Channel(ours, max_received_bytes=2 * MAX_FRAME_BYTES)
+        self._answered = False
+        self._poller.register(ours.fileno(), zmq.POLLIN)
+
+    def _send(self, now: float) -> None:
+        if self._link is None:
+            text = "no process or descriptor is left to receive descriptors; raise LimitNOFILE"
+            self._done(Refused(ErrorCode.LIMIT, text))
+            return
+        try:
+            self._link.send(READ, [self._orders[0].connection])
+        except EOFError:
+            self._end(None)
+        else:
+            self._until = now + (SECONDS if self._answered else FIRST_SECONDS)
+
+    def _hear(self) -> None:
+        received: Taken | None = b"", ()
+        with contextlib.suppress(EOFError, BadDatagram):
+            received = self._link.recv() if self._link is not None else None
+        if received is None:
+            return
+        frame, fds = received
+        self._answered = True
+        if frame.startswith(TAKEN):
+            self._done((frame[1:], fds))
+            return
+        close_all(fds)
+        uid = self._orders[0].uid if self._until else None
+        if frame.startswith(FOREIGN):
+            text = (
+                f"descriptor {int(frame[1:])} of those that were sent is neither a memory file nor"
+                f" a device; make memory with {HOW}"
+            )
+            self._end(uid)
+        elif frame:
+            text = "descriptors were cut off on their way"
+        else:
+            text = "the process that receives descriptors has ended"
+            self._end(uid)
+        if uid is not None:
+            self._done(Refused(ErrorCode.BAD_LAYOUT, text))
+
+    def _done(self, outcome: Taken | Refused) -> None:
+        order = self._orders.popleft()
+        os.close(order.connection)
+        self._until = 0.0
+        order.take(outcome)
+
+    def _end(self, uid: int | None) -> None:
+        """Part with the process; it ends now, or when a file system of this user lets it."""
+        if self._child is None or self._link is None:
+            return
+        self._poller.unregister(self._link.fileno())
+        self._link.close()
+        self._child.kill()
+        self._poller.register(self._child.pidfd, zmq.POLLIN)
+        owner = -1 if uid is None else uid
+        self._leaving[self._child] = owner
+        self._held[owner] += 1
+        self._child = self._link = None
+
+    def _reap(self, child: ChildProcess, now: float) -> None:
+        self._poller.unregister(child.pidfd)
+        child.reap(now)
+        self._held[self._leaving.pop(child)] -= 1
+
+    def __repr__(self) -> str:
+        return f"<Receiver {self._child!r}, {len(self._orders)} to read, {self._leaving!r}>"

@@ -1,0 +1,196 @@
+"""The addresses that HTTP is served on, and the process that serves them.
+
+The broker binds the addresses and keeps them; it accepts nothing itself. The
+process that does inherits them, so that its end loses no address: whoever
+connects meanwhile waits in the kernel's queue for the next one.
+
+The process starts a little after the broker, which has better things to do at
+first, or as soon as somebody connects. It says every second that it is alive;
+one that falls silent is killed, and another follows.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+from pathlib import Path
+
+import zmq
+
+from kvd.config.listen import Listen, is_everywhere, parse_listen
+from kvd.daemon.child import ChildProcess
+from kvd.daemon.runtime_dir import no_socket
+from kvd.errors import ConfigError
+
+log = logging.getLogger("kvd.daemon")
+_BACKLOG = 128
+_START_AFTER_SECONDS = 2.0
+_SILENT_SECONDS = 30.0
+_LOOK_SECONDS = 1.0
+_PAUSE_SECONDS = 0.25
+# Libraries that it imports would start a thread per core; it computes nothing.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class HttpProcess:
+    """HTTP's listeners and its process.
+
+    Args:
+        runtime_dir: the directory of the daemon.
+        unix_path: the Unix socket, which is always there.
+        listen: the setting `http_listen`. With ``off`` the process starts only
+            when somebody connects to the Unix socket.
+
+    Raises:
+        ConfigError: an address cannot be had; names it and the remedy.
+    """
+
+    def __init__(self, runtime_dir: Path, unix_path: Path, listen: str) -> None:
+        self._runtime_dir = runtime_dir
+        address = parse_listen(listen)
+        self._host = address.host if address is not None else ""
+        self._tcp = bind_tcp(address) if address is not None else None
+        self._unix = _bind_unix(unix_path)
+        self._child = ChildProcess("kvd.report.http", _PAUSE_SECONDS)
+        self._beat = -1
+        self._heard = 0.0
+        self._next_look = 0.0
+        self._eager_at: float | None = None
+        self._watched: list[int] = []
+        if self._tcp is not None:
+            host, port = self._tcp.getsockname()[:2]
+            log.info("HTTP on http://%s", Listen(host, port))
+            if is_everywhere(host):
+                log.warning(
+                    "http_listen = %s: everybody who reaches this machine reads the daemon's"
+                    " state, without a password; 127.0.0.1 is for this machine alone",
+                    listen,
+                )
+
+    @property
+    def pid(self) -> int:
+        """The process that serves now; -1 where none does."""
+        return self._child.pid
+
+    def turn(self, poller: zmq.Poller, ready: dict[object, int], now: float) -> None:
+        """One turn of the broker's loop: start, watch, start again."""
+        if self._eager_at is None:
+            self._eager_at = now + _START_AFTER_SECONDS
+        if self._child.running:
+            self._watch(poller, ready, now)
+        elif now >= self._child.start_at:
+            asked = any(fd in ready for fd in self._watched)
+            if asked or (self._tcp is not None and now >= self._eager_at):
+                self._start(poller, now)
+            elif not self._watched:
+                self._watched = [s.fileno() for s in (self._tcp, self._unix) if s is not None]
+                for fd in self._watched:
+                    poller.register(fd, zmq.POLLIN)
+
+    def _start(self, poller: zmq.Poller, now: float) -> None:
+        for fd in self._watched:
+            poller.unregister(fd)
+        self._watched = []
+        try:
+            self._beat, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            log.error("the HTTP process cannot be started: %s", error)  # noqa: TRY400  # expected when descriptors run out
+            self._child.put_off(now)
+            return
+        fds = [theirs, self._unix.fileno()]
+        arguments = ["--runtime-dir", str(self._runtime_dir), "--beat-fd", str(theirs)]
+        arguments += ["--unix-fd", str(self._unix.fileno())]
+        if self._tcp is not None:
+            fds.append(self._tcp.fileno())
+            arguments += ["--tcp-fd", str(self._tcp.fileno()), "--host", self._host]
+        try:
+            self._child.spawn(arguments, fds, _ENVIRONMENT)
+        except OSError as error:
+            log.error("the HTTP process cannot be started: %s", error)  # noqa: TRY400  # expected when descriptors run out
+            self._close_beat()
+            self._child.put_off(now)
+            return
+        finally:
+            os.close(theirs)
+        self._heard = now
+        poller.register(self._child.pidfd, zmq.POLLIN)
+
+    def _watch(self, poller: zmq.Poller, ready: dict[object, int], now: float) -> None:
+        if self._child.pidfd in ready:
+            poller.unregister(self._child.pidfd)
+            log.warning("the HTTP process has ended: %s", self._child.reap(now))
+            self._close_beat()
+        elif now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            with contextlib.suppress(BlockingIOError):
+                if os.read(self._beat, 4096):
+                    self._heard = now
+                    self._child.served = True
+            if now - self._heard > _SILENT_SECONDS:
+                log.error("the HTTP process is killed: silent for %.0f s", now - self._heard)
+                self._heard = now
+                self._child.kill()
+
+    def _close_beat(self) -> None:
+        os.close(self._beat)
+        self._beat = -1
+
+    def close(self) -> None:
+        """End the process and give the addresses back."""
+        if self._child.running:
+            self._child.kill()
+            self._child.reap(0.0)
+            self._close_beat()
+        self._unix.close()
+        if self._tcp is not None:
+            self._tcp.close()
+
+    def __repr__(self) -> str:
+        return f"<HttpProcess {self._tcp}, {self._child!r}>"
+
+
+def bind_tcp(listen: Listen) -> socket.socket:
+    """A listening socket, not blocking.
+
+    Raises:
+        ConfigError: the address cannot be had, with the remedy.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(
+            f"http_listen = {listen}: no such host ({error}); use an address of this machine,"
+            " such as 127.0.0.1:9330, or off"
+        ) from error
+    listener = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror
+        if error.errno == errno.EADDRINUSE:
+            reason = f"the port is in use (ss -ltnp 'sport = :{listen.port}' shows by whom)"
+        raise ConfigError(
+            f"http_listen = {listen}: {reason}; choose another with --http-listen HOST:PORT,"
+            " or --http-listen off"
+        ) from error
+    listener.setblocking(False)  # the socket API's own form
+    return listener
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o660)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise no_socket(path, error) from error
+    listener.setblocking(False)  # the socket API's own form
+    return listener

@@ -1,0 +1,417 @@
+"""What a daemon leaves to the next one: the pool's file, the ledgers, a manifest.
+
+They lie in a directory of their own (mode 0700) that the runtime directory's path
+names, so that a daemon finds what its predecessor left, and nobody else's::
+
+    <pool_dir>/kvd-<digest>/pool               the bytes of all chunks
+    <pool_dir>/kvd-<digest>/manifest.json      which pool this is
+    <pool_dir>/kvd-<digest>/<namespace>.ledger its READY chunks, see kvd.cache.ledger
+
+On hugetlbfs, where files cannot be written, only the pool lies there; the rest is in a
+directory of /dev/shm. What cannot be believed is set aside under another name, the latest
+of it only; a pool never is, since two do not fit into memory: its file is used again.
+
+A pool that this daemon does not go on with is given up when the new one is there, and not
+before: the file grows beside the old bytes, new ledgers have names of their own, and no lane
+writes until then. The manifest decides: written anew, it says that the old pool is no more.
+A start that fails or is killed before leaves everything as it was.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from kvd.cache.ledger import MAGIC
+from kvd.config.settings import Settings
+from kvd.daemon import manifest as manifests
+from kvd.daemon.manifest import VERSION, Manifest, kernel_boot, objection
+from kvd.daemon.memory import PoolMemory
+from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError, Refused
+from kvd.machine.filesystem import Filesystem
+from kvd.machine.places import check_place
+from kvd_proto.messages import ErrorCode
+from kvd_proto.sizes import format_size
+
+log = logging.getLogger("kvd.daemon")
+
+MANIFEST = "manifest.json"
+POOL = "pool"
+NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
+_LEDGER = ".ledger"
+_DRAFT = ".new"  # of a ledger beside those of the pool before
+_ASIDE = ".damaged-"
+_EPOCH_SHIFT = 32
+_LAST_CLOCK = 2**32 - 2**24
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+@dataclass(slots=True)
+class Found:
+    """What is there to go on with: ledgers by namespace in hex; `pool` names the pool."""
+
+    pool: str
+    epoch: int
+    ledgers: dict[str, mmap.mmap] = field(default_factory=dict)
+
+    @property
+    def generation_base(self) -> int:
+        """Generations of this daemon are greater than this, and than those of all before."""
+        return self.epoch << _EPOCH_SHIFT
+
+
+class Keep:
+    """The kept files of one runtime directory; only its daemon may use this.
+
+    Args:
+        pool_dir: where the pool goes.
+        runtime_dir: the daemon's, as an absolute path.
+        keeps: leave it all to the next daemon; else it goes with this one, and nothing that is
+            there is used.
+        cold: begin without what is there.
+
+    Raises:
+        ConfigError: pool_dir is none, cannot be written, or can be written by every user.
+        AlreadyRunning: another daemon uses the pool, whatever became of the runtime directory.
+    """
+
+    def __init__(
+        self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
+    ) -> None:
+        if not pool_dir.is_dir():
+            raise ConfigError(
+                f"pool_dir = {pool_dir}: no such directory; use a tmpfs such as /dev/shm"
+            )
+        self.keeps = keeps
+        self._cold = cold
+        name = area_name(runtime_dir)
+        self._filesystem = Filesystem.of(pool_dir)
+        notes = notes_area(runtime_dir, pool_dir, self._filesystem)
+        check_place("pool_dir", pool_dir)
+        if notes.parent != pool_dir:
+            check_place("the directory of the pool's manifest", notes.parent)
+        for area in {pool_dir / name, notes}:
+            for litter in area.parent.glob(f"{area.name}-*"):
+                _remove_tree(litter)
+        try:
+            self._notes = self._own_directory(notes)
+            self._place = (
+                self._notes if notes == pool_dir / name else self._own_directory(pool_dir / name)
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"pool_dir = {pool_dir}: {error.strerror}; choose a directory that this user may"
+                " write, with --pool-dir"
+            ) from error
+        self._lock_fd = os.open(self._notes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock_fd)
+            raise AlreadyRunning(f"another daemon uses the pool in {self._notes}") from None
+        self.pool_file = self._place / POOL
+        self._manifest_file = self._notes / MANIFEST
+        self._goes_on = False
+        self._own = False  # nothing of a daemon before is left
+        self._new: tuple[Manifest, PoolMemory] | None = None  # not there yet
+
+    @classmethod
+    def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "Keep":
+        """As the settings say; see above."""
+        keeps = settings.keep_pool == "yes"
+        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold)
+
+    # ---------------------------------------------------------------- start
+
+    def kept_bytes(self) -> int | None:
+        """`cpu_bytes` of the pool that is there and can be used again; None without one."""
+        manifest = self._usable
+        return manifest.cpu_bytes if manifest is not None else None
+
+    def held_bytes(self) -> int:
+        """Memory that the pool's file takes now, which this daemon uses again or gives back."""
+        try:
+            return self.pool_file.lstat().st_blocks * 512
+        except OSError:
+            return 0
+
+    def open(self, cpu_bytes: int) -> Found:
+        """Find what a pool of `cpu_bytes` can go on with; what it cannot stays until `settle`.
+
+        Raises:
+            PoolError: no descriptor or memory is left to look; nothing is lost.
+        """
+        self._undo()
+        manifest = self._usable
+        if manifest is not None and manifest.cpu_bytes != cpu_bytes:
+            log.warning(
+                "the kept pool has %s, %s are wanted: it is given up when the new one is there, and"
+                " the cache starts empty",
+                format_size(manifest.cpu_bytes),
+                format_size(cpu_bytes),
+            )
+            manifest = None
+        self._goes_on = manifest is not None
+        # The clock makes epochs grow even where no manifest is left to tell the last one. It may
+        # be wrong by any number of years: they must fit 32 bits, with room for more restarts.
+        now = max(0, min(int(time.time()), _LAST_CLOCK))
+        epoch = max(now, self._before.epoch + 1) if self._before is not None else now
+        if manifest is None:
+            self._clear_pool_path()
+            return Found(os.urandom(16).hex(), epoch)
+        found = Found(manifest.pool, epoch)
+        for file in sorted(self._notes.glob(f"*{_LEDGER}")):
+            try:
+                self._open_ledger(file, found)
+            except OSError as error:
+                raise PoolError(
+                    f"{file} cannot be opened now: {error.strerror}; raise LimitNOFILE (ulimit -n)"
+                    f" or free memory{self.what_stays}"
+                ) from error
+        if not found.ledgers:
+            log.info("the kept pool of %s is used again; it has no chunks", format_size(cpu_bytes))
+        return found
+
+    def commit(self, found: Found, cpu_bytes: int, pool: PoolMemory) -> None:
+        """This daemon's pool, for the next one to go on with: at once, or from `settle` on.
+
+        Call it when its file is there and before any chunk is kept.
+
+        Raises:
+            PoolError: there is no room for the manifest.
+        """
+        manifest = Manifest(
+            version=VERSION,
+            pool=found.pool,
+            cpu_bytes=cpu_bytes,
+            bytes=pool.nbytes,
+            inode=os.fstat(pool.fd).st_ino,
+            kernel=kernel_boot(),
+            epoch=found.epoch,
+        )
+        self._new = manifest, pool
+        if self._goes_on or pool.fresh:  # nothing is given up for it
+            self.settle()
+
+    def settle(self) -> None:
+        """All that is certain to fit is there, and nobody else writes there: give up the rest.
+
+        Does nothing where that is done.
+        """
+        if self._new is None:
+            return
+        manifest, pool = self._new
+        if not self._goes_on:
+            if self._before is not None:
+                log.info("the new pool is there: the one that was kept is given up")
+            for file in self._notes.glob(f"*{_LEDGER}"):
+                _remove_tree(file)
+        manifests.write(self._manifest_file, manifest)
+        self._before, self._new, self._own = manifest, None, not self._goes_on
+        for draft in self._notes.glob(f"*{_LEDGER}{_DRAFT}"):
+            draft.rename(draft.with_suffix(""))
+        pool.settle()
+
+    def failed(self) -> None:
+        """The pool cannot be had after all: what this daemon made goes with it."""
+        if self._own:
+            self.keeps = False  # it will not fit next time either
+
+    @property
+    def what_stays(self) -> str:
+        """What a start that fails leaves, for the end of a sentence; empty for nothing."""
+        if self._before is None or self._own:
+            return ""
+        return f"; the kept pool of {format_size(self._before.cpu_bytes)} stays as it was"
+
+    def make_ledger(self, name: str, nbytes: int) -> mmap.mmap:
+        """Zeroed memory of `nbytes` for the ledger of a namespace, by its id in hex.
+
+        All of it is allocated: a page that a full filesystem has not would be a SIGBUS later.
+
+        Raises:
+            Refused: NOT_READY where there is no room or descriptor for it now.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(self._ledger_file(name), flags, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+                return mmap.mmap(fd, nbytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise Refused(
+                ErrorCode.NOT_READY,
+                f"no ledger of {format_size(nbytes)} can be made in {self._notes} now:"
+                f" {error.strerror}; make room there, it is tried again",
+            ) from error
+
+    def drop_ledger(self, name: str) -> None:
+        """The namespace is closed."""
+        self._ledger_file(name).unlink(missing_ok=True)
+
+    def set_aside(self, name: str, reason: LedgerDamaged | str) -> None:
+        """The ledger of a namespace cannot be believed: keep it under another name, to look at."""
+        self._set_aside(self._notes / f"{name}{_LEDGER}", str(reason))
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Leave everything to the next daemon, or remove it; close the pool's memory before."""
+        if self._new is not None:
+            self._undo()
+        elif self._own and not self.keeps:
+            self.remove()
+        for place in {self._place, self._notes}:
+            with contextlib.suppress(OSError):  # only where nothing was ever put there
+                place.rmdir()
+        os.close(self._lock_fd)
+
+    def remove(self) -> int:
+        """Give everything back; how many bytes that were."""
+        held = self.held_bytes()
+        for place in {self._place, self._notes}:
+            _remove_tree(place)
+        return held
+
+    # -------------------------------------------------------------- helpers
+
+    def _own_directory(self, path: Path) -> Path:
+        """A directory that only this user can enter; another one where `path` is not."""
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            path.chmod(0o700)
+            return path
+        other = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+        log.error(
+            "%s belongs to uid %d or is no directory: the pool lies in %s and is not kept when the"
+            " daemon ends; remove the former",
+            path,
+            status.st_uid,
+            other,
+        )
+        self.keeps = False
+        return other
+
+    @cached_property
+    def _before(self) -> Manifest | None:
+        """The manifest, where the pool it speaks of is there; this daemon's once it is settled."""
+        try:
+            manifest = manifests.read(self._manifest_file)
+        except FileNotFoundError:
+            if self.pool_file.exists() or any(self._notes.glob(f"*{_LEDGER}")):
+                log.warning(
+                    "what is kept in %s is not used: there is no %s; the cache starts empty",
+                    self._notes,
+                    MANIFEST,
+                )
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            self._set_aside(self._manifest_file, f"it cannot be read: {error}")
+            return None
+        reason = objection(manifest, self.pool_file)
+        if reason:
+            log.warning("what is kept in %s is not used: %s", self._notes, reason)
+            return None
+        return manifest
+
+    @property
+    def _usable(self) -> Manifest | None:
+        """The same where this daemon may go on with it."""
+        return self._before if self.keeps and not self._cold else None
+
+    def _undo(self) -> None:
+        """Remove what a start has made that did not come to its end, this one's or another's."""
+        self._new = None
+        for draft in self._notes.glob(f"*{_LEDGER}{_DRAFT}"):
+            _remove_tree(draft)
+        with contextlib.suppress(FileNotFoundError):
+            if self._before is not None and self.pool_file.lstat().st_size > self._before.bytes:
+                os.truncate(self.pool_file, self._before.bytes)
+
+    def _clear_pool_path(self) -> None:
+        """What is no file of ours holds no pool; a file is used again, for its memory."""
+        with contextlib.suppress(OSError):
+            status = self.pool_file.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                _remove_tree(self.pool_file)
+
+    def _ledger_file(self, name: str) -> Path:
+        """The ledger of a namespace of this daemon."""
+        beside = _DRAFT if self._new is not None else ""
+        return self._notes / f"{name}{_LEDGER}{beside}"
+
+    def _open_ledger(self, file: Path, found: Found) -> None:
+        """Map a ledger; one whose making was cut short by a kill never held anything.
+
+        Raises:
+            OSError: no descriptor or memory is left, which says nothing of the ledger.
+        """
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in _SHORTAGES:
+                raise
+            self._set_aside(file, f"it cannot be opened: {error.strerror}")
+            return
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                self._set_aside(file, "it is no file of this user's")
+            elif os.pread(fd, len(MAGIC), 0).strip(b"\0") == b"":
+                file.unlink()
+                log.warning("%s is empty: its namespace starts without chunks", file)
+            else:
+                found.ledgers[file.name.removesuffix(_LEDGER)] = mmap.mmap(fd, status.st_size)
+        finally:
+            os.close(fd)
+
+    def _set_aside(self, file: Path, reason: str) -> None:
+        for older in self._notes.glob(f"*{_ASIDE}*"):
+            _remove_tree(older)
+        aside = file.with_name(f"{file.name}{_ASIDE}{int(time.time())}")
+        file.rename(aside)
+        log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
+
+    def __repr__(self) -> str:
+        return f"<Keep {self._place}{'' if self.keeps else ', not kept'}>"
+
+
+def area_name(*paths: Path) -> str:
+    """What the directory is called that belongs to a runtime directory, or to that and more."""
+    digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=6).hexdigest()
+    return f"kvd-{digest}"
+
+
+def notes_area(runtime_dir: Path, pool_dir: Path, filesystem: Filesystem) -> Path:
+    """Where manifest and ledgers of a pool lie: beside it, or in a directory for this pool_dir.
+
+    The latter is no other pool's, so that nothing of a pool in NOTES_DIR is taken for its own.
+    """
+    if filesystem.writable:
+        return pool_dir / area_name(runtime_dir)
+    return NOTES_DIR / area_name(runtime_dir, pool_dir.absolute())
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a file or a directory, if it is this user's to remove."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,0 +1,165 @@
+"""The lane processes as the broker's loop has them: started, heard, written to, ended."""
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from kvd.broker.broker import Broker
+from kvd.broker.effects import Effect, FdName, ToLane
+from kvd.daemon.memory import PoolMemory
+from kvd.daemon.supervisor import LaneProcess
+from kvd.errors import BadDatagram, ChannelFull
+from kvd.wire.link import LINK, Imported, ImportWorker, LaneReady, StopLane
+from kvd.wire.seqpacket import close_all
+from kvd_proto.errors import DecodeError
+
+log = logging.getLogger("kvd.daemon")
+
+
+class Lanes:
+    """One process for each device that is to be served.
+
+    Args:
+        runtime_dir: where their sockets go.
+        core: who is told of what they say, and of their ends.
+        poller: where their descriptors are registered.
+        carry_out: does what the core wants done.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        core: Broker,
+        poller: zmq.Poller,
+        carry_out: Callable[[list[Effect]], None],
+    ) -> None:
+        self._runtime_dir = runtime_dir
+        self._core = core
+        self._poller = poller
+        self._carry_out = carry_out
+        self._incarnations = itertools.count(1)
+        self._processes: dict[str, LaneProcess] = {}
+
+    @property
+    def running(self) -> bool:
+        """Some process has not been reaped."""
+        return any(process.running for process in self._processes.values())
+
+    def add(self, device: str) -> None:
+        """Serve a device from now on."""
+        self._processes[device] = LaneProcess(
+            device, self._runtime_dir, self._incarnations, self._core.state.settings
+        )
+
+    def drop(self, device: str) -> None:
+        """Serve it no more; its process has ended."""
+        del self._processes[device]
+
+    def kill(self, device: str) -> None:
+        """End a device's process without asking; the next one follows."""
+        self._processes[device].kill()
+
+    def lifeline(self, device: str) -> int:
+        """The descriptor whose end of file says that nothing of this lane moves bytes."""
+        return self._processes[device].lifeline
+
+    def start_due(self, pool: PoolMemory, now: float) -> None:
+        """Start every process that does not run and whose pause is over."""
+        for process in self._processes.values():
+            if process.running or now < process.start_at:
+                continue
+            try:
+                process.start(pool.fd, pool.nbytes)
+            except OSError as error:
+                text, lane = "lane %s cannot be started: %s", {"lane": process.device}
+                log.error(text, process.device, error, extra=lane)  # noqa: TRY400  # the reason is said
+                process.put_off(now)
+                continue
+            if process.channel is not None:
+                self._poller.register(process.channel.fileno(), zmq.POLLIN)
+            self._poller.register(process.pidfd, zmq.POLLIN)
+
+    def turn(self, ready: dict[object, int], now: float) -> None:
+        """Hear what lanes say, and notice those that have ended."""
+        for process in list(self._processes.values()):
+            self._hear(process, ready, now)
+
+    def _hear(self, process: LaneProcess, ready: dict[object, int], now: float) -> None:
+        channel = process.channel
+        if channel is None:
+            return
+        if channel.wants_write:
+            with contextlib.suppress(EOFError):  # what it said before is heard, and its end
+                channel.flush()
+        if channel.fileno() in ready:
+            try:
+                while (received := channel.recv()) is not None:
+                    self._message(process, *received, now)
+            except EOFError:
+                self._poller.unregister(channel.fileno())
+                process.kill()
+        if process.pidfd in ready:
+            for fd in (process.pidfd, channel.fileno()):
+                with contextlib.suppress(KeyError):
+                    self._poller.unregister(fd)
+            reason = process.reap(now)
+            if not self._core.state.stopping:
+                self._carry_out(self._core.supervision.lost(process.device, reason))
+
+    def _message(
+        self, process: LaneProcess, frame: bytes, fds: tuple[int, ...], now: float
+    ) -> None:
+        try:
+            _, message = LINK.decode(frame)
+        except DecodeError:
+            lane = {"lane": process.device}
+            log.exception("lane %s sent what is no message", process.device, extra=lane)
+            process.kill()
+            return
+        if isinstance(message, LaneReady) and fds:
+            process.lifeline, fds = fds[0], fds[1:]
+            process.served = True
+        close_all(fds)
+        self._carry_out(self._core.supervision.heard(process.device, message, now))
+
+    def send(self, effect: ToLane, resolve: Callable[[FdName | None], list[int]]) -> None:
+        """Write to a lane, with the descriptors that are named; one that does not listen is ended.
+
+        Args:
+            effect: what to send to whom.
+            resolve: the descriptors of a name.
+        """
+        process = self._processes[effect.device]
+        if process.channel is None:
+            return
+        try:
+            process.channel.send(LINK.encode(effect.message), resolve(effect.fd))
+        except BadDatagram as error:
+            if not isinstance(effect.message, ImportWorker):
+                raise
+            text = f"the layout is too large to hand to the lane: {error}"
+            refusal = Imported(session=effect.message.session, error=text)
+            self._carry_out(self._core.supervision.heard(effect.device, refusal, time.monotonic()))
+        except (ChannelFull, EOFError, OSError) as error:
+            lane = {"lane": effect.device}
+            log.error("lane %s does not listen (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the reason is said
+            process.kill()
+
+    def stop(self) -> None:
+        """Ask all to finish what is queued and to end."""
+        for device in self._processes:
+            self.send(ToLane(device, StopLane()), lambda _: [])
+
+    def close(self) -> None:
+        """End all without asking."""
+        for process in self._processes.values():
+            process.kill()
+            process.reap(time.monotonic())
+
+    def __repr__(self) -> str:
+        return f"<Lanes {list(self._processes.values())}>"

@@ -1,0 +1,346 @@
+"""The broker's loop: everything that touches the outside, around kvd.broker.
+
+startup → loop → drain → shutdown. One thread; it polls the request socket,
+the control socket and who came in (`connections`), the lanes, the pool's allocator and
+signals, turns each into a call of the core, and carries the effects out.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+import zmq
+
+from kvd.broker.broker import Broker
+from kvd.broker.effects import (
+    ChunksReady,
+    DirectoryFd,
+    DropDirectory,
+    DropEngine,
+    DropFds,
+    DropLane,
+    Effect,
+    Event,
+    FdName,
+    KillLane,
+    LifelineFd,
+    Notify,
+    OpenPool,
+    Reply,
+    SchedulerFds,
+    SessionFds,
+    StartLane,
+    ToLane,
+)
+from kvd.cache.namespaces import Keeping, Namespaces
+from kvd.config.loaded import Loaded
+from kvd.config.sources import Sources
+from kvd.daemon.allowed import allow_list
+from kvd.daemon.config_reader import ConfigReader
+from kvd.daemon.connections import Connections
+from kvd.daemon.control_socket import Connection, ControlSocket
+from kvd.daemon.descriptors import Receiver
+from kvd.daemon.http_process import HttpProcess
+from kvd.daemon.kept_pool import Keep
+from kvd.daemon.lane_processes import Lanes
+from kvd.daemon.memory import DirectoryMemory, PoolMemory
+from kvd.daemon.notify import Notifier
+from kvd.daemon.ready_pipes import ReadyPipes
+from kvd.daemon.reopen import open_pool
+from kvd.daemon.request_socket import Requests
+from kvd.daemon.runtime_dir import RuntimeDir
+from kvd.errors import PoolError
+from kvd.machine.available import available_bytes
+from kvd.machine.process_usage import OwnFigures
+from kvd.machine.standstill import Standstill
+from kvd.pool.filling import FillOrder
+from kvd_proto.devices import HOST
+from kvd_proto.sizes import format_size
+
+log = logging.getLogger("kvd.daemon")
+TICK_SECONDS = 0.25
+HELD_UP_SECONDS = 0.01
+DEVICES = (HOST,)
+
+
+class Service:
+    """One running daemon.
+
+    Args:
+        loaded: the settings.
+        sources: where they came from, for readings to come.
+        version: name and version, for those who ask.
+        cold: begin without what is kept.
+
+    Raises:
+        KvdError: it cannot start, with the remedy.
+    """
+
+    def __init__(
+        self, loaded: Loaded, sources: Sources, version: str, *, cold: bool = False
+    ) -> None:
+        self.settings = settings = loaded.settings
+        self._config = ConfigReader(sources)
+        self._allowed = allow_list(settings.allow_users, settings.allow_groups)
+        self._notifier = Notifier.from_environment(os.environ)
+        self._runtime = RuntimeDir(Path(settings.runtime_dir))
+        self._runtime.lock()
+        self._keep = Keep.of(settings, self._runtime.path, cold=cold)
+        self._http = HttpProcess(
+            self._runtime.path, self._runtime.http_socket, settings.http_listen
+        )
+        self._directories = DirectoryMemory()
+        self._ready_pipes = ReadyPipes()
+        self._pool: PoolMemory | None = None
+        self._stop_at: float | None = None
+        self._signals = 0
+        self._next_tick = 0.0
+        self._figures = OwnFigures()
+        self._polled = 0.0
+        self._standstill = Standstill("broker")
+        self._poller = zmq.Poller()
+        self._boot_id = os.urandom(16)
+        self.core = Broker(
+            settings,
+            boot_id=self._boot_id,
+            version=version,
+            pid=os.getpid(),
+            devices=DEVICES,
+            open_namespaces=self._open_namespaces,
+            available_bytes=lambda: (
+                available_bytes(Path(settings.pool_dir)) + self._keep.held_bytes()
+            ),
+            kept_bytes=self._keep.kept_bytes,
+            surroundings=lambda: self._figures.read(self._requests.dropped),
+        )
+        self.core.reloading.loaded = loaded
+        self.core.state.measures.started = time.time()
+        self._lanes = Lanes(self._runtime.path, self.core, self._poller, self._carry_out)
+        for device in DEVICES:
+            self._lanes.add(device)
+        self._control_socket = ControlSocket(self._runtime.control_socket)
+        self._receiver = Receiver(self._poller)
+        self._connections = Connections(
+            self._control_socket, self.core, self._poller, self._carry_out, self._receiver
+        )
+        self._requests = Requests(self._runtime.broker_socket, self.core, self._connections.open)
+        self._connections.on_leave = self._requests.forget
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        for fd in (self._requests.router.fileno(), self._control_socket.fileno(), self._wake_read):
+            self._poller.register(fd, zmq.POLLIN)
+
+    # ----------------------------------------------------------------- loop
+
+    def run(self) -> int:
+        """Serve until a signal ends it; the exit status."""
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._config.on_signal)
+        wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        try:
+            log.info("serving %s, pid %d", self._runtime.path, os.getpid())
+            while not self._finished():
+                self._turn()
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self._shutdown()
+        return 0
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        pool = self._pool
+        if pool is not None and pool.may_be_written and not self.core.state.stopping:
+            self._keep.settle()
+            self._lanes.start_due(pool, now)
+        if self._polled:
+            self.core.state.measures.turn(time.monotonic() - self._polled, now)
+        patience = 0 if self._busy else int(self._patience * 1000)
+        self._standstill.waits(time.monotonic(), patience / 1000)
+        ready = dict(self._poller.poll(patience))
+        now = self._polled = time.monotonic()
+        stood_still = self._standstill.woke(now, time.thread_time())
+        if stood_still:
+            self._note(Event(stood_still, "warning"))
+        self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
+        if self._requests.router.fileno() in ready or self._requests.router.pending:
+            for effects in self._requests.receive(now):
+                self._carry_out(effects)
+        self._connections.turn(ready)
+        self._receiver.turn(ready, now)
+        if self._control_socket.fileno() in ready:
+            self._connections.accept(self._turned_away, lambda peer: peer.pid == self._http.pid)
+        if self._wake_read in ready:
+            os.read(self._wake_read, 512)
+        if pool is not None and not self.core.state.pool_ready:
+            self._pool_turn(pool)
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS / 2
+            self._carry_out(self.core.tick(now))
+            self._carry_out(self._config.turn(self.core.reloading))
+            self.settings = self.core.state.settings
+        self._carry_out(self.core.work())
+        self._connections.flush()
+        self._http.turn(self._poller, ready, now)
+        self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
+
+    @property
+    def _busy(self) -> bool:
+        return self.core.busy or self._requests.router.pending
+
+    @property
+    def _patience(self) -> float:
+        held_up = self._pool is not None and not self._pool.may_be_written
+        return HELD_UP_SECONDS if held_up else TICK_SECONDS
+
+    # ----------------------------------------------------------------- pool
+
+    def _open_namespaces(self, cpu_bytes: int) -> Namespaces:
+        def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+            return Namespaces(
+                cpu_bytes,
+                policy=self.settings.policy,
+                reuse_threshold=self.settings.reuse_threshold,
+                lease_seconds=self.settings.lease_seconds,
+                ticket_seconds=self.settings.ticket_seconds,
+                quotas=self.settings.quotas(cpu_bytes),
+                limit=self.settings.max_namespaces,
+                make_buffer=self._directories.make,
+                keeping=keeping,
+                fill=fill,
+            )
+
+        try:
+            self._pool, namespaces = open_pool(self._keep, cpu_bytes, self._boot_id, make)
+        except PoolError:
+            if self.settings.pool_bytes is not None:  # this daemon does not start
+                self._keep.close()
+            raise
+        self._pool.start()
+        self._poller.register(self._pool.done_fd, zmq.POLLIN)
+        log.info("pool of %s at %s", format_size(cpu_bytes), self._pool.path)
+        return namespaces
+
+    def _pool_turn(self, pool: PoolMemory) -> None:
+        if pool.error:
+            self._keep.failed()
+            raise PoolError(f"{pool.error}{self._keep.what_stays}")
+        with contextlib.suppress(BlockingIOError):
+            os.read(pool.done_fd, 512)
+        self.core.state.allocated = pool.allocated
+        if self.core.state.pool_ready:
+            self._poller.unregister(pool.done_fd)
+            self._note(Event(f"all {format_size(pool.nbytes)} of the pool are allocated"))
+
+    # -------------------------------------------------------------- effects
+
+    def _turned_away(self, connection: Connection) -> bool:
+        objection = self._allowed.objection(connection.peer)
+        if objection:
+            self._requests.forbid(connection, objection)
+        return bool(objection)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Reply():
+                    self._requests.reply(effect)
+                case Notify():
+                    self._connections.notify(effect, self._resolve)
+                case ToLane(fd=SessionFds(session=number)) if number not in self._connections.open:
+                    pass  # it left at an effect before this one, and its descriptors with it
+                case ToLane():
+                    self._lanes.send(effect, self._resolve)
+                case StartLane():
+                    self._lanes.add(effect.device)
+                case DropLane():
+                    self._lanes.drop(effect.device)
+                case KillLane():
+                    self._lanes.kill(effect.device)
+                case _:
+                    self._account(effect)
+
+    def _account(self, effect: Effect) -> None:
+        """What concerns this process alone: the log, and descriptors that it holds."""
+        match effect:
+            case OpenPool():
+                self._note(Event(f"cpu_bytes auto: {effect.explanation}"))
+            case DropFds():
+                self._connections.drop_fds(effect.session)
+            case DropDirectory():
+                self._directories.drop(effect.namespace.hex())
+                self._keep.drop_ledger(effect.namespace.hex())
+            case ChunksReady():
+                self._ready_pipes.tell(effect.engine)
+            case DropEngine():
+                self._ready_pipes.drop(effect.engine)
+            case Event():
+                self._note(effect)
+
+    def _note(self, event: Event) -> None:
+        self.core.state.events.add(event, time.time())
+        level = logging.getLevelNamesMapping()[event.level.upper()]
+        log.log(level, event.text, extra=event.fields)
+
+    def _resolve(self, name: FdName | None) -> list[int]:
+        match name:
+            case DirectoryFd():
+                return [self._directories.fd(name.namespace.hex())]
+            case SchedulerFds():
+                directory = self._directories.fd(name.namespace.hex())
+                return [directory, *self._ready_pipes.read_end(name.engine)]
+            case LifelineFd():
+                return [self._lanes.lifeline(name.device)]
+            case SessionFds():
+                return list(self._connections.open[name.session].fds)
+            case None:
+                return []
+
+    # ------------------------------------------------------------------ end
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._signals += 1
+
+    def _finished(self) -> bool:
+        if not self._signals:
+            return False
+        now = time.monotonic()
+        if self._stop_at is None:
+            self._note(Event("stopping: a signal came"))
+            self._notifier.stopping(self.settings.drain_seconds)
+            self._stop_at = now + self.settings.drain_seconds
+            self.core.state.stopping = True
+            self._lanes.stop()
+        if not self._lanes.running or self._signals > 1:
+            return True
+        if now >= self._stop_at:
+            log.warning("not drained after %.0f s, stopping", self.settings.drain_seconds)
+            return True
+        return False
+
+    def _shutdown(self) -> None:
+        self._http.close()
+        self._notifier.stopping(0.0)
+        self._connections.close()
+        self._control_socket.close()
+        self._receiver.close()
+        self._requests.close()
+        self._lanes.close()
+        self._directories.close()
+        self._ready_pipes.close()
+        if self._pool is not None:
+            self._pool.close()
+        self._keep.close()
+        self._runtime.release()  # last: the next daemon may start from here on
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self._notifier.close()
+        log.info("stopped")
+
+    def __repr__(self) -> str:
+        return f"<Service {self._runtime!r}: {self.core!r}>"

@@ -1,0 +1,117 @@
+"""Messages to the service manager over ``$NOTIFY_SOCKET``, from the broker's loop alone.
+
+The watchdog is fed at the end of a turn of the loop and nowhere else, so a
+loop that stands still is seen. A manager that does not read never holds the
+loop up: what cannot be sent waits for the next turn. What nobody takes is dropped.
+"""
+
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import MutableMapping
+
+from kvd.broker.notices import Notices
+from kvd.broker.readiness import checks
+from kvd.broker.state import BrokerState
+from kvd.errors import ConfigError
+
+log = logging.getLogger("kvd.daemon")
+_MAX_WAITING = 16
+
+
+class Notifier:
+    """The connection to the service manager; silent where there is none.
+
+    Args:
+        address: a path, or ``@`` and a name in the abstract namespace; empty for none.
+        notices: what is to be said when.
+    """
+
+    def __init__(self, address: str, notices: Notices) -> None:
+        self.address = address
+        self.notices = notices
+        self._waiting: deque[bytes] = deque(maxlen=_MAX_WAITING)
+        self._reached = True
+        self._reloading = False
+        self._socket: socket.socket | None = None
+        if address[:1] in {"/", "@"}:
+            kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+            self._socket = socket.socket(socket.AF_UNIX, kind)
+        elif address:
+            log.warning("NOTIFY_SOCKET=%s is neither a path nor @name: not used", address)
+
+    @classmethod
+    def from_environment(cls, environ: MutableMapping[str, str]) -> "Notifier":
+        """As sd_notify(3) and sd_watchdog_enabled(3) say; the variables are taken away.
+
+        Raises:
+            ConfigError: WATCHDOG_USEC is no number of microseconds.
+        """
+        address = environ.pop("NOTIFY_SOCKET", "")
+        usec = environ.pop("WATCHDOG_USEC", "")
+        pid = environ.pop("WATCHDOG_PID", "")
+        watchdog = None
+        if usec and pid in {"", str(os.getpid())}:
+            if not usec.isdecimal() or int(usec) == 0:
+                raise ConfigError(
+                    f"WATCHDOG_USEC={usec}: not a number of microseconds; unset it, or set"
+                    " WatchdogSec= in the unit"
+                )
+            watchdog = int(usec) / 1_000_000
+        return cls(address, Notices(watchdog))
+
+    def turn(self, now: float, state: BrokerState, *, reloading: bool) -> None:
+        """A turn of the loop has ended; `reloading` while the settings are being read again."""
+        if self._socket is None:
+            return
+        if reloading and not self._reloading:
+            self._say(self.notices.reloading(now))
+        elif self._reloading and not reloading:
+            self.notices.repeat()
+        self._reloading = reloading
+        if self.notices.due(now) and not self._waiting:
+            progress = None if state.pool_usable else float(state.allocated + state.pinned_bytes)
+            self._say(self.notices.turn(now, _standing(state, now), progress))
+        self._flush()
+
+    def stopping(self, seconds: float) -> None:
+        """The daemon ends, after at most `seconds` of draining."""
+        self._say(self.notices.stopping(seconds))
+
+    def close(self) -> None:
+        """Say nothing more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _say(self, lines: list[str]) -> None:
+        if lines and self._socket is not None:
+            self._waiting.append("\n".join(lines).encode())
+            self._flush()
+
+    def _flush(self) -> None:
+        target = "\0" + self.address[1:] if self.address[0] == "@" else self.address
+        while self._waiting and self._socket is not None:
+            try:
+                self._socket.sendto(self._waiting[0], target)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if self._reached:
+                    log.warning("NOTIFY_SOCKET=%s: %s", self.address, error.strerror)
+                self._reached = False
+            else:
+                if not self._reached:
+                    self.notices.repeat()  # what was dropped may have been READY
+                self._reached = True
+            self._waiting.popleft()
+
+    def __repr__(self) -> str:
+        where = self.address if self._socket is not None else "nobody"
+        return f"<Notifier to {where}, {len(self._waiting)} waiting: {self.notices!r}>"
+
+
+def _standing(state: BrokerState, now: float) -> str:
+    missing = [check.in_words for check in checks(state, now) if not check.ok]
+    return "serving, not ready: " + "; ".join(missing) if missing else "ready"

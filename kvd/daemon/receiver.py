@@ -1,0 +1,108 @@
+"""`python -m kvd.daemon.receiver LINK_FD`: receives the descriptors that clients send to the broker.
+
+To close a descriptor can take as long as the owner of its file system likes (FUSE is told of
+every close), and even SIGKILL does not end such a wait. A descriptor that has been received
+has to be closed, so a process that must go on receives none of unknown kind. This one may
+be lost: it receives, passes on what is harmless to have, and ends where something is not.
+
+It says what is harmless without asking a file system: a memory file, which the kernel tells
+by its seals; a device, such as CUDA's, or an object of the kernel without a name. Whether
+that is the memory that it should be is for a lane to find out.
+
+The broker sends connections over the link. For one to READ a datagram comes back: TAKEN and
+the frame that was read there, with its descriptors; FOREIGN and the number of the descriptor
+that was none of these; or NOTHING that could be read. One to DROP is closed, and what nobody
+has read goes with it.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import socket
+import stat
+import struct
+import sys
+
+from kvd.machine.parent_death import tie_to_parent
+
+MAX_FRAME_BYTES = 2048
+MAX_DESCRIPTORS = 253  # the kernel's own limit, SCM_MAX_FD
+READ, DROP = b"r", b"d"
+TAKEN, FOREIGN, NOTHING = b"+", b"-", b"!"
+_AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000  # linux/fcntl.h, linux/stat.h
+_STATX_BYTES = 256
+_MODE = struct.Struct("28xH")  # struct statx: stx_mode
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_harmless(fd: int) -> bool:
+    """Whether closing the descriptor is the kernel's business alone."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return _is_device(fd) or _has_no_name(fd)
+    return True
+
+
+def _is_device(fd: int) -> bool:
+    """By what the kernel has in memory; nobody is asked for what is newer."""
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    if _libc.statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, 0, found):
+        return False
+    return stat.S_ISCHR(_MODE.unpack_from(found)[0])
+
+
+def _has_no_name(fd: int) -> bool:
+    """Files of a file system are shown with a path, which begins with a slash."""
+    return os.readlink(f"/proc/self/fd/{fd}").startswith("anon_inode:")  # noqa: PTH115  # no path
+
+
+def _drain(connection: socket.socket) -> None:
+    """Read what is left and keep nothing of it; a peer would be told of a reset otherwise."""
+    with contextlib.suppress(OSError):
+        while connection.recv(1, socket.MSG_DONTWAIT):
+            pass
+
+
+def serve(link: socket.socket) -> None:
+    """Read where the broker says, until it hangs up or something is to be kept from it."""
+    while True:
+        order, connections, _, _ = socket.recv_fds(link, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        if not order:
+            return
+        with socket.socket(fileno=connections[0]) as connection:
+            if order == DROP:
+                _drain(connection)
+                continue
+            try:
+                frame, fds, flags, _ = socket.recv_fds(
+                    connection,
+                    MAX_FRAME_BYTES,
+                    MAX_DESCRIPTORS,
+                    socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT,
+                )
+            except OSError:
+                link.send(NOTHING)
+                continue
+        foreign = [index for index, fd in enumerate(fds) if not is_harmless(fd)]
+        if foreign:
+            link.send(FOREIGN + str(foreign[0]).encode())
+            return
+        if not frame or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            link.send(NOTHING)
+        else:
+            socket.send_fds(link, [TAKEN + frame], fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def main() -> None:
+    """Serve the broker; what is still open is closed with the process."""
+    tie_to_parent()
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Open the pool, with what the daemon before this one left in it."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from kvd.cache.ledger import Ledger
+from kvd.cache.namespaces import Keeping, Namespaces
+from kvd.daemon.kept_pool import Found, Keep
+from kvd.daemon.memory import PoolMemory
+from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refused
+from kvd.pool.filling import FillOrder
+from kvd_proto.sizes import format_size
+
+log = logging.getLogger("kvd.daemon")
+
+MakeNamespaces = Callable[[Keeping | None, FillOrder], Namespaces]
+
+
+def open_pool(
+    keep: Keep, cpu_bytes: int, boot_id: bytes, make_namespaces: MakeNamespaces
+) -> tuple[PoolMemory, Namespaces]:
+    """The pool's memory, and its namespaces with every chunk that can be believed.
+
+    Args:
+        keep: the kept files.
+        cpu_bytes: the budget.
+        boot_id: this daemon's.
+        make_namespaces: makes them without any namespace; called again where one is damaged.
+
+    Raises:
+        PoolError: the memory cannot be had.
+        Refused: a directory cannot be made now.
+    """
+    found = keep.open(cpu_bytes)
+    try:
+        pool = PoolMemory(keep.pool_file, cpu_bytes)
+    except PoolError as error:
+        raise PoolError(f"{error}{keep.what_stays}") from error
+    try:
+        keep.commit(found, cpu_bytes, pool)
+    except PoolError:
+        pool.close()
+        raise
+    keeping = Keeping(keep.make_ledger, found.pool, found.generation_base) if keep.keeps else None
+    try:
+        while True:
+            namespaces = make_namespaces(keeping, pool.fill)
+            if _restore(keep, found, namespaces, boot_id):
+                return pool, namespaces
+    except Refused:
+        pool.close()
+        raise
+
+
+def _restore(keep: Keep, found: Found, namespaces: Namespaces, boot_id: bytes) -> bool:
+    """Reopen every ledger; False where one was set aside and all must begin again."""
+    for name, buffer in list(found.ledgers.items()):
+        began = time.perf_counter()
+        try:
+            ledger = Ledger(buffer)
+            if ledger.kept.namespace != name:
+                raise LedgerDamaged(f"it is that of namespace {ledger.kept.namespace}")
+            if not len(ledger):
+                keep.drop_ledger(name)
+                del found.ledgers[name]
+                continue
+            namespace = namespaces.reopen(ledger, boot_id)
+        except LedgerDamaged as error:
+            keep.set_aside(name, error)
+            del found.ledgers[name]
+            return False
+        except IntegrityError as error:
+            # Two ledgers name the same bytes, and nothing says which of them is right.
+            for other in found.ledgers:
+                keep.set_aside(other, str(error))
+            found.ledgers.clear()
+            return False
+        ready = namespace.table.slots.stats()["ready"]
+        log.info(
+            "namespace %s (%s): %d chunks, %s, of the daemon before are here again (%.0f ms)",
+            name[:8],
+            namespace.label,
+            ready,
+            format_size(ready * namespace.geometry.bytes_per_chunk),
+            (time.perf_counter() - began) * 1000,
+        )
+    return True

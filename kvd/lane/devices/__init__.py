@@ -1,0 +1,1 @@
+"""Device backends of a lane."""

@@ -1,0 +1,308 @@
+"""The CUDA backend: the device's copy engines move the bytes, this thread only enqueues and looks.
+
+The lane's thread enqueues each piece on the stream of its direction and an event
+after it, and asks the events in `progress`. No stream ever waits for something
+that another process must do; the worker's timeline is the runner's to look at.
+
+An error of one transfer is reported with that transfer, when nothing of it can
+move any more. An error that has cost the context (CudaError of which `is_lost`)
+leaves this object: the lane process ends, the broker starts another, and the pool
+and its directory are as they were.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.errors import CudaError, ImportFailed, LaneError
+from kvd.lane.devices.cuda import calibration, driver
+from kvd.lane.devices.cuda import uuids as naming
+from kvd.lane.devices.cuda.binding import Stream, is_lost
+from kvd.lane.devices.cuda.cleanup import Cleanup
+from kvd.lane.devices.cuda.copier import (
+    AwaitedKernel,
+    Copier,
+    CopyEngine,
+    MoveKernel,
+    Thresholds,
+    choose_engine,
+    moves_there_and_back,
+)
+from kvd.lane.devices.cuda.flow import Events, Flow
+from kvd.lane.devices.cuda.importing import ImportedMemory
+from kvd.lane.devices.cuda.numa import stay_near
+from kvd.lane.devices.cuda.pinning import PinnedPool
+from kvd.lane.devices.cuda.runs import resolve
+from kvd.lane.devices.cuda.scratch import Scratch
+from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd_proto.messages import Handle
+
+_log = logging.getLogger(__name__)
+
+# To enqueue a piece costs this thread about the same whatever its size; larger ones leave it
+# time for messages while the device is busy.
+_PIECE_BYTES = 8 * 2**20
+_SCRATCH_BYTES = 2 * 2**20
+_RUN_LISTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be chosen about a device.
+
+    registration_bytes: of one registration of the pool; see PinnedPool.
+    bytes_in_flight: of each direction, above which no more is asked for.
+    stuck_seconds: after which a device that ends nothing is given up.
+    state_dir: where measurements are kept, if anywhere.
+    thresholds: which runs the kernel moves; measured where None.
+    """
+
+    registration_bytes: int | None = None
+    bytes_in_flight: int = 32 * 2**20
+    stuck_seconds: float = 120.0
+    state_dir: Path | None = None
+    thresholds: Thresholds | None = None
+
+
+class CudaDevice(Device):
+    """Moves bytes between workers' memory on one CUDA device and the pool.
+
+    Transfers may be submitted before the pool is pinned: they wait for their part of it.
+
+    Args:
+        name: the device's, with its UUID; see naming.py.
+        pool_fd: the pool's file; stays the caller's.
+        pool_bytes: its size.
+        options: see Options.
+
+    Raises:
+        CudaMissing: no driver, no bindings, or no such device.
+        LaneError: the pool's file is smaller than `pool_bytes`, or the name is none.
+        CudaError: the device cannot be set up. Nothing stays mapped or pinned.
+    """
+
+    piece_bytes = _PIECE_BYTES
+    pins = True
+
+    def __init__(
+        self, name: str, pool_fd: int, pool_bytes: int, options: Options | None = None
+    ) -> None:
+        have = os.fstat(pool_fd).st_size
+        if have < pool_bytes or pool_bytes <= 0:
+            raise LaneError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
+        self._options = options = options or Options()
+        self._memories: dict[MemoryId, ImportedMemory] = {}
+        self._last_id = 0
+        self._held: deque[Transfer] = deque()
+        self._ended: list[Finished] = []
+        self._lost: CudaError | None = None
+        driver.start()
+        if lacking := driver.shortcomings():
+            _log.warning("%s", lacking)
+        self._device = naming.find(name)
+        stay_near(driver.pci_bus_id(self._device))
+        self._cleanup = Cleanup()
+        with self._cleanup.on_failure():
+            context = driver.retain_context(self._device)
+            self._cleanup.add(lambda: driver.release_context(self._device))
+            driver.use_context(context)
+            self._events = Events()
+            self._cleanup.add(self._events.close)
+            least, greatest = driver.priorities()
+            self.copier = self._make_copier(least)
+            self._flows: dict[Direction, Flow] = {}
+            for direction, priority in (
+                (Direction.LOAD, greatest),
+                (Direction.STORE, least),
+            ):
+                flow = Flow(direction, priority, self.copier, self._events)
+                self._cleanup.add(flow.close)
+                self._flows[direction] = flow
+            # Last: what was measured above was measured while nothing else moved.
+            self._pool = PinnedPool(pool_fd, pool_bytes, context, options.registration_bytes)
+            self._cleanup.add(self._pool.close)
+            _log.info("%s: %r", driver.device_name(self._device), self.copier)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is pinned."""
+        return self._pool.pinned
+
+    @property
+    def pool_error(self) -> str:
+        """See Device."""
+        return self._pool.error
+
+    def import_memory(
+        self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
+    ) -> MemoryId:
+        """See Device."""
+        if self._pool.error:
+            raise ImportFailed(self._pool.error)
+        imported = ImportedMemory(handles, sizes, descriptors, self._device)
+        self._last_id += 1
+        memory = MemoryId(self._last_id)
+        self._memories[memory] = imported
+        return memory
+
+    def release_memory(self, memory: MemoryId) -> None:
+        """See Device.
+
+        Raises:
+            CudaError: the driver does not let go of it; only the end of this process will.
+        """
+        if memory not in self._memories:
+            raise LaneError(f"memory {memory} is not mapped")
+        if any(flow.uses(memory) for flow in self._flows.values()) or any(
+            transfer.memory == memory for transfer in self._held
+        ):
+            raise LaneError(f"transfers are in flight on memory {memory}")
+        self._memories.pop(memory).close()
+
+    def has_room(self, direction: Direction) -> bool:
+        """See Device."""
+        held = sum(transfer.nbytes for transfer in self._held)
+        return held + self._flows[direction].nbytes < self._options.bytes_in_flight
+
+    @property
+    def in_flight(self) -> int:
+        """See Device."""
+        return len(self._held) + len(self._ended) + sum(map(len, self._flows.values()))
+
+    def submit(self, transfer: Transfer) -> None:
+        """See Device."""
+        if transfer.memory not in self._memories:
+            raise LaneError(f"memory {transfer.memory} is not mapped")
+        if self._is_pinned(transfer):
+            self._enqueue(transfer)
+        else:
+            self._held.append(transfer)
+
+    def progress(self) -> list[Finished]:
+        """See Device.
+
+        Raises:
+            CudaError: the device is lost.
+            LaneError: it hangs.
+        """
+        for _ in range(len(self._held)):
+            transfer = self._held.popleft()
+            if self._pool.error:
+                self._ended.append(Finished(transfer.id, 0, 0, self._pool.error))
+            elif self._is_pinned(transfer):
+                self._enqueue(transfer)
+            else:
+                self._held.append(transfer)
+        if self._lost is not None:
+            raise self._lost
+        ended, self._ended = self._ended, []
+        for flow in self._flows.values():
+            ended += flow.progress()
+        self._check_pulse()
+        return ended
+
+    def wait_until_pinned(self, seconds: float) -> bool:
+        """Wait for the pool to be pinned, or to be given up; whether that is so."""
+        return self._pool.wait(seconds)
+
+    def close(self) -> None:
+        """See Device.
+
+        Raises:
+            CudaError: the driver does not let go of something; the rest was let go of.
+        """
+        if self.in_flight:
+            raise LaneError(f"{self.in_flight} transfers are in flight")
+        for memory in self._memories.values():
+            self._cleanup.add(memory.close)
+        self._memories.clear()
+        self._cleanup.run()
+
+    def _enqueue(self, transfer: Transfer) -> None:
+        try:
+            runs = resolve(transfer, self._memories[transfer.memory], self._pool)
+        except LaneError as error:
+            self._ended.append(Finished(transfer.id, 0, 0, str(error)))
+            return
+        try:
+            self._flows[transfer.direction].enqueue(transfer, runs)
+        except CudaError as error:
+            self._lost = error  # for `progress` to raise: a job's failure is not the place
+
+    def _check_pulse(self) -> None:
+        """A device that hangs is not waited for for ever: the next lane may find it well."""
+        limit = self._options.stuck_seconds
+        for flow in self._flows.values():
+            if flow.stuck_seconds > limit:
+                raise LaneError(f"the device hangs: {flow!r}, none has ended in {limit:g} s")
+        if self._held and self._pool.stuck_seconds > limit:
+            raise LaneError(f"the driver hangs: {self._pool!r} is pinned, no more in {limit:g} s")
+
+    def _is_pinned(self, transfer: Transfer) -> bool:
+        if self._pool.pinned == self._pool.nbytes:
+            return True
+        if self._pool.error:
+            return False
+        begins = (transfer.copies.arena_offset + transfer.pool_base).tolist()
+        lengths = transfer.copies.nbytes.tolist()
+        # What lies outside is for `resolve` to refuse.
+        end = self._pool.nbytes
+        return all(
+            self._pool.holds(begin, min(begin + length, end))
+            for begin, length in zip(begins, lengths, strict=True)
+            if 0 <= begin < end and length > 0
+        )
+
+    def _make_copier(self, priority: int) -> Copier:
+        """Try and time the ways to copy on scratch memory."""
+        trial = Cleanup()
+        with trial.on_failure():
+            scratch = Scratch(_SCRATCH_BYTES)
+            trial.add(scratch.close)
+            stream = driver.create_stream(priority)
+            trial.add(lambda: driver.destroy_stream(stream))
+            engine = choose_engine(scratch, stream)
+            kernel, thresholds = self._try_kernel(engine, scratch, stream)
+        trial.run()
+        return Copier(engine, kernel, thresholds)
+
+    def _try_kernel(
+        self, engine: CopyEngine, scratch: Scratch, stream: Stream
+    ) -> tuple[MoveKernel | None, Thresholds]:
+        """The kernel, if it works here and is worth while for some length of run."""
+        thresholds = self._options.thresholds
+        if thresholds == Thresholds():
+            return None, thresholds
+        mine = Cleanup()
+        try:
+            with mine.on_failure():
+                kernel = MoveKernel(_RUN_LISTS)
+                mine.add(kernel.close)
+                mine.add(lambda: driver.wait_for_stream(stream))
+                if not moves_there_and_back(AwaitedKernel(kernel), scratch, stream):
+                    raise LaneError("the copy kernel did not move the right bytes")
+                if thresholds is None:
+                    file = self._calibration_file()
+                    thresholds = calibration.thresholds(engine, kernel, scratch, stream, file)
+        except LaneError as error:
+            if isinstance(error, CudaError) and is_lost(error):
+                raise
+            _log.warning("short runs go to the copy engine too: %s", error)
+            return None, Thresholds()
+        self._cleanup.add(kernel.close)
+        return kernel, thresholds
+
+    def _calibration_file(self) -> Path | None:
+        if self._options.state_dir is None:
+            return None
+        uuid = dict(driver.devices())[self._device]
+        return self._options.state_dir / calibration.file_name(uuid)
+
+    def __repr__(self) -> str:
+        return (
+            f"<CudaDevice {self._pool!r}, {len(self._memories)} memories,"
+            f" {self.in_flight} in flight>"
+        )

@@ -1,0 +1,182 @@
+"""One direction of a device: a stream, and the transfers on it in the order of their ends."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from kvd.errors import CudaError
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.binding import Event, Stream, is_lost
+from kvd.lane.devices.cuda.copier import Copier
+from kvd.lane.devices.cuda.runs import Runs
+from kvd.lane.devices.device import Direction, Finished, Transfer
+
+
+class Events:
+    """Events that are used again and again."""
+
+    def __init__(self) -> None:
+        self._free: list[Event] = []
+
+    def take(self) -> Event:
+        """An event that marks nothing yet.
+
+        Raises:
+            CudaError: there is none and none can be made.
+        """
+        return self._free.pop() if self._free else driver.create_event()
+
+    def give_back(self, event: Event | None) -> None:
+        """It was reached, or marks nothing."""
+        if event is not None:
+            self._free.append(event)
+
+    def close(self) -> None:
+        """Destroy them.
+
+        Raises:
+            CudaError: the driver refuses.
+        """
+        while self._free:
+            driver.destroy_event(self._free.pop())
+
+    def __repr__(self) -> str:
+        return f"<Events {len(self._free)} free>"
+
+
+@dataclass(slots=True)
+class _Enqueued:
+    """A transfer on the stream.
+
+    marked: whether `end` tells its end; otherwise only the stream's being idle does.
+    """
+
+    transfer: Transfer
+    since: float
+    start: Event | None = None
+    end: Event | None = None
+    marked: bool = False
+    run_list: int | None = None
+    error: str = ""
+
+
+class Flow:
+    """Transfers of one direction; they end in the order in which they were enqueued.
+
+    Args:
+        direction: which.
+        priority: of its stream.
+        copier: shared by both.
+        events: shared by both.
+
+    Raises:
+        CudaError: there is no stream.
+    """
+
+    def __init__(self, direction: Direction, priority: int, copier: Copier, events: Events) -> None:
+        self.direction = direction
+        self.stream: Stream = driver.create_stream(priority)
+        self._copier = copier
+        self._events = events
+        self._enqueued: deque[_Enqueued] = deque()
+        self._last_end = 0.0
+        self.nbytes = 0
+
+    def enqueue(self, transfer: Transfer, runs: Runs) -> None:
+        """Start a transfer. What fails of it is reported with its end, when nothing of it moves.
+
+        Raises:
+            CudaError: the device is lost; the transfer will never be reported.
+        """
+        entry = _Enqueued(transfer, time.monotonic())
+        self._enqueued.append(entry)
+        self.nbytes += transfer.nbytes
+        try:
+            entry.start = self._events.take()
+            entry.end = self._events.take()
+            driver.record(entry.start, self.stream)
+            entry.run_list = self._copier.take_list(runs, self.direction)
+            try:
+                self._copier.enqueue(runs, self.direction, self.stream, entry.run_list)
+            finally:
+                # Some of the copies may be on their way even if not all are.
+                driver.record(entry.end, self.stream)
+                entry.marked = True
+        except CudaError as error:
+            self._fail(entry, error)
+
+    def progress(self) -> list[Finished]:
+        """The transfers that have ended.
+
+        Raises:
+            CudaError: the device is lost.
+        """
+        ended = []
+        while self._enqueued and self._has_ended(self._enqueued[0]):
+            ended.append(self._finish(self._enqueued.popleft()))
+        return ended
+
+    @property
+    def stuck_seconds(self) -> float:
+        """For how long the transfer that is next to end has been on the stream."""
+        return time.monotonic() - self._enqueued[0].since if self._enqueued else 0.0
+
+    def uses(self, memory: int) -> bool:
+        """Whether a transfer of this memory has not ended."""
+        return any(entry.transfer.memory == memory for entry in self._enqueued)
+
+    def close(self) -> None:
+        """Destroy the stream; nothing may be in flight.
+
+        Raises:
+            CudaError: the driver refuses.
+        """
+        driver.destroy_stream(self.stream)
+
+    def _has_ended(self, entry: _Enqueued) -> bool:
+        if entry.end is not None and entry.marked:
+            try:
+                return driver.is_reached(entry.end)
+            except CudaError as error:
+                # What an event of unknown state marks is over when the stream is idle.
+                entry.marked = False
+                self._fail(entry, error)
+        try:
+            return driver.is_idle(self.stream)
+        except CudaError as error:
+            self._fail(entry, error)
+            return False  # asked again; what never ends is noticed by its age
+
+    def _fail(self, entry: _Enqueued, error: CudaError) -> None:
+        if is_lost(error):
+            raise error
+        entry.error = entry.error or f"copy failed: {error}"
+
+    def _finish(self, entry: _Enqueued) -> Finished:
+        self.nbytes -= entry.transfer.nbytes
+        took = 0 if entry.error else self._took(entry)
+        self._last_end = time.monotonic()
+        self._events.give_back(entry.start)
+        self._events.give_back(entry.end)
+        self._copier.give_back(entry.run_list)
+        nbytes = 0 if entry.error else entry.transfer.nbytes
+        return Finished(entry.transfer.id, nbytes, took, entry.error)
+
+    def _took(self, entry: _Enqueued) -> int:
+        """Nanoseconds of the device; by this thread's clock where the driver does not tell.
+
+        Its bytes have arrived: not to know the time is no failure.
+        """
+        if entry.start is not None and entry.end is not None:
+            try:
+                return driver.nanoseconds_between(entry.start, entry.end)
+            except CudaError as error:
+                if is_lost(error):
+                    raise
+        return int((time.monotonic() - max(entry.since, self._last_end)) * 1e9)
+
+    def __len__(self) -> int:
+        return len(self._enqueued)
+
+    def __repr__(self) -> str:
+        return f"<Flow {self.direction}: {len(self)} in flight, {self.nbytes} bytes>"

@@ -1,0 +1,132 @@
+"""A worker's device memory, opened by handle.
+
+Every allocation is opened once, however many storages lie in it, and what the
+worker says of it is held against what the driver says.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import CudaError, ImportFailed
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.binding import is_lost
+from kvd.lane.devices.cuda.cleanup import Cleanup
+from kvd.lane.devices.cuda.driver import Addresses
+from kvd_proto.messages import Handle, IpcHandle, VmmHandle
+
+_Key = bytes | int
+
+
+class ImportedMemory:
+    """The storages of one worker.
+
+    addresses: uint64[storages]; sizes: int64[storages], bytes that jobs may touch.
+
+    Args:
+        handles: one per storage.
+        sizes: bytes of each storage.
+        descriptors: what `fd_index` counts in; they stay the caller's.
+        device: the device's handle.
+
+    Raises:
+        ImportFailed: memory that is not as described; nothing stays open.
+        CudaError: the device is lost.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        sizes: Sequence[int],
+        descriptors: Sequence[int],
+        device: int,
+    ) -> None:
+        self._descriptors = descriptors
+        self._device = device
+        self._cleanup = Cleanup()
+        self._opened: dict[_Key, tuple[int, int]] = {}
+        self.sizes: npt.NDArray[np.int64] = np.array(sizes, np.int64)
+        try:
+            with self._cleanup.on_failure():
+                starts = [
+                    self._storage(handle, size) for handle, size in zip(handles, sizes, strict=True)
+                ]
+        except CudaError as error:
+            if is_lost(error):
+                raise
+            raise ImportFailed(str(error)) from error
+        self.addresses: Addresses = np.array(starts, np.uint64)
+
+    def close(self) -> None:
+        """Unmap everything; nothing may be in flight.
+
+        Raises:
+            CudaError: the driver refuses. The memory then stays the worker's and this process's
+                until this process ends.
+        """
+        self._cleanup.run()
+
+    def _storage(self, handle: Handle, size: int) -> int:
+        if isinstance(handle, IpcHandle):
+            key: _Key = handle.handle
+        elif isinstance(handle, VmmHandle):
+            key = handle.fd_index
+            if handle.fd_index >= len(self._descriptors):
+                raise ImportFailed(
+                    f"descriptor {handle.fd_index} is named, {len(self._descriptors)} were sent"
+                )
+        else:
+            raise ImportFailed(
+                f"{type(handle).__name__} is host memory; this is the lane of a CUDA device"
+            )
+        if key not in self._opened:
+            self._opened[key] = (
+                self._open_ipc(handle)
+                if isinstance(handle, IpcHandle)
+                else self._open_descriptor(handle)
+            )
+        start, nbytes = self._opened[key]
+        if handle.allocation > nbytes or handle.offset + size > nbytes:
+            raise ImportFailed(
+                f"{size} bytes from offset {handle.offset} of an allocation of"
+                f" {handle.allocation} bytes do not lie inside the {nbytes} bytes that it has"
+            )
+        return start + handle.offset
+
+    def _open_ipc(self, handle: IpcHandle) -> tuple[int, int]:
+        try:
+            address = driver.open_ipc(handle.handle)
+        except CudaError as error:
+            if is_lost(error):
+                raise
+            raise ImportFailed(
+                f"{error}; the worker must run on this machine and use this device, and its pid"
+                " must differ from the lane's as a number: share the host's pids with containers"
+            ) from error
+        self._cleanup.add(lambda: driver.close_ipc(address))
+        start, nbytes = driver.address_range(address)
+        # Offsets count from the allocation's start, which is what opening it returns.
+        return address, nbytes - (address - start)
+
+    def _open_descriptor(self, handle: VmmHandle) -> tuple[int, int]:
+        nbytes, limit = handle.allocation, driver.memory_of(self._device)
+        if nbytes > limit:
+            raise ImportFailed(
+                f"an allocation of {nbytes} bytes is claimed, the device has {limit}"
+            )
+        allocation = driver.import_descriptor(self._descriptors[handle.fd_index])
+        self._cleanup.add(lambda: driver.release_allocation(allocation))
+        address = driver.reserve(nbytes)
+        self._cleanup.add(lambda: driver.free_reserved(address, nbytes))
+        driver.map_allocation(address, nbytes, allocation)
+        self._cleanup.add(lambda: driver.unmap(address, nbytes))
+        # The driver refuses to map more than there is; what it says of the mapping is asked too.
+        start, have = driver.address_range(address)
+        if start > address or start + have < address + nbytes:
+            raise ImportFailed(f"{nbytes} bytes of an allocation are claimed, it has {have}")
+        driver.allow_access(address, nbytes, self._device)
+        return address, nbytes
+
+    def __repr__(self) -> str:
+        return f"<ImportedMemory {len(self._opened)} allocations>"

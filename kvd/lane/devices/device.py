@@ -1,0 +1,152 @@
+"""What a device backend is: the one abstraction between jobs and hardware.
+
+A backend maps the pool once and the workers' memory by handle, and moves bytes
+between the two. It decides nothing: which job is next, whether a job is still
+valid and what its end means is settled outside. The contract, which the
+conformance suite in tests/lane/device_contract.py checks for every backend:
+
+- No call waits for a transfer. `submit` enqueues, `progress` looks.
+- Work is given in pieces of about `piece_bytes`, and `has_room` says when
+  the next piece may come; so urgent work never queues behind much other work.
+- A transfer is reported by `progress` exactly once, and only when nothing of it
+  can touch memory any more: there is no way to abandon one.
+- Transfers in opposite directions, and those of different memories, may finish
+  in any order. The caller never submits two that overlap.
+- The caller guarantees that `submit` is allowed by the worker's timeline; a
+  backend never makes a queue wait for another process.
+- `release_memory` is only legal when nothing is in flight on that memory.
+- Mapping checks every size against what was promised, so that no later access
+  can leave a mapping.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+from kvd_proto.expand import Copies
+from kvd_proto.messages import Handle
+
+PIECE_BYTES = 2 * 2**20
+
+MemoryId = NewType("MemoryId", int)
+"""All storages of one worker, as a backend has mapped them."""
+
+TransferId = NewType("TransferId", int)
+"""Chosen by the caller, unique among the transfers in flight."""
+
+
+class Direction(StrEnum):
+    """Which way bytes move, as the engine sees it."""
+
+    STORE = "store"  # worker's memory -> pool
+    LOAD = "load"  # pool -> worker's memory
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One piece of a job.
+
+    Copies `copies.nbytes[i]` bytes between offset `copies.tensor_offset[i]` of
+    storage `copies.storage[i]` and pool offset `pool_base + copies.arena_offset[i]`,
+    `nbytes` in all. Bounds were checked by the caller.
+    """
+
+    id: TransferId
+    memory: MemoryId
+    direction: Direction
+    pool_base: int
+    copies: Copies
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A transfer that has ended. `error` is empty where every byte has arrived.
+
+    nanoseconds: how long the device was busy with it.
+    """
+
+    id: TransferId
+    nbytes: int
+    nanoseconds: int
+    error: str
+
+
+class Device(ABC):
+    """A device backend. Used from one thread.
+
+    Attributes:
+        piece_bytes: how much to submit at a time.
+        pins: only what is pinned of the pool can be used.
+    """
+
+    piece_bytes = PIECE_BYTES
+    pins = False
+
+    @property
+    @abstractmethod
+    def usable_bytes(self) -> int:
+        """How much of the pool transfers can use now, in the order of `kvd.pool.filling`; only grows."""
+
+    @property
+    def pool_error(self) -> str:
+        """Why the rest of the pool will never be usable; empty while there is hope."""
+        return ""
+
+    @abstractmethod
+    def import_memory(
+        self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
+    ) -> MemoryId:
+        """Map one worker's storages.
+
+        Args:
+            handles: one per storage.
+            sizes: bytes of each storage that jobs may touch.
+            descriptors: what the handles' `fd_index` counts in; they stay the caller's.
+
+        Raises:
+            ImportFailed: a handle that names no descriptor, memory smaller than promised, or
+                a mapping that the system refuses. Nothing stays mapped.
+        """
+
+    @abstractmethod
+    def release_memory(self, memory: MemoryId) -> None:
+        """Unmap a worker's storages.
+
+        Raises:
+            LaneError: unknown, or transfers are in flight on it; it stays mapped.
+        """
+
+    @abstractmethod
+    def has_room(self, direction: Direction) -> bool:
+        """Whether one more piece may be submitted without making others wait for long."""
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Transfers submitted and not yet reported."""
+
+    @abstractmethod
+    def submit(self, transfer: Transfer) -> None:
+        """Start a transfer, without waiting for it.
+
+        Raises:
+            LaneError: unknown memory; nothing was started.
+        """
+
+    @abstractmethod
+    def progress(self) -> list[Finished]:
+        """The transfers that have ended since the last call; returns soon.
+
+        A backend whose processor is the copy engine moves one piece in here.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap everything, the pool too.
+
+        Raises:
+            LaneError: transfers are in flight.
+        """

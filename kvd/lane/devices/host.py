@@ -1,0 +1,174 @@
+"""The host backend: workers' memory is host memory, the copy engine is this thread.
+
+`progress` moves one piece, about 1 MiB, so the message loop gets its turn every
+fraction of a millisecond. Each run of bytes is one slice assignment between two
+memoryviews: measured on the machines at hand that beats ctypes.memmove by 15 %
+and numpy row indexing by 5 %, and Python checks the bounds a second time, for
+slices of different length do not assign.
+"""
+
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from kvd.errors import ImportFailed, LaneError
+from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd.lane.devices.pretouch import Pretouch
+from kvd.machine.sealed import size_of
+from kvd.pool.filling import FillOrder
+from kvd_proto.messages import Handle, HostHandle
+
+
+class HostDevice(Device):
+    """Moves bytes between shared memory of workers and the pool.
+
+    Args:
+        pool_fd: the pool's file; stays the caller's.
+        pool_bytes: its size.
+
+    Raises:
+        LaneError: the pool's file is smaller than `pool_bytes`.
+    """
+
+    def __init__(self, pool_fd: int, pool_bytes: int) -> None:
+        have = os.fstat(pool_fd).st_size
+        if have < pool_bytes or pool_bytes <= 0:
+            raise LaneError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
+        self._pool = memoryview(mmap.mmap(pool_fd, pool_bytes))
+        fill = FillOrder.of(pool_bytes, os.fstat(pool_fd).st_blksize)
+        self._pretouch = Pretouch(self._pool, pool_fd, fill)
+        self._memories: dict[MemoryId, list[memoryview]] = {}
+        self._last_id = 0
+        self._queue: deque[Transfer] = deque()
+
+    @property
+    def usable_bytes(self) -> int:
+        """All of it: what is allocated is the broker's to know."""
+        return len(self._pool)
+
+    def import_memory(
+        self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
+    ) -> MemoryId:
+        """See Device; every descriptor is mapped once, however many storages lie in it."""
+        mapped: dict[int, memoryview] = {}
+        storages = []
+        for handle, size in zip(handles, sizes, strict=True):
+            if not isinstance(handle, HostHandle):
+                raise ImportFailed(
+                    f"{type(handle).__name__} is device memory; this is the host lane"
+                )
+            if handle.fd_index >= len(descriptors):
+                raise ImportFailed(
+                    f"descriptor {handle.fd_index} is named, {len(descriptors)} were sent"
+                )
+            if handle.fd_index not in mapped:
+                mapped[handle.fd_index] = _map(
+                    descriptors[handle.fd_index], f"descriptor {handle.fd_index}"
+                )
+            whole = mapped[handle.fd_index]
+            if handle.offset + size > len(whole):
+                raise ImportFailed(
+                    f"{size} bytes from offset {handle.offset} do not lie inside"
+                    f" descriptor {handle.fd_index} of {len(whole)} bytes"
+                )
+            storages.append(whole[handle.offset : handle.offset + size])
+        self._last_id += 1
+        memory = MemoryId(self._last_id)
+        self._memories[memory] = storages
+        return memory
+
+    def release_memory(self, memory: MemoryId) -> None:
+        """See Device."""
+        if memory not in self._memories:
+            raise LaneError(f"memory {memory} is not mapped")
+        if any(transfer.memory == memory for transfer in self._queue):
+            raise LaneError(f"transfers are in flight on memory {memory}")
+        # A mapping goes with its last view.
+        for storage in self._memories.pop(memory):
+            storage.release()
+
+    def has_room(self, direction: Direction) -> bool:  # noqa: ARG002  # one thread for both
+        """One piece at a time: what is urgent goes next."""
+        return not self._queue
+
+    @property
+    def in_flight(self) -> int:
+        """See Device."""
+        return len(self._queue)
+
+    def submit(self, transfer: Transfer) -> None:
+        """See Device."""
+        if transfer.memory not in self._memories:
+            raise LaneError(f"memory {transfer.memory} is not mapped")
+        self._queue.append(transfer)
+
+    def progress(self) -> list[Finished]:
+        """See Device; moves one transfer."""
+        if not self._queue:
+            return []
+        transfer = self._queue.popleft()
+        start = time.perf_counter_ns()
+        error = ""
+        try:
+            self._copy(transfer)
+        except (ValueError, IndexError) as problem:
+            error = f"copy failed: {problem}"
+        took = time.perf_counter_ns() - start
+        nbytes = 0 if error else transfer.nbytes
+        return [Finished(transfer.id, nbytes, took, error)]
+
+    def close(self) -> None:
+        """See Device."""
+        if self._queue:
+            raise LaneError(f"{len(self._queue)} transfers are in flight")
+        for memory in list(self._memories):
+            self.release_memory(memory)
+        self._pretouch.stop()
+        self._pool.release()
+
+    def _copy(self, transfer: Transfer) -> None:
+        pool, storages = self._pool, self._memories[transfer.memory]
+        copies, store = transfer.copies, transfer.direction is Direction.STORE
+        at = copies.arena_offset + transfer.pool_base
+        edges = (
+            copies.tensor_offset.tolist(),
+            (copies.tensor_offset + copies.nbytes).tolist(),
+            at.tolist(),
+            (at + copies.nbytes).tolist(),
+        )
+        # Four tight loops instead of one general one: with pages of 16 KiB the look-ups that
+        # they save are a twentieth of the time.
+        if (copies.storage == copies.storage[0]).all():
+            storage = storages[copies.storage[0]]
+            if store:
+                for begin, end, pool_begin, pool_end in zip(*edges, strict=True):
+                    pool[pool_begin:pool_end] = storage[begin:end]
+            else:
+                for begin, end, pool_begin, pool_end in zip(*edges, strict=True):
+                    storage[begin:end] = pool[pool_begin:pool_end]
+            return
+        sides = map(storages.__getitem__, copies.storage.tolist())
+        if store:
+            for side, begin, end, pool_begin, pool_end in zip(sides, *edges, strict=True):
+                pool[pool_begin:pool_end] = side[begin:end]
+        else:
+            for side, begin, end, pool_begin, pool_end in zip(sides, *edges, strict=True):
+                side[begin:end] = pool[pool_begin:pool_end]
+
+    def __repr__(self) -> str:
+        return (
+            f"<HostDevice pool={len(self._pool)} bytes,"
+            f" {len(self._memories)} memories, {len(self._queue)} in flight>"
+        )
+
+
+def _map(fd: int, name: str) -> memoryview:
+    size = size_of(fd, name)
+    if size == 0:
+        raise ImportFailed(f"{name} of 0 bytes holds no memory")
+    try:
+        return memoryview(mmap.mmap(fd, size))
+    except (OSError, ValueError) as error:
+        raise ImportFailed(f"{name}: {size} bytes cannot be mapped: {error}") from error

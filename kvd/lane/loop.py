@@ -1,0 +1,189 @@
+"""The lane's loop: jobs from workers, orders from the broker, turns of the device.
+
+One thread, and nothing in it waits for a peer: sends to workers and to the
+broker are non-blocking, copies come in pieces of a fraction of a millisecond,
+and both sockets are looked at between two pieces.
+"""
+
+import logging
+import os
+import time
+
+from kvd.lane.devices.device import Device
+from kvd.lane.orders import Orders
+from kvd.lane.outbox import Outbox
+from kvd.lane.queue import Limits
+from kvd.lane.reports import TEXT_LIMIT, Reports
+from kvd.lane.runner import Runner
+from kvd.lane.sockets import Sockets, Woken
+from kvd.lane.tally import Tally
+from kvd.lane.worker_requests import Requests
+from kvd.lane.workers import Workers
+from kvd.machine.standstill import Standstill
+from kvd.wire.link import LINK, LaneReady, PoolUsable
+
+_log = logging.getLogger(__name__)
+
+SHORTEST_NAP = 20e-6
+LONGEST_NAP = 1e-3
+BREATH_EVERY = 1e-3
+BREATH_SECONDS = 30e-6
+FILLING_MS = 10
+
+
+class LaneService:
+    """One lane process's life.
+
+    Args:
+        name: the device's name.
+        incarnation: which lane of this device since the broker started.
+        endpoint: where workers send jobs, as they are told.
+        sockets: bound there, with the link to the broker.
+        device: the backend.
+        pool_bytes: size of the pool that the device maps.
+        lifeline: the read end of this process's; see lifeline.py. Taken over.
+        limits: of what an engine may have waiting.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: int,
+        endpoint: str,
+        sockets: Sockets,
+        device: Device,
+        pool_bytes: int,
+        lifeline: int,
+        limits: Limits | None = None,
+    ) -> None:
+        self._name = name
+        self._incarnation = incarnation
+        self._endpoint = endpoint
+        self._sockets = sockets
+        self._device = device
+        self._pool_bytes = pool_bytes
+        self._lifeline = lifeline
+        self._usable = 0
+        self._standstill = Standstill("lane")
+        workers = Workers(device)
+        tally = Tally()
+        self._runner = Runner(device, limits)
+        self._outbox = Outbox(sockets.link)
+        self._reports = Reports(sockets, self._runner, self._outbox, tally)
+        self._orders = Orders(
+            sockets=sockets,
+            workers=workers,
+            runner=self._runner,
+            outbox=self._outbox,
+            reports=self._reports,
+            tally=tally,
+            pool_bytes=pool_bytes,
+        )
+        self._requests = Requests(
+            sockets=sockets,
+            workers=workers,
+            runner=self._runner,
+            orders=self._orders,
+            outbox=self._outbox,
+            reports=self._reports,
+            tally=tally,
+        )
+
+    def run(self) -> None:
+        """Serve until the broker says stop (queued work is finished first) or is gone.
+
+        Raises:
+            ChannelFull: the broker does not read what it must know.
+        """
+        try:
+            self._announce()
+            nap = breathed = 0.0
+            while not (self._orders.stopping and not len(self._runner)):
+                woken = self._wait(self._patience(nap))
+                if self._usable < self._pool_bytes:
+                    self._tell_usable()
+                idle = not woken.workers and not len(self._runner)
+                if self._outbox and self._outbox.due(idle=idle):
+                    self._outbox.tell_shares()
+                if woken.link:
+                    self._orders.read()
+                if woken.workers:
+                    self._requests.read()
+                moved = self._runner.turn()
+                self._reports.tell_ended()
+                nap = self._rest(nap, busy=moved or woken.link or woken.workers)
+                if moved and self._runner.stores_only and not self._device.pins:
+                    breathed = self._breathe(breathed)
+        except EOFError:
+            _log.warning("the broker is gone: ending")
+        else:
+            self._outbox.tell_shares()
+        finally:
+            self._sockets.close(deliver=self._orders.stopping)
+
+    # ---------------------------------------------------------------- pace
+
+    def _wait(self, patience: int | None) -> Woken:
+        """Messages, or the end of `patience` in milliseconds."""
+        seconds = None if patience is None else patience / 1000
+        self._standstill.waits(time.monotonic(), seconds)
+        woken = self._sockets.wait(patience)
+        stood_still = self._standstill.woke(time.monotonic(), time.thread_time())
+        if stood_still:
+            _log.warning("%s", stood_still)
+        return woken
+
+    def _patience(self, nap: float) -> int | None:
+        """Milliseconds to wait for messages; None: for ever, there is nothing to do."""
+        if self._outbox:
+            return 0
+        if not len(self._runner):
+            return FILLING_MS if self._usable < self._pool_bytes else None
+        return 1 if nap >= LONGEST_NAP else 0
+
+    def _rest(self, nap: float, *, busy: bool) -> float:
+        """Sleep for less than a poll can, where jobs wait for a timeline or for the device."""
+        if busy or not len(self._runner):
+            return 0.0
+        if nap < LONGEST_NAP:
+            nap = max(2 * nap, SHORTEST_NAP)
+            time.sleep(nap)
+        return nap
+
+    def _breathe(self, last: float) -> float:
+        """Sleep a little where the last time is a while ago; when it was the last time.
+
+        Stores that this CPU copies without a pause keep those that share the CPU waiting,
+        the thread first of all that sends replies to engines that load.
+        """
+        if time.monotonic() - last < BREATH_EVERY:
+            return last
+        time.sleep(BREATH_SECONDS)
+        return time.monotonic()
+
+    def _announce(self) -> None:
+        self._usable = self._device.usable_bytes
+        ready = LaneReady(
+            device=self._name,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            endpoint=self._endpoint,
+            pins=self._device.pins,
+            usable_bytes=self._usable,
+        )
+        self._sockets.link.send(LINK.encode(ready), (self._lifeline,))
+        os.close(self._lifeline)
+
+    def _tell_usable(self) -> None:
+        """Say how much of the pool can be copied, whenever that is more than before."""
+        error, usable = self._device.pool_error, self._device.usable_bytes
+        if error:
+            self._outbox.tell(PoolUsable(usable_bytes=0, error=error[:TEXT_LIMIT]))
+            self._usable = self._pool_bytes  # nothing follows
+        elif usable > self._usable:
+            self._outbox.tell(PoolUsable(usable_bytes=usable, error=""))
+            self._usable = usable
+
+    def __repr__(self) -> str:
+        return f"<LaneService {self._name}#{self._incarnation} {self._runner!r}>"

@@ -1,0 +1,1 @@
+"""Facts about the host, for the daemon and the doctor."""

@@ -1,0 +1,221 @@
+"""The part of the pool that one namespace may use: its columns and their free slots."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import IntegrityError
+from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import Geometry
+
+
+class Tenant(Protocol):
+    """Whoever keeps chunks in a space, as the pool sees it."""
+
+    def busy_slots(self) -> Iterable[int]:
+        """Slots that must stay: pinned, being written, draining."""
+
+    def yield_slots(self, slots: list[int]) -> None:
+        """Evict these READY, unpinned chunks and give their slots back to the space."""
+
+
+class Space:
+    """Free and used slots of one namespace. Columns come and go by `kvd.pool.pool.Pool`.
+
+    `active`: engines are attached, so that the namespace has a share of its own.
+    `model`: whose quota counts; empty where none does.
+    `needs`: by column, how much of the pool must be filled for all its bytes to be there.
+    """
+
+    def __init__(
+        self, geometry: Geometry, tenant: Tenant, number: int, fill: FillOrder, model: str = ""
+    ) -> None:
+        self.geometry = geometry
+        self.tenant = tenant
+        self.number = number
+        self.model = model
+        self.active = False
+        self.held = 0  # extents owned; kept by the pool
+        self.free_slots = 0
+        self.column_extents = [geometry.column_extents(c) for c in range(geometry.columns)]
+        self.columns_at: dict[int, list[int]] = {}
+        for column, extents in enumerate(self.column_extents):
+            for extent in extents:
+                self.columns_at.setdefault(extent, []).append(column)
+        self.needs = [
+            max(fill.needed(*run) for run in geometry.column_runs(c))
+            for c in range(geometry.columns)
+        ]
+        self.empty: set[int] = set()  # claimed columns without a used slot
+        self._width = geometry.column_slots
+        self._free: dict[int, list[int]] = {}  # claimed column -> its free slots
+        self._open: dict[int, None] = {}  # claimed columns with a free slot
+        self._used_at = [0] * geometry.columns
+
+    def __contains__(self, column: int) -> bool:
+        return column in self._free
+
+    @property
+    def claimed(self) -> list[int]:
+        """The columns that may be used."""
+        return list(self._free)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every column is claimed."""
+        return len(self._free) == len(self.column_extents)
+
+    def take(self, n: int) -> list[int]:
+        """`n` free slots, in runs of neighbours as far as there are any.
+
+        Raises:
+            IntegrityError: fewer are free.
+        """
+        if n > self.free_slots:
+            raise IntegrityError(f"{n} slots of {self!r}")
+        taken: list[int] = []
+        while len(taken) < n:
+            column = next(iter(self._open))
+            free = self._free[column]
+            some = free[len(taken) - n :]
+            del free[len(taken) - n :]
+            some.reverse()
+            taken += some
+            self.empty.discard(column)
+            if not free:
+                del self._open[column]
+        self.free_slots -= n
+        return taken
+
+    def take_within(self, n: int, usable: int) -> list[int]:
+        """Up to `n` free slots whose bytes lie inside `usable` bytes of the pool, as filled."""
+        taken: list[int] = []
+        for column in [c for c in self._open if self.needs[c] <= usable]:
+            free = self._free[column]
+            some = free[max(0, len(free) - (n - len(taken))) :]
+            if not some:
+                break
+            del free[len(free) - len(some) :]
+            taken += reversed(some)
+            self.empty.discard(column)
+            if not free:
+                del self._open[column]
+        self.free_slots -= len(taken)
+        return taken
+
+    def free_within(self, usable: int) -> int:
+        """How many free slots `take_within` has."""
+        return sum(len(self._free[c]) for c in self._open if self.needs[c] <= usable)
+
+    def is_within(self, slot: int, usable: int) -> bool:
+        """Whether the slot's column lies inside `usable` bytes of the pool, as filled."""
+        return self.needs[slot // self._width] <= usable
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Chunks have left these slots: they are free again."""
+        width, num_slots = self._width, self.geometry.num_slots
+        for slot in slots:
+            column = slot // width
+            free = self._free[column]
+            free.append(slot)
+            self._open[column] = None
+            self.free_slots += 1
+            if len(free) == min(width, num_slots - column * width):
+                free.sort(reverse=True)
+                self.empty.add(column)
+
+    def mark(self, slots: Iterable[int], tick: int) -> None:
+        """These slots were useful at `tick`, a number that grows with every use in the pool."""
+        width, used_at = self._width, self._used_at
+        for column in {slot // width for slot in slots}:
+            used_at[column] = tick
+
+    def used_at(self, column: int) -> int:
+        """When a chunk in the column was last useful."""
+        return self._used_at[column]
+
+    def used_slots(self, column: int) -> list[int]:
+        """The slots of a claimed column that are not free, ascending."""
+        free = set(self._free[column])
+        return [slot for slot in self.geometry.column_range(column) if slot not in free]
+
+    def free_among(self, first: int, end: int) -> set[int]:
+        """The slots from `first` to before `end` without a chunk: free, or not claimed."""
+        free: set[int] = set()
+        for column in range(first // self._width, -(-end // self._width)):
+            slots = self._free.get(column)
+            free.update(self.geometry.column_range(column) if slots is None else slots)
+        return free
+
+    def open_column(self, column: int) -> None:
+        """A column was claimed: its slots are free."""
+        slots = self.geometry.column_range(column)
+        self._free[column] = list(reversed(slots))
+        self._open[column] = None
+        self.empty.add(column)
+        self.free_slots += len(slots)
+
+    def occupy(self, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64]) -> None:
+        """Free slots of claimed columns are in use, each last at its stamp.
+
+        Raises:
+            IntegrityError: one is not free.
+        """
+        order = np.argsort(slots, kind="stable")
+        slots, stamps = slots[order], stamps[order]
+        columns, starts = np.unique(slots // self._width, return_index=True)
+        for column, used, at in zip(
+            columns.tolist(),
+            np.split(slots, starts[1:]),
+            np.split(stamps, starts[1:]),
+            strict=True,
+        ):
+            free = self._free[column]
+            left = np.setdiff1d(np.array(free), used, assume_unique=True)[::-1].tolist()
+            if len(left) + len(used) != len(free):
+                raise IntegrityError(f"slots of column {column} of {self!r} are in use twice")
+            self._free[column] = sorted(left, reverse=True)
+            self.free_slots -= len(used)
+            self.empty.discard(column)
+            if not left:
+                self._open.pop(column, None)
+            self._used_at[column] = int(at.max())
+
+    def close_column(self, column: int) -> None:
+        """A column goes back.
+
+        Raises:
+            IntegrityError: some of its slots are in use.
+        """
+        if column not in self.empty:
+            raise IntegrityError(f"column {column} of {self!r} is in use")
+        self.empty.remove(column)
+        del self._open[column]
+        self.free_slots -= len(self._free.pop(column))
+
+    def check_integrity(self) -> None:
+        """Free slots are counted, in their own columns, and no slot is free twice.
+
+        Raises:
+            IntegrityError: they are not.
+        """
+        total = 0
+        for column, free in self._free.items():
+            slots = self.geometry.column_range(column)
+            if len(set(free)) != len(free) or not set(free) <= set(slots):
+                raise IntegrityError(f"column {column} has the free slots {free}")
+            if (column in self.empty) != (len(free) == len(slots)):
+                raise IntegrityError(f"column {column} is wrongly called empty or not")
+            if (column in self._open) != bool(free):
+                raise IntegrityError(f"column {column} is wrongly called open or not")
+            total += len(free)
+        if total != self.free_slots or not (self.empty | self._open.keys()) <= self._free.keys():
+            raise IntegrityError(f"{total} free slots in {self!r}")
+
+    def __repr__(self) -> str:
+        return (
+            f"<Space {self.number}: {len(self._free)} of {len(self.column_extents)} columns,"
+            f" {self.free_slots} slots free, {self.held} extents>"
+        )

@@ -1,0 +1,96 @@
+"""`python -m kvd.report.http`: the HTTP process, started by the broker and by nobody else."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvd.logs.setup import configure_child
+from kvd.machine.parent_death import tie_to_parent
+
+log = logging.getLogger("kvd.report.http")
+_NICE = 5
+_OOM_SCORE = 500
+_BEAT_SECONDS = 1.0
+
+
+def main() -> int:
+    """Serve until the broker is done; the exit status."""
+    parser = argparse.ArgumentParser(prog="kvd.report.http", description=__doc__)
+    parser.add_argument("--runtime-dir", required=True, type=Path)
+    parser.add_argument("--beat-fd", required=True, type=int)
+    parser.add_argument("--unix-fd", required=True, type=int)
+    parser.add_argument("--tcp-fd", type=int)
+    parser.add_argument("--host", default="localhost")
+    options = parser.parse_args()
+    tie_to_parent()
+    _step_back()
+    configure_child("http")
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a client's nonsense is no news
+    with contextlib.suppress(BrokenPipeError):  # the broker has just ended
+        asyncio.run(_serve(options))
+    return 0
+
+
+def _step_back() -> None:
+    """Let the data path go first: less of the processor, and the first to go without memory."""
+    with contextlib.suppress(OSError):  # a sandbox may forbid either; both are niceties
+        os.nice(_NICE)
+    score = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):
+        score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    from uvicorn import Config, Server  # noqa: PLC0415  # all that is large comes after os.nice
+
+    from kvd.report.http.app import App  # noqa: PLC0415
+    from kvd.report.http.broker_client import Asking  # noqa: PLC0415
+    from kvd.report.http.connection import Connection  # noqa: PLC0415
+    from kvd.report.http.hosts import Hosts  # noqa: PLC0415
+
+    class Quiet(Server):
+        """uvicorn without its signal handlers: only the broker ends this process."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    app = App(Asking(options.runtime_dir))
+    config = Config(
+        app.guarded(Hosts(options.host)),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=5,
+        h11_max_incomplete_event_size=16 * 1024,
+    )
+    fds = [options.unix_fd] + ([options.tcp_fd] if options.tcp_fd is not None else [])
+    listeners = [socket.socket(fileno=fd) for fd in fds]
+    beating = asyncio.create_task(_beat(options.beat_fd))
+    serving = asyncio.create_task(Quiet(config).serve(listeners))
+    done, _ = await asyncio.wait([beating, serving], return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+async def _beat(fd: int) -> None:
+    """Tell the broker every second that this loop turns."""
+    os.set_blocking(fd, False)
+    while True:
+        with contextlib.suppress(BlockingIOError):  # the broker hangs; it has enough to read
+            os.write(fd, b".")
+        await asyncio.sleep(_BEAT_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

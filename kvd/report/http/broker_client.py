@@ -1,0 +1,118 @@
+"""The HTTP process's one connection to the broker, shared by everybody who asks.
+
+It is a tool's session like any other: control socket, HELLO, requests through the socket
+that engines use. So what is answered here says that this very path works. One
+request is under way at a time; those who ask for the same meanwhile share its
+answer. A broker that hangs is asked once and not again until it has answered,
+so that it finds no heap of old requests when it comes back.
+"""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvd.errors import NotRunning, Refused
+from kvd.wire.tool import Control
+from kvd_proto.messages import Message, Ping, Pong, Status, StatusReport
+
+CONNECT_SECONDS = 5.0
+GIVE_UP_SECONDS = 300.0  # then the connection is made anew
+FRESH_SECONDS = 0.5
+
+
+class Asking:
+    """Asks the broker, with deadlines.
+
+    Args:
+        runtime_dir: of the daemon.
+    """
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+        self._control: Control | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvd-ask")
+        self._under_way: dict[type[Message], asyncio.Task[Message]] = {}
+        self._report: dict[str, Any] = {}
+        self._report_at = float("-inf")
+        self.silent_since: float | None = None
+        """Unix time of the oldest question that has no answer yet, or whose asking failed."""
+
+    async def ping(self, seconds: float) -> float:
+        """Seconds until the broker's loop answered a PING, or what was asked before it.
+
+        Raises:
+            NotRunning: no answer within `seconds`.
+        """
+        started = time.monotonic()
+        await self._ask(Ping(), Pong, seconds)
+        return time.monotonic() - started
+
+    async def report(self, seconds: float) -> dict[str, Any]:
+        """The broker's report, at most half a second old.
+
+        Raises:
+            NotRunning: no answer within `seconds`.
+        """
+        if time.monotonic() - self._report_at > FRESH_SECONDS:
+            reply = await self._ask(Status(), StatusReport, seconds)
+            if isinstance(reply, StatusReport) and reply.status is not self._report:
+                self._report = reply.status
+                self._report_at = time.monotonic()
+        return self._report
+
+    async def _ask(self, message: Message, kind: type[Message], seconds: float) -> Message:
+        task = self._under_way.get(type(message))
+        if task is None:
+            task = asyncio.create_task(self._exchange(message, kind))
+            self._under_way[type(message)] = task
+            task.add_done_callback(lambda done: self._ended(type(message), done))
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            silent = time.time() - (self.silent_since or time.time())
+            raise NotRunning(
+                f"the broker has not answered {type(message).__name__} within {seconds:g} s; it is"
+                f" silent for {max(silent, seconds):.1f} s. Its log says what it does; if it stays"
+                " silent, restart the daemon"
+            ) from None
+
+    async def _exchange(self, message: Message, kind: type[Message]) -> Message:
+        if self.silent_since is None:
+            self.silent_since = time.time()
+        loop = asyncio.get_running_loop()
+        reply = await loop.run_in_executor(self._thread, self._talk, message, kind)
+        # Of what was answered in the same turn of the loop, `_ended` may not know yet.
+        others = (task for each, task in self._under_way.items() if each is not type(message))
+        owed = any(not task.done() for task in others)
+        self.silent_since = time.time() if owed else None
+        return reply
+
+    def _ended(self, kind: type[Message], task: asyncio.Task[Message]) -> None:
+        del self._under_way[kind]
+        if not task.cancelled():
+            task.exception()  # whoever still waited has got it; the others have gone
+
+    def _talk(self, message: Message, kind: type[Message]) -> Message:
+        """In the thread of its own: one request and its reply, on a connection that works."""
+        try:
+            if self._control is None:
+                self._control = Control(self._runtime_dir, CONNECT_SECONDS)
+            return self._control.ask(message, kind, GIVE_UP_SECONDS)
+        except Refused as refusal:
+            self._hang_up()
+            raise NotRunning(f"the daemon refused ({refusal.code}): {refusal}") from refusal
+        except NotRunning:
+            self._hang_up()
+            raise
+
+    def _hang_up(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def __repr__(self) -> str:
+        state = "connected" if self._control is not None else "not connected"
+        return f"<Asking {self._runtime_dir}, {state}, {len(self._under_way)} under way>"

@@ -1,1 +1,0 @@
-"""Reading reports: differences, what is wrong, and words for people. Pure, like kvd.core."""

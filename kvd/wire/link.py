@@ -1,0 +1,222 @@
+"""Messages between the broker and its lanes.
+
+They travel over a SOCK_SEQPACKET socket pair that the broker makes before it
+starts the lane, in the wire's own frame format with tags of their own, one
+message per datagram, descriptors attached where the docstring says so. The link's end of
+file tells each side that the other process is gone.
+"""
+
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import Codec
+from kvd_proto.layout import RankLayout
+from kvd_proto.messages import Count, Handle, Message, Name, Text
+
+
+def lane_socket(device: str, incarnation: int) -> str:
+    """The name of a lane's socket; the incarnation tells lanes of one daemon apart.
+
+    A UUID would leave little room for the directory in the 108 bytes of a socket's path.
+    """
+    return f"lane-{device.partition(':')[0]}-{incarnation}.sock"
+
+
+class LaneReady(Message, frozen=True):
+    """Lane → broker, first: it serves. Carries the read end of its lifeline.
+
+    pins: it can use the pool only where it has pinned it.
+    usable_bytes: see PoolUsable, which follows where this is not the whole pool.
+    """
+
+    device: Name
+    incarnation: Count
+    pid: Count
+    endpoint: Text
+    usable_bytes: Count
+    pins: bool = False
+
+
+class PoolUsable(Message, frozen=True):
+    """Lane → broker: how much of the pool it can copy now, in the order of `kvd.pool.filling`.
+
+    error: why it will never be more; empty while there is hope.
+    """
+
+    usable_bytes: Count
+    error: Text
+
+
+class LaneLog(Message, frozen=True):
+    """Broker → lane: log from this level on."""
+
+    level: Name
+
+
+class LaneFailed(Message, frozen=True):
+    """Lane → broker, instead of LaneReady: this device cannot be served, and why."""
+
+    error: Text
+
+
+class ImportWorker(Message, frozen=True):
+    """Broker → lane: map this worker's memory. Carries control page, then the storages' memory.
+
+    The attached descriptors are those that the client sent over the control socket, in
+    its numbering: number 0 is the control page, `handles[i].fd_index` is the
+    memory of storage i.
+    """
+
+    session: Count
+    token: bytes
+    engine: Name
+    pid: Count
+    rank: Count
+    world_size: Count
+    layout: RankLayout
+    handles: tuple[Handle, ...]
+
+
+class Imported(Message, frozen=True):
+    """Lane → broker: the answer to ImportWorker; `error` is empty where it worked."""
+
+    session: Count
+    error: Text
+
+
+class BindWorker(Message, frozen=True):
+    """Broker → lane: this worker's chunks live here. Carries the directory, read-only.
+
+    Slot i of the rank's arena is pool bytes [arena_base + i * slot_bytes, + slot_bytes).
+    `owner` is the engine's number in the directory; `rank` of a replicated
+    layout writes the slots with slot % world_size == rank.
+    """
+
+    session: Count
+    namespace: bytes
+    owner: Count
+    arena_base: Count
+    slot_bytes: Count
+    num_slots: Count
+
+
+class UnbindWorker(Message, frozen=True):
+    """Broker → lane: the engine is incomplete; end this worker's jobs, keep its memory mapped."""
+
+    session: Count
+
+
+class ReleaseWorker(Message, frozen=True):
+    """Broker → lane: drain this worker's copies, then unmap its memory."""
+
+    session: Count
+
+
+class Released(Message, frozen=True):
+    """Lane → broker: nothing touches this worker's memory any more."""
+
+    session: Count
+
+
+class Revoke(Message, frozen=True):
+    """Broker → lane: start no more writes into these slots; answer when none is in flight."""
+
+    namespace: bytes
+    slots: IntArray
+    generations: IntArray
+
+
+class Revoked(Message, frozen=True):
+    """Lane → broker: no write into these slots is in flight."""
+
+    namespace: bytes
+    slots: IntArray
+    generations: IntArray
+
+
+class ShareDone(Message, frozen=True):
+    """Lane → broker: this rank's share of these chunks is in the pool (or will never be).
+
+    first, count: the blocks of each chunk that were written; groups: of which group they are.
+    """
+
+    session: Count
+    rank: Count
+    namespace: bytes
+    slots: IntArray
+    generations: IntArray
+    first: IntArray
+    count: IntArray
+    groups: IntArray
+    ok: bool
+
+
+class LanePing(Message, frozen=True):
+    """Broker → lane: answer from the loop that moves bytes."""
+
+    sequence: Count
+
+
+class Spread(Message, frozen=True):
+    """A `kvd.metrics.histogram.Histogram`: counts[i] values at most bounds[i], the last ones above all."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[Count, ...]
+    sum: float
+
+
+class LaneCounters(Message, frozen=True):
+    """What one lane has done since it started.
+
+    jobs: by direction and outcome, such as "store_ok"; stages: by direction and stage, seconds.
+    limits: connections that were closed, by the bound that they were above.
+    """
+
+    store_bytes: Count = 0
+    load_bytes: Count = 0
+    store_ns: Count = 0
+    load_ns: Count = 0
+    jobs: dict[str, Count] = {}  # noqa: RUF012  # msgspec copies defaults
+    dropped_frames: Count = 0
+    dropped_replies: Count = 0
+    stages: dict[str, dict[str, Spread]] = {}  # noqa: RUF012  # msgspec copies defaults
+    limits: dict[str, Count] = {}  # noqa: RUF012  # msgspec copies defaults
+
+
+class LanePong(Message, frozen=True):
+    """Lane → broker: alive, with what it holds and has done.
+
+    oldest_job_ns: how long ago the oldest job that has not started was accepted.
+    """
+
+    sequence: Count
+    queued_jobs: Count
+    bytes_in_flight: Count
+    workers: Count
+    counters: LaneCounters
+    oldest_job_ns: Count = 0
+
+
+class StopLane(Message, frozen=True):
+    """Broker → lane: refuse new jobs, finish what is queued, exit 0."""
+
+
+LINK = Codec(
+    {
+        0x101: LaneReady,
+        0x102: ImportWorker,
+        0x103: Imported,
+        0x104: BindWorker,
+        0x105: UnbindWorker,
+        0x106: ReleaseWorker,
+        0x107: Released,
+        0x108: Revoke,
+        0x109: Revoked,
+        0x10A: ShareDone,
+        0x10B: LanePing,
+        0x10C: LanePong,
+        0x10D: StopLane,
+        0x10E: LaneFailed,
+        0x10F: PoolUsable,
+        0x110: LaneLog,
+    }
+)
+"""The codec of the link."""

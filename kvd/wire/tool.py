@@ -1,0 +1,180 @@
+"""A tool's connection to a running daemon: control socket, HELLO, one request at a time."""
+
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import zmq
+
+from kvd.errors import NotRunning, Refused
+from kvd.version import VERSION
+from kvd.wire.seqpacket import Channel, close_all
+from kvd_proto.codec import WIRE, Header
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, StatusReport
+from kvd_proto.printable import printable, printable_tree
+
+M = TypeVar("M", bound=Message)
+
+
+class Control:
+    """One session of kind `tool`.
+
+    Raises:
+        NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds, or one does and
+            refuses this process or has another protocol version.
+    """
+
+    def __init__(self, runtime_dir: Path, timeout: float = 5.0) -> None:
+        self._runtime_dir = runtime_dir.absolute()
+        self._timeout = timeout
+        self._request_id = 0
+        self._context = zmq.Context()
+        control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            control_socket.settimeout(
+                timeout
+            )  # a daemon that hangs stops accepting, and connect waits
+            control_socket.connect(str(self._runtime_dir / "control.sock"))
+            self._control_socket = Channel(control_socket)
+            greeting = self._greeting()
+            header, greeted = self._decode(greeting)
+            if isinstance(greeted, Error):
+                raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
+            self.boot_id, self._session = header.boot_id, header.session
+            self._socket = self._context.socket(zmq.DEALER)
+            self._socket.linger = 0
+            self._socket.connect(f"ipc://{self._runtime_dir / 'broker.sock'}")
+            welcome = self.request(
+                Hello(
+                    kind="tool",
+                    engine=f"tool-{os.getpid()}",
+                    pid=os.getpid(),
+                    protocol_min=PROTOCOL_VERSION,
+                    protocol_max=PROTOCOL_VERSION,
+                    client=f"kvd {VERSION}",
+                )
+            )
+            if isinstance(welcome, Error):
+                raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {welcome.text}")
+        except (OSError, EOFError) as error:
+            control_socket.close()
+            self._context.destroy(0)
+            raise NotRunning(
+                f"no daemon answers in {self._runtime_dir} ({error}); start one with:"
+                f" kvd serve --runtime-dir {self._runtime_dir}"
+            ) from error
+        except NotRunning:
+            self.close()
+            raise
+
+    def request(self, message: Message, timeout: float | None = None) -> Message:
+        """Send a request; its reply, or the daemon's ERROR as it is.
+
+        Args:
+            message: what to ask.
+            timeout: seconds to wait, where that differs from the connection's own.
+
+        Raises:
+            NotRunning: no reply in time, or the daemon has closed the connection.
+        """
+        seconds = self._timeout if timeout is None else timeout
+        self._request_id += 1
+        frame = WIRE.encode(message, self._request_id, self.boot_id, self._session)
+        self._socket.send(frame)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._control_socket.fileno(), zmq.POLLIN)
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            if self._socket in ready:
+                header, reply = self._decode(self._socket.recv())
+                if header.request_id == self._request_id:
+                    return reply
+            elif self._control_socket.fileno() in ready:
+                self._hear()
+        raise NotRunning(
+            f"the daemon in {self._runtime_dir} did not answer {type(message).__name__} within"
+            f" {seconds:g} s"
+        )
+
+    def ask(self, message: Message, kind: type[M], timeout: float | None = None) -> M:
+        """Send a request; its reply, which is of this type.
+
+        Raises:
+            NotRunning: no reply in time, or one of another type.
+            Refused: the daemon answered with an ERROR.
+        """
+        reply = self.request(message, timeout)
+        if isinstance(reply, Error):
+            raise Refused(reply.code, reply.text)
+        if not isinstance(reply, kind):
+            raise NotRunning(
+                f"the daemon in {self._runtime_dir} answered {type(reply).__name__} instead of"
+                f" {kind.__name__}; is it of another version than this command, kvd {VERSION}?"
+            )
+        return reply
+
+    def _decode(self, frame: bytes) -> tuple[Header, Message]:
+        try:
+            header, message = WIRE.decode(frame)
+        except DecodeError as error:
+            raise NotRunning(
+                f"the daemon in {self._runtime_dir} says what kvd {VERSION} does not understand"
+                f" ({error}); is it of another version?"
+            ) from error
+        return header, _showable(message)
+
+    def _hear(self) -> None:
+        """Take what came over the control socket: a notice, which tools ignore, or the daemon's end."""
+        try:
+            received = self._control_socket.recv()
+        except EOFError as error:
+            raise NotRunning(f"the daemon in {self._runtime_dir} has hung up") from error
+        if received is not None:
+            close_all(received[1])
+
+    def _greeting(self) -> bytes:
+        poller = zmq.Poller()
+        poller.register(self._control_socket.fileno(), zmq.POLLIN)
+        if not poller.poll(int(self._timeout * 1000)):
+            raise NotRunning(
+                f"the daemon in {self._runtime_dir} did not greet within {self._timeout:g} s"
+            )
+        received = self._control_socket.recv()
+        if received is None:
+            raise EOFError("no greeting")
+        close_all(received[1])
+        return received[0]
+
+    def close(self) -> None:
+        """Leave."""
+        self._control_socket.close()
+        self._context.destroy(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Control {self._runtime_dir}>"
+
+
+def _showable(message: Message) -> Message:
+    """The message with printable text only: what daemons say goes to terminals and monitors."""
+    if isinstance(message, StatusReport):
+        return StatusReport(status=printable_tree(message.status))
+    if isinstance(message, Error):
+        return Error(code=message.code, text=printable(message.text))
+    return message

@@ -1,0 +1,573 @@
+"""The broker's decisions under any order of events: no leaks, one answer to each request."""
+
+import json
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from kvd.broker.broker import Broker
+from kvd.broker.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
+from kvd.broker.sessions import Peer, Session
+from kvd.broker.status_report import status_report
+from kvd.cache.namespaces import Namespaces
+from kvd.config.settings import Settings
+from kvd.wire.link import (
+    BindWorker,
+    Imported,
+    ImportWorker,
+    LaneCounters,
+    LaneFailed,
+    LanePong,
+    LaneReady,
+    Released,
+    ReleaseWorker,
+    Revoke,
+    Revoked,
+    ShareDone,
+)
+from kvd_proto.answers import StoreAnswer
+from kvd_proto.arrays import IntArray
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import (
+    Attached,
+    Clear,
+    CompleteLoad,
+    CompleteStore,
+    Detached,
+    Drain,
+    Error,
+    EvictOlderThan,
+    Fingerprint,
+    Hello,
+    HostHandle,
+    LoadPrepared,
+    Lookups,
+    Message,
+    Ping,
+    PrepareLoad,
+    PrepareStore,
+    Register,
+    RequestFinished,
+    Reset,
+    ResetDone,
+    Resume,
+    Status,
+    StorePrepared,
+    Unregister,
+)
+
+WORLD = 2
+POOL = 40 * 4096
+CUDA = "cuda:" + "0f" * 16
+DEVICE = st.sampled_from(["host", CUDA])
+PICK = st.integers(0, 50)
+PING = Ping(lookups=Lookups(chunks=7, hit_chunks=3))
+ENGINES = st.sampled_from(["a", "b", "t"])  # t is temporary, otherwise as a
+KEYS = [f"key-{i}".encode() for i in range(24)]
+
+
+def layout(pages: int) -> RankLayout:
+    """One tensor of 8 blocks of `pages` 4 KiB pages."""
+    return RankLayout(
+        num_blocks=8,
+        blocks_per_chunk=1,
+        hash_block_size=16,
+        storages=(8 * 4096 * pages,),
+        tensors=(
+            TensorSpec(storage=0, offset=0, page_bytes=4096 * pages, block_stride=4096 * pages),
+        ),
+        groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=4096 * pages),), block_size=16),),
+    )
+
+
+class BrokerMachine(RuleBasedStateMachine):
+    """Two models, engines of two ranks, two lanes that answer when they like."""
+
+    sessions = Bundle("sessions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.broker = Broker(
+            Settings(runtime_dir="/nowhere", cpu_bytes=POOL, lease_seconds=5, ticket_seconds=5),
+            boot_id=bytes(16),
+            version="test",
+            pid=1,
+            devices=["host"],
+            open_namespaces=lambda n: Namespaces(
+                n,
+                make_buffer=lambda _, size: bytearray(size),
+                lease_seconds=5,
+                ticket_seconds=5,
+            ),
+            available_bytes=lambda: 2**30,
+        )
+        self.broker.state.allocated = 2**62
+        self.totals: dict[str, float] = {}
+        self.asked: Counter[tuple[int, int]] = Counter()
+        self.answered: Counter[tuple[int, int]] = Counter()
+        self.replies: dict[tuple[int, int], Message] = {}
+        self.lane_inbox: dict[str, list[Message]] = {"host": [], CUDA: []}
+        self.writing: list[tuple[Session, bytes, int, int]] = []
+        self.leases: list[tuple[Session, int]] = []
+        self.request_id = 0
+        self.came = 0
+        self.incarnation = 0
+        self.wanted = {"host"}  # lanes that the broker wants to have a process
+        self.up: set[str] = set()
+        self.finding: set[int] = set()  # sessions that were told that chunks can be found
+        self.start_lane("host")
+
+    # ------------------------------------------------------------- plumbing
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """Note what the broker wants done."""
+        for effect in effects:
+            match effect:
+                case Reply():
+                    self.answered[(effect.session, effect.request_id)] += 1
+                    self.replies[(effect.session, effect.request_id)] = effect.message
+                case ToLane():
+                    assert effect.device in self.up, f"{effect} to a lane that is down"
+                    self.lane_inbox[effect.device].append(effect.message)
+                case Notify(message=Attached()):
+                    session = self.broker.state.registry.sessions[effect.session]
+                    assert session.engine is not None
+                    assert not session.engine.missing_ranks
+                    self.finding.add(effect.session)
+                case Notify(message=Detached()):
+                    self.finding.discard(effect.session)
+                case KillLane():
+                    self.end_lane(effect.device)
+                case StartLane():
+                    assert effect.device not in self.wanted
+                    self.wanted.add(effect.device)
+                case DropLane():
+                    assert effect.device not in self.up
+                    self.wanted.remove(effect.device)
+
+    def ask(self, session: Session, message: Message) -> Message | None:
+        """Make a request; its reply, if there is one already."""
+        self.request_id += 1
+        key = (session.number, self.request_id)
+        self.asked[key] += 1
+        self.carry_out(self.broker.request(session, self.request_id, message, self.now))
+        return self.replies.get(key)
+
+    def alive(self, session: Session) -> bool:
+        """Whether the session is still open."""
+        return session.number in self.broker.state.registry.sessions
+
+    @rule(device=DEVICE)
+    def start_lane(self, device: str) -> None:
+        """A lane process that is wanted comes up."""
+        if device in self.wanted - self.up:
+            self.up.add(device)
+            self.incarnation += 1
+            ready = LaneReady(
+                device=device,
+                incarnation=self.incarnation,
+                pid=7,
+                endpoint="ipc://lane",
+                usable_bytes=2**62,
+            )
+            self.carry_out(self.broker.supervision.heard(device, ready, self.now))
+
+    @rule(device=DEVICE, says_why=st.booleans())
+    def lane_does_not_start(self, device: str, says_why: bool) -> None:
+        """A lane process that is wanted dies before it is up, with a word or without."""
+        if device in self.wanted - self.up:
+            if says_why:
+                failed = LaneFailed(error="no such device")
+                self.carry_out(self.broker.supervision.heard(device, failed, self.now))
+            else:
+                self.end_lane(device)
+
+    @rule(device=DEVICE)
+    def lose_lane(self, device: str) -> None:
+        """A lane process that is up dies."""
+        if device in self.up:
+            self.end_lane(device)
+
+    def end_lane(self, device: str) -> None:
+        """A lane process is gone, up or not."""
+        self.up.discard(device)
+        self.lane_inbox[device].clear()
+        self.carry_out(self.broker.supervision.lost(device, "killed"))
+
+    @rule(device=DEVICE, count=st.integers(1, 8))
+    def lane_works(self, device: str, count: int) -> None:
+        """A lane answers some of what it was told."""
+        inbox = self.lane_inbox[device]
+        for _ in range(min(count, len(inbox))):
+            if not inbox:
+                return
+            answer: Message | None = None
+            match inbox.pop(0):
+                case ImportWorker(session=session):
+                    answer = Imported(session=session, error="")
+                case ReleaseWorker(session=session):
+                    answer = Released(session=session)
+                case Revoke(namespace=namespace, slots=slots, generations=generations):
+                    answer = Revoked(namespace=namespace, slots=slots, generations=generations)
+                case BindWorker() | _:
+                    pass
+            if answer is not None:
+                self.carry_out(self.broker.supervision.heard(device, answer, self.now))
+
+    # ------------------------------------------------------------- sessions
+
+    @rule(
+        target=sessions,
+        engine=ENGINES,
+        kind=st.sampled_from(["scheduler", "worker", "worker", "tool"]),
+    )
+    def arrive(self, engine: str, kind: str) -> Session:
+        """Somebody connects."""
+        return self.connect(engine, kind)
+
+    def connect(self, engine: str, kind: str) -> Session:
+        """A new session that has said HELLO."""
+        self.came += 1
+        session, effects = self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
+        assert session is not None
+        self.carry_out(effects)
+        hello = Hello(
+            kind=kind,  # type: ignore[arg-type]
+            engine=engine,
+            pid=1,
+            protocol_min=1,
+            protocol_max=1,
+            client="test",
+        )
+        self.ask(session, hello)
+        return session
+
+    @initialize(target=sessions)
+    def two_engines(self) -> MultipleResults[Session]:
+        """Every run begins with both engines complete."""
+        return multiple(*self.bring_up("a"), *self.bring_up("b"))
+
+    @rule(target=sessions, engine=ENGINES)
+    def another_engine(self, engine: str) -> MultipleResults[Session]:
+        """An engine comes, or what it lacks comes back."""
+        return multiple(*self.bring_up(engine))
+
+    def bring_up(self, name: str) -> list[Session]:
+        """A scheduler and the missing ranks of engine `name`; the lanes do their part.
+
+        The first rank of engine b has CUDA memory.
+        """
+        self.start_lane("host")
+        came = [self.connect(name, "scheduler")]
+        for rank in range(WORLD):
+            engine = self.broker.state.registry.engines[name]
+            if rank not in engine.workers:
+                worker = self.connect(name, "worker")
+                device = CUDA if (name, rank) == ("b", 0) else "host"
+                self.register(session=worker, rank=rank, device=device, descriptors=True)
+                came.append(worker)
+        self.lanes_work()
+        return came
+
+    def lanes_work(self) -> None:
+        """All lanes that are wanted are up and do what they were told."""
+        for device in sorted(self.wanted):
+            self.start_lane(device)
+            self.lane_works(device, 10_000)
+
+    @rule(session=sessions, rank=st.integers(0, WORLD), device=DEVICE, descriptors=st.booleans())
+    def register(self, session: Session, rank: int, device: str, descriptors: bool) -> None:
+        """A worker registers, its descriptors before or after."""
+        if not self.alive(session):
+            return
+        name = session.engine.name if session.engine is not None else ""
+        pages = 2 if name == "b" else 1
+        if descriptors and session.descriptors == 0:
+            self.carry_out(self.broker.descriptors(session, 0, 2, self.now))
+        self.ask(
+            session,
+            Register(
+                rank=rank,
+                world_size=WORLD,
+                device=device,
+                fingerprint=Fingerprint(model=f"model-{pages}"),
+                layout=layout(pages),
+                handles=(HostHandle(fd_index=1),),
+                temporary=name == "t",
+            ),
+        )
+
+    @rule(session=sessions)
+    def late_descriptors(self, session: Session) -> None:
+        """The descriptors arrive after the registration."""
+        if self.alive(session) and session.descriptors == 0:
+            self.carry_out(self.broker.descriptors(session, 0, 2, self.now))
+
+    @rule(session=sessions)
+    def unregister(self, session: Session) -> None:
+        """A worker takes its memory back."""
+        if self.alive(session):
+            self.ask(session, Unregister())
+
+    @rule(session=consumes(sessions))
+    def die(self, session: Session) -> None:
+        """A process is gone."""
+        if self.alive(session):
+            self.carry_out(self.broker.lost(session))
+            for key in list(self.asked):
+                if key[0] == session.number:
+                    del self.asked[key]
+                    self.answered.pop(key, None)
+
+    # --------------------------------------------------------------- chunks
+
+    @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=12))
+    def prepare_store(self, session: Session, keys: list[bytes]) -> None:
+        """A scheduler asks for slots."""
+        if not self.alive(session):
+            return
+        reply = self.ask(session, PrepareStore(keys=tuple(keys)))
+        assert not (self.broker.state.draining and isinstance(reply, StorePrepared))
+        if isinstance(reply, StorePrepared):
+            assert session.number in self.finding
+            assert session.engine is not None
+            assert session.engine.namespace is not None
+            accepted = int((reply.answers.numpy() == StoreAnswer.ACCEPTED).sum())
+            assert len(reply.slots) == len(reply.generations) == accepted
+            for slot, generation in zip(
+                reply.slots.numpy().tolist(), reply.generations.numpy().tolist(), strict=True
+            ):
+                self.writing.append((session, session.engine.namespace.id, slot, generation))
+
+    @rule(
+        engine=ENGINES,
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=16, unique=True),
+        ranks=st.sampled_from([WORLD, WORLD, WORLD, 1]),
+    )
+    def store(self, engine: str, keys: list[bytes], ranks: int) -> None:
+        """A complete engine stores: slots, then shares of all ranks, or of some."""
+        present = self.broker.state.registry.engines.get(engine)
+        if present is None or not present.attached:
+            return
+        before = len(self.writing)
+        self.prepare_store(session=next(iter(present.sessions.values())), keys=keys)
+        for position in range(before, len(self.writing)):
+            for rank in range(ranks):
+                self.share_done(rank=rank, ok=True, pick=2 * position, single=True)
+
+    @rule(rank=st.integers(0, WORLD - 1), ok=st.sampled_from([True] * 7 + [False]), pick=PICK)
+    def share_done(self, rank: int, ok: bool, pick: int, single: bool = False) -> None:
+        """The lane reports one rank's share, maybe late, maybe twice."""
+        if not self.writing:
+            return
+        session, namespace, slot, generation = self.writing[pick // 2 % len(self.writing)]
+        engine = session.engine
+        worker = engine.workers.get(rank) if engine is not None else None
+        if worker is None or worker.registration is None:
+            return
+        device = worker.registration.device
+        if device not in self.up:
+            return
+        several = (
+            [w for w in self.writing if w[0] is session][-8:] if pick % 2 and not single else []
+        )
+        refs = [(slot, generation), *((s, g) for _, _, s, g in several)]
+        report = ShareDone(
+            session=worker.number,
+            rank=rank,
+            namespace=namespace,
+            slots=IntArray.of([s for s, _ in refs], "u4"),
+            generations=IntArray.of([g for _, g in refs], "u8"),
+            first=IntArray.of([0] * len(refs), "u2"),
+            count=IntArray.of([1] * len(refs), "u2"),
+            groups=IntArray.of([0] * len(refs), "u2"),
+            ok=ok,
+        )
+        self.carry_out(self.broker.supervision.heard(device, report, self.now))
+
+    @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8), ok=st.booleans())
+    def complete_store(self, session: Session, keys: list[bytes], ok: bool) -> None:
+        """A scheduler is done with stores."""
+        if self.alive(session):
+            self.ask(session, CompleteStore(keys=tuple(keys), success=ok))
+
+    @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8))
+    def prepare_load(self, session: Session, keys: list[bytes]) -> None:
+        """A scheduler takes a lease."""
+        if self.alive(session):
+            reply = self.ask(session, PrepareLoad(keys=tuple(keys), lease_ms=3000))
+            assert not isinstance(reply, LoadPrepared) or session.number in self.finding
+            if isinstance(reply, LoadPrepared) and reply.lease:
+                self.leases.append((session, reply.lease))
+
+    @rule(pick=PICK)
+    def complete_load(self, pick: int) -> None:
+        """A scheduler gives a lease back."""
+        if self.leases:
+            session, lease = self.leases.pop(pick % len(self.leases))
+            if self.alive(session):
+                self.ask(session, CompleteLoad(lease=lease))
+
+    @rule(
+        session=sessions,
+        message=st.sampled_from(
+            [
+                Ping(),
+                PING,
+                Status(),
+                RequestFinished(keys=tuple(KEYS[:3])),
+                Drain(),
+                Resume(),
+                Resume(),
+            ]
+        ),
+    )
+    def other_requests(self, session: Session, message: Message) -> None:
+        """The requests that are answered at once."""
+        if self.alive(session):
+            drained = self.broker.state.draining
+            assert self.ask(session, message) is not None
+            if session.kind != "tool" or not isinstance(message, Drain | Resume):
+                assert self.broker.state.draining == drained
+            else:
+                assert self.broker.state.draining == isinstance(message, Drain)
+
+    @rule(session=sessions)
+    def reset(self, session: Session) -> None:
+        """A scheduler drops all chunks of its namespace."""
+        if self.alive(session):
+            assert isinstance(self.ask(session, Reset()), ResetDone | Error)
+
+    @rule(
+        session=sessions,
+        message=st.sampled_from(
+            [Clear(), Clear(namespace=bytes(16)), EvictOlderThan(seconds=4), "clear", "evict"]
+        ),
+        pick=PICK,
+    )
+    def drop_chunks(self, session: Session, message: Message | str, pick: int) -> None:
+        """An operator clears or evicts, everything or one namespace; the answer comes later."""
+        if not self.alive(session):
+            return
+        namespaces = list(self.broker.state.namespaces or ())
+        if isinstance(message, str):
+            if not namespaces:
+                return
+            ns_id = namespaces[pick % len(namespaces)].id
+            message = (
+                Clear(namespace=ns_id)
+                if message == "clear"
+                else EvictOlderThan(seconds=0, namespace=ns_id)
+            )
+        reply = self.ask(session, message)
+        assert (reply is None) == (session.kind == "tool" and message != Clear(namespace=bytes(16)))
+
+    @rule(turns=st.integers(1, 6))
+    def turn(self, turns: int) -> None:
+        """The broker's loop turns."""
+        for _ in range(turns):
+            self.carry_out(self.broker.work())
+
+    @rule(seconds=st.floats(0.1, 8), silent=st.sampled_from([False, False, False, True]))
+    def time_passes(self, seconds: float, silent: bool = False) -> None:
+        """Deadlines come; silent lanes are killed."""
+        self.now += seconds
+        for device in [] if silent else sorted(self.up):
+            pong = LanePong(
+                sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
+            )
+            self.carry_out(self.broker.supervision.heard(device, pong, self.now))
+        self.carry_out(self.broker.tick(self.now))
+
+    # ----------------------------------------------------------- invariants
+
+    @invariant()
+    def chunks_are_found_where_they_can_be_loaded(self) -> None:
+        """Sessions know whether all ranks are here, each with its memory in a lane that is up."""
+        for session in self.broker.state.registry.sessions.values():
+            engine = session.engine
+            ranks = engine.workers.values() if engine is not None else ()
+            devices = {w.registration.device for w in ranks if w.registration is not None}
+            served = (
+                engine is not None
+                and engine.namespace is not None
+                and devices <= self.up
+                and all(worker.imported for worker in ranks)
+            )
+            assert (session.number in self.finding) == served, session
+
+    @invariant()
+    def state_is_sound(self) -> None:
+        """Everything that can be checked holds, and nothing was answered twice."""
+        self.broker.state.check_integrity()
+        assert set(self.broker.state.lanes) == self.wanted
+        for key, count in self.answered.items():
+            assert count == 1, f"request {key} was answered {count} times"
+
+    @invariant()
+    def the_report_is_honest(self) -> None:
+        """Ready where all checks are ok, totals never fall, and it can be sent."""
+        report = status_report(self.broker.state, 1, "test", self.now)
+        assert report["ready"] == all(check["ok"] for check in report["checks"])
+        assert report["ready"] == (not report["not_ready"])
+        json.dumps(report)
+        totals = {name: n for name, n in report["counters"].items() if name != "jobs"}
+        for name, value in self.totals.items():
+            assert totals[name] >= value, name
+        self.totals = totals
+
+    def settle(self) -> None:
+        """The lanes and the broker do all that is to be done."""
+        self.lanes_work()
+        while self.broker.busy:
+            self.turn(turns=1)
+            self.lanes_work()
+
+    def teardown(self) -> None:
+        """When all is quiet, every request is answered and nothing is held."""
+        self.lanes_work()
+        self.time_passes(30.0)
+        self.lanes_work()
+        self.settle()
+        for key in self.asked:
+            assert self.answered[key] == 1, f"request {key} was never answered"
+        for session in list(self.broker.state.registry.sessions.values()):
+            self.carry_out(self.broker.lost(session))
+        self.settle()
+        assert not self.broker.state.registry.engines
+        assert len(self.broker.state.revocations) == 0
+        self.carry_out(self.broker.tick(self.now))
+        assert not any(namespace.temporary for namespace in self.broker.state.namespaces or ())
+        for namespace in self.broker.state.namespaces or ():
+            stats = namespace.table.slots.stats()
+            assert namespace.engines == 0
+            assert (stats["writing"], stats["draining"], stats["pinned"]) == (0, 0, 0)
+        self.broker.state.check_integrity()
+
+
+TestBroker = BrokerMachine.TestCase
+TestBroker.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_errors_are_never_silent() -> None:
+    """A request that no handler knows is refused with a code and a sentence."""
+    machine = BrokerMachine()
+    session = machine.connect("a", "tool")
+    reply = machine.ask(
+        session,
+        Hello(kind="tool", engine="a", pid=1, protocol_min=1, protocol_max=1, client="again"),
+    )
+    assert isinstance(reply, Error)
+    assert "hello in state welcomed" in reply.text

@@ -1,0 +1,143 @@
+"""What the broker measures: recent maxima, progress, events, lookups."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.broker.effects import Event
+from kvd.broker.lookups import LookupTotals
+from kvd.broker.measures import Measures, RecentMax
+from kvd.broker.progress import Progress
+from kvd.broker.recent_events import MAX_EVENTS, EventLog
+from kvd_proto.messages import Lookups
+
+MOST = 2**63 - 1
+
+
+def test_the_recent_maximum_is_forgotten_after_its_time() -> None:
+    """A minute after a long turn only later ones count."""
+    recent = RecentMax(seconds=60.0, parts=12)
+    recent.observe(3.0, 100.0)
+    recent.observe(0.5, 130.0)
+    recent.observe(0.2, 131.0)
+    assert recent.get(131.0) == 3.0
+    assert recent.get(154.0) == 3.0
+    assert recent.get(161.0) == 0.5
+    assert recent.get(500.0) == 0.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 20)), min_size=1, max_size=60))
+def test_the_recent_maximum_is_right_to_a_part(steps: list[tuple[float, float]]) -> None:
+    """Never below the greatest of the last 55 s, never above the greatest of the last 60 s."""
+    recent, now, seen = RecentMax(), 0.0, []
+    for value, later in steps:
+        now += later
+        recent.observe(value, now)
+        seen.append((now, value))
+    found = recent.get(now)
+    assert found >= max((value for when, value in seen if when > now - 55), default=0.0)
+    assert found <= max((value for when, value in seen if when > now - 60), default=0.0)
+
+
+def test_a_turn_counts_in_both_figures() -> None:
+    """The loop's lag is a histogram since the start and a maximum of late."""
+    measures = Measures()
+    measures.turn(0.004, 10.0)
+    measures.turn(0.3, 11.0)
+    assert measures.loop_lag.count == 2
+    assert measures.recent_lag.get(11.0) == 0.3
+
+
+def test_seconds_left_follow_the_measured_rate() -> None:
+    """Unknown at first; then what is left by the rate; zero at the end."""
+    progress = Progress()
+    assert progress.seconds_left(100) is None
+    progress.tell(0.0, 0)
+    assert progress.seconds_left(100) is None
+    progress.tell(2.0, 20)
+    assert progress.seconds_left(100) == pytest.approx(8.0)
+    progress.tell(4.0, 100)
+    assert progress.seconds_left(100) == 0.0
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    """A slow beginning does not count for ever."""
+    progress = Progress()
+    for second in range(100):
+        progress.tell(float(second), second)
+    for second in range(100, 121):
+        progress.tell(float(second), 100 + 10 * (second - 100))
+    assert progress.seconds_left(400) == pytest.approx(10.0, rel=0.1)
+
+
+def test_progress_that_falls_begins_anew() -> None:
+    """A lane that pins from the start makes the old rate worthless."""
+    progress = Progress()
+    progress.tell(0.0, 0)
+    progress.tell(1.0, 50)
+    progress.tell(2.0, 10)
+    assert progress.seconds_left(100) is None
+    progress.tell(3.0, 20)
+    assert progress.seconds_left(100) == pytest.approx(8.0)
+
+
+def test_standing_still_gives_no_estimate() -> None:
+    """Nothing done in the last seconds: nobody knows how long it takes."""
+    progress = Progress()
+    for second in range(30):
+        progress.tell(float(second), 7)
+    assert progress.seconds_left(100) is None
+
+
+def test_events_are_numbered_and_bounded() -> None:
+    """The last ones are kept, with numbers that tell how many there were."""
+    log = EventLog()
+    for i in range(MAX_EVENTS + 5):
+        log.add(Event(f"event {i}", "warning"), float(i))
+    recent = log.recent()
+    assert [event["number"] for event in recent] == list(range(6, MAX_EVENTS + 6))
+    last = MAX_EVENTS + 4
+    assert recent[-1] == {
+        "number": last + 1,
+        "time": float(last),
+        "level": "warning",
+        "text": f"event {last}",
+    }
+
+
+def said(chunks: int, hits: int, tokens: int | None = None, found: int | None = None) -> Lookups:
+    """What a session says."""
+    return Lookups(chunks=chunks, hit_chunks=hits, tokens=tokens, hit_tokens=found)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 1000)] * 4), max_size=20), st.data())
+def test_lookups_count_once_however_often_they_are_said(
+    steps: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    """Totals said twice, late or out of order add up to the greatest that was said."""
+    grown = [0, 0, 0, 0]
+    reports = []
+    for step in steps:
+        grown = [have + more for have, more in zip(grown, step, strict=True)]
+        reports.append(said(*grown))
+    known, total = LookupTotals(), LookupTotals()
+    for report in data.draw(st.permutations(reports * 2)):
+        total.add(known.news(report, None))
+    assert [total.chunks, total.hit_chunks, total.tokens, total.hit_tokens] == grown
+
+
+def test_tokens_follow_from_chunks_where_nobody_counts_them() -> None:
+    """By the size of a chunk at the time of the lookup; none where that is not known."""
+    known, total = LookupTotals(), LookupTotals()
+    total.add(known.news(said(5, 3), None))
+    total.add(known.news(said(9, 4), 32))
+    assert total == LookupTotals(chunks=9, hit_chunks=4, tokens=4 * 32, hit_tokens=32)
+
+
+def test_totals_stay_within_a_message() -> None:
+    """However much sessions claim, the report can still be sent."""
+    total = LookupTotals()
+    for _ in range(3):
+        total.add(LookupTotals().news(said(MOST, MOST, MOST, MOST), None))
+        total.add(LookupTotals().news(said(MOST, MOST), 2**20))
+    assert total == LookupTotals(MOST, MOST, MOST, MOST)

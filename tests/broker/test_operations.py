@@ -1,0 +1,470 @@
+"""What operators' requests decide: drain and resume, clear and evict."""
+
+import gc
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from kvd.broker.broker import Broker
+from kvd.broker.effects import Event, Reply
+from kvd.broker.sessions import Peer, Session
+from kvd.broker.sweeps import MAX_SWEEPS
+from kvd.cache.chunks import PIECE_SLOTS
+from kvd.cache.namespaces import Namespace, Namespaces
+from kvd.config.settings import Settings
+from kvd_proto.answers import LookupResult
+from kvd_proto.messages import (
+    Check,
+    Checked,
+    Clear,
+    Cleared,
+    Drain,
+    Drained,
+    Error,
+    ErrorCode,
+    EvictOlderThan,
+    Hello,
+    Message,
+    OlderEvicted,
+    PrepareStore,
+    Reset,
+    ResetDone,
+    Resume,
+    Resumed,
+    Status,
+    StatusReport,
+)
+
+OWNER = 1
+OPERATIONS = [Drain(), Resume(), Clear(), EvictOlderThan(seconds=0), Check()]
+
+
+class Bench:
+    """A broker with one namespace and sessions of every kind."""
+
+    def __init__(self, chunks: int = 64, policy: str = "lru") -> None:
+        self.now = 100.0
+        self.broker = Broker(
+            Settings(runtime_dir="/nowhere", cpu_bytes=chunks * 4096),
+            boot_id=bytes(16),
+            version="test",
+            pid=1,
+            devices=[],
+            open_namespaces=lambda n: Namespaces(
+                n, make_buffer=lambda _, size: bytearray(size), policy=policy
+            ),
+            available_bytes=lambda: 2**30,
+        )
+        self.broker.state.allocated = 2**62
+        self.events: list[str] = []
+        self.turns = 0
+        self._came = 0
+        self.tool = self.session("tool")
+
+    def session(self, kind: str, name: str = "e") -> Session:
+        """A session that has said HELLO; tools come as uid 5, pid 4211."""
+        self._came += 1
+        session, _ = self.broker.connected(self._came.to_bytes(16), Peer(4211, 5, 5))
+        assert session is not None
+        hello = Hello(
+            kind=kind,  # type: ignore[arg-type]
+            engine=name,
+            pid=1,
+            protocol_min=1,
+            protocol_max=1,
+            client="test",
+        )
+        self.broker.request(session, 1, hello, self.now)
+        return session
+
+    def namespace(self, number: int = 1) -> Namespace:
+        """An open namespace of chunks of one page."""
+        assert self.broker.state.namespaces is not None
+        return self.broker.state.namespaces.open(
+            bytes([number]) * 16, (4096,), world_size=1, replicated=False, boot_id=bytes(16)
+        )
+
+    def store(self, namespace: Namespace, keys: list[bytes], *, finish: bool = True) -> None:
+        """Chunks in the namespace, READY or still being written."""
+        table = namespace.table
+        decision = table.prepare_store(keys, OWNER, self.now)
+        count = len(decision.slots)
+        assert count == len(keys)
+        if finish:
+            slots, generations = decision.slots, decision.generations
+            table.share_done(OWNER, 0, slots, generations, [0] * count, [1] * count, ok=True)
+
+    def engine(self, namespace: Namespace) -> None:
+        """An engine uses the namespace, so that it stays open."""
+        assert self.broker.state.namespaces is not None
+        self.broker.state.namespaces.attach_engine(namespace)
+
+    def ask(self, message: Message, session: Session | None = None) -> Message:
+        """The one reply; events are noted."""
+        effects = self.broker.request(session or self.tool, 7, message, self.now)
+        while self.broker.busy:
+            self.turns += 1
+            effects += self.broker.work()
+            self.broker.state.check_integrity()
+        self.events += [effect.text for effect in effects if isinstance(effect, Event)]
+        replies = [effect for effect in effects if isinstance(effect, Reply)]
+        (reply,) = [effect.message for effect in replies if effect.request_id == 7]
+        return reply
+
+    def report(self) -> dict[str, object]:
+        """The status."""
+        reply = self.ask(Status())
+        assert isinstance(reply, StatusReport)
+        return reply.status
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A broker without lanes, which is ready."""
+    return Bench()
+
+
+@pytest.mark.parametrize("message", OPERATIONS, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("kind", ["scheduler", "worker"])
+def test_only_tools_may(bench: Bench, kind: str, message: Message) -> None:
+    """An engine's session is refused by name of the request, and nothing changes."""
+    reply = bench.ask(message, bench.session(kind))
+    assert isinstance(reply, Error)
+    assert reply.code is ErrorCode.BAD_STATE
+    assert f"{type(message).__name__} by a {kind}" in reply.text
+    assert bench.broker.state.drain is None
+    assert bench.events == []
+
+
+def test_a_drain_refuses_stores_and_ends_readiness(bench: Bench) -> None:
+    """After Drain stores get DRAINING, the daemon is not ready and says who drained it."""
+    assert bench.report()["ready"]
+    assert bench.ask(Drain()) == Drained(stores=0, leases=0)
+    reply = bench.ask(PrepareStore(keys=(b"k",)), bench.session("scheduler"))
+    assert isinstance(reply, Error)
+    assert reply.code is ErrorCode.DRAINING
+    report = bench.report()
+    assert (report["ready"], report["draining"]) == (False, True)
+    assert report["not_ready"] == ["drained by uid 5 pid 4211; kvd resume undoes that"]
+    assert bench.events == ["drained by uid 5 pid 4211: no new stores until resumed"]
+
+
+def test_a_second_drain_changes_nothing(bench: Bench) -> None:
+    """The first one's name and time stay, and no second line is written."""
+    bench.ask(Drain())
+    bench.now += 5
+    assert bench.ask(Drain()) == Drained(stores=0, leases=0)
+    assert len(bench.events) == 1
+    assert bench.report()["drain"] == {
+        "uid": 5,
+        "pid": 4211,
+        "seconds": 5.0,
+        "stores_in_flight": 0,
+        "leases_in_flight": 0,
+    }
+
+
+def test_resume_undoes_a_drain(bench: Bench) -> None:
+    """Stores are taken again, the daemon is ready; a resume without a drain says so."""
+    bench.ask(Drain())
+    bench.now += 90
+    assert bench.ask(Resume()) == Resumed(was_draining=True)
+    assert bench.report()["ready"]
+    assert bench.report()["drain"] is None
+    assert bench.ask(Resume()) == Resumed(was_draining=False)
+    assert bench.events[1:] == ["resumed by uid 5 pid 4211 after 1 m 30 s of drain"]
+
+
+def test_resume_does_not_undo_sigterm(bench: Bench) -> None:
+    """A daemon that stops refuses both, and goes on stopping."""
+    bench.broker.state.stopping = True
+    for message in (Drain(), Resume()):
+        reply = bench.ask(message)
+        assert isinstance(reply, Error)
+        assert reply.code is ErrorCode.DRAINING
+        assert "stopping" in reply.text
+    assert bench.broker.state.draining
+    assert bench.report()["not_ready"] == ["stopping"]
+
+
+def test_a_drain_counts_what_began_before_it(bench: Bench) -> None:
+    """Chunks in writing and older leases are in flight; later loads are not waited for."""
+    namespace = bench.namespace()
+    table = namespace.table
+    bench.store(namespace, [b"a", b"b"])
+    bench.store(namespace, [b"c", b"d", b"e"], finish=False)
+    lease = table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease_id
+    bench.now += 1
+    assert bench.ask(Drain()) == Drained(stores=3, leases=1)
+    bench.now += 1
+    assert table.prepare_load([b"a"], OWNER, bench.now, 60.0).lease_id
+    assert bench.ask(Drain()) == Drained(stores=3, leases=1)
+    table.complete_load(lease, OWNER)
+    _, refs = table.complete_store([b"c", b"d", b"e"], OWNER, success=False)
+    assert bench.ask(Drain()) == Drained(stores=3, leases=0)  # they are being called back
+    bench.broker.state.revoke(namespace, refs)
+    assert bench.ask(Drain()) == Drained(stores=0, leases=0)
+
+
+def test_a_drain_survives_engines_coming_and_going(bench: Bench) -> None:
+    """Neither the tool's end nor an engine's makes the daemon take stores again."""
+    bench.ask(Drain())
+    bench.broker.lost(bench.tool)
+    engine = bench.session("scheduler")
+    bench.broker.lost(engine)
+    bench.tool = bench.session("tool")
+    assert bench.report()["draining"]
+
+
+def test_clear_drops_everything(bench: Bench) -> None:
+    """READY chunks go at once, stores under way are given up, pinned ones go with their lease."""
+    one, two = bench.namespace(1), bench.namespace(2)
+    bench.engine(one)
+    bench.store(one, [b"a", b"b", b"c"])
+    bench.store(one, [b"d"], finish=False)
+    bench.store(two, [b"e"])
+    lease = one.table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease_id
+    assert bench.ask(Clear()) == Cleared(chunks=3, bytes=3 * 4096, deferred=2)
+    assert all(one.directory.find(key) < 0 for key in (b"a", b"b", b"c", b"d"))
+    assert one.table.slots.stats()["doomed"] == 2
+    one.table.complete_load(lease, OWNER)
+    assert set(one.table.slots.stats().values()) == {0}
+    namespaces = bench.broker.state.namespaces
+    assert namespaces is not None
+    assert [space.id for space in namespaces] == [one.id]  # nobody uses the other one
+    assert one.table.counters()["removed"] == 3
+    assert bench.events[-1] == (
+        "all namespaces cleared by uid 5 pid 4211: 3 chunks dropped, 12 KiB;"
+        " 2 more go when their leases end"
+    )
+
+
+def test_clear_of_one_namespace_leaves_the_others(bench: Bench) -> None:
+    """Only the named one is emptied, and its room is there for others again."""
+    one, two = bench.namespace(1), bench.namespace(2)
+    bench.engine(one)
+    bench.store(one, [b"a"])
+    bench.store(two, [b"b"])
+    assert bench.ask(Clear(namespace=one.id)) == Cleared(chunks=1, bytes=4096, deferred=0)
+    assert two.table.slots.stats()["ready"] == 1
+    namespaces = bench.broker.state.namespaces
+    assert namespaces is not None
+    assert namespaces.pool.held_bytes(one.table.space) == 0
+
+
+def test_an_unknown_namespace_is_named(bench: Bench) -> None:
+    """The id that was given, and where to look."""
+    for message in (Clear(namespace=b"x" * 16), EvictOlderThan(seconds=1, namespace=b"x" * 16)):
+        reply = bench.ask(message)
+        assert isinstance(reply, Error)
+        assert reply.code is ErrorCode.BAD_STATE
+        assert (b"x" * 16).hex() in reply.text
+        assert "kvd namespaces" in reply.text
+
+
+def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
+    """What was loaded or used since stays, what is pinned stays, what is old goes."""
+    namespace = bench.namespace()
+    table = namespace.table
+    bench.store(namespace, [b"old", b"pinned", b"loaded", b"used"])
+    table.prepare_load([b"pinned"], OWNER, bench.now, 60.0)
+    bench.now += 40
+    bench.broker.tick(bench.now)
+    lease = table.prepare_load([b"loaded"], OWNER, bench.now, 60.0).lease_id
+    table.complete_load(lease, OWNER)
+    table.finished([b"used"])
+    bench.now += 10
+    evict = EvictOlderThan(seconds=30.0, namespace=namespace.id)
+    assert bench.ask(evict) == OlderEvicted(chunks=1, bytes=4096)
+    here = [k for k in (b"old", b"pinned", b"loaded", b"used") if namespace.directory.find(k) >= 0]
+    assert here == [b"pinned", b"loaded", b"used"]
+    assert bench.ask(EvictOlderThan(seconds=30.0)) == OlderEvicted(chunks=0, bytes=0)
+    assert "not used for 30 s by uid 5 pid 4211: 1 chunks dropped" in bench.events[0]
+    bench.now += 30
+    assert bench.ask(EvictOlderThan(seconds=30.0)) == OlderEvicted(chunks=2, bytes=8192)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_sweep_goes_on_in_pieces(policy: str) -> None:
+    """Thousands of chunks take several turns, in which others are served."""
+    bench = Bench(chunks=3 * PIECE_SLOTS, policy=policy)
+    namespace = bench.namespace()
+    bench.engine(namespace)
+    keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
+    bench.store(namespace, keys)
+    assert bench.broker.request(bench.tool, 8, Clear(), bench.now) == []
+    assert bench.broker.busy
+    assert bench.broker.work() == []
+    assert namespace.table.slots.stats()["ready"] == 2 * PIECE_SLOTS
+    assert isinstance(bench.ask(Status()), StatusReport)
+    assert bench.turns >= 2
+    assert namespace.table.slots.stats()["ready"] == 0
+    namespace.table.check_integrity()
+
+
+def test_a_namespace_that_is_closed_under_a_sweep_ends_it(bench: Bench) -> None:
+    """What is gone need not be dropped; the reply comes all the same."""
+    namespace = bench.namespace()
+    bench.store(namespace, [b"a"])
+    namespaces = bench.broker.state.namespaces
+    assert namespaces is not None
+    bench.broker.request(bench.tool, 8, Clear(), bench.now)
+    namespaces.close(namespace)
+    effects = bench.broker.work() + bench.broker.work()
+    assert [e.message for e in effects if isinstance(e, Reply)] == [
+        Cleared(chunks=0, bytes=0, deferred=0)
+    ]
+
+
+def test_too_many_sweeps_at_a_time_are_refused(bench: Bench) -> None:
+    """The limit is named; each of those before gets its answer."""
+    for number in range(MAX_SWEEPS):
+        assert bench.broker.request(bench.tool, 100 + number, Clear(), bench.now) == []
+    (reply,) = bench.broker.request(bench.tool, 8, Clear(), bench.now)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Error)
+    assert reply.message.code is ErrorCode.LIMIT
+    assert bench.broker.state.measures.limits["sweeps"] == 1
+    answered = []
+    while bench.broker.busy:
+        answered += [e.request_id for e in bench.broker.work() if isinstance(e, Reply)]
+    assert answered == list(range(100, 100 + MAX_SWEEPS))
+
+
+def test_a_check_looks_at_every_chunk(bench: Bench) -> None:
+    """READY, being written and pinned: nothing contradicts itself, and nothing changes."""
+    namespace = bench.namespace()
+    bench.store(namespace, [b"a", b"b", b"c"])
+    bench.store(namespace, [b"d"], finish=False)
+    namespace.table.prepare_load([b"a"], OWNER, bench.now, 10.0)
+    before = namespace.table.slots.stats()
+    assert bench.ask(Check()) == Checked(violation="", chunks=4, whole=True)
+    assert namespace.table.slots.stats() == before
+
+
+def test_a_check_goes_in_pieces(bench: Bench) -> None:
+    """Of a large namespace each turn looks at some slots; what is wrong in one is found."""
+    bench = Bench(chunks=3 * 1024)
+    namespace = bench.namespace()
+    bench.store(namespace, [b"%d" % n for n in range(2500)])
+    assert bench.ask(Check()) == Checked(violation="", chunks=2500, whole=False)
+    assert bench.turns >= 3
+    namespace.table.slots.policy.remove(2000)
+    effects = bench.broker.request(bench.tool, 8, Check(), bench.now)
+    while bench.broker.busy:
+        effects += bench.broker.work()
+    (reply,) = [effect.message for effect in effects if isinstance(effect, Reply)]
+    assert isinstance(reply, Checked)
+    assert "slot 2000 is READY" in reply.violation
+
+
+def test_only_some_checks_at_a_time(bench: Bench) -> None:
+    """Whoever asks again and again is told to wait."""
+    replies = [
+        effect.message
+        for _ in range(5)
+        for effect in bench.broker.request(bench.tool, 9, Check(), bench.now)
+        if isinstance(effect, Reply)
+    ]
+    (reply,) = replies
+    assert isinstance(reply, Error)
+    assert reply.code is ErrorCode.LIMIT
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
+    """From the answer on nothing of before is found; what is stored then is, and stays."""
+    bench = Bench(chunks=4 * PIECE_SLOTS, policy=policy)
+    namespace = bench.namespace()
+    bench.engine(namespace)
+    scheduler = bench.session("scheduler")
+    assert scheduler.engine is not None
+    scheduler.engine.namespace = namespace
+    table = namespace.table
+    keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
+    bench.store(namespace, keys)
+    lease = table.prepare_load([b"3000"], OWNER, bench.now, 60.0)
+    bench.store(namespace, [b"begun"], finish=False)
+    (reply,) = [
+        effect.message
+        for effect in bench.broker.request(scheduler, 8, Reset(), bench.now)
+        if isinstance(effect, Reply)
+    ]
+    assert reply == ResetDone(dropped=len(keys), deferred=1)  # with the one that was begun
+    assert set(table.directory.lookup_many([*keys, b"begun"])) == {LookupResult.MISS}
+    assert not table.prepare_load(keys, OWNER, bench.now, 60.0).found.any()
+    assert table.slots.stats()["ready"] == table.slots.stats()["doomed"] == 1
+    table.check_integrity()
+    new = [b"new", b"2"]  # one of them under a key that was there before
+    bench.store(namespace, new)
+    turns = 0
+    while bench.broker.busy:
+        bench.broker.work()
+        turns += 1
+        assert table.directory.lookup_many(new) == [LookupResult.HIT] * 2
+        assert isinstance(bench.broker.request(bench.tool, 9, Status(), bench.now)[0], Reply)
+        table.check_integrity()
+    assert turns >= 3
+    assert table.is_swept
+    assert table.slots.stats()["ready"] == 3
+    assert table.counters()["reset"] == len(keys)
+    assert table.counters()["removed"] == 0
+    assert table.complete_load(lease.lease_id, OWNER)
+    assert table.slots.stats()["doomed"] == 0
+
+
+def test_a_reset_takes_as_many_steps_however_much_there_is() -> None:
+    """No slot is looked at before the answer: a namespace of a thousand chunks is as one of ten."""
+    steps = []
+    for count in (10, 1000):
+        bench = Bench(chunks=1024)
+        namespace = bench.namespace()
+        bench.store(namespace, [b"%d" % number for number in range(count)])
+        lines = 0
+
+        def count_line(_frame: FrameType, what: str, _argument: object) -> Any:
+            nonlocal lines
+            lines += what == "line"
+            return count_line
+
+        gc.disable()  # what the collector calls would count, too
+        sys.settrace(count_line)
+        try:
+            namespace.table.reset()
+        finally:
+            sys.settrace(None)
+            gc.enable()
+        steps.append(lines)
+    assert steps[0] == steps[1]
+
+
+def test_stores_take_the_room_that_a_reset_has_left() -> None:
+    """In a full pool they are not refused because it was not swept yet, and evict nothing new."""
+    bench = Bench(chunks=64)
+    namespace = bench.namespace()
+    bench.store(namespace, [b"%d" % number for number in range(64)])
+    namespace.table.reset()
+    again = [b"%d" % number for number in range(64)]
+    bench.store(namespace, again)
+    assert namespace.table.directory.lookup_many(again) == [LookupResult.HIT] * 64
+    assert namespace.table.is_swept
+    assert namespace.table.counters()["evicted"] == 0
+
+
+def test_a_second_reset_before_the_first_is_swept() -> None:
+    """What was stored in between goes, too, and each slot is freed once."""
+    bench = Bench(chunks=4 * PIECE_SLOTS)
+    namespace = bench.namespace()
+    table = namespace.table
+    for name in ("one", "two"):
+        bench.store(namespace, [b"%s %d" % (name.encode(), n) for n in range(PIECE_SLOTS)])
+        table.reset()
+        bench.broker.work()
+        table.check_integrity()
+    while bench.broker.busy:
+        bench.broker.work()
+    table.check_integrity()
+    assert not any(table.slots.stats().values())
+    assert table.space.held == 0

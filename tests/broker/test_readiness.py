@@ -1,0 +1,171 @@
+"""Readiness, check by check, and the estimate while the pool is being pinned."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvd.broker.broker import Broker
+from kvd.broker.readiness import Check, checks
+from kvd.broker.sessions import Peer
+from kvd.broker.status_report import status_report
+from kvd.cache.namespaces import Namespaces
+from kvd.config.settings import Settings
+from kvd.wire.link import Imported, LaneReady, PoolUsable
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import Fingerprint, Hello, IpcHandle, Register
+from kvd_proto.sizes import parse_size
+
+POOL = 64 * 2**20
+CUDA = "cuda:" + "0f" * 16
+LAYOUT = RankLayout(
+    num_blocks=8,
+    blocks_per_chunk=1,
+    hash_block_size=16,
+    storages=(8 * 4096,),
+    tensors=(TensorSpec(storage=0, offset=0, page_bytes=4096, block_stride=4096),),
+    groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=4096),), block_size=16),),
+)
+
+
+def make_broker(cpu_bytes: str = "64MiB") -> Broker:
+    """A broker with the host's lane, which has not started."""
+    return Broker(
+        Settings(runtime_dir="/nowhere", cpu_bytes=cpu_bytes),
+        boot_id=bytes(16),
+        version="test",
+        pid=1,
+        devices=["host"],
+        open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
+        available_bytes=lambda: 2**40,
+    )
+
+
+def lane_comes(broker: Broker, device: str, usable: int = POOL, *, pins: bool = False) -> None:
+    """A lane process says that it serves."""
+    ready = LaneReady(
+        device=device, incarnation=1, pid=2, endpoint="ipc://x", usable_bytes=usable, pins=pins
+    )
+    broker.supervision.heard(device, ready, 0.0)
+
+
+def engine_comes(broker: Broker, device: str) -> None:
+    """An engine of one rank registers memory of `device`, whose lane comes up and pins."""
+    session, _ = broker.connected(bytes(16), Peer(5, 0, 0))
+    assert session is not None
+    hello = Hello(kind="worker", engine="e", pid=5, protocol_min=1, protocol_max=1, client="test")
+    broker.request(session, 1, hello, 0.0)
+    broker.descriptors(session, 0, 2, 0.0)
+    register = Register(
+        rank=0,
+        world_size=1,
+        device=device,
+        fingerprint=Fingerprint(model="m"),
+        layout=LAYOUT,
+        handles=(IpcHandle(handle=bytes(64), allocation=2**20),),
+    )
+    broker.request(session, 2, register, 0.0)
+    lane_comes(broker, device, usable=POOL // 8, pins=True)
+    broker.supervision.heard(device, Imported(session=session.number, error=""), 0.0)
+    assert broker.state.workers_of(device)
+
+
+def named(broker: Broker, name: str, now: float = 1.0) -> Check:
+    """One of the checks."""
+    (found,) = [check for check in checks(broker.state, now) if check.name == name]
+    return found
+
+
+def report(broker: Broker, now: float = 1.0) -> dict[str, Any]:
+    """The status."""
+    return status_report(broker.state, 1, "kvd test", now)
+
+
+def test_a_daemon_that_waits_for_the_size_of_its_pool_is_ready() -> None:
+    """With auto, the absence of the first engine fails nothing: it waits for readiness itself."""
+    broker = make_broker("auto")
+    assert broker.state.ready
+    assert all(check.ok for check in checks(broker.state, 0.0))
+    assert "first engine" in named(broker, "pool").text
+    assert named(broker, "pool").percent is None
+    assert report(broker)["not_ready"] == []
+
+
+def test_the_pool_says_how_far_it_is_and_how_long_it_takes() -> None:
+    """Percent and seconds follow from what is allocated, until all of it is."""
+    broker = make_broker()
+    lane_comes(broker, "host")
+    assert named(broker, "pool").seconds_left is None
+    for second in (1, 2, 3):
+        broker.state.allocated = second * POOL // 8
+        broker.tick(float(second))
+    check = named(broker, "pool")
+    assert (check.ok, check.percent) == (False, 37.5)
+    assert check.seconds_left == pytest.approx(5.0)
+    (reason,) = report(broker)["not_ready"]
+    assert reason == "pool: 24 MiB of 64 MiB are allocated (38 %, about 5 s left)"
+    broker.state.allocated = POOL
+    assert named(broker, "pool") == Check("pool", True, "64 MiB are allocated", 100.0, 0.0)
+    assert broker.state.ready
+
+
+def test_a_lane_that_pins_holds_readiness_up_while_it_has_workers() -> None:
+    """A CUDA lane's pinning counts from its first worker on; without workers it fails nothing."""
+    broker = make_broker()
+    lane_comes(broker, "host")
+    broker.state.allocated = POOL
+    assert broker.state.ready
+    engine_comes(broker, CUDA)
+    check = named(broker, "pool")
+    assert (check.ok, check.percent) == (False, 12.5)
+    assert check.text == f"lane {CUDA} has pinned 8 MiB of 64 MiB"
+    broker.supervision.heard(CUDA, PoolUsable(usable_bytes=0, error="no memory may be locked"), 2.0)
+    assert named(broker, "pool").text == f"lane {CUDA}: no memory may be locked"
+    assert report(broker)["lanes"][1]["pin_error"] == "no memory may be locked"
+    broker.supervision.heard(CUDA, PoolUsable(usable_bytes=POOL, error=""), 3.0)
+    assert broker.state.ready
+    assert named(broker, "pool").text == "64 MiB are allocated and pinned"
+
+
+def test_a_lost_lane_is_named_with_its_end() -> None:
+    """The host's lane fails its check while it is not up, and says why."""
+    broker = make_broker()
+    broker.state.allocated = POOL
+    assert named(broker, "lane host") == Check("lane host", False, "starting")
+    lane_comes(broker, "host")
+    assert named(broker, "lane host").text == "up, last heard 1.0 s ago, 0 jobs queued"
+    broker.supervision.lost("host", "killed by signal 9")
+    check = named(broker, "lane host")
+    assert (check.ok, report(broker)["lanes"][0]["state"]) == (False, "down")
+    assert check.text == "lost (killed by signal 9); it is started again"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda broker: setattr(broker.state, "allocated", 0),
+        lambda broker: setattr(broker.state, "stopping", True),
+        lambda broker: broker.supervision.lost("host", "exit status 1"),
+    ],
+    ids=["pool", "drain", "lane"],
+)
+def test_one_check_that_fails_ends_readiness(spoil: Callable[[Broker], object]) -> None:
+    """Ready is exactly that all checks are ok; the one that is not is the reason."""
+    broker = make_broker()
+    lane_comes(broker, "host")
+    broker.state.allocated = parse_size("64MiB")
+    assert report(broker)["ready"]
+    spoil(broker)
+    failed = [check for check in checks(broker.state, 1.0) if not check.ok]
+    assert len(failed) == 1
+    assert report(broker)["not_ready"] == [failed[0].in_words]
+    assert not report(broker)["ready"]
+
+
+def test_totals_are_there_from_the_start() -> None:
+    """Before the first namespace every total is 0, not absent."""
+    broker = make_broker("auto")
+    totals = report(broker)["counters"]
+    assert totals.pop("jobs") == {}
+    assert {"offered", "accepted", "hits", "evicted", "lookup_tokens"} < totals.keys()
+    assert set(totals.values()) == {0}

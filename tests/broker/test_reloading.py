@@ -1,0 +1,192 @@
+"""Reading the configuration again: what is taken up, what waits, who is answered."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.broker.broker import Broker
+from kvd.broker.effects import Effect, Event, Reply, ToLane
+from kvd.broker.sessions import Peer
+from kvd.cache.namespaces import Namespaces
+from kvd.config.loaded import Loaded, take_up
+from kvd.config.settings import KNOWN, Settings
+from kvd.errors import ConfigError
+from kvd.wire.link import LaneLog
+from kvd_proto.messages import (
+    ConfigReloaded,
+    ConfigShown,
+    Error,
+    ErrorCode,
+    Hello,
+    Kind,
+    ReloadConfig,
+    ShowConfig,
+)
+
+START = Settings(cpu_bytes=2**20)
+
+
+@pytest.fixture
+def broker() -> Broker:
+    """One with a pool and the host's lane."""
+    return Broker(
+        START,
+        boot_id=bytes(16),
+        version="kvd test",
+        pid=1,
+        devices=("host",),
+        open_namespaces=lambda cpu_bytes: Namespaces(
+            cpu_bytes, make_buffer=lambda _name, nbytes: bytearray(nbytes)
+        ),
+        available_bytes=lambda: 2**30,
+    )
+
+
+def join(broker: Broker, kind: Kind = "tool") -> int:
+    """A session that has said HELLO; its number."""
+    session, _ = broker.connected(bytes([len(broker.state.registry.sessions)]) * 16, Peer(77, 5, 5))
+    assert session is not None
+    hello = Hello(kind=kind, engine="e", pid=77, protocol_min=1, protocol_max=1, client="test")
+    broker.request(session, 1, hello, 0.0)
+    return session.number
+
+
+def ask(broker: Broker, number: int, message: ReloadConfig | ShowConfig) -> list[Effect]:
+    """What a request of this session brings."""
+    return broker.request(broker.state.registry.sessions[number], 9, message, 0.0)
+
+
+def read(**changes: object) -> Loaded:
+    """What a reading brings: the settings of the start with these changes."""
+    settings = msgspec.structs.replace(START, **changes)
+    origins = {key: "kvd.toml:1" if key in changes else "default" for key in KNOWN}
+    return Loaded(settings, origins, Path("kvd.toml"))
+
+
+def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
+    """Times, limits and the log's level reach every part of the daemon that uses them."""
+    tool = join(broker)
+    assert ask(broker, tool, ReloadConfig()) == []
+    assert broker.reloading.begin()
+    changed = read(
+        lease_seconds=1.0,
+        ticket_seconds=2.0,
+        max_sessions=3,
+        max_sessions_per_user=2,
+        log_level="debug",
+    )
+    effects = broker.reloading.read(changed)
+    assert broker.state.settings == changed.settings
+    assert broker.state.registry.max_sessions == 3
+    assert broker.state.registry.max_sessions_per_user == 2
+    assert broker.state.namespaces is not None
+    config = broker.state.namespaces.config
+    assert (config.lease_seconds, config.ticket_seconds) == (1.0, 2.0)
+    assert ToLane("host", LaneLog(level="debug")) in effects
+    (reply,) = [effect for effect in effects if isinstance(effect, Reply)]
+    assert isinstance(reply.message, ConfigReloaded)
+    assert all(change.live for change in reply.message.changes)
+    (event,) = [effect for effect in effects if isinstance(effect, Event)]
+    assert "uid 5 pid 77" in event.text
+    assert "lease_seconds = 1.0 (was 60.0)" in event.text
+
+
+def test_quotas_change_live(broker: Broker) -> None:
+    """A cap that is read from the file holds in the pool at once, and is reported."""
+    tool = join(broker)
+    ask(broker, tool, ReloadConfig())
+    broker.reloading.begin()
+    broker.reloading.read(read(quota={"llama": {"floor": "25%", "cap": "512KiB"}}))
+    assert broker.state.namespaces is not None
+    assert broker.state.namespaces.stats()["quotas"] == [
+        {"model": "llama", "floor_bytes": 2**18, "cap_bytes": 2**19, "held_bytes": 0}
+    ]
+
+
+def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:
+    """A new pool size is named, changes nothing, and stands beside the value that holds."""
+    tool = join(broker)
+    ask(broker, tool, ReloadConfig())
+    broker.reloading.begin()
+    broker.reloading.read(read(cpu_bytes="1GiB"))
+    assert broker.state.settings == START
+    (reply,) = ask(broker, tool, ShowConfig())
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, ConfigShown)
+    shown = reply.message.config["settings"]["cpu_bytes"]
+    assert (shown["value"], shown["from"]) == (2**20, "default")
+    assert shown["after_restart"] == {"value": "1GiB", "from": "kvd.toml:1"}
+    broker.reloading.hung_up()
+    broker.reloading.begin()
+    broker.reloading.read(read())
+    assert not broker.reloading.loaded.waiting
+
+
+def test_a_file_that_cannot_be_used_changes_nothing(broker: Broker) -> None:
+    """The old settings hold, the tool gets all that is wrong, the log says who asked."""
+    tool = join(broker)
+    ask(broker, tool, ReloadConfig())
+    broker.reloading.begin()
+    effects = broker.reloading.read(ConfigError("line one\nline two"))
+    assert broker.state.settings == START
+    assert Reply(tool, 9, Error(code=ErrorCode.BAD_CONFIG, text="line one\nline two")) in effects
+    (event,) = [effect for effect in effects if isinstance(effect, Event)]
+    assert event.level == "error"
+    assert "uid 5 pid 77" in event.text
+
+
+def test_who_asks_during_a_reading_is_answered_from_the_next(broker: Broker) -> None:
+    """A reading that began before the question may not answer it; nobody is forgotten."""
+    first, second, third = (join(broker) for _ in range(3))
+    ask(broker, first, ReloadConfig())
+    assert broker.reloading.begin()
+    ask(broker, second, ReloadConfig())
+    ask(broker, third, ReloadConfig())
+    assert not broker.reloading.begin()
+    answered = [e.session for e in broker.reloading.read(read()) if isinstance(e, Reply)]
+    assert answered == [first]
+    assert broker.reloading.begin()
+    answered = [e.session for e in broker.reloading.read(read()) if isinstance(e, Reply)]
+    assert answered == [second, third]
+    assert not broker.reloading.begin()
+
+
+@pytest.mark.parametrize("message", [ReloadConfig(), ShowConfig()])
+def test_engines_may_not_ask(broker: Broker, message: ReloadConfig | ShowConfig) -> None:
+    """Only sessions of tools reload or see the configuration."""
+    (reply,) = ask(broker, join(broker, "scheduler"), message)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Error)
+    assert reply.message.code is ErrorCode.BAD_STATE
+    assert not broker.reloading.begin()
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "lease_seconds": st.sampled_from([1.0, 2.0, 60.0]),
+                "cpu_bytes": st.sampled_from(["auto", "1GiB", 2**20]),
+                "policy": st.sampled_from(["lru", "arc"]),
+                "max_sessions": st.sampled_from([1, 1024]),
+            },
+        ),
+        max_size=6,
+    )
+)
+def test_after_any_readings_live_settings_are_the_last_and_others_the_first(
+    readings: list[dict[str, object]],
+) -> None:
+    """Live settings follow the file, the others stay, and exactly what differs waits."""
+    present = Loaded(START)
+    for changes in readings:
+        present, _ = take_up(present, read(**changes))
+    last = read(**readings[-1]).settings if readings else START
+    for key, known in KNOWN.items():
+        wanted = getattr(last if known.about.live else START, key)
+        assert getattr(present.settings, key) == wanted
+        assert (key in present.waiting) == (getattr(last, key) != wanted)

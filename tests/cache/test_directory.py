@@ -1,0 +1,267 @@
+"""The directory: format, index, views."""
+
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvd.cache.directory import DirectoryWriter, directory_bytes
+from kvd.errors import IntegrityError
+from kvd_proto.answers import LookupResult
+from kvd_proto.directory import (
+    CHECK_WORD,
+    HEADER,
+    HEADER_BYTES,
+    NO_SHARE_YET,
+    PROBE_LIMIT,
+    DirectoryHeader,
+    DirectoryView,
+    SlotState,
+)
+from kvd_proto.errors import DirectoryError
+
+SPACE, BOOT = bytes(range(16)), bytes(range(16, 32))
+
+
+def make(num_slots: int) -> tuple[bytearray, DirectoryWriter]:
+    """A directory in a bytearray, and its writer."""
+    buffer = bytearray(directory_bytes(num_slots))
+    return buffer, DirectoryWriter.create(buffer, num_slots, SPACE, BOOT)
+
+
+def colliding_keys(count: int, mask: int, home: int) -> list[bytes]:
+    """Keys whose entries all want to be at the same place of the index."""
+    found: list[bytes] = []
+    number = 0
+    while len(found) < count:
+        key = number.to_bytes(8, "little")
+        if zlib.crc32(key) & mask == home:
+            found.append(key)
+        number += 1
+    return found
+
+
+def test_header_round_trip() -> None:
+    """What the writer puts into the header, a view reads out of it."""
+    buffer, _ = make(1000)
+    view = DirectoryView(bytes(buffer))
+    assert (view.num_slots, view.namespace, view.boot_id) == (1000, SPACE, BOOT)
+    assert view.header.index_capacity == 2048
+    assert view.header.total_bytes == HEADER_BYTES + 1000 * 80 + 2048 * 8 == len(buffer)
+
+
+@given(st.integers(1, 10**9))
+def test_index_load(num_slots: int) -> None:
+    """The index is a power of two whose load is at most 0.75, and costs little for a chunk."""
+    header = DirectoryHeader.plan(num_slots, SPACE, BOOT)
+    assert header.index_capacity.bit_count() == 1
+    assert num_slots <= 0.75 * header.index_capacity
+    assert header.total_bytes - HEADER_BYTES <= 102 * num_slots + 64
+
+
+def test_bytes_per_chunk() -> None:
+    """A million chunks cost less than 110 bytes each."""
+    assert directory_bytes(1_000_000) / 1_000_000 < 110
+
+
+def test_creation_touches_one_page() -> None:
+    """Making a directory writes its header and nothing else."""
+    buffer, _ = make(1000)
+    assert not any(buffer[HEADER.size + CHECK_WORD.size :])
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [(0, 0, "not a chunk directory"), (8, 9, "version"), (16, 1, "damaged"), (88, 1, "damaged")],
+)
+def test_bad_header(at: int, value: int, words: str) -> None:
+    """A wrong magic, another version and a flipped byte are each refused in clear words."""
+    buffer, _ = make(8)
+    buffer[at] ^= value or 0xFF
+    with pytest.raises(DirectoryError, match=words):
+        DirectoryView(buffer)
+
+
+def test_contradicting_header() -> None:
+    """A header whose offsets do not fit its counts is refused though its check word is right."""
+    buffer, _ = make(8)
+    buffer[20] = 7  # index capacity
+    CHECK_WORD.pack_into(buffer, HEADER.size, zlib.crc32(buffer[: HEADER.size]))
+    with pytest.raises(DirectoryError, match="contradicts"):
+        DirectoryView(buffer)
+
+
+def test_short_buffers() -> None:
+    """A buffer too small for the header, the table or the plan is refused with the figures."""
+    buffer, _ = make(8)
+    with pytest.raises(DirectoryError, match="cannot hold"):
+        DirectoryView(b"short")
+    with pytest.raises(DirectoryError, match=f"{len(buffer) - 1} bytes of a directory"):
+        DirectoryView(buffer[:-1])
+    with pytest.raises(DirectoryError, match="bytes for a directory"):
+        DirectoryWriter.create(bytearray(100), 8, SPACE, BOOT)
+    with pytest.raises(DirectoryError, match="writable"):
+        DirectoryWriter(bytes(buffer))
+
+
+@pytest.mark.parametrize(("slots", "space"), [(0, SPACE), (2**31, SPACE), (4, b"short")])
+def test_bad_plan(slots: int, space: bytes) -> None:
+    """Slot counts and ids out of range are refused."""
+    with pytest.raises(DirectoryError):
+        DirectoryHeader.plan(slots, space, BOOT)
+
+
+def test_life_of_a_chunk() -> None:
+    """A key is pending while written, hits when ready, and misses again once freed."""
+    buffer, writer = make(4)
+    view = DirectoryView(memoryview(buffer).toreadonly())
+    assert view.lookup(b"k") is LookupResult.MISS
+    assert writer.begin([b"k"], [2], owner=7) == [1]
+    assert view.lookup(b"k") is LookupResult.HIT_PENDING
+    record = view.record(2)
+    assert (record.generation, record.owner, record.state) == (1, 7, SlotState.WRITING)
+    assert (record.key, record.ranks_done, record.count) == (b"k", 0, NO_SHARE_YET)
+    writer.write_state(2, SlotState.READY)
+    assert view.lookup_many([b"k", b"x", b"", b"k" * 49]) == [1, 0, 0, 0]
+    assert view.find(b"k") == 2
+    assert writer.free([2]) == [b"k"]
+    assert view.lookup(b"k") is LookupResult.MISS
+    assert view.find(b"k") == -1
+    assert writer.begin([b"other"], [2], owner=7) == [2]
+    with pytest.raises(IndexError):
+        view.record(4)
+
+
+def test_shares() -> None:
+    """Ranks add up to a mask, and the coverage is what all of them hold."""
+    _, writer = make(4)
+    writer.begin([b"k"], [3], owner=1)
+    assert writer.add_share(3, 0, first=1, count=3, group=0) == (0b01, 3)
+    assert writer.add_share(3, 63, first=0, count=3, group=0) == (1 | 1 << 63, 2)
+    first, count = writer.coverage(np.array([3], "u4"))
+    assert (first.tolist(), count.tolist()) == ([1], [2])
+    assert writer.add_share(3, 5, first=3, count=1, group=0)[1] == 0
+
+
+def test_check_is_exact() -> None:
+    """`check` wants slot, generation, state and owner, and takes any number as a slot."""
+    _, writer = make(4)
+    writer.begin([b"a", b"b"], [0, 1], owner=5)
+    slots = np.array([0, 1, 1, 3, 4, 2**32 - 1], "u4")
+    generations = np.array([1, 1, 2, 1, 1, 1], "u8")
+    good = writer.check(slots, generations, SlotState.WRITING, owner=5)
+    assert good.tolist() == [True, True, False, False, False, False]
+    assert not writer.check(slots, generations, SlotState.WRITING, owner=6).any()
+    assert not writer.check(slots, generations, SlotState.READY).any()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=9, max_size=40),
+    st.sampled_from(list(SlotState)),
+    st.sampled_from([None, 5, 6]),
+)
+def test_check_says_the_same_of_few_slots_and_of_many(
+    pairs: list[tuple[int, int]], state: SlotState, owner: int | None
+) -> None:
+    """Slots checked one at a time get the answers that they get all at once."""
+    _, writer = make(8)
+    writer.begin([b"a", b"b", b"c"], [0, 1, 7], owner=5)
+    writer.write_state(1, SlotState.READY)
+    slots = np.array([slot for slot, _ in pairs], "u4")
+    generations = np.array([generation for _, generation in pairs], "u8")
+    together = writer.check(slots, generations, state, owner).tolist()
+    alone = [
+        writer.check(slots[i : i + 1], generations[i : i + 1], state, owner).item()
+        for i in range(len(slots))
+    ]
+    assert together == alone
+
+
+def test_released_buffer_can_be_resized() -> None:
+    """After `release` nothing holds the buffer, so its owner may unmap it."""
+    buffer, writer = make(4)
+    writer.check(np.zeros(1, "u4"), np.zeros(1, "u8"), SlotState.FREE)
+    with pytest.raises(BufferError):
+        buffer.append(0)
+    writer.release()
+    buffer.append(0)
+
+
+def test_crowded_home_is_refused() -> None:
+    """A key for which there is no place within the probe limit is refused; the slot stays free."""
+    num_slots = PROBE_LIMIT + 8
+    buffer, writer = make(num_slots)
+    mask = writer.header.index_capacity - 1
+    keys = colliding_keys(PROBE_LIMIT + 2, mask, home=mask)  # wraps round the end
+    generations = writer.begin(keys, range(len(keys)), owner=1)
+    assert generations == [1] * PROBE_LIMIT + [0, 0]
+    assert writer.state(PROBE_LIMIT) == SlotState.FREE
+    view = DirectoryView(buffer)
+    assert view.lookup_many(keys) == [LookupResult.HIT_PENDING] * PROBE_LIMIT + [0, 0]
+    writer.check_integrity()
+    writer.unindex(0)
+    assert writer.begin([keys[-1]], [PROBE_LIMIT], owner=1) == [1]
+    assert view.find(keys[-1]) == PROBE_LIMIT
+    writer.write_state(0, SlotState.DRAINING)
+    writer.check_integrity()
+
+
+def test_a_garbled_index_never_hits() -> None:
+    """Entries that point nowhere, or to another key, are misses and not errors."""
+    buffer, writer = make(4)
+    writer.begin([b"k"], [0], owner=1)
+    at = writer.header.index_offset + (zlib.crc32(b"k") & writer.header.index_capacity - 1) * 8
+    for slot in (2, 99, 2**32 - 2, -1):
+        buffer[at : at + 4] = (slot + 1).to_bytes(4, "little")
+        assert DirectoryView(buffer).lookup(b"k") is LookupResult.MISS
+        with pytest.raises(IntegrityError):
+            writer.check_integrity()
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """The index against a dict, with keys that crowd a few homes and wrap round the end."""
+
+    slots = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer, self.writer = make(self.slots)
+        self.view = DirectoryView(self.buffer)
+        mask = self.writer.header.index_capacity - 1
+        homes = (mask, mask - 1, 0, 3)
+        self.keys = [key for home in homes for key in colliding_keys(12, mask, home)]
+        self.model: dict[bytes, int] = {}
+
+    @rule(data=st.data(), ready=st.booleans())
+    @precondition(lambda self: len(self.model) < self.slots)
+    def insert(self, data: st.DataObject, ready: bool) -> None:
+        """Put a key into a free slot."""
+        key = data.draw(st.sampled_from([k for k in self.keys if k not in self.model]))
+        used = set(self.model.values())
+        slot = data.draw(st.sampled_from([s for s in range(self.slots) if s not in used]))
+        before = self.writer.generation(slot)
+        assert self.writer.begin([key], [slot], 1) == [before + 1]
+        if ready:
+            self.writer.write_state(slot, SlotState.READY)
+        self.model[key] = slot
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.model)
+    def delete(self, data: st.DataObject) -> None:
+        """Free some slots."""
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.model)), unique=True, min_size=1))
+        assert self.writer.free([self.model.pop(key) for key in keys]) == keys
+
+    @invariant()
+    def agrees(self) -> None:
+        """Every key is found where the dict has it, and no other."""
+        for key in self.keys:
+            assert self.view.find(key) == self.model.get(key, -1)
+            assert bool(self.view.lookup(key)) == (key in self.model)
+        self.writer.check_integrity()
+
+
+TestIndex = IndexMachine.TestCase

@@ -1,0 +1,620 @@
+"""Two namespaces in one pool, driven at random beside a plain-dict model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvd.cache.directory import Refs
+from kvd.cache.namespaces import Namespace, Namespaces
+from kvd.config.quota import Quota
+from kvd_proto.answers import LookupResult, StoreAnswer
+
+KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
+OWNERS = (1, 2)
+SPACES = (0, 1)
+LEASE, TICKET = 10.0, 20.0
+BLOCKS = 8  # of a chunk
+PARTS = [(0, BLOCKS), (0, BLOCKS), (2, 6), (5, 3), (0, 4)]
+KIB = 1024
+QUOTAS: tuple[dict[str, Quota], ...] = (
+    {},
+    {"model 0": Quota(floor_bytes=24 * KIB, cap_bytes=40 * KIB)},
+    {"model 0": Quota(cap_bytes=20 * KIB), "model 1": Quota(floor_bytes=24 * KIB)},
+    {"model 0": Quota(floor_bytes=32 * KIB), "model 1": Quota(24 * KIB, 24 * KIB)},
+)
+
+keys_strategy = st.lists(st.sampled_from(KEYS), max_size=10)
+
+
+@dataclass
+class Chunk:
+    """A WRITING or READY chunk of the model."""
+
+    slot: int
+    generation: int
+    owner: int
+    deadline: float
+    ranks: set[int] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=lambda: set(range(BLOCKS)))
+    ready: bool = False
+    used: float = 0.0
+
+
+@dataclass
+class Lease:
+    """A lease of the model: pinned slots, with repetitions."""
+
+    owner: int
+    deadline: float
+    slots: list[int]
+
+
+def part(first: int, count: int) -> set[int]:
+    """Some blocks of a chunk."""
+    return set(range(first, first + count))
+
+
+class Model:
+    """One namespace as plain dicts.
+
+    `chunks` are those that lookups find, `fuller` those that are being written to replace one.
+    """
+
+    def __init__(self, namespace: Namespace, world_size: int, *, replicated: bool) -> None:
+        self.namespace = namespace
+        self.table = namespace.table
+        self.world_size = world_size
+        self.replicated = replicated
+        self.chunks: dict[bytes, Chunk] = {}
+        self.fuller: dict[bytes, Chunk] = {}
+        self.order: list[bytes] = []  # used longest ago first; may name keys that are gone
+        self.draining: dict[int, int] = {}
+        self.leases: dict[int, Lease] = {}
+        self.doomed: set[int] = set()
+        self.room = 0
+
+    def use(self, keys: list[bytes]) -> None:
+        """These are here and were used, the first of them last."""
+        for key in reversed(keys):
+            if key in self.order:
+                self.order.remove(key)
+            self.order.append(key)
+
+    def pinned(self) -> set[int]:
+        """Slots under any lease."""
+        return {slot for lease in self.leases.values() for slot in lease.slots}
+
+    def expected(self, slot: int) -> set[int]:
+        """The ranks that have to write a slot."""
+        return {slot % self.world_size} if self.replicated else set(range(self.world_size))
+
+    def give_up(self, keys: list[bytes], refs: Refs) -> None:
+        """These WRITING chunks are DRAINING now, and exactly they were reported."""
+        gone = [
+            self.fuller.pop(key) if key in self.fuller else self.chunks.pop(key) for key in keys
+        ]
+        assert sorted(refs) == sorted((chunk.slot, chunk.generation) for chunk in gone)
+        self.draining.update(refs)
+
+    def writing(self) -> list[bytes]:
+        """Keys that are being written."""
+        return sorted(key for key in self.chunks if self.writer(key) is not None)
+
+    def writer(self, key: bytes) -> Chunk | None:
+        """What is being written under a key: never more than one."""
+        chunk = self.chunks[key]
+        if key in self.fuller:
+            assert chunk.ready
+            return self.fuller[key]
+        return None if chunk.ready else chunk
+
+    def leaves(self, key: bytes) -> None:
+        """A READY chunk goes; what should replace it is a chunk like any other, as recent."""
+        gone = self.chunks.pop(key)
+        if key in self.fuller:
+            self.chunks[key] = self.fuller.pop(key)
+            self.chunks[key].used = gone.used
+
+    def end_leases(self, numbers: list[int]) -> None:
+        """Leases end; doomed chunks that nobody pins any more go."""
+        for number in numbers:
+            del self.leases[number]
+        self.doomed &= self.pinned()
+
+    def protected_bytes(self, namespaces: Namespaces) -> int:
+        """What it holds of its floor."""
+        group = namespaces.pool.quotas.of(self.table.space)
+        return min(group.floor, group.held) if group is not None else 0
+
+    def forget_yielded(self) -> None:
+        """Chunks that went for another namespace, or for a cap: only such as may go."""
+        for key in [k for k, c in self.chunks.items() if self.table.directory.find(k) != c.slot]:
+            assert self.chunks[key].ready
+            assert self.chunks[key].slot not in self.pinned()
+            self.leaves(key)
+
+    def evictable(self, key: bytes) -> bool:
+        """READY, not pinned, and not to be replaced."""
+        chunk = self.chunks[key]
+        return chunk.ready and key not in self.fuller and chunk.slot not in self.pinned()
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Every rule does the same to the tables and to the model and compares the answers."""
+
+    policy = "lru"
+    quotas: Mapping[str, Quota] = QUOTAS[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.namespaces = Namespaces(
+            64 * 1024,
+            make_buffer=lambda _, size: bytearray(size),
+            policy=self.policy,
+            lease_seconds=LEASE,
+            ticket_seconds=TICKET,
+            quotas=self.quotas,
+        )
+        shapes = [((4096, 4096), 2, False), ((12288,), 3, True)]
+        self.models = [
+            Model(
+                self.namespaces.open(
+                    bytes([number]) * 16,
+                    sizes,
+                    world_size=world_size,
+                    replicated=replicated,
+                    boot_id=bytes(16),
+                    blocks_per_chunk=BLOCKS,
+                    label=f"model {number}",
+                ),
+                world_size,
+                replicated=replicated,
+            )
+            for number, (sizes, world_size, replicated) in enumerate(shapes)
+        ]
+
+    @rule(space=st.sampled_from(SPACES), attach=st.booleans())
+    def engines(self, space: int, attach: bool) -> None:
+        """An engine comes or goes."""
+        namespace = self.models[space].namespace
+        if attach:
+            self.namespaces.attach_engine(namespace)
+        elif namespace.engines:
+            self.namespaces.detach_engine(namespace)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        blocks=st.sampled_from(PARTS),
+    )
+    def prepare_store(
+        self, space: int, keys: list[bytes], owner: int, blocks: tuple[int, int]
+    ) -> None:
+        """Slots are asked for, to write these blocks of each chunk."""
+        model, other = self.models[space], self.models[1 - space]
+        protected = other.protected_bytes(self.namespaces)
+        asked = [*keys, b"", b"x" * 49]
+        whole = blocks == (0, BLOCKS)
+        decision = model.table.prepare_store(
+            asked, owner, self.now, blocks=() if whole else [blocks] * len(asked)
+        )
+        answers = [StoreAnswer(a) for a in decision.answers]
+        assert answers[-2:] == [StoreAnswer.BAD_KEY] * 2
+        other.forget_yielded()
+        assert other.protected_bytes(self.namespaces) >= protected
+        assert len(set(decision.evicted)) == len(decision.evicted)
+        for key in decision.evicted:
+            assert model.evictable(key)
+            assert key not in keys
+            del model.chunks[key]
+        new: list[bytes] = []
+        full = False
+        for key, answer in zip(keys, answers, strict=False):
+            here = model.chunks.get(key)
+            if here is not None and not here.ready:
+                assert answer == StoreAnswer.PENDING
+            elif here is not None and not here.blocks < part(*blocks):
+                assert answer == StoreAnswer.PRESENT
+            elif key in new or key in model.fuller:
+                assert answer == StoreAnswer.PENDING
+            elif answer == StoreAnswer.ACCEPTED:
+                assert not full  # accepted in order
+                new.append(key)
+            else:
+                capped = self.namespaces.pool.is_capped(model.table.space)
+                assert answer == (StoreAnswer.QUOTA if capped else StoreAnswer.FULL)
+                full = True
+        assert len(new) == len(decision.slots) >= len(decision.evicted)
+        for key, slot, generation in zip(new, decision.slots, decision.generations, strict=True):
+            chunk = Chunk(int(slot), int(generation), owner, self.now + TICKET, used=self.now)
+            (model.fuller if key in model.chunks else model.chunks)[key] = chunk
+        model.use([key for key in new if key not in model.fuller])
+        if decision.evicted or full:
+            assert model.table.space.free_slots == 0
+        if full:
+            assert not any(model.evictable(key) for key in model.chunks if key not in keys)
+
+    def report(self, model: Model, keys: list[bytes], rank: int, first: int, count: int) -> None:
+        """A lane reports one rank's share of WRITING chunks of one owner; count 0: it failed."""
+        chunks = [chunk for key in keys if (chunk := model.writer(key)) is not None]
+        outcome = model.table.share_done(
+            chunks[0].owner,
+            rank,
+            np.array([chunk.slot for chunk in chunks], "u4"),
+            np.array([chunk.generation for chunk in chunks], "u8"),
+            [first] * len(keys),
+            [max(1, count)] * len(keys),
+            ok=count > 0,
+        )
+        ready, failed = [], []
+        for key, chunk in zip(keys, chunks, strict=True):
+            if rank not in model.expected(chunk.slot) or rank in chunk.ranks:
+                continue
+            chunk.blocks &= set(range(first, first + count))
+            if not chunk.blocks:
+                failed.append(key)
+                continue
+            chunk.ranks.add(rank)
+            if chunk.ranks != model.expected(chunk.slot):
+                continue
+            if key in model.fuller:
+                old = model.chunks[key]
+                if not old.blocks < chunk.blocks:
+                    failed.append(key)
+                    continue
+                model.doomed |= {old.slot} & model.pinned()
+                model.leaves(key)
+            chunk.ready = True
+            ready.append((chunk.slot, chunk.generation))
+        assert outcome.ready == ready
+        model.give_up(failed, outcome.dropped)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        data=st.data(),
+        rank=st.integers(0, 2),
+        first=st.integers(0, 7),
+        count=st.integers(0, 8),
+    )
+    def share_done(
+        self, space: int, data: st.DataObject, rank: int, first: int, count: int
+    ) -> None:
+        """A lane reports some shares, also twice or of a rank whose turn it is not."""
+        model, count = self.models[space], min(count, BLOCKS - first)
+        if model.writing():
+            keys = data.draw(st.lists(st.sampled_from(model.writing()), unique=True, min_size=1))
+            owners = {key: chunk.owner for key in keys if (chunk := model.writer(key)) is not None}
+            keys = [key for key in keys if owners[key] == owners[keys[0]]]
+            self.report(model, keys, rank % model.world_size, first, count)
+
+    @rule(
+        space=st.sampled_from(SPACES), data=st.data(), what=st.sampled_from(["slot", "gen", "own"])
+    )
+    def stale_share(self, space: int, data: st.DataObject, what: str) -> None:
+        """A report about a slot that has moved on, or was never this owner's, changes nothing."""
+        model = self.models[space]
+        refs = [(c.slot, c.generation, c.owner) for c in model.chunks.values()]
+        refs += [(slot, generation, 1) for slot, generation in model.draining.items()]
+        if refs:
+            slot, generation, owner = data.draw(st.sampled_from(sorted(refs)))
+            outcome = model.table.share_done(
+                owner + 10 * (what == "own"),
+                0,
+                [slot + 1000 * (what == "slot")],
+                [generation - (what == "gen")],
+                [0],
+                [8],
+                ok=data.draw(st.booleans()),
+            )
+            assert (outcome.ready, outcome.dropped) == ([], [])
+
+    @rule(space=st.sampled_from(SPACES))
+    def finish(self, space: int) -> None:
+        """Every share that is missing arrives."""
+        model = self.models[space]
+        for key in model.writing():
+            for rank in range(model.world_size):
+                if key in model.chunks and model.writer(key) is not None:
+                    self.report(model, [key], rank, 0, BLOCKS)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        blocks=st.sampled_from(PARTS),
+    )
+    def store(self, space: int, keys: list[bytes], owner: int, blocks: tuple[int, int]) -> None:
+        """Chunks are stored at once, some in part, and nothing is left draining."""
+        self.prepare_store(space=space, keys=keys, owner=owner, blocks=blocks)
+        model = self.models[space]
+        for key in model.writing():
+            for rank in range(model.world_size):
+                if key in model.chunks and model.writer(key) is not None:
+                    self.report(model, [key], rank, *blocks)
+        self.drain(space)
+
+    @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))
+    def store_whole(self, space: int, owner: int) -> None:
+        """What is here in part is offered whole."""
+        model = self.models[space]
+        keys = [k for k, c in model.chunks.items() if c.ready and c.blocks != part(0, BLOCKS)]
+        if keys:
+            self.prepare_store(space=space, keys=sorted(keys), owner=owner, blocks=(0, BLOCKS))
+
+    @rule(space=st.sampled_from(SPACES))
+    def drain(self, space: int) -> None:
+        """Lanes have nothing under way in the slots that were given up."""
+        model = self.models[space]
+        slots = list(model.draining)
+        assert model.table.revoked(slots, list(model.draining.values())) == len(slots)
+        model.draining.clear()
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        success=st.booleans(),
+    )
+    def complete_store(self, space: int, keys: list[bytes], owner: int, success: bool) -> None:
+        """An engine says that it is done with stores."""
+        model = self.models[space]
+        summary, refs = model.table.complete_store(keys, owner, success=success)
+        here = {key: model.chunks[key] for key in keys if key in model.chunks}
+        for key in here.keys() & model.fuller.keys():
+            if model.fuller[key].owner == owner:
+                here[key] = model.fuller[key]
+        failed = [k for k, c in here.items() if not (c.ready or success or c.owner != owner)]
+        assert summary.ready == sum(key in here and here[key].ready for key in keys)
+        assert summary.dropped == sum(key not in here or key in failed for key in keys)
+        assert summary.ready + summary.pending + summary.dropped == len(keys)
+        model.give_up(failed, refs)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        seconds=st.sampled_from([1.0, 5.0, 99.0]),
+        blocks=st.sampled_from(PARTS),
+    )
+    def prepare_load(
+        self, space: int, keys: list[bytes], owner: int, seconds: float, blocks: tuple[int, int]
+    ) -> None:
+        """Chunks are pinned, those that hold the blocks that are needed."""
+        model = self.models[space]
+        whole = blocks == (0, BLOCKS)
+        decision = model.table.prepare_load(
+            keys, owner, self.now, seconds, blocks=() if whole else [blocks] * len(keys)
+        )
+        found = [
+            key
+            for key in keys
+            if key in model.chunks
+            and model.chunks[key].ready
+            and part(*blocks) <= model.chunks[key].blocks
+        ]
+        chunks = [model.chunks[key] for key in found]
+        for chunk in chunks:
+            chunk.used = self.now
+        model.use(found)
+        assert decision.found.tolist() == [key in found for key in keys]
+        assert decision.slots.tolist() == [chunk.slot for chunk in chunks]
+        assert decision.generations.tolist() == [chunk.generation for chunk in chunks]
+        for chunk, first, count in zip(chunks, decision.first, decision.count, strict=True):
+            assert part(first, count) & part(0, BLOCKS) == chunk.blocks
+        assert decision.deadline == self.now + min(seconds, LEASE)
+        assert bool(decision.lease_id) == bool(found)
+        if found:
+            assert decision.lease_id not in model.leases
+            slots = [chunk.slot for chunk in chunks]
+            model.leases[decision.lease_id] = Lease(owner, decision.deadline, slots)
+
+    @rule(space=st.sampled_from(SPACES), number=st.integers(1, 9), owner=st.sampled_from(OWNERS))
+    def complete_load(self, space: int, number: int, owner: int) -> None:
+        """A lease is given back, perhaps by somebody who does not hold it."""
+        model = self.models[space]
+        mine = number in model.leases and model.leases[number].owner == owner
+        assert model.table.complete_load(number, owner) == mine
+        if mine:
+            model.end_leases([number])
+
+    @rule(space=st.sampled_from(SPACES), keys=keys_strategy)
+    def finished(self, space: int, keys: list[bytes]) -> None:
+        """A request has finished that used chunks, some of which may not be here yet or any more.
+
+        What is named twice counts where it is named first.
+        """
+        model = self.models[space]
+        here = [key for key in dict.fromkeys(keys) if key in model.chunks]
+        assert model.table.finished(keys) == len(here)
+        model.use(here)
+        for key in here:
+            model.chunks[key].used = self.now
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 12.0]))
+    def time_passes(self, seconds: float) -> None:
+        """Deadlines come."""
+        self.now += seconds
+        for model in self.models:
+            refs = model.table.expire(self.now)
+            late = [
+                key
+                for key in model.writing()
+                if (chunk := model.writer(key)) is not None and chunk.deadline <= self.now
+            ]
+            model.give_up(late, refs)
+            ended = [n for n, lease in model.leases.items() if lease.deadline <= self.now]
+            model.end_leases(ended)
+
+    @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))
+    def drop_owner(self, space: int, owner: int) -> None:
+        """An engine dies."""
+        model = self.models[space]
+        refs = model.table.drop_owner(owner)
+        theirs = [
+            key
+            for key in model.writing()
+            if (chunk := model.writer(key)) is not None and chunk.owner == owner
+        ]
+        model.give_up(theirs, refs)
+        model.end_leases([n for n, lease in model.leases.items() if lease.owner == owner])
+
+    @rule(space=st.sampled_from(SPACES))
+    @precondition(lambda self: any(len(model.chunks) > 3 for model in self.models))
+    def reset(self, space: int) -> None:
+        """A namespace is emptied."""
+        model = self.models[space]
+        outcome = model.table.reset()
+        pinned = model.pinned()
+        ready = {chunk.slot for chunk in model.chunks.values() if chunk.ready}
+        assert outcome.deferred == len(ready & pinned)
+        assert outcome.dropped == len(ready) + len(model.writing()) - outcome.deferred
+        model.give_up(model.writing(), outcome.revoke)
+        model.doomed |= ready & pinned
+        model.chunks.clear()
+
+    @rule(space=st.sampled_from(SPACES), count=st.integers(1, 6))
+    def sweep(self, space: int, count: int) -> None:
+        """Some of what a reset has left is freed; nobody sees a difference."""
+        self.models[space].table.slots.sweep(count)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        first=st.integers(0, 9),
+        count=st.sampled_from([1, 4, 99]),
+        unused_for=st.sampled_from([None, None, 0.0, 5.0, 12.0]),
+    )
+    def remove(self, space: int, first: int, count: int, unused_for: float | None) -> None:
+        """An operator drops the chunks of some slots: all, or those that are of no use."""
+        model = self.models[space]
+        pinned = model.pinned()
+        there = {
+            key: chunk.slot
+            for key, chunk in model.chunks.items()
+            if chunk.ready and first <= chunk.slot < first + count
+        }
+        if unused_for is not None:
+            there = {
+                key: slot
+                for key, slot in there.items()
+                if slot not in pinned and self.now - model.chunks[key].used >= unused_for
+            }
+        gone, kept = model.table.remove(first, count, unused_for=unused_for)
+        assert kept == len(set(there.values()) & pinned)
+        assert gone == len(there) - kept
+        for key in there:
+            model.leaves(key)
+        model.doomed |= set(there.values()) & pinned
+
+    @rule(space=st.sampled_from(SPACES), data=st.data())
+    def stale_revocation(self, space: int, data: st.DataObject) -> None:
+        """A lane answers about an older generation, or about a slot that is not draining."""
+        model = self.models[space]
+        refs = [(slot, generation - 1) for slot, generation in model.draining.items()]
+        refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values()]
+        if refs:
+            slot, generation = data.draw(st.sampled_from(sorted(refs)))
+            assert model.table.revoked([slot], [generation]) == 0
+
+    @rule(number=st.integers(0, len(QUOTAS) - 1))
+    @precondition(lambda self: self.quotas)
+    def set_quotas(self, number: int) -> None:
+        """The operator sets other quotas."""
+        self.namespaces.pool.set_quotas(QUOTAS[number])
+        self.trim()
+        for model in self.models:
+            group = self.namespaces.pool.quotas.of(model.table.space)
+            model.room = group.room if group is not None else 0
+
+    @rule()
+    @precondition(lambda self: self.quotas)
+    def trim(self) -> None:
+        """What had to stay above a cap goes when it may, and nothing more than needed."""
+        self.namespaces.pool.trim()
+        for model in self.models:
+            model.forget_yielded()
+            space = model.table.space
+            group = self.namespaces.pool.quotas.of(space)
+            if group is not None and group.room < 0:
+                busy = {slot // space.geometry.column_slots for slot in model.table.busy_slots()}
+                assert busy >= set(space.claimed)
+
+    @invariant()
+    def is_within_caps(self) -> None:
+        """No model holds more than its cap, but for what is in use since the cap was lowered."""
+        for model in self.models:
+            group = self.namespaces.pool.quotas.of(model.table.space)
+            room = group.room if group is not None else 0
+            assert room >= min(0, model.room)
+            model.room = room
+
+    @invariant()
+    def agrees(self) -> None:
+        """Tables and model say the same, and every invariant of the state holds."""
+        self.namespaces.check_integrity()
+        for model in self.models:
+            table = model.table
+            for key in KEYS:
+                chunk = model.chunks.get(key)
+                assert table.directory.find(key) == (chunk.slot if chunk else -1)
+                for blocks in PARTS[1:]:
+                    hint = table.directory.lookup(key, *blocks)
+                    if chunk is not None and not chunk.ready:
+                        assert hint is LookupResult.HIT_PENDING
+                    else:
+                        hit = chunk is not None and part(*blocks) <= chunk.blocks
+                        assert hint is (LookupResult.HIT if hit else LookupResult.MISS)
+                assert table.directory.lookup(key) is table.directory.lookup(key, 0, BLOCKS)
+            model.order = [key for key in model.order if key in model.chunks]
+            if self.policy == "lru":
+                order = [model.chunks[key].slot for key in model.order]
+                assert table.slots.policy.order() == order
+            ready = sum(chunk.ready for chunk in model.chunks.values())
+            assert table.slots.stats() == {
+                "ready": ready + len(model.doomed),
+                "writing": len(model.writing()),
+                "draining": len(model.draining),
+                "pinned": len(model.pinned()),
+                "doomed": len(model.doomed),
+            }
+            assert table.slots.is_idle == (
+                not model.writing() and not model.draining and not model.pinned()
+            )
+
+
+class QuotaTableMachine(TableMachine):
+    """The same with floors and caps, which may change."""
+
+    quotas = QUOTAS[1]
+
+
+class ArcTableMachine(TableMachine):
+    """The same with the other policy."""
+
+    policy = "arc"
+
+
+def test_tables_with_lru() -> None:
+    """Under LRU, two namespaces in one pool behave as the model says after every step."""
+    run_state_machine_as_test(TableMachine, settings=settings(stateful_step_count=60))
+
+
+def test_tables_with_arc() -> None:
+    """Under ARC, two namespaces in one pool behave as the model says after every step."""
+    run_state_machine_as_test(ArcTableMachine, settings=settings(stateful_step_count=60))
+
+
+def test_tables_with_quotas() -> None:
+    """After every step no cap is passed, and no floor was touched by another model."""
+    run_state_machine_as_test(QuotaTableMachine, settings=settings(stateful_step_count=60))

@@ -1,0 +1,260 @@
+"""What every policy must do, and what each does in its own way."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvd.cache.decisions import ReuseFilter
+from kvd.cache.policies import POLICIES, ArcPolicy, LruPolicy, Policy
+from kvd.cache.slotlists import SlotLists
+from kvd.errors import IntegrityError
+
+Make = Callable[[int], Policy]
+
+
+def key_of(slot: int) -> bytes:
+    """The slot's number as the key of its chunk."""
+    return slot.to_bytes(4, "little")
+
+
+def anything(slot: int) -> bool:
+    """Everything may be evicted."""
+    del slot
+    return True
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def make(request: pytest.FixtureRequest) -> Make:
+    """A maker of each policy in turn."""
+    return lambda num_slots: POLICIES[request.param](num_slots, key_of)
+
+
+def filled(make: Make, num_slots: int, count: int) -> Policy:
+    """A policy holding slots 0..count - 1, inserted in this order."""
+    policy = make(num_slots)
+    for slot in range(count):
+        policy.insert(slot)
+    return policy
+
+
+def test_oldest_goes_first(make: Make) -> None:
+    """Without any use, chunks go in the order in which they came."""
+    policy = filled(make, 8, 5)
+    assert policy.order() == [0, 1, 2, 3, 4]
+    assert policy.victims(3, anything) == [0, 1, 2]
+    assert len(policy) == 2
+    assert 0 not in policy
+    assert 3 in policy
+
+
+def test_used_chunks_stay_longer(make: Make) -> None:
+    """A chunk that was used outlives one that came later and was not."""
+    policy = filled(make, 8, 4)
+    policy.use(0)
+    assert policy.victims(3, anything) == [1, 2, 3]
+    assert policy.victims(1, anything) == [0]
+
+
+def test_all_or_nothing(make: Make) -> None:
+    """Where fewer may go than are asked for, None goes and nothing changes."""
+    policy = filled(make, 8, 5)
+    policy.use(1)
+    before = (policy.order(), repr(policy))
+    assert policy.victims(4, lambda slot: slot not in {1, 2}) is None
+    assert policy.victims(6, anything) is None
+    assert (policy.order(), repr(policy)) == before
+    policy.check_integrity()
+    assert policy.victims(3, lambda slot: slot not in {1, 2}) == [0, 3, 4]
+
+
+def test_none_wanted(make: Make) -> None:
+    """Asking for no victim gives an empty list, also of an empty policy."""
+    assert make(4).victims(0, anything) == []
+
+
+def test_wrong_use_raises(make: Make) -> None:
+    """Inserting twice, and using or removing what is not there, are bugs and said to be."""
+    policy = filled(make, 4, 1)
+    with pytest.raises(IntegrityError):
+        policy.insert(0)
+    with pytest.raises(IntegrityError):
+        policy.use(1)
+    with pytest.raises(IntegrityError):
+        policy.refresh(1)
+    with pytest.raises(IntegrityError):
+        policy.remove(1)
+
+
+def test_clear(make: Make) -> None:
+    """After `clear` a policy is as new."""
+    policy = filled(make, 8, 6)
+    policy.victims(3, anything)
+    policy.clear()
+    assert (len(policy), policy.order()) == (0, [])
+    assert repr(policy) == repr(make(8))
+    policy.insert(0)
+    policy.check_integrity()
+
+
+@pytest.mark.parametrize("policy_type", POLICIES.values(), ids=POLICIES)
+def test_names(policy_type: type[Policy]) -> None:
+    """The configuration's name of a policy is the policy's own."""
+    assert POLICIES[policy_type.name] is policy_type
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """Any policy against a set: nothing appears, nothing is lost, pinned chunks stay."""
+
+    policy_type: type[Policy]
+    slots = 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Keys repeat, so that ghosts come back; a slot's key is fixed while it is held.
+        self.keys: dict[int, bytes] = {}
+        self.policy = self.policy_type(self.slots, self.keys.__getitem__)
+
+    @rule(slot=st.integers(0, 9), key=st.binary(min_size=1, max_size=1))
+    def insert(self, slot: int, key: bytes) -> None:
+        """A chunk gets a slot."""
+        if slot not in self.keys and key not in self.keys.values():
+            self.keys[slot] = key
+            self.policy.insert(slot)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.keys)
+    def use(self, data: st.DataObject) -> None:
+        """A chunk is used, by a request that has finished or not."""
+        slot = data.draw(st.sampled_from(sorted(self.keys)))
+        order = self.policy.order()
+        data.draw(st.sampled_from([self.policy.use, self.policy.refresh]))(slot)
+        if isinstance(self.policy, LruPolicy):
+            order.remove(slot)
+            assert self.policy.order() == [*order, slot]
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.keys)
+    def remove(self, data: st.DataObject) -> None:
+        """A chunk goes for another reason."""
+        slot = data.draw(st.sampled_from(sorted(self.keys)))
+        self.policy.remove(slot)
+        del self.keys[slot]
+
+    @rule(n=st.integers(0, 10), pinned=st.sets(st.integers(0, 9)))
+    def evict(self, n: int, pinned: set[int]) -> None:
+        """Room is needed."""
+        before = self.policy.order()
+        free = [slot for slot in before if slot not in pinned]
+        victims = self.policy.victims(n, lambda slot: slot not in pinned)
+        if n > len(free):
+            assert victims is None
+            assert self.policy.order() == before
+            return
+        assert victims is not None
+        assert len(set(victims)) == len(victims) == n
+        assert set(victims) <= set(free)
+        if isinstance(self.policy, LruPolicy):
+            assert victims == free[:n]
+        for slot in victims:
+            del self.keys[slot]
+
+    @invariant()
+    def agrees(self) -> None:
+        """The policy holds exactly the chunks of the model."""
+        assert sorted(self.policy.order()) == sorted(self.keys)
+        assert len(self.policy) == len(self.keys)
+        self.policy.check_integrity()
+
+
+class LruMachine(PolicyMachine):
+    """The LRU policy."""
+
+    policy_type = LruPolicy
+
+
+class ArcMachine(PolicyMachine):
+    """The ARC policy."""
+
+    policy_type = ArcPolicy
+
+
+del PolicyMachine
+TestLru = LruMachine.TestCase
+TestArc = ArcMachine.TestCase
+
+
+def test_arc_resists_a_scan() -> None:
+    """Chunks used again survive a run of new ones twice as long as the pool; LRU loses them."""
+
+    def survivors(policy: Policy) -> int:
+        for slot in range(8):
+            policy.insert(slot)
+        for slot in range(4):
+            for _ in range(2):  # the request that stored it, and another one
+                policy.use(slot)
+        for slot in range(8, 24):
+            victims = policy.victims(1, anything)
+            assert victims is not None
+            policy.insert(slot)
+        return sum(slot in policy for slot in range(4))
+
+    assert survivors(ArcPolicy(24, key_of)) == 4
+    assert survivors(LruPolicy(24, key_of)) == 0
+
+
+def test_arc_counts_requests() -> None:
+    """A chunk is used again when another request has had it, not by the one that stored it."""
+    policy = filled(lambda slots: ArcPolicy(slots, key_of), 8, 3)
+    policy.refresh(0)  # loaded
+    policy.use(1)  # the request that stored it has finished
+    assert (policy.order(), "T1 3 T2 0" in repr(policy)) == ([2, 0, 1], True)
+    policy.use(1)
+    policy.refresh(1)
+    assert "T1 2 T2 1" in repr(policy)
+    policy.remove(2)
+    policy.insert(2)  # another chunk, in the same slot
+    policy.use(2)
+    assert "T1 2 T2 1" in repr(policy)
+
+
+def test_arc_learns_from_ghosts() -> None:
+    """A key that comes back soon after its eviction grows T1's target and enters T2."""
+    policy = ArcPolicy(4, key_of)
+    for slot in range(3):
+        policy.insert(slot)
+    assert policy.victims(1, anything) == [0]
+    policy.insert(0)
+    assert "T1 2 T2 1 B1 0 B2 0 target 1.0" in repr(policy)
+    assert policy.victims(1, anything) == [1]  # T1 is above its target
+    assert policy.victims(1, anything) == [0]  # T1 is at its target: T2 gives
+    policy.insert(0)  # a ghost of B2: the target shrinks
+    assert "target 0.0" in repr(policy)
+
+
+@given(st.lists(st.integers(0, 5)), st.integers(2, 4), st.integers(1, 8))
+def test_reuse_filter(offers: list[int], threshold: int, capacity: int) -> None:
+    """A key passes at its n-th offer, unless more others than `capacity` came in between."""
+    reuse = ReuseFilter(threshold, capacity)
+    counts: dict[int, int] = {}
+    for offer in offers:
+        counts[offer] = counts.get(offer, 0) + 1
+        passed = reuse.offer(key_of(offer))
+        if capacity >= 6:
+            assert passed == (counts[offer] == threshold)
+        if passed:
+            assert counts.pop(offer) >= threshold
+        reuse.check_integrity()
+
+
+def test_slot_lists_notice_damage() -> None:
+    """A broken link does not go unseen."""
+    lists = SlotLists(4, 2)
+    lists.append(1, 0)
+    lists.append(2, 3)
+    lists.check_integrity()
+    lists._where[3] = 1
+    with pytest.raises(IntegrityError):
+        lists.check_integrity()

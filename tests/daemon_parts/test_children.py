@@ -1,0 +1,86 @@
+"""Processes that the broker cannot start."""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from kvd.broker.effects import ToLane
+from kvd.config.settings import Settings
+from kvd.daemon.http_process import HttpProcess
+from kvd.daemon.lane_processes import Lanes
+from kvd.wire.link import LanePing
+from tests.waiting import DEADLINE
+
+SECONDS = 100
+LONGEST_PAUSE = 5.0
+MORE_THAN_A_SOCKET_TAKES = 6000  # frames; twice as many are an end
+Turn = Callable[[float], None]
+
+
+@pytest.fixture(params=["lane", "http"])
+def turn(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Turn]:
+    """The loop's turn for one kind of child."""
+    poller = zmq.Poller()
+    if request.param == "lane":
+        core: Any = SimpleNamespace(state=SimpleNamespace(settings=Settings()))
+        lanes = Lanes(tmp_path, core, poller, lambda _: None)
+        lanes.add("host")
+        pool: Any = SimpleNamespace(fd=0, nbytes=4096)
+        yield lambda now: lanes.start_due(pool, now)
+        return
+    http = HttpProcess(tmp_path, tmp_path / "http.sock", "127.0.0.1:0")
+    yield lambda now: http.turn(poller, {}, now)
+    http.close()
+
+
+def test_a_child_that_cannot_be_started_is_tried_with_growing_pauses(
+    turn: Turn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Soon at first, then every 5 s, with a line each."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path))
+    tries: list[float] = []
+    for step in range(SECONDS * 100):
+        caplog.clear()
+        turn(step / 100)
+        lines = [record for record in caplog.records if record.name.startswith("kvd.")]
+        if lines:
+            assert "cannot be started" in lines[0].getMessage()
+            tries.append(step / 100)
+    pauses = [round(after - before, 1) for before, after in itertools.pairwise(tries)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 1.0
+    assert pauses[-1] == pytest.approx(LONGEST_PAUSE, abs=0.02)
+
+
+def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What still waits to be sent to it hinders nobody; its end is told."""
+    deaf = tmp_path / "deaf"
+    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
+    deaf.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    lost: list[str] = []
+    core: Any = SimpleNamespace(
+        state=SimpleNamespace(settings=Settings(), stopping=False),
+        supervision=SimpleNamespace(lost=lambda device, _reason: lost.append(device)),
+    )
+    poller = zmq.Poller()
+    lanes = Lanes(tmp_path, core, poller, lambda _: None)
+    lanes.add("host")
+    with (tmp_path / "pool").open("wb") as file:
+        pool: Any = SimpleNamespace(fd=file.fileno(), nbytes=4096)
+        lanes.start_due(pool, 0.0)
+    for number in range(MORE_THAN_A_SOCKET_TAKES):
+        lanes.send(ToLane("host", LanePing(sequence=number)), lambda _: [])
+    assert not poller.poll(0)
+    lanes.kill("host")
+    while lanes.running:
+        lanes.turn(dict(poller.poll(int(DEADLINE * 1000))), 0.0)
+    assert lost == ["host"]

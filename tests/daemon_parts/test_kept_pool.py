@@ -1,0 +1,866 @@
+"""What one daemon leaves and the next one takes over, in files but without processes."""
+
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+import psutil
+import pytest
+
+from kvd.cache.chunks import ChunkTable
+from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.daemon import kept_pool as keep
+from kvd.daemon import memory
+from kvd.daemon.kept_pool import Keep, area_name
+from kvd.daemon.manifest import VERSION
+from kvd.daemon.memory import DirectoryMemory, PoolMemory
+from kvd.daemon.reopen import open_pool
+from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
+from kvd.machine import filesystem
+from kvd.machine.cgroup import MemoryLimit
+from kvd.machine.filesystem import Filesystem
+from kvd.pool.filling import FillOrder
+from kvd_proto.directory import SlotState
+from kvd_proto.messages import ErrorCode
+from tests.descriptors import open_on
+from tests.full import fill_up
+
+PAGE = 4096
+SIZE = 256 * PAGE
+RUNTIME = Path("/run/kvd-test")
+NAMES = (bytes([1]) * 16, bytes([2]) * 16)
+SHAPES: tuple[tuple[tuple[int, ...], int, bool], ...] = (
+    ((PAGE, PAGE), 2, False),
+    ((3 * PAGE,), 3, True),
+)
+
+
+@dataclass
+class Life:
+    """One daemon's life with its pool: from its start to a kill."""
+
+    keep: Keep
+    pool: PoolMemory
+    namespaces: Namespaces
+    directories: DirectoryMemory
+    ended: bool = False
+
+    def open(self, which: int = 0) -> Namespace:
+        """A namespace, with an engine."""
+        sizes, world, replicated = SHAPES[which]
+        namespace = self.namespaces.open(
+            NAMES[which],
+            sizes,
+            world_size=world,
+            replicated=replicated,
+            boot_id=bytes(16),
+            label="model",
+        )
+        self.namespaces.attach_engine(namespace)
+        return namespace
+
+    def table(self, which: int = 0) -> ChunkTable:
+        """The chunks of a namespace that is here already."""
+        namespace = self.namespaces.get(NAMES[which])
+        assert namespace is not None
+        return namespace.table
+
+    @property
+    def held(self) -> list[set[bytes]]:
+        """The keys of the READY chunks, by namespace; none may be anything else."""
+        self.namespaces.check_integrity()
+        return [ready_keys(namespace.table) for namespace in self.namespaces]
+
+    def allocate(self) -> None:
+        """Have all of the pool, or the error."""
+        self.pool.start()
+        while not self.pool.ready and not self.pool.error:
+            os.sched_yield()
+
+    def kill(self) -> None:
+        """The kernel lets go of everything, and nothing is undone."""
+        self.ended = True
+        self.directories.close()
+        for fd in (self.pool.fd, self.keep._lock_fd):
+            os.close(fd)
+
+    def end(self) -> None:
+        """Nothing is written any more, and all locks are let go of."""
+        if self.ended:
+            return
+        self.ended = True
+        self.pool.close()
+        self.directories.close()
+        self.keep.close()
+
+
+Start = Callable[..., Life]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts lives in one pool_dir, the one before ended; the last one is ended with the test."""
+    lives: list[Life] = []
+
+    def begin(
+        cpu_bytes: int = SIZE, policy: str = "lru", *, keeps: bool = True, cold: bool = False
+    ) -> Life:
+        for life in lives:
+            life.end()
+        lives.clear()
+        directories = DirectoryMemory()
+
+        def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+            return Namespaces(
+                cpu_bytes,
+                policy=policy,
+                make_buffer=directories.make,
+                keeping=keeping,
+                fill=fill,
+            )
+
+        kept = Keep(tmp_path, RUNTIME, keeps=keeps, cold=cold)
+        try:
+            pool, namespaces = open_pool(kept, cpu_bytes, bytes([9]) * 16, make)
+        except (PoolError, Refused):
+            kept.close()
+            raise
+        if pool.may_be_written:  # as the daemon's loop does before lanes start
+            kept.settle()
+        lives.append(Life(kept, pool, namespaces, directories))
+        return lives[0]
+
+    yield begin
+    for life in lives:
+        life.end()
+
+
+def keys_of(name: str, count: int) -> list[bytes]:
+    """Names of chunks."""
+    return [f"{name} {number}".encode() for number in range(count)]
+
+
+def store(table: ChunkTable, keys: list[bytes], now: float = 0.0, *, ranks: int = 9) -> list[int]:
+    """Write the keys' shares, of the first `ranks` ranks only; the slots."""
+    decision = table.prepare_store(keys, 1, now)
+    count = len(decision.slots)
+    for rank in range(min(ranks, 3)):
+        table.share_done(
+            1, rank, decision.slots, decision.generations, [1] * count, [3] * count, ok=True
+        )
+    return [int(slot) for slot in decision.slots]
+
+
+def ready_keys(table: ChunkTable) -> set[bytes]:
+    """The keys of a table's READY chunks."""
+    directory = table.directory
+    return {directory.key(slot) for slot in directory.slots_by_state()[SlotState.READY]}
+
+
+def area(tmp_path: Path) -> Path:
+    """Where it is kept."""
+    return tmp_path / area_name(RUNTIME)
+
+
+@pytest.mark.parametrize("years", [-100, -57, -1, 79, 81, 100, 10_000])
+def test_a_clock_that_is_wrong_loses_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """Before the epoch or past 32 bits of seconds: chunks come back, generations grow."""
+    right = time.time()
+    generations: list[int] = []
+    for offset in (0, years, 0, years):
+        monkeypatch.setattr(time, "time", lambda offset=offset: right + offset * 365 * 86_400)
+        table = start().open(0).table
+        (slot,) = store(table, [str(len(generations)).encode()])
+        assert len(ready_keys(table)) == len(generations) + 1
+        generations.append(int(table.directory.generation(slot)))
+    assert generations == sorted(set(generations))
+
+
+def test_chunks_of_every_namespace_come_back(start: Start) -> None:
+    """Keys, slots, generations, blocks and order are as they were; what was in writing is gone."""
+    life = start()
+    tables = [life.open(which).table for which in (0, 1)]
+    for table in tables:
+        store(table, keys_of("ready", 20))
+        store(table, keys_of("half", 5), ranks=1)
+        table.finished(keys_of("ready", 4))
+    before = [
+        [
+            (slot, table.directory.record(slot))
+            for slot in table.directory.slots_by_state()[SlotState.READY]
+        ]
+        for table in tables
+    ]
+    orders = [
+        [slot for slot in table.slots.policy.order() if slot not in set(table.slots.tickets)]
+        for table in tables
+    ]
+    life = start(policy="arc")
+    # Of a replicated chunk the one rank whose turn it is suffices: some of `half` are whole.
+    assert life.held[0] == set(keys_of("ready", 20))
+    for which in (0, 1):
+        table = life.table(which)
+        assert table.slots.policy.order() == orders[which]
+        for slot, record in before[which]:
+            found = table.directory.record(slot)
+            assert (found.key, found.generation) == (record.key, record.generation)
+            assert (found.first, found.count) == (1, 3)
+            assert found.ranks_done == record.ranks_done
+
+
+def test_the_pool_is_whole_at_once(start: Start, tmp_path: Path) -> None:
+    """A pool that was allocated is not allocated again; one that was not is not touched early."""
+    life = start()
+    assert life.pool.allocated == 0
+    assert life.pool.may_be_written
+    life.pool.start()
+    while life.pool.allocated < SIZE:
+        os.sched_yield()
+    life = start()
+    assert life.pool.allocated == SIZE
+    assert life.pool.ready
+    life.end()
+    file = area(tmp_path) / "pool"
+    file.unlink()
+    with file.open("wb") as sink:
+        sink.truncate(SIZE)
+        os.posix_fallocate(sink.fileno(), 0, SIZE // 2)
+    pool = PoolMemory(file, SIZE)
+    assert not pool.may_be_written
+    pool.close()
+
+
+def test_generations_and_stamps_grow_over_restarts(start: Start) -> None:
+    """No generation is ever given twice, whatever was in the slot; stamps go on growing."""
+    seen: set[tuple[int, int]] = set()
+    last = 0
+    for _ in range(3):
+        life = start()
+        table = life.open().table
+        table.reset()
+        decision = table.prepare_store(keys_of("k", 10), 1, 5.0)
+        pairs = set(zip(decision.slots.tolist(), decision.generations.tolist(), strict=True))
+        assert not pairs & seen
+        assert min(generation for _, generation in pairs) > last
+        last = max(generation for _, generation in pairs)
+        seen |= pairs
+        table.share_done(1, 0, decision.slots, decision.generations, [0] * 10, [1] * 10, ok=True)
+        table.share_done(1, 1, decision.slots, decision.generations, [0] * 10, [1] * 10, ok=True)
+        ledger = table.directory.ledger
+        assert ledger is not None
+        stamps = ledger.stamps[decision.slots]
+        assert len(np.unique(stamps)) == 10
+        assert stamps.min() >= 5e6 - 10
+
+
+def test_recency_decides_after_the_restart(start: Start) -> None:
+    """The chunks used last before it are evicted last after it."""
+    life = start()
+    table = life.open().table
+    keys = keys_of("k", 128)
+    store(table, keys)
+    table.finished(keys[:100])
+    life = start()
+    decision = life.table().prepare_store(keys_of("new", 28), 1, 0.0)
+    assert set(decision.evicted) == set(keys[100:])
+
+
+def test_what_was_evicted_reset_or_yielded_stays_away(start: Start) -> None:
+    """Every way to free a slot is known to the next daemon, also of chunks pinned meanwhile."""
+    life = start()
+    first, second = life.open(0).table, life.open(1).table
+    store(first, keys_of("a", 128))
+    store(second, keys_of("b", 30))  # takes columns of the first
+    store(first, keys_of("c", 20))  # evicts
+    left = [ready_keys(first), ready_keys(second)]
+    assert start().held == left
+    table = start().table()
+    table.prepare_load(keys_of("c", 3), 1, 0.0, 30.0)
+    table.reset()
+    assert start().held == [left[1]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cpu_bytes": SIZE // 2}, {"cpu_bytes": 2 * SIZE}, {"cold": True}, {"keeps": False}],
+    ids=str,
+)
+def test_other_settings_start_empty(
+    start: Start, tmp_path: Path, change: dict[str, int | bool]
+) -> None:
+    """Another size, a cold start or keeping nothing: no chunk; the file's memory is used again."""
+    life = start()
+    store(life.open().table, keys_of("k", 9))
+    life.allocate()
+    life = start(**change)
+    assert not len(life.namespaces)
+    life.allocate()
+    life.keep.settle()
+    assert (area(tmp_path) / "pool").stat().st_size == life.pool.nbytes
+    store(life.open().table, keys_of("n", 5))
+    if life.keep.keeps:
+        assert start(**(change | {"cold": False})).held == [set(keys_of("n", 5))]
+    else:
+        life.end()
+        assert not area(tmp_path).exists()
+        start()
+
+
+def kept_chunks(start: Start, cpu_bytes: int = SIZE) -> set[bytes]:
+    """Leave a pool of which every page is there, with chunks; their keys."""
+    life = start(cpu_bytes)
+    life.allocate()
+    store(life.open(0).table, keys_of("a", 9))
+    store(life.open(1).table, keys_of("b", 5))
+    left = set().union(*life.held)
+    life.end()
+    return left
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    """Every file of the area."""
+    return {file.name: file.read_bytes() for file in place.iterdir()}
+
+
+LARGER: list[dict[str, int | bool]] = [
+    {"cpu_bytes": 3 * SIZE},
+    {"cpu_bytes": 3 * SIZE, "cold": True},
+    {"cpu_bytes": 3 * SIZE, "keeps": False},
+]
+
+
+@pytest.mark.parametrize("change", LARGER, ids=str)
+def test_a_pool_that_cannot_fit_leaves_what_is_kept(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int | bool]
+) -> None:
+    """Filesystem or control group are too small: every file is as it was, and the error says so."""
+    keys = kept_chunks(start)
+    before = contents(area(tmp_path))
+    with pytest.raises(PoolError, match=r"does not fit .*; the kept pool of 1 MiB stays as it was"):
+        start(**(change | {"cpu_bytes": 2**60}))
+    assert contents(area(tmp_path)) == before
+    monkeypatch.setattr(Filesystem, "is_memory", property(lambda _: True))
+    limit = MemoryLimit(Path("/sys/fs/cgroup/small"), SIZE, SIZE)
+    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+    with pytest.raises(
+        PoolError, match=r"control group /sys/fs/cgroup/small, which may take 1 MiB"
+    ):
+        start(**change)
+    assert contents(area(tmp_path)) == before
+    life = start()
+    assert set().union(*life.held) == keys
+    assert life.pool.ready
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
+@pytest.mark.parametrize("change", LARGER, ids=str)
+def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, int | bool],
+    *,
+    killed: bool,
+) -> None:
+    """Memory runs out half-way, or the daemon is killed there: the next one has every chunk."""
+    keys = kept_chunks(start)
+    before = contents(area(tmp_path))
+    real = os.posix_fallocate
+
+    def half(fd: int, first: int, length: int) -> None:
+        real(fd, first, length * 2 // 3)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fails() -> Life:
+        life = start(**change)
+        life.open(0)
+        monkeypatch.setattr(os, "posix_fallocate", half)
+        life.allocate()
+        monkeypatch.undo()
+        assert "No space left" in life.pool.error
+        taken = (area(tmp_path) / "pool").stat().st_blocks * 512
+        assert 2 * SIZE <= taken < 3 * SIZE  # the file system's own notes count
+        return life
+
+    if killed:
+        fails().kill()
+        assert contents(area(tmp_path)) != before
+    else:
+        life = fails()
+        life.keep.failed()
+        assert life.keep.what_stays
+        life.end()
+        assert contents(area(tmp_path)) == before
+    life = start()
+    assert set().union(*life.held) == keys
+    assert life.pool.ready
+    assert (area(tmp_path) / "pool").stat().st_size == SIZE
+    assert not list(area(tmp_path).glob("*.new"))
+
+
+def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_path: Path) -> None:
+    """Until then every byte lies there as it was, engines register, and no lane may write."""
+    kept_chunks(start)
+    before = contents(area(tmp_path))
+    life = start(3 * SIZE)
+    life.open(0)
+    assert not life.pool.may_be_written
+    assert before.items() - {"pool": before["pool"]}.items() <= contents(area(tmp_path)).items()
+    assert (area(tmp_path) / "pool").read_bytes()[:SIZE] == before["pool"]
+    life.allocate()
+    assert life.pool.ready
+    life.keep.settle()
+    store(life.table(0), keys_of("n", 7))
+    assert set(contents(area(tmp_path))) == {"pool", "manifest.json", f"{NAMES[0].hex()}.ledger"}
+    life = start(3 * SIZE)
+    assert life.held == [set(keys_of("n", 7))]
+    assert life.pool.ready
+
+
+def test_a_shortage_of_descriptors_loses_no_chunk(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger that cannot be opened for want of a descriptor is not taken for damaged."""
+    held = kept_chunks(start)
+    opens = os.open
+
+    def none_left(path: Any, flags: int, mode: int = 0o777) -> int:
+        if str(path).endswith(".ledger"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opens(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", none_left)
+    with pytest.raises(PoolError, match=r"Too many open files; raise .* stays as it was"):
+        start()
+    monkeypatch.undo()
+    assert set().union(*start().held) == held
+
+
+def test_without_room_for_a_directory_the_pool_is_let_go_and_kept(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is tried again at the next registration: no descriptor of the first try stays open."""
+    held = kept_chunks(start)
+
+    def none_left(*_: object) -> NoReturn:
+        raise Refused(ErrorCode.NOT_READY, "no directory can be made now")
+
+    monkeypatch.setattr(DirectoryMemory, "make", none_left)
+    with pytest.raises(Refused):
+        start()
+    monkeypatch.undo()
+    pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)
+    assert open_on(pool) == {pool}
+    os.close(pool)
+    assert set().union(*start().held) == held
+
+
+def test_a_pool_without_a_descriptor_for_its_pipe_is_let_go_and_kept(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The start says why, and no descriptor stays open."""
+    held = kept_chunks(start)
+
+    def none_left(_: int) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pipe2", none_left)
+    with pytest.raises(PoolError, match="Too many open files"):
+        start()
+    monkeypatch.undo()
+    pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)
+    assert open_on(pool) == {pool}
+    os.close(pool)
+    assert set().union(*start().held) == held
+
+
+def test_the_rest_of_a_kept_pool_that_cannot_be_had_loses_no_chunk(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of which a part was allocated is kept where the rest does not fit any more."""
+    life = start()
+    os.posix_fallocate(life.pool.fd, 0, SIZE // 2)
+    store(life.open(0).table, keys_of("a", 9))
+    life = start()
+    assert not life.pool.ready
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    life.allocate()
+    life.keep.failed()
+    life.end()
+    monkeypatch.undo()
+    assert start().held == [set(keys_of("a", 9))]
+
+
+def test_a_first_pool_that_cannot_be_allocated_gives_its_memory_back(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing was kept nothing stays."""
+    life = start()
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: Path("/nowhere").stat())
+    life.allocate()
+    life.keep.failed()
+    life.end()
+    assert not area(tmp_path).exists()
+
+
+def test_a_full_filesystem_hinders_no_restart(
+    start: Start, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
+) -> None:
+    """The pool is there, so the next daemon starts with it and needs no byte more."""
+    small_tmpfs(tmp_path, 2 * SIZE)
+    keys = kept_chunks(start)
+    fill_up(tmp_path)
+    for _ in range(2):
+        life = start()
+        assert set().union(*life.held) == keys
+        assert life.pool.ready
+    with pytest.raises(PoolError, match=rf"remount,size=3M {re.escape(str(tmp_path))}\)"):
+        start(3 * SIZE // 2)
+    assert set().union(*start().held) == keys
+    assert life.ended
+
+
+def test_another_pool_dir_leaves_what_is_kept(start: Start, tmp_path: Path) -> None:
+    """A start elsewhere, which works or not, takes nothing away here."""
+    keys = kept_chunks(start)
+    before = contents(area(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other = Keep(elsewhere, RUNTIME, keeps=True)
+    assert other.kept_bytes() is None
+    pool = PoolMemory(other.pool_file, SIZE)
+    other.commit(other.open(SIZE), SIZE, pool)
+    pool.close()
+    other.close()
+    assert contents(area(tmp_path)) == before
+    assert set().union(*start().held) == keys
+
+
+def ledger_of(place: Path) -> Path:
+    """The one ledger."""
+    (ledger,) = place.glob("*.ledger")
+    return ledger
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def damaged_magic(place: Path) -> None:
+    """Another magic word."""
+    flip(ledger_of(place), 0)
+
+
+def damaged_figures(place: Path) -> None:
+    """Another number of slots."""
+    flip(ledger_of(place), 17)
+
+
+def damaged_description(place: Path) -> None:
+    """Another label."""
+    flip(ledger_of(place), 60)
+
+
+def damaged_key(place: Path) -> None:
+    """A bit of a key."""
+    flip(ledger_of(place), ledger_of(place).read_bytes().index(b"k 3"))
+
+
+def damaged_generation(place: Path) -> None:
+    """A bit of a generation."""
+    flip(ledger_of(place), ledger_of(place).read_bytes().index(b"k 3") - 24)
+
+
+def moved_record(place: Path) -> None:
+    """The record of one slot in the place of another."""
+    ledger = ledger_of(place)
+    data = bytearray(ledger.read_bytes())
+    at = data.index(b"k 3") - 24
+    data[at + 80 : at + 160] = data[at : at + 80]
+    ledger.write_bytes(data)
+
+
+def cut_ledger(place: Path) -> None:
+    """It lacks its end."""
+    os.truncate(ledger_of(place), ledger_of(place).stat().st_size // 2)
+
+
+def other_name(place: Path) -> None:
+    """It has the name of another namespace."""
+    ledger_of(place).rename(place / f"{NAMES[1].hex()}.ledger")
+
+
+def linked_ledger(place: Path) -> None:
+    """It is a link."""
+    ledger = ledger_of(place)
+    ledger.rename(place / "elsewhere")
+    ledger.symlink_to(place / "elsewhere")
+
+
+def folder_for_ledger(place: Path) -> None:
+    """It is a folder."""
+    ledger = ledger_of(place)
+    ledger.unlink()
+    ledger.mkdir()
+
+
+def damaged_manifest(place: Path) -> None:
+    """No JSON."""
+    (place / "manifest.json").write_bytes(b"{")
+
+
+def other_version(place: Path) -> None:
+    """A newer daemon's."""
+    file = place / "manifest.json"
+    file.write_text(file.read_text().replace(f'"version":{VERSION}', '"version":99'))
+
+
+def other_boot(place: Path) -> None:
+    """Before the machine was started anew."""
+    file = place / "manifest.json"
+    file.write_text(file.read_text().replace('"kernel":"', '"kernel":"x'))
+
+
+def other_pool(place: Path) -> None:
+    """Another file of the same size."""
+    (place / "pool").rename(place / "old")
+    with (place / "pool").open("wb") as file:
+        file.truncate(SIZE)
+
+
+def no_pool(place: Path) -> None:
+    """Gone."""
+    (place / "pool").unlink()
+
+
+def folder_for_pool(place: Path) -> None:
+    """A folder."""
+    no_pool(place)
+    (place / "pool").mkdir()
+
+
+def no_manifest(place: Path) -> None:
+    """Ledgers and a pool that nothing speaks of."""
+    (place / "manifest.json").unlink()
+
+
+def empty_ledger(place: Path) -> None:
+    """Nothing is in it."""
+    os.truncate(ledger_of(place), 0)
+
+
+def zeroed_ledger(place: Path) -> None:
+    """Zeros, as of one whose making was cut short."""
+    size = ledger_of(place).stat().st_size
+    os.truncate(ledger_of(place), 0)
+    os.truncate(ledger_of(place), size)
+
+
+HARMS: list[tuple[Callable[[Path], None], str]] = [
+    (damaged_magic, "no ledger"),
+    (damaged_figures, "header is damaged"),
+    (damaged_description, "header is damaged"),
+    (damaged_key, "1 of 9 records are damaged"),
+    (damaged_generation, "1 of 9 records are damaged"),
+    (moved_record, "records are damaged"),
+    (cut_ledger, "cannot hold a ledger"),
+    (other_name, "it is that of namespace"),
+    (linked_ledger, "cannot be opened"),
+    (folder_for_ledger, "cannot be opened"),
+    (damaged_manifest, "cannot be read"),
+    (other_version, "version 99"),
+    (other_boot, "started anew"),
+    (other_pool, "another file"),
+    (no_pool, "cannot be found"),
+    (folder_for_pool, "no file of this user's"),
+    (no_manifest, "there is no manifest.json; the cache starts empty"),
+    (empty_ledger, "is empty: its namespace starts without chunks"),
+    (zeroed_ledger, "is empty: its namespace starts without chunks"),
+]
+
+
+@pytest.mark.parametrize(("harm", "said"), HARMS, ids=[harm.__name__ for harm, _ in HARMS])
+def test_what_is_damaged_or_foreign_is_not_believed(
+    start: Start,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    harm: Callable[[Path], None],
+    said: str,
+) -> None:
+    """The daemon says so, starts empty and serves; the start after that is a warm one again."""
+    for turn in range(2):
+        life = start()
+        store(life.open().table, keys_of("k", 9))
+        life.end()
+        harm(area(tmp_path))
+        caplog.clear()
+        life = start()
+        assert said in caplog.text
+        assert not len(life.namespaces)
+        store(life.open().table, keys_of("n", 5))
+        life = start()
+        assert life.held == [set(keys_of("n", 5))]
+        assert len(list(area(tmp_path).glob("*.damaged-*"))) <= 1, turn
+        life.table().reset()
+
+
+def test_one_damaged_namespace_does_not_take_the_others_along(start: Start, tmp_path: Path) -> None:
+    """Only what cannot be believed is lost."""
+    life = start()
+    store(life.open(0).table, keys_of("a", 9))
+    store(life.open(1).table, keys_of("b", 9))
+    flip(area(tmp_path) / f"{NAMES[0].hex()}.ledger", 0)
+    assert start().held == [set(keys_of("b", 9))]
+
+
+def test_two_owners_of_the_same_bytes_lose_both(start: Start, tmp_path: Path) -> None:
+    """Ledgers that contradict each other: nothing says which one is right."""
+    place = area(tmp_path)
+    life = start()
+    store(life.open(0).table, keys_of("a", 128))
+    older = (place / f"{NAMES[0].hex()}.ledger").read_bytes()
+    life.table(0).reset()
+    store(life.open(1).table, keys_of("b", 80))
+    (place / f"{NAMES[0].hex()}.ledger").write_bytes(older)
+    assert start().held == []
+
+
+def test_two_chunks_under_one_key_are_not_believed(start: Start, tmp_path: Path) -> None:
+    """A ledger with a key twice is damaged."""
+    life = start()
+    namespace = life.open()
+    slots = store(namespace.table, keys_of("k", 2))
+    ledger = namespace.directory.ledger
+    assert ledger is not None
+    ledger.record(slots[1], 7, 0, 1, 0, b"k 0")
+    assert start().held == []
+    assert list(area(tmp_path).glob("*.damaged-*"))
+
+
+def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Path) -> None:
+    """Nor does one whose chunks are all gone."""
+    life = start()
+    namespace = life.open()
+    life.namespaces.detach_engine(namespace)
+    life.namespaces.close(namespace)
+    life.keep.drop_ledger(namespace.id.hex())
+    assert not list(area(tmp_path).glob("*.ledger"))
+    life.open()
+    assert len(list(area(tmp_path).glob("*.ledger"))) == 1
+    life = start()
+    assert not len(life.namespaces)
+    assert not list(area(tmp_path).glob("*.ledger"))
+
+
+def test_nobody_else_can_read_or_enter(start: Start, tmp_path: Path) -> None:
+    """The area is the daemon's user's alone, and so are its files."""
+    start().open()
+    place = area(tmp_path)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    for file in (place / "pool", ledger_of(place)):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_an_area_in_use_is_refused(start: Start, tmp_path: Path) -> None:
+    """Two daemons never share a pool, also where the runtime directory's lock was removed."""
+    start()
+    with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
+        Keep(tmp_path, RUNTIME, keeps=True)
+
+
+def test_a_foreign_area_is_left_alone(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where somebody else has taken the name the pool goes elsewhere, and is not kept."""
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    area(tmp_path).symlink_to(other)
+    life = start()
+    assert not life.keep.keeps
+    assert "is no directory" in caplog.text
+    store(life.open().table, keys_of("k", 3))
+    life = start()
+    assert life.held == []
+    life.end()
+    assert not list(other.iterdir())
+    assert len(list(tmp_path.iterdir())) == 2
+    area(tmp_path).unlink()
+    start()
+
+
+def test_a_pool_dir_that_is_none_is_named(tmp_path: Path) -> None:
+    """The message has the setting and the remedy."""
+    with pytest.raises(ConfigError, match=r"pool_dir = .*nowhere: no such directory"):
+        Keep(tmp_path / "nowhere", RUNTIME, keeps=True)
+
+
+def test_a_pool_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    """The figures are named, and the file is gone."""
+    with pytest.raises(PoolError, match="choose a smaller --cpu-bytes"):
+        PoolMemory(tmp_path / "pool", 2**60)
+    assert not (tmp_path / "pool").exists()
+
+
+def test_on_hugetlbfs_only_the_pool_has_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes are whole pages, room is what is free of them, and notes go where files are written."""
+    huge, notes = tmp_path / "huge", tmp_path / "shm"
+    huge.mkdir()
+    notes.mkdir()
+    real = os.statvfs
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        found = list(real(path))
+        if Path(path).is_relative_to(huge):
+            found[0] = found[1] = 2**21
+            found[2] = found[3] = found[4] = 0  # no size option: the mount knows nothing
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setattr(
+        psutil,
+        "disk_partitions",
+        lambda **_: [SimpleNamespace(mountpoint=str(huge), fstype="hugetlbfs")],
+    )
+    monkeypatch.setattr(filesystem, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
+    monkeypatch.setattr(keep, "NOTES_DIR", notes)
+    found = Filesystem.of(huge)
+    assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
+    assert found.whole_pages(2**21 + 1) == 2**22
+    kept = Keep(huge, RUNTIME, keeps=True)
+    assert kept.pool_file == huge / area_name(RUNTIME) / "pool"
+    pool = PoolMemory(kept.pool_file, 2**21 + 1)
+    assert pool.nbytes == pool.fill.nbytes == 2**22
+    assert pool.fill.piece_bytes % 2**21 == 0
+    kept.commit(kept.open(2**21 + 1), 2**21 + 1, pool)
+    assert (notes / area_name(RUNTIME, huge) / "manifest.json").exists()
+    assert kept.kept_bytes() == 2**21 + 1
+    with pytest.raises(PoolError, match=r"reserve 4 huge pages of 2 MiB \(sysctl vm.nr_hugepages"):
+        PoolMemory(huge / "large", 7 * 2**20)
+    pool.close()
+    beside = Keep(notes, RUNTIME, keeps=True)  # a pool where the notes of the other one lie
+    assert beside.kept_bytes() is None
+    beside.close()
+    assert kept.kept_bytes() == 2**21 + 1
+    assert kept.remove() == 0
+    kept.close()
+    assert not list(huge.iterdir())
+    assert not list(notes.iterdir())

@@ -1,0 +1,199 @@
+"""Who receives descriptors may be lost: what the broker does then, and with whom."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import zmq
+
+from kvd.daemon import descriptors as receiver
+from kvd.daemon import receiver as process
+from kvd.daemon.descriptors import FIRST_SECONDS, MAX_HELD, SECONDS, Receiver, Taken
+from kvd.errors import Refused
+from kvd_client import sealed
+from tests.waiting import PATIENCE
+
+HOSTILE, HONEST = 4242, 4243
+LONG_MS = int(PATIENCE * 1000)
+
+
+class Child:
+    """Stands in for a process that a file system holds: nothing ends it until it is let go."""
+
+    all: list["Child"] = []  # noqa: RUF012  # emptied by the fixture
+    deaf = False
+
+    def __init__(self, module: str) -> None:
+        assert module == "kvd.daemon.receiver"
+        self.pid, self.pidfd = len(Child.all), os.eventfd(0)
+        self.reaped = False
+        self.thread = threading.Thread(target=lambda: process.serve(self.link))
+        self.link = socket.socket()
+        Child.all.append(self)
+
+    def spawn(self, arguments: Sequence[str], fds: Sequence[int], _: Mapping[str, str]) -> None:
+        """Serve in a thread, or take orders and never answer."""
+        assert arguments == [str(fds[0])]
+        self.link.close()
+        self.link = socket.socket(fileno=os.dup(fds[0]))
+        if not Child.deaf:
+            self.thread.start()
+
+    def kill(self) -> None:
+        """As if it were in the kernel."""
+
+    def let_go(self) -> None:
+        """The file system has answered."""
+        os.eventfd_write(self.pidfd, 1)
+
+    def reap(self, _: float) -> str:
+        """It has ended."""
+        self.reaped = True
+        os.close(self.pidfd)
+        return ""
+
+
+class Rig:
+    """A receiver with the poller that it is registered with."""
+
+    def __init__(self) -> None:
+        self.poller = zmq.Poller()
+        self.receiver = Receiver(self.poller)
+        self.now = 1000.0
+        self.outcomes: list[Taken | Refused] = []
+
+    def turn(self, wait_ms: int = 0) -> None:
+        """One turn of the broker's loop."""
+        self.receiver.turn(dict(self.poller.poll(wait_ms)), self.now)
+
+    def send(self, fd: int, uid: int) -> None:
+        """A client of this user sends a frame with a descriptor, which is to be read."""
+        client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with client, connection:
+            socket.send_fds(client, [b"frame"], [fd])
+            self.receiver.read(connection.fileno(), uid, self.outcomes.append)
+        self.turn()
+
+    def outcome(self) -> Any:
+        """What became of the first of them."""
+        while not self.outcomes:
+            self.turn(LONG_MS)
+        return self.outcomes.pop(0)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """With processes that nothing ends."""
+    monkeypatch.setattr(receiver, "ChildProcess", Child)
+    Child.all = []
+    Child.deaf = False
+    made = Rig()
+    yield made
+    for child in Child.all:
+        if not child.reaped:
+            child.let_go()
+    made.receiver.close()
+    for child in Child.all:
+        if child.thread.ident is not None:
+            child.thread.join()
+        child.link.close()
+
+
+def test_one_user_holds_a_bounded_number_of_processes(rig: Rig) -> None:
+    """Then nothing of his is received any more until one ends; others' descriptors are."""
+    with ExitStack() as stack:
+        pipe, _ = (stack.enter_context(os.fdopen(fd)).fileno() for fd in os.pipe())
+        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        for _ in range(MAX_HELD):
+            rig.send(pipe, HOSTILE)
+            assert "neither a memory file nor a device" in str(rig.outcome())
+        with pytest.raises(Refused, match=f"{MAX_HELD} processes wait .* of uid {HOSTILE}"):
+            rig.send(pipe, HOSTILE)
+        rig.send(memory, HONEST)
+        frame, fds = rig.outcome()
+        assert frame == b"frame"
+        assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(memory).st_ino]
+        os.close(fds[0])
+        Child.all[0].let_go()
+        rig.turn(LONG_MS)
+        rig.send(memory, HOSTILE)
+        _, fds = rig.outcome()
+        os.close(fds[0])
+        assert [child.reaped for child in Child.all] == [True, *[False] * MAX_HELD]
+
+
+def test_a_process_that_does_not_answer_is_replaced(rig: Rig) -> None:
+    """After a bounded time the session whose turn it was is refused; the next is served."""
+    with ExitStack() as stack:
+        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        Child.deaf = True
+        rig.send(memory, HOSTILE)
+        rig.send(memory, HONEST)
+        rig.now += FIRST_SECONDS / 2
+        rig.turn()
+        assert not rig.outcomes
+        Child.deaf = False
+        rig.now += FIRST_SECONDS
+        rig.turn()
+        assert "could not be received in time" in str(rig.outcome())
+        _, fds = rig.outcome()
+        os.close(fds[0])
+        assert len(Child.all) == 2
+
+
+def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig) -> None:
+    """The first answer is waited for as long as a start may take, later ones are not."""
+    assert FIRST_SECONDS > 4 * SECONDS
+    with ExitStack() as stack:
+        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        Child.deaf = True
+        rig.send(memory, HONEST)
+        rig.now += 4 * SECONDS
+        rig.turn()
+        assert not rig.outcomes
+        Child.all[0].link.send(process.NOTHING)
+        assert "cut off" in str(rig.outcome())
+        rig.send(memory, HONEST)
+        rig.now += SECONDS
+        rig.turn()
+        assert "could not be received in time" in str(rig.outcome())
+
+
+def test_a_process_that_has_ended_is_replaced(rig: Rig) -> None:
+    """Whoever's turn it was is refused, the next one is served by another process."""
+    with ExitStack() as stack:
+        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        Child.deaf = True
+        rig.turn()
+        Child.deaf = False
+        rig.send(memory, HONEST)
+        Child.all[0].link.close()
+        assert "has ended" in str(rig.outcome())
+        rig.send(memory, HONEST)
+        _, fds = rig.outcome()
+        os.close(fds[0])
+        assert len(Child.all) == 2
+
+
+def test_without_a_process_to_be_had_whoever_sends_is_refused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is the limit of descriptors; when there are some again all is as before."""
+
+    def full(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with ExitStack() as stack, monkeypatch.context() as patch:
+        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        patch.setattr(Child, "spawn", full)
+        rig.send(memory, HONEST)
+        assert "raise LimitNOFILE" in str(rig.outcome())
+        patch.undo()
+        monkeypatch.setattr(receiver, "ChildProcess", Child)
+        rig.send(memory, HONEST)
+        _, fds = rig.outcome()
+        os.close(fds[0])

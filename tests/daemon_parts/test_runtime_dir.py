@@ -1,0 +1,157 @@
+"""The lock on a runtime directory, and the directories that a daemon accepts."""
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvd.daemon.kept_pool import Keep
+from kvd.daemon.runtime_dir import RuntimeDir
+from kvd.errors import AlreadyRunning, ConfigError
+
+
+def test_of_two_daemons_the_second_one_reads_who_holds_the_directory(runtime_dir: Path) -> None:
+    """It names the pid; after a release the directory is empty, and can be locked again."""
+    first, second = RuntimeDir(runtime_dir), RuntimeDir(runtime_dir)
+    first.lock()
+    with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()} serves"):
+        second.lock()
+    first.release()
+    assert list(runtime_dir.iterdir()) == []
+    second.lock()
+    second.release()
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that ends between another's open and its lock does not let two of them in."""
+    first, second = RuntimeDir(runtime_dir), RuntimeDir(runtime_dir)
+    first.lock()
+    flock = fcntl.flock
+
+    def after_the_end(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        first.release()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_end)
+    second.lock()
+    with pytest.raises(AlreadyRunning):
+        first.lock()
+    second.release()
+
+
+def _linked(lock: Path, other: Path) -> None:
+    lock.symlink_to(other)
+
+
+def _second_name(lock: Path, other: Path) -> None:
+    lock.hardlink_to(other)
+
+
+def _fifo(lock: Path, _other: Path) -> None:
+    os.mkfifo(lock)
+
+
+def _folder(lock: Path, _other: Path) -> None:
+    lock.mkdir()
+
+
+@pytest.mark.parametrize("plant", [_linked, _second_name, _fifo, _folder])
+def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_is_written(
+    runtime_dir: Path, tmp_path: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    """A link, another file's second name, a pipe or a directory: one sentence with the remedy."""
+    other = tmp_path / "other"
+    other.write_text("what another program keeps")
+    runtime_dir.mkdir(mode=0o750)
+    plant(runtime_dir / "kvd.lock", other)
+    runtime = RuntimeDir(runtime_dir)
+    with pytest.raises(ConfigError, match=r"kvd\.lock is a link or no plain file.*: remove it"):
+        runtime.lock()
+    assert runtime.holder() == "unknown"
+    assert other.read_text() == "what another program keeps"
+
+
+def test_a_link_to_nothing_makes_no_file(runtime_dir: Path, tmp_path: Path) -> None:
+    """Where the link leads there is no file afterwards."""
+    runtime_dir.mkdir(mode=0o750)
+    (runtime_dir / "kvd.lock").symlink_to(tmp_path / "new")
+    with pytest.raises(ConfigError, match="is a link"):
+        RuntimeDir(runtime_dir).lock()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2777, 0o707])
+def test_a_directory_that_every_user_may_write_is_refused(runtime_dir: Path, mode: int) -> None:
+    """As runtime_dir and as pool_dir: with the mode and the remedy."""
+    runtime_dir.mkdir()
+    runtime_dir.chmod(mode)
+    remedy = rf"{mode:04o} lets every user .* chmod o-w {runtime_dir}, or chmod \+t"
+    with pytest.raises(ConfigError, match=f"runtime_dir = .*{remedy}"):
+        RuntimeDir(runtime_dir).lock()
+    with pytest.raises(ConfigError, match=f"pool_dir = .*{remedy}"):
+        Keep(runtime_dir, Path("/run/some"), keeps=True)
+    assert list(runtime_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o1777, 0o770])
+def test_a_directory_whose_files_others_cannot_replace_is_taken(
+    runtime_dir: Path, mode: int
+) -> None:
+    """Such as /tmp with its sticky bit, or one that the daemon's group may write."""
+    runtime_dir.mkdir()
+    runtime_dir.chmod(mode)
+    runtime = RuntimeDir(runtime_dir)
+    runtime.lock()
+    runtime.release()
+    Keep(runtime_dir, Path("/run/some"), keeps=False).close()
+
+
+def folder(place: Path) -> None:
+    """A directory."""
+    place.mkdir()
+
+
+def file(place: Path) -> None:
+    """A file that somebody may want."""
+    place.write_text("precious")
+
+
+def link(place: Path) -> None:
+    """A link to a file."""
+    file(place.with_name("elsewhere"))
+    place.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("name", ["broker.sock", "control.sock", "http.sock", "lane-host-3.sock"])
+@pytest.mark.parametrize("put", [folder, file, link])
+def test_what_is_no_socket_is_left_and_named(
+    runtime_dir: Path, name: str, put: Callable[[Path], None]
+) -> None:
+    """A daemon does not start over it, removes nothing, and holds no lock afterwards."""
+    runtime_dir.mkdir()
+    put(runtime_dir / name)
+    before = {place: place.lstat() for place in runtime_dir.iterdir()}
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=rf"{name} is no socket.*--runtime-dir"):
+            RuntimeDir(runtime_dir).lock()
+        assert {place: place.lstat() for place in runtime_dir.iterdir()} == before
+    RuntimeDir(runtime_dir).release()
+    assert {place: place.lstat() for place in runtime_dir.iterdir()} == before
+
+
+def test_sockets_of_a_dead_daemon_are_cleared_away(runtime_dir: Path) -> None:
+    """Nothing of them is in the way of the next one."""
+    runtime_dir.mkdir()
+    for name in ("broker.sock", "control.sock", "lane-host-3.sock"):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(runtime_dir / name))
+    runtime = RuntimeDir(runtime_dir)
+    runtime.lock()
+    assert [place.name for place in runtime_dir.iterdir()] == ["kvd.lock"]
+    runtime.release()

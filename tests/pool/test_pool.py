@@ -1,0 +1,475 @@
+"""Namespaces that share one pool, and the geometry below them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.cache.namespaces import Namespace, Namespaces
+from kvd.config.quota import Quota
+from kvd.errors import ConfigError, IntegrityError, Refused
+from kvd.pool.geometry import MAX_EXTENTS, PAGE, Extents, Geometry
+from kvd_proto.answers import StoreAnswer
+from kvd_proto.messages import ErrorCode
+
+MIB = 2**20
+
+
+def pool(cpu_bytes: int, **config: Any) -> Namespaces:
+    """Namespaces whose directories are bytearrays."""
+    return Namespaces(cpu_bytes, make_buffer=lambda _, size: bytearray(size), **config)
+
+
+def add(
+    namespaces: Namespaces,
+    number: int,
+    *slot_bytes: int,
+    replicated: bool = False,
+    temporary: bool = False,
+) -> Namespace:
+    """A namespace with one engine."""
+    namespace = namespaces.open(
+        bytes([number]) * 16,
+        slot_bytes,
+        world_size=2 if replicated else len(slot_bytes),
+        replicated=replicated,
+        boot_id=bytes(16),
+        label=f"model {number}",
+        temporary=temporary,
+    )
+    namespaces.attach_engine(namespace)
+    return namespace
+
+
+def store(namespace: Namespace, first: int, count: int) -> int:
+    """Store keys by number, all ranks; how many were accepted."""
+    keys = [b"%d" % number for number in range(first, first + count)]
+    decision = namespace.table.prepare_store(keys, 1, 0.0)
+    n = len(decision.slots)
+    for rank in range(namespace.geometry.world_size):
+        namespace.table.share_done(
+            1, rank, decision.slots, decision.generations, [0] * n, [1] * n, ok=True
+        )
+    return n
+
+
+sizes = st.lists(st.integers(1, 40).map(lambda pages: pages * PAGE), min_size=1, max_size=5)
+
+
+@given(st.integers(1, 300 * MIB), sizes)
+def test_geometry(cpu_bytes: int, slot_bytes: list[int]) -> None:
+    """Slots fill the published formula, lie in the pool, and columns cover what they touch."""
+    extents = Extents(cpu_bytes)
+    assert extents.size % PAGE == 0
+    assert 1 <= extents.count <= MAX_EXTENTS
+    assert (extents.count - 1) * extents.size < cpu_bytes <= extents.count * extents.size
+    geometry = Geometry(tuple(slot_bytes), extents, len(slot_bytes))
+    assert geometry.num_slots == cpu_bytes // sum(slot_bytes)
+    slots = [slot for c in range(geometry.columns) for slot in geometry.column_range(c)]
+    assert slots == list(range(geometry.num_slots))
+    for column in {0, geometry.columns // 2, geometry.columns - 1} & set(range(geometry.columns)):
+        touched: set[int] = set()
+        for slot in geometry.column_range(column):
+            for arena, (first, end) in enumerate(geometry.shares(slot)):
+                assert first == geometry.arena_base(arena) + slot * slot_bytes[arena]
+                assert first < end <= cpu_bytes
+                touched |= {first // extents.size, (end - 1) // extents.size}
+        assert touched <= set(geometry.column_extents(column))
+
+
+@given(st.integers(1, 4000), sizes)
+def test_alone_it_reaches_the_budget(pages: int, slot_bytes: list[int]) -> None:
+    """A single namespace holds exactly cpu_bytes // bytes_per_chunk chunks."""
+    chunks = pages * PAGE // sum(slot_bytes)
+    if chunks:
+        namespaces = pool(pages * PAGE)
+        namespace = add(namespaces, 1, *slot_bytes)
+        assert store(namespace, 0, chunks + 5) == chunks
+        namespaces.check_integrity()
+
+
+def test_two_settle_at_their_fair_shares() -> None:
+    """A newcomer takes from a namespace that holds everything, up to its half and no further."""
+    namespaces = pool(16 * MIB)
+    old = add(namespaces, 1, 8192, 8192)
+    assert store(old, 0, 1024) == 1024
+    new = add(namespaces, 2, 12288)
+    for turn in range(40):
+        assert store(new, 1000 * turn, 50) == 50
+        assert store(old, 5000 + 1000 * turn, 50) == 50
+    namespaces.check_integrity()
+    held = namespaces.stats()["namespaces"]
+    for namespace in (old, new):
+        assert 0.4 < held[namespace.id.hex()]["held_bytes"] / (16 * MIB) <= 0.61
+    yielded = old.table.counters()["yielded"], new.table.counters()["yielded"]
+    store(new, 90_000, 400)
+    store(old, 90_000, 400)
+    after = old.table.counters()["yielded"], new.table.counters()["yielded"]
+    assert yielded == after  # settled: each evicts its own from now on
+
+
+def test_the_coldest_column_goes_first() -> None:
+    """A newcomer's first column costs the chunks that were used longest ago."""
+    namespaces = pool(MIB)
+    old = add(namespaces, 1, PAGE)
+    for first in range(0, 256, 2):
+        store(old, first, 2)
+    old.table.finished([b"%d" % number for number in range(4)])
+    new = add(namespaces, 2, PAGE)
+    assert store(new, 0, 2) == 2
+    gone = [n for n in range(256) if old.directory.find(b"%d" % n) < 0]
+    assert gone == [4, 5]
+
+
+def test_pinned_and_written_chunks_are_not_taken() -> None:
+    """A newcomer gets nothing while everything is pinned or being written."""
+    namespaces = pool(MIB)
+    old = add(namespaces, 1, PAGE)
+    store(old, 0, 200)
+    old.table.prepare_store([b"w%d" % n for n in range(56)], 1, 0.0)
+    lease = old.table.prepare_load([b"%d" % n for n in range(200)], 1, 0.0, 10.0)
+    new = add(namespaces, 2, 8192)
+    assert store(new, 0, 10) == 0
+    assert new.table.counters()["full"] == 10
+    assert old.table.complete_load(lease.lease_id, 1)
+    assert store(new, 0, 10) == 10
+    namespaces.check_integrity()
+
+
+def test_detached_namespaces_give_everything() -> None:
+    """Chunks of a namespace without engines stay until others need all of the room."""
+    namespaces = pool(MIB)
+    old = add(namespaces, 1, PAGE)
+    store(old, 0, 256)
+    namespaces.detach_engine(old)
+    new = add(namespaces, 2, 8192)
+    assert old.table.slots.stats()["ready"] == 256
+    assert store(new, 0, 128) == 128
+    assert old.table.slots.stats()["ready"] == 0
+    namespaces.check_integrity()
+
+
+def test_empty_columns_are_lent() -> None:
+    """Room that its owner does not use is taken before anything is evicted."""
+    namespaces = pool(MIB)
+    old = add(namespaces, 1, PAGE)
+    decision = old.table.prepare_store([b"%d" % n for n in range(256)], 1, 0.0)
+    refs = old.table.drop_owner(1)
+    old.table.revoked([slot for slot, _ in refs], decision.generations.tolist())
+    new = add(namespaces, 2, PAGE)
+    assert store(new, 0, 256) == 256  # more than its fair share: nobody is hurt
+    namespaces.check_integrity()
+
+
+def test_a_chunk_larger_than_a_fair_share() -> None:
+    """A namespace whose one chunk fills the pool is served, in turns with the other."""
+    namespaces = pool(MIB)
+    small, large = add(namespaces, 1, PAGE), add(namespaces, 2, MIB)
+    assert store(small, 0, 300) == 256
+    assert store(large, 0, 2) == 1
+    assert small.table.slots.stats()["ready"] == 0
+    assert store(small, 0, 3) == 3
+    namespaces.check_integrity()
+
+
+@given(
+    st.lists(st.tuples(sizes, st.integers(0, 60)), min_size=2, max_size=4),
+    st.integers(16, 600),
+)
+def test_no_byte_has_two_owners(shapes: list[tuple[list[int], int]], pages: int) -> None:
+    """Whatever the chunk sizes, chunks of different namespaces never overlap."""
+    namespaces = pool(pages * PAGE)
+    members = [
+        (add(namespaces, number, *slot_bytes), count)
+        for number, (slot_bytes, count) in enumerate(shapes)
+        if sum(slot_bytes) <= pages * PAGE
+    ]
+    for turn in range(3):
+        for namespace, count in members:
+            store(namespace, 100 * turn, count)
+            namespaces.check_integrity()
+
+
+def test_stats() -> None:
+    """Bytes are told by namespace and by state, and add up."""
+    namespaces = pool(MIB)
+    namespace = add(namespaces, 1, PAGE, PAGE)
+    store(namespace, 0, 3)
+    namespace.table.prepare_store([b"w"], 1, 0.0)
+    stats = namespaces.stats()
+    mine = stats["namespaces"][namespace.id.hex()]
+    assert (mine["ready_bytes"], mine["writing_bytes"]) == (3 * 2 * PAGE, 2 * PAGE)
+    assert mine["held_bytes"] + stats["free_bytes"] == stats["cpu_bytes"] == MIB
+    assert "1 namespaces" in repr(namespaces.pool)
+    assert "model 1" in repr(namespace)
+
+
+def test_open_is_idempotent() -> None:
+    """The same id and figures give the same namespace, other figures are refused."""
+    namespaces = pool(MIB)
+    first = add(namespaces, 1, PAGE)
+    store(first, 0, 2)
+    assert add(namespaces, 1, PAGE) is first
+    assert (first.engines, len(namespaces), namespaces.get(first.id)) == (2, 1, first)
+    with pytest.raises(Refused, match="8192") as refused:
+        add(namespaces, 1, 8192)
+    assert refused.value.code == ErrorCode.BAD_LAYOUT
+
+
+@pytest.mark.parametrize("slot_bytes", [(), (0,), (MIB + PAGE,), (PAGE, -1)])
+def test_impossible_figures(slot_bytes: tuple[int, ...]) -> None:
+    """Slots without bytes and chunks larger than the budget are refused with the figures."""
+    with pytest.raises(Refused) as refused:
+        add(pool(MIB), 1, *slot_bytes)
+    assert refused.value.code == ErrorCode.BAD_LAYOUT
+
+
+def test_replicated_needs_one_size() -> None:
+    """Replicated shares have one arena, whatever the world size."""
+    namespace = add(pool(MIB), 1, PAGE, replicated=True)
+    assert (namespace.geometry.num_slots, namespace.geometry.arena_base(0)) == (256, 0)
+    with pytest.raises(Refused, match="same bytes"):
+        add(pool(MIB), 1, PAGE, PAGE, replicated=True)
+
+
+def test_limit_and_close() -> None:
+    """At the limit a new namespace is refused, until an idle one is closed and its room is free."""
+    namespaces = pool(MIB, limit=1)
+    old = add(namespaces, 1, PAGE)
+    store(old, 0, 10)
+    with pytest.raises(Refused) as refused:
+        add(namespaces, 2, PAGE)
+    assert refused.value.code == ErrorCode.LIMIT
+    assert namespaces.closable() == []
+    with pytest.raises(Refused, match="in use"):
+        namespaces.close(old)
+    namespaces.detach_engine(old)
+    with pytest.raises(ValueError, match="no engine"):
+        namespaces.detach_engine(old)
+    assert namespaces.closable() == [old]
+    namespaces.close(old)
+    assert namespaces.stats()["free_bytes"] == MIB
+    assert store(add(namespaces, 2, PAGE), 0, 300) == 256
+    namespaces.check_integrity()
+
+
+def test_bad_settings() -> None:
+    """A pool of nothing and an unknown policy are refused in clear words."""
+    with pytest.raises(ConfigError, match="holds nothing"):
+        pool(0)
+    with pytest.raises(ConfigError, match="lru, arc"):
+        Namespaces(MIB, make_buffer=lambda _, size: bytearray(size), policy="fifo")
+
+
+def test_damage_is_noticed() -> None:
+    """An extent with two owners does not go unseen."""
+    namespaces = pool(MIB)
+    one, two = add(namespaces, 1, PAGE), add(namespaces, 2, PAGE)
+    store(one, 0, 1)
+    store(two, 0, 1)
+    two.table.space.open_column(0)
+    with pytest.raises(IntegrityError):
+        namespaces.check_integrity()
+
+
+def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> None:
+    """It costs the column over one extent, and the fair share of others stays what it was."""
+    namespaces = pool(16 * MIB)
+    size = namespaces.pool.extents.size
+    old = add(namespaces, 1, PAGE)
+    full = old.geometry.num_slots
+    assert store(old, 0, full) == full
+    passing = add(namespaces, 2, PAGE, temporary=True)
+    assert namespaces.pool.fair_extents(old.table.space) == namespaces.pool.extents.count
+    column = old.geometry.column_slots
+    assert store(passing, 0, 100) == column
+    assert namespaces.pool.held_bytes(passing.table.space) == 2 * size
+    assert full - old.table.slots.stats()["ready"] == column
+    namespaces.check_integrity()
+
+
+def test_a_temporary_namespace_takes_what_is_free() -> None:
+    """Free room may be had beyond the first column."""
+    namespaces = pool(16 * MIB)
+    passing = add(namespaces, 1, PAGE, temporary=True)
+    assert store(passing, 0, 100) == 100
+
+
+def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
+    """Not before, not while something is pinned there, and no other kind ever."""
+    namespaces = pool(16 * MIB)
+    lasting = add(namespaces, 1, PAGE)
+    passing = add(namespaces, 2, PAGE, temporary=True)
+    store(passing, 0, 4)
+    lease = passing.table.prepare_load([b"0"], 1, 0.0, 10.0).lease_id
+    assert namespaces.over() == []
+    namespaces.detach_engine(passing)
+    namespaces.detach_engine(lasting)
+    assert namespaces.over() == []
+    passing.table.complete_load(lease, 1)
+    assert namespaces.over() == [passing]
+    namespaces.close(passing)
+    assert namespaces.closed_counters["stored"] == 4
+    namespaces.check_integrity()
+
+
+def held(namespaces: Namespaces, namespace: Namespace) -> int:
+    """Bytes of the pool that a namespace holds."""
+    return namespaces.pool.held_bytes(namespace.table.space)
+
+
+def test_a_capped_model_evicts_its_own_and_leaves_the_rest_free() -> None:
+    """At its cap a model's new chunks cost its own old ones, however much is free."""
+    namespaces = pool(16 * MIB, quotas={"model 1": Quota(cap_bytes=4 * MIB)})
+    capped = add(namespaces, 1, 8192, 8192)
+    for turn in range(20):
+        assert store(capped, 100 * turn, 50) == 50
+        assert held(namespaces, capped) <= 4 * MIB
+    assert held(namespaces, capped) > 3.9 * MIB
+    assert namespaces.pool.free_bytes >= 12 * MIB
+    counters = capped.table.counters()
+    assert counters["evicted"] == 1000 - capped.table.slots.stats()["ready"]
+    assert counters["quota"] == counters["full"] == 0
+    namespaces.check_integrity()
+
+
+def test_what_a_cap_refuses_is_counted_as_that() -> None:
+    """With all it may hold pinned, a capped model's keys are turned away for its quota."""
+    namespaces = pool(16 * MIB, quotas={"model 1": Quota(cap_bytes=MIB)})
+    capped = add(namespaces, 1, 8192, 8192)
+    fits = store(capped, 0, 500)
+    assert 0 < fits <= 64
+    assert capped.table.counters()["quota"] == 500 - fits
+    kept = [b"%d" % number for number in range(fits)]
+    assert sum(capped.table.prepare_load(kept, 1, 0.0, 60.0).found) == fits
+    decision = capped.table.prepare_store([b"more"], 1, 0.0)
+    assert decision.answers.tolist() == [StoreAnswer.QUOTA]
+    assert capped.table.counters()["quota"] == 501 - fits
+    namespaces.check_integrity()
+
+
+def test_a_floor_outlasts_its_engines_and_any_flood() -> None:
+    """Others take what is above the floor and never what is below, with and without engines."""
+    namespaces = pool(16 * MIB, quotas={"model 1": Quota(floor_bytes=4 * MIB)})
+    quiet, greedy = add(namespaces, 1, 8192, 8192), add(namespaces, 2, 12288)
+    assert store(quiet, 0, 600) == 600
+    for attached in (True, False):
+        for turn in range(40):
+            store(greedy, 100 * turn + 10_000 * attached, 100)
+            assert held(namespaces, quiet) >= 4 * MIB
+        namespaces.check_integrity()
+        if attached:
+            namespaces.detach_engine(quiet)
+    assert held(namespaces, quiet) < 4.2 * MIB
+    assert quiet.table.slots.stats()["ready"] >= 250
+
+
+def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:
+    """A floor above the even share is reached, though others were there first."""
+    namespaces = pool(16 * MIB, quotas={"model 3": Quota(floor_bytes=10 * MIB)})
+    early = [add(namespaces, number, 12288) for number in (1, 2)]
+    for namespace in early:
+        store(namespace, 0, 2000)
+    late = add(namespaces, 3, 8192, 8192)
+    for turn in range(20):
+        store(late, 100 * turn, 100)
+    assert held(namespaces, late) >= 10 * MIB
+    for turn in range(20):
+        for namespace in early:
+            store(namespace, 10_000 + 100 * turn, 100)
+    assert held(namespaces, late) >= 10 * MIB
+    assert all(held(namespaces, namespace) > 2 * MIB for namespace in early)
+    namespaces.check_integrity()
+
+
+def test_two_layouts_of_one_model_share_its_quota() -> None:
+    """After a change of the layout the new namespace gets room inside the cap, from the old one."""
+    namespaces = pool(16 * MIB, quotas={"model": Quota(MIB, 4 * MIB)})
+    old, new = (
+        namespaces.open(
+            bytes([number]) * 16,
+            (size,),
+            world_size=1,
+            replicated=False,
+            boot_id=bytes(16),
+            label="model",
+        )
+        for number, size in ((1, 8192), (2, 12288))
+    )
+    namespaces.attach_engine(old)
+    store(old, 0, 1000)
+    assert held(namespaces, old) > 3.9 * MIB
+    namespaces.detach_engine(old)
+    namespaces.attach_engine(new)
+    for turn in range(10):
+        store(new, 100 * turn, 50)
+        assert held(namespaces, old) + held(namespaces, new) <= 4 * MIB
+    assert held(namespaces, new) > 3 * MIB
+    namespaces.check_integrity()
+
+
+def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
+    """The chunks used longest ago go; pinned ones stay until their leases end."""
+    namespaces = pool(16 * MIB)
+    model = add(namespaces, 1, 8192)
+    store(model, 0, 2048)
+    recent = [b"%d" % number for number in range(64)]
+    lease = model.table.prepare_load(recent, 1, 0.0, 60.0)
+    namespaces.pool.set_quotas({"model 1": Quota(cap_bytes=256 * 1024)})
+    assert 256 * 1024 < held(namespaces, model) <= MIB
+    assert all(model.directory.find(key) >= 0 for key in recent)
+    model.table.complete_load(lease.lease_id, 1)
+    namespaces.pool.trim()
+    assert held(namespaces, model) <= 256 * 1024
+    namespaces.check_integrity()
+
+
+def test_a_namespace_on_its_floor_is_not_closed_for_a_new_one() -> None:
+    """Where no more may be open, one without a floor goes; where there is none, the new one."""
+    namespaces = pool(MIB, limit=2, quotas={"model 1": Quota(floor_bytes=MIB // 2)})
+    floored, other = add(namespaces, 1, PAGE), add(namespaces, 2, PAGE)
+    for namespace in (floored, other):
+        store(namespace, 0, 20)
+        namespaces.detach_engine(namespace)
+    assert namespaces.spare() == [other]
+
+
+def test_space_moves_back_and_forth_without_fragments() -> None:
+    """Chunks of three sizes fill the pool in turn, again and again, and each gets all of it."""
+    namespaces = pool(8 * MIB)
+    models = [
+        add(namespaces, 1, 8192, 8192),
+        add(namespaces, 2, 12288),
+        add(namespaces, 3, 5 * PAGE),
+    ]
+    for model in models:
+        namespaces.detach_engine(model)
+    for turn in range(4):
+        for model in models:
+            namespaces.attach_engine(model)
+            wanted = model.geometry.num_slots
+            for first in range(0, wanted, 64):
+                store(model, 10_000 * turn + first, 64)
+            assert model.table.slots.stats()["ready"] == wanted
+            assert sum(other.table.slots.stats()["ready"] for other in models) == wanted
+            namespaces.check_integrity()
+            namespaces.detach_engine(model)
+
+
+def test_a_model_that_is_gone_gives_its_space_to_those_that_stay() -> None:
+    """When the engines of one of three models leave, the other two come to half the pool each."""
+    namespaces = pool(12 * MIB)
+    models = [add(namespaces, 1, 8192), add(namespaces, 2, 12288), add(namespaces, 3, 16384)]
+    for turn in range(60):
+        for model in models:
+            store(model, 100 * turn, 40)
+    assert all(held(namespaces, model) > 3 * MIB for model in models)
+    namespaces.detach_engine(models[0])
+    for turn in range(60, 160):
+        for model in models[1:]:
+            store(model, 100 * turn, 40)
+    assert all(held(namespaces, model) > 5.5 * MIB for model in models[1:])
+    assert held(namespaces, models[0]) < MIB
+    namespaces.close(models[0])
+    namespaces.check_integrity()

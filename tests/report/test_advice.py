@@ -1,0 +1,100 @@
+"""What is wrong and what to do, from reports alone."""
+
+from typing import Any
+
+import pytest
+
+from kvd.report.advice import RULES, problems
+from kvd.report.history import Span
+from tests.report.reports import AGES, changed, empty_report, histogram, loaded_report
+
+LATER = 60.0
+LANE = ("lanes", 1)
+
+Change = tuple[tuple[str | int, ...], Any]
+
+
+def check(name: str, text: str) -> list[dict[str, Any]]:
+    """One check that fails."""
+    return [{"name": name, "ok": False, "text": text, "percent": 40.0, "seconds_left": 9.0}]
+
+
+# What is changed in a healthy report, the rule that must speak, and words it must say.
+CASES: list[tuple[str, Change, list[str]]] = [
+    ("lane down", ((*LANE, "state"), "down"), ["cuda:", "kvd doctor"]),
+    ("lane starting", ((*LANE, "state"), "starting"), ["cuda:"]),
+    ("not ready", (("checks",), check("pool", "40 % pinned, 9 s left")), ["Pool: 40 % pinned"]),
+    ("not ready", (("checks",), check("lane cuda:9", "no driver")), ["Lane cuda:9: no driver"]),
+    ("pinning", ((*LANE, "pin_error"), "memlock is 64 KiB"), ["64 KiB", "64 GiB", "memlock"]),
+    ("draining", (("draining",), True), ["kvd resume"]),
+    ("lane silent", ((*LANE, "seconds_since_heard"), 4.2), ["4 s"]),
+    ("lane restarted", ((*LANE, "restarts"), 1), ["cuda:"]),
+    ("old jobs", ((*LANE, "oldest_job_seconds"), 75.0), ["1 min 15 s", "3 jobs"]),
+    ("no room", (("counters", "full"), 1), ["1 chunk got", "cpu_bytes"]),
+    ("failed loads", ((*LANE, "counters", "jobs", "load_failed"), 2), ["2 loads", "2 failed"]),
+    ("failed stores", ((*LANE, "counters", "jobs", "store_timeout"), 1), ["1 store of"]),
+    ("loop lag", (("broker", "loop_lag_max_seconds"), 0.4), ["400 ms"]),
+    ("descriptors", (("broker", "open_fds"), 4000), ["4000 of 4096", "LimitNOFILE"]),
+    ("sessions", (("sessions", "open"), 1000), ["1000 of 1024", "max_sessions"]),
+    ("replies dropped", ((*LANE, "counters", "dropped_replies"), 1), ["1 reply"]),
+    ("messages dropped", (("broker", "dropped_frames"), 5), ["5 messages"]),
+    ("bad keys", (("counters", "bad_key"), 3), ["3 chunks", "docs/protocol.md"]),
+    ("leases expired", (("counters", "leases_expired"), 2), ["2 leases"]),
+    ("stores given up", (("counters", "tickets_expired"), 2), ["2 chunks"]),
+    ("evicted young", (("namespaces", 0, "eviction_age"), histogram(AGES, 0, 9)), ["llama"]),
+    ("few hits", (("counters", "hit_chunks"), 0), ["0 %"]),
+]
+
+
+def rules_of(span: Span) -> list[str]:
+    """The names of the rules that speak."""
+    return [problem.rule for problem in problems(span)]
+
+
+@pytest.mark.parametrize("report", [empty_report, loaded_report])
+def test_a_healthy_daemon_needs_no_advice(report: Any) -> None:
+    """Nothing is said of a daemon that idles or works."""
+    assert problems(Span(report(LATER), report(0.0))) == []
+    assert problems(Span(report(LATER))) == []
+
+
+@pytest.mark.parametrize(("rule", "change", "words"), CASES, ids=[case[0] for case in CASES])
+def test_each_rule_speaks_of_its_case_alone(rule: str, change: Change, words: list[str]) -> None:
+    """One thing goes wrong: its rule speaks, names the figures and the remedy, no other does."""
+    path, value = change
+    before = changed(loaded_report(0.0), "namespaces", 0, "eviction_age", to=histogram(AGES))
+    span = Span(changed(loaded_report(LATER), *path, to=value), before)
+    (problem,) = problems(span)
+    assert problem.rule == rule
+    for word in words:
+        assert word in f"{problem.what} {problem.remedy}"
+    assert problem.what.endswith(".")
+    assert problem.remedy.endswith(".")
+
+
+def test_every_rule_has_a_case() -> None:
+    """No rule is without a test; missing ranks has one of its own."""
+    assert {rule.name for rule in RULES} == {case[0] for case in CASES} | {"missing ranks"}
+
+
+def test_ranks_may_start_apart_but_not_for_long() -> None:
+    """An engine's missing ranks are a problem only after a while, and are named."""
+    report = loaded_report(LATER)
+    engine = report["engines"][0]
+    engine |= {"attached": False, "missing_ranks": [1, 3]}
+    for session in engine["sessions"]:
+        session["seconds"] = 5.0
+    assert problems(Span(report)) == []
+    engine["sessions"][0]["seconds"] = 200.0
+    (problem,) = problems(Span(report))
+    assert "Engine llama-70b-0 has waited 3 min 20 s for ranks 1, 3 of 4" in problem.what
+
+
+def test_the_worst_comes_first() -> None:
+    """Errors before warnings before hints, as the table is written."""
+    order = ["error", "warning", "hint"]
+    levels = [order.index(rule.level) for rule in RULES]
+    assert levels == sorted(levels)
+    report = changed(loaded_report(LATER), *LANE, "state", to="down")
+    report["sessions"]["open"] = 1000
+    assert rules_of(Span(report)) == ["lane down", "sessions"]

@@ -1,0 +1,71 @@
+"""Histograms: what is counted where, adding up, and what cannot be."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.errors import IntegrityError
+from kvd.metrics.histogram import Histogram
+
+BOUNDS = (0.001, 0.5, 1.0, 60.0)
+VALUES = st.lists(st.one_of(st.floats(0, 1e6), st.sampled_from([0.0, *BOUNDS])), max_size=50)
+
+
+def of(values: list[float]) -> Histogram:
+    """A histogram that has seen `values` one by one."""
+    histogram = Histogram(BOUNDS)
+    for value in values:
+        histogram.observe(value)
+    return histogram
+
+
+def test_a_bound_belongs_to_the_range_below_it() -> None:
+    """Upper bounds are inclusive, as Prometheus has them; what is above all has a count too."""
+    assert of([0.0, 0.001, 0.0011, 1.0, 60.0, 60.1]).counts == [2, 1, 1, 1, 1]
+
+
+@given(VALUES)
+def test_many_at_once_count_as_one_by_one(values: list[float]) -> None:
+    """`observe_all` does what `observe` does for each, and every value counts once."""
+    one_by_one, at_once = of(values), Histogram(BOUNDS)
+    at_once.observe_all(np.array(values, np.float64))
+    assert at_once.counts == one_by_one.counts
+    assert at_once.sum == pytest.approx(one_by_one.sum)
+    assert at_once.count == len(values)
+    at_once.check_integrity()
+
+
+@given(VALUES, VALUES)
+def test_a_sum_has_seen_what_both_have(left: list[float], right: list[float]) -> None:
+    """Adding two is counting the values of both; neither changes."""
+    first, second = of(left), of(right)
+    both = first + second
+    both.check_integrity()
+    assert both.counts == of(left + right).counts
+    assert both.sum == pytest.approx(sum(left) + sum(right))
+    assert (first.counts, second.counts) == (of(left).counts, of(right).counts)
+
+
+def test_other_bounds_do_not_add_up() -> None:
+    """Counts of other ranges are refused, with both sides' bounds."""
+    with pytest.raises(IntegrityError, match=r"0\.001.*2\.0"):
+        Histogram(BOUNDS) + Histogram((2.0,))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Histogram((1.0, 1.0)),
+        Histogram((2.0, 1.0)),
+        Histogram((1.0,), [1], 0.5),
+        Histogram((1.0,), [-1, 2], 5.0),
+        Histogram((1.0,), [0, 2], 1.0),
+        Histogram((1.0,), [2, 0], 3.0),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_is_found(broken: Histogram) -> None:
+    """Bounds that do not ascend, counts below zero and impossible sums fail the check."""
+    with pytest.raises(IntegrityError):
+        broken.check_integrity()

@@ -1,0 +1,144 @@
+"""What `kvd top` draws, from recorded reports."""
+
+import copy
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from kvd.cli.top_view import picture, shares, waiting
+from kvd.report.history import History
+from tests.report.reports import GIB, START, changed, empty_report, loaded_report
+
+SECTIONS = ["Pool", "Throughput and hits", "Lanes and their jobs", "Engines", "Events"]
+
+
+def drawn(shown: RenderableType, width: int = 80) -> str:
+    """The characters on a terminal of `width` columns."""
+    sink = StringIO()
+    Console(file=sink, width=width).print(shown)
+    return sink.getvalue()
+
+
+def loaded_history() -> History:
+    """A minute of steady load."""
+    history = History()
+    for second in range(61):
+        history.add(loaded_report(float(second)))
+    return history
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_everything_fits_the_terminal(width: int) -> None:
+    """At 80 columns nothing is cut off: every section, and the figures in it."""
+    text = drawn(picture(loaded_history()), width)
+    for line in text.splitlines():
+        assert len(line.rstrip()) <= width
+    for section in SECTIONS:
+        assert f" {section} " in text
+    assert "ready" in text
+    assert "All is well" in text
+    assert "400 MB/s" in text
+    assert "2 GB/s" in text
+    assert "75 %" in text
+    assert "10 GiB free of 64 GiB" in text
+    assert "llama-70b-1" in text
+    assert "…" not in text
+    assert text.index("412 chunks in writing freed") < text.index("the pool of 64 GiB")
+
+
+def crowded_report(seconds: float) -> dict[str, Any]:
+    """A large node: long names, eight lanes with long figures, more of everything than fits."""
+    report = loaded_report(seconds)
+    engine, lane, space = report["engines"][0], report["lanes"][1], report["namespaces"][0]
+    report["engines"] = [
+        copy.deepcopy(engine) | {"name": f"meta-llama-Llama-3.1-70B-Instruct-replica-{index}"}
+        for index in range(9)
+    ]
+    big = {"usable_bytes": 1507 * GIB, "pool_bytes": 2038 * GIB, "queued_jobs": 123_456}
+    report["lanes"] = [
+        copy.deepcopy(lane) | big | {"device": f"cuda:{index:032x}", "oldest_job_seconds": 1.23}
+        for index in range(8)
+    ]
+    chunks = {"ready": 1_234_567, "writing": 51_234, "pinned": 12_000}
+    report["namespaces"] = [
+        copy.deepcopy(space) | {"model": "meta-llama/Llama-3.1-405B-Instruct-FP8", "chunks": chunks}
+    ] * 4
+    return report | {"time": START + 1e5 + seconds, "host": "gpu-17"}
+
+
+def test_a_small_terminal_shows_every_figure_whole() -> None:
+    """At 80 by 24 a crowded daemon fits: names are shortened, lists say what is left out."""
+    history = History()
+    for second in range(61):
+        history.add(crowded_report(float(second)))
+    lines = drawn(picture(history, 0, 24)).splitlines()
+    text = "\n".join(lines)
+    assert len(lines) <= 24
+    for figure in (
+        "1,234,567 ready, 12,000 pinned",
+        "1.47 TiB of 1.99 TiB",
+        "123,456",
+        "1.23 s",
+        "550 µs / 9.1 ms",
+        "75 %",
+        "400 MB/s",
+    ):
+        assert figure in text
+    assert "…" not in "".join(line for line in lines if "meta-llama" not in line)
+    for section in SECTIONS:
+        assert f" {section} " in text
+    for left in ("and 7 more", "and 6 more", "and 2 more"):  # engines, lanes, namespaces
+        assert left in text
+
+
+@given(st.integers(-5, 60), st.lists(st.integers(0, 20), min_size=1, max_size=5))
+def test_lines_are_dealt_out_fairly(room: int, wanted: list[int]) -> None:
+    """No list gets more than it has, each gets one line, and no room is left that is wanted."""
+    given_out = shares(room, wanted)
+    least = [min(1, want) for want in wanted]
+    assert all(low <= got <= want for low, got, want in zip(least, given_out, wanted, strict=True))
+    assert sum(given_out) == max(sum(least), min(room, sum(wanted)))
+
+
+def test_an_idle_daemon_is_drawn_too() -> None:
+    """One report of a daemon without engines: no figure is made up, and it is not called well."""
+    history = History()
+    history.add(empty_report())
+    text = drawn(picture(history))
+    assert "No engine is attached." in text
+    assert "All is well" not in text
+    assert "Nothing is wrong, but no engine is attached." in text
+    assert "0 %" not in text
+
+
+def test_what_is_wrong_comes_with_its_remedy() -> None:
+    """A lane that is down is named at the top, before the figures."""
+    history = loaded_history()
+    history.add(changed(loaded_report(61.0), "lanes", 0, "state", to="down"))
+    text = drawn(picture(history))
+    assert "All is well" not in text
+    assert text.index("Lane host is down") < text.index("kvd doctor") < text.index("Pool")
+
+
+def test_a_restart_is_said() -> None:
+    """How often the daemon was started anew stands in the first line."""
+    assert "restarted 1 time" in drawn(picture(loaded_history(), 1)).splitlines()[0]
+
+
+def test_many_engines_leave_room_for_the_rest() -> None:
+    """Above a dozen engines the others are counted."""
+    report = loaded_report()
+    report["engines"] *= 5
+    history = History()
+    history.add(report)
+    assert "and 3 more" in drawn(picture(history))
+
+
+def test_without_a_daemon_it_says_what_it_waits_for() -> None:
+    """The runtime directory is named."""
+    assert "Waiting for a daemon in /run/kvd." in drawn(waiting(Path("/run/kvd"), "none"))

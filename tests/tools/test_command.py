@@ -1,0 +1,228 @@
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.tools.places import in_use, leftovers
+from tests.waiting import PATIENCE, eventually
+
+FIGURES = {
+    "requests",
+    "lookups",
+    "hit_chunks",
+    "stored_chunks",
+    "loaded_chunks",
+    "evicted_chunks",
+    "verified_bytes",
+    "mismatched_bytes",
+    "store_GBps",
+    "load_GBps",
+    "memcpy_GBps",
+    "job_p50_us",
+    "job_p99_us",
+    "lookup_us_per_key",
+    "world_size",
+    "device",
+}
+DEMO = [sys.executable, "-m", "kvd", "demo"]
+
+
+MARK = "KVD_TESTED_BY"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After every test no directory of a demo is left, and none of the test's processes.
+
+    Somebody else's demo may run on the machine at the same time.
+    """
+    mark = f"{MARK}={uuid.uuid4()}"
+    monkeypatch.setenv(*mark.split("="))
+    before = leftovers()
+    yield
+    eventually(lambda: running_demos(mark), lambda lines: not any("kvd-demo-" in x for x in lines))
+    eventually(lambda: leftovers() - before - in_use(), lambda left: not left)
+
+
+def running_demos(mark: str) -> list[str]:
+    """Command lines of the processes that have this in their environment."""
+    lines = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if mark in (f"{name}={value}" for name, value in process.environ().items()):
+                lines.append(" ".join(process.cmdline()))
+    return lines
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `kvd demo` to its end."""
+    return subprocess.run(
+        [*DEMO, *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """A long demo whose ranks have begun to serve, with all that it has started."""
+    process = subprocess.Popen(
+        [*DEMO, "--requests", "5000", "--cpu-bytes", str(64 * 2**20)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        parent = psutil.Process(process.pid)
+        # Each rank opens its shared tensors just before it is ready: three storages and a page.
+        while sum(is_rank(child) and has_memory(child) for child in parent.children()) < 2:
+            assert process.poll() is None, process.communicate()[1]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        yield process, parent.children(recursive=True)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Whether a child of the demo is one of its ranks."""
+    with contextlib.suppress(psutil.Error):
+        return "kvd_tools.demo.rank" in process.cmdline()
+    return False
+
+
+def is_daemon(process: psutil.Process) -> bool:
+    """Whether a child of the demo is its daemon."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()[2:5] == ["kvd", "serve", "--runtime-dir"]
+    return False
+
+
+def has_memory(process: psutil.Process) -> bool:
+    """Whether a rank has its control page already."""
+    fds = Path(f"/proc/{process.pid}/fd")
+    with contextlib.suppress(OSError):
+        return any("kvd-control" in str(fd.readlink()) for fd in fds.iterdir())
+    return False
+
+
+def all_ended(processes: list[psutil.Process]) -> bool:
+    """Whether they all end."""
+    return not psutil.wait_procs(processes, timeout=PATIENCE)[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_loaded_byte_is_verified(tmp_path: Path, world_size: int) -> None:
+    """Ranks store, evict, load and verify; the JSON has every figure and no wrong byte."""
+    out = tmp_path / "out.json"
+    done = demo(
+        "--requests", "40", "--seed", "3", "--world-size", str(world_size), "--json", str(out)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures.keys() >= FIGURES
+    assert figures["requests"] == 40
+    assert figures["world_size"] == world_size
+    assert figures["mismatched_bytes"] == figures["strayed_bytes"] == 0
+    assert figures["hit_chunks"] == figures["loaded_chunks"] > 0
+    assert figures["evicted_chunks"] > 0
+    assert figures["verified_bytes"] > 0
+    assert "bytes are right" in done.stdout
+
+
+def test_a_trace_is_served(tmp_path: Path) -> None:
+    """Requests come from a file in the Mooncake format; what repeats is loaded."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": t, "input_length": 4096, "output_length": 1, "hash_ids": [*range(8)]}
+        for t in range(3)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out.json"
+    done = demo("--trace", str(trace), "--json", str(out), "--cpu-bytes", str(64 * 2**20))
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["requests"] == 3
+    assert figures["hit_chunks"] == figures["loaded_chunks"] > 0
+
+
+def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
+    """One byte flipped before a store makes the demo fail and say how many bytes are wrong."""
+    out = tmp_path / "out.json"
+    done = demo(
+        "--requests", "30", "--corrupt", "--json", str(out), "--cpu-bytes", str(256 * 2**20)
+    )
+    assert done.returncode == 1
+    assert json.loads(out.read_text())["mismatched_bytes"] > 0
+    assert "loaded bytes are wrong" in " ".join(done.stdout.split())
+
+
+def test_a_bad_trace_is_named(tmp_path: Path) -> None:
+    """A line that is not in the format ends the demo before anything starts."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": -1, "output_length": 1, "hash_ids": []}\n')
+    done = demo("--trace", str(trace))
+    assert done.returncode == 1
+    assert "trace.jsonl:1" in done.stderr
+    assert "input_length" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(number: signal.Signals) -> None:
+    """Ctrl-C and SIGTERM end the daemon, its lane and the ranks."""
+    with serving() as (process, started):
+        assert len(started) >= 4  # daemon, lane, two ranks
+        process.send_signal(number)
+        process.wait(PATIENCE)
+        assert process.returncode != 0
+        assert all_ended(started)
+
+
+def test_a_dead_rank_ends_everything() -> None:
+    """When a rank is killed, the demo says so and ends the others."""
+    with serving() as (process, started):
+        victim = next(child for child in started if is_rank(child))
+        victim.kill()
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert f"(pid {victim.pid}) ended with status -9" in " ".join(said.decode().split())
+        assert all_ended(started)
+
+
+def test_nothing_outlives_a_killed_demo() -> None:
+    """SIGKILL leaves no chance to clean up; the processes end all the same."""
+    with serving() as (process, started):
+        where = next(Path(child.cmdline()[5]).parent for child in started if is_daemon(child))
+        process.kill()
+        assert all_ended(started)
+        shutil.rmtree(where)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cpu-bytes", "banana"], "'banana' is no size"),
+        (["--cpu-bytes", "4KiB", "--requests", "1"], "at least 64 KiB"),
+        (["--cpu-bytes", "64KiB", "--requests", "1"], "65536 bytes"),
+        (["--json", "/proc/none/out.json"], "/proc/none/out.json: No such file"),
+        (["--trace", "/proc/none.jsonl"], "/proc/none.jsonl: No such file"),
+    ],
+)
+def test_bad_options_are_named_before_anything_runs(arguments: list[str], words: str) -> None:
+    """One line with the value, no traceback, exit status 1."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvd", "demo", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

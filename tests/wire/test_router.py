@@ -1,0 +1,360 @@
+"""The daemon's request sockets: libzmq's clients are served, nobody is kept beyond a bound."""
+
+import gc
+import logging
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from kvd.wire import router as router_module
+from kvd.wire.router import AT_ONCE, UNREAD_BYTES, Received, Router
+from kvd.wire.zmtp import FRAMES_AT_ONCE, MAX_PARTS, MAX_PINGS
+from tests.waiting import PATIENCE
+from tests.wire.raw_zmtp import connect, message, part, unfinished
+
+MIB = 2**20
+FLOOD = 10_000  # messages of two parts, in one read
+Make = Callable[..., Router]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes routers at ``tmp_path / "socket"``."""
+    made = []
+
+    def router(**bounds: int) -> Router:
+        made.append(Router(tmp_path / "socket", **{"max_bytes": MIB, **bounds}))
+        return made[-1]
+
+    yield router
+    for one in made:
+        one.close()
+
+
+def received(router: Router) -> Received:
+    """The next message."""
+    poller = select.poll()
+    poller.register(router, select.POLLIN)
+    for _ in range(1000):
+        if not router.pending:
+            assert poller.poll(PATIENCE * 1000)
+        router.look()
+        found = router.take()
+        if found is not None:
+            return found
+    raise AssertionError(router)
+
+
+def until(router: Router, true: Callable[[], bool]) -> None:
+    """Serve, without answers, until this holds."""
+    poller = select.poll()
+    poller.register(router, select.POLLIN)
+    while not true():
+        assert router.pending or poller.poll(PATIENCE * 1000), router
+        router.look()
+        router.take()
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000, MIB])
+def test_a_dealer_is_heard_and_answered(make: Make, tmp_path: Path, size: int) -> None:
+    """A message of libzmq's and its answer of the same size arrive whole."""
+    router = make()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"ipc://{tmp_path / 'socket'}")
+        dealer.send(b"x" * size)
+        identity, frame = received(router)
+        assert frame == b"x" * size
+        assert router.send(identity, frame)
+        while not dealer.poll(10):
+            router.look()
+        assert dealer.recv() == frame
+
+
+def test_who_sends_much_waits_for_who_sends_little(make: Make, tmp_path: Path) -> None:
+    """One message of another comes after one of the flood's, however many of these wait."""
+    router = make()
+    with connect(tmp_path / "socket") as flood, connect(tmp_path / "socket") as quiet:
+        flood.sendall(message(b"flood") * 2000)
+        assert received(router).frame == b"flood"
+        quiet.sendall(message(b"quiet"))
+        following = [received(router).frame for _ in range(3)]
+        assert b"quiet" in following
+
+
+def test_who_reads_no_replies_is_not_read_and_others_are_served(make: Make, tmp_path: Path) -> None:
+    """Replies wait up to a bound; then the peer's requests wait too, and nobody else's."""
+    router = make()
+    with connect(tmp_path / "socket") as deaf, connect(tmp_path / "socket") as other:
+        deaf.sendall(message(b"ask") * 100)
+        served = 0
+        identity = received(router).identity
+        while router.send(identity, bytes(MIB // 4)) and router.kept_bytes <= UNREAD_BYTES:
+            served += 1
+            identity = received(router).identity
+        assert served < 20
+        other.sendall(message(b"hello"))
+        assert received(router).frame == b"hello"
+        assert router.kept_bytes <= UNREAD_BYTES + MIB
+        deaf.settimeout(0.0)
+        poller = select.poll()
+        poller.register(router, select.POLLIN)
+        while not router.pending:  # it reads now, and is heard again
+            try:
+                deaf.recv(MIB)
+            except BlockingIOError:
+                assert poller.poll(PATIENCE * 1000)
+            router.look()
+        assert received(router).frame == b"ask"
+
+
+def test_a_flood_of_what_is_no_message_takes_a_bounded_turn(make: Make, tmp_path: Path) -> None:
+    """Messages of several parts are skipped, so many at a time; the one behind them arrives."""
+    router = make()
+    with connect(tmp_path / "socket") as sock:
+        until(router, lambda: len(router) == 1 and not router.pending)
+        sock.sendall(b"\x01\0\0\0" * FLOOD + message(b"after"))
+        router.look()
+        assert router.take() is None
+        assert router.pending
+        assert 0 < router.dropped <= AT_ONCE * FRAMES_AT_ONCE
+        assert received(router).frame == b"after"
+        assert router.dropped == FLOOD
+
+
+def test_a_crowd_of_newcomers_takes_a_bounded_turn(make: Make, tmp_path: Path) -> None:
+    """Some are let in at a time, all in the end."""
+    router = make()
+    with ExitStack() as crowd:
+        for _ in range(3 * AT_ONCE):
+            crowd.enter_context(connect(tmp_path / "socket"))
+        router.look()
+        assert len(router) == AT_ONCE
+        until(router, lambda: len(router) == 3 * AT_ONCE)
+
+
+def test_who_has_gone_is_not_buried_for_its_silence(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer that sets itself a time to live and leaves with PINGs unanswered is forgotten."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(router_module, "time", clock)
+    caplog.set_level(logging.INFO)
+    router = make()
+    with connect(tmp_path / "socket") as sock:
+        sock.sendall(b"\x04\x07\x04PING\0\x01" * (MAX_PINGS + 1))
+        sock.shutdown(socket.SHUT_WR)
+        until(router, lambda: len(router) == 1)
+        until(router, lambda: len(router) == 0)
+        clock.monotonic = lambda: 100.0
+        router.look()
+    assert "is closed" not in caplog.text
+
+
+@pytest.mark.parametrize("nbytes", [1, MIB])
+def test_a_message_without_an_end_ends_its_connection(
+    make: Make, tmp_path: Path, nbytes: int
+) -> None:
+    """The sender is shown out after a bounded number of parts, and counted."""
+    router = make()
+    with connect(tmp_path / "socket") as endless:
+        until(router, lambda: len(router) == 1)
+        sent = 0
+        while push(router, endless, part(nbytes)):
+            sent += 1
+            assert router.kept_bytes <= 16  # a header that was cut
+        assert sent <= 2 * MAX_PARTS
+        assert router.limits["message_parts"] == 1
+        assert len(router) == 0
+
+
+def test_unfinished_messages_of_all_together_are_bounded(make: Make, tmp_path: Path) -> None:
+    """Above the bound whoever has most kept goes; the others finish what they began."""
+    router = make(max_kept=3 * MIB)
+    small = connect(tmp_path / "socket")
+    small.sendall(unfinished(1000, 900))
+    until(router, lambda: router.kept_bytes >= 900)
+    crowd = [connect(tmp_path / "socket") for _ in range(5)]
+    for sock in crowd:
+        push(router, sock, unfinished(MIB, MIB - 1))
+    assert router.limits["kept_bytes"] >= 2
+    small.setblocking(True)  # the socket API's own form
+    small.sendall(bytes(100))
+    assert received(router).frame == bytes(1000)
+    for sock in (small, *crowd):
+        sock.close()
+    until(router, lambda: not len(router))
+    assert router.kept_bytes == 0
+
+
+def test_who_has_shown_nothing_gives_way_to_newcomers(make: Make, tmp_path: Path) -> None:
+    """Of those of a process who have not been called proven the oldest goes; the proven stay."""
+    router = make(max_unproven=2)
+    proven = connect(tmp_path / "socket")
+    proven.sendall(message(b"token"))
+    router.prove(received(router).identity)
+    strangers = [connect(tmp_path / "socket") for _ in range(4)]
+    until(router, lambda: router.limits["connections"] == 2)
+    assert [_hung_up(sock) for sock in strangers] == [True, True, False, False]
+    proven.sendall(message(b"again"))
+    assert received(router).frame == b"again"
+    for sock in (proven, *strangers):
+        sock.close()
+
+
+@contextmanager
+def crowd_of_another_process(path: Path, count: int) -> Iterator[None]:
+    """A process that has connected so often, and says nothing."""
+    code = (
+        "import socket, sys\n"
+        "crowd = [socket.socket(socket.AF_UNIX) for _ in range(int(sys.argv[2]))]\n"
+        "for one in crowd:\n    one.connect(sys.argv[1])\n"
+        "print(len(crowd), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path), str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield
+
+
+def test_a_crowd_displaces_its_own(make: Make, tmp_path: Path) -> None:
+    """What somebody else has sent, and nobody has read yet, is not lost by it."""
+    router = make(max_unproven=5)
+    first = connect(tmp_path / "socket")
+    first.sendall(message(b"said before the crowd came"))
+    with crowd_of_another_process(tmp_path / "socket", 20):
+        until_looked = select.poll()
+        until_looked.register(router, select.POLLIN)
+        while router.limits["connections"] < 16:  # of 21 five stay
+            assert until_looked.poll(PATIENCE * 1000)
+            router.look()
+        assert received(router).frame == b"said before the crowd came"
+        assert not _hung_up(first)
+    first.close()
+
+
+def test_without_descriptors_a_newcomer_waits_and_nobody_is_displaced(
+    make: Make, tmp_path: Path
+) -> None:
+    """Who is here, has shown no token and is one of a few, stays: what was sent is heard."""
+    router = make()
+    first = connect(tmp_path / "socket")
+    first.sendall(message(b"early"))
+    poller = select.poll()
+    poller.register(router, select.POLLIN)
+    assert poller.poll(PATIENCE * 1000)
+    router.look()
+    second = socket.socket(socket.AF_UNIX)
+    with few_descriptors():
+        second.connect(str(tmp_path / "socket"))
+        router.look()
+    assert router.limits["open_files"] == 1
+    assert _hung_up(second)
+    assert received(router).frame == b"early"
+    for sock in (first, second):
+        sock.close()
+
+
+@contextmanager
+def few_descriptors() -> Iterator[None]:
+    """This process may open no descriptor more than it has."""
+    gc.collect()  # what earlier tests left is not closed meanwhile
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    spare = [os.dup(0)]
+    while spare[-1] < highest:  # no gap below the limit
+        spare.append(os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare[-1] + 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in spare:
+            os.close(fd)
+
+
+def push(router: Router, sock: socket.socket, data: bytes) -> bool:
+    """Send all of it while the router reads; false where it hangs up meanwhile."""
+    sock.setblocking(False)  # the socket API's own form
+    while data:
+        try:
+            data = data[sock.send(data) :]
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        router.look()
+        assert router.take() is None
+        assert router.kept_bytes <= 3 * MIB
+    return True
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    sock.settimeout(0.05)
+    try:
+        while sock.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_who_is_hung_up_on_at_the_end_finds_nobody(make: Make, tmp_path: Path) -> None:
+    """A client that comes again at once is refused, and not let in to be hung up on once more."""
+    router = make()
+    with connect(tmp_path / "socket") as sock:
+        sock.sendall(message(b"ask"))
+        assert received(router).frame == b"ask"
+        seen: list[object] = []
+        close = router_module.Router._close
+
+        def come_again(self: Router, connection: router_module._Connection) -> None:
+            close(self, connection)
+            with socket.socket(socket.AF_UNIX) as again, pytest.raises(ConnectionRefusedError):
+                again.connect(str(tmp_path / "socket"))
+            seen.append(connection)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(router_module.Router, "_close", come_again)
+            router.close()
+        assert seen
+
+
+def test_replies_may_leave_before_the_end(make: Make, tmp_path: Path) -> None:
+    """A reply that waits for its reader is delivered by a close that lingers."""
+    router = make()
+    with connect(tmp_path / "socket") as sock:
+        sock.sendall(message(b"ask"))
+        identity = received(router).identity
+        assert router.send(identity, bytes(MIB // 2))
+        got = 0
+
+        def read() -> None:
+            nonlocal got
+            while data := sock.recv(MIB):
+                got += len(data)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        router.close(linger=PATIENCE)
+        reader.join(PATIENCE)
+    assert got > MIB // 2
+    assert not (tmp_path / "socket").exists()
