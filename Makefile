@@ -12,14 +12,14 @@ VLLM_STAMP := $(VLLM)/.installed
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml client/tools/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvd needs Python >= 3.11, '$(PYTHON)' is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable client/tools
 	@touch $@
 
-$(VLLM_STAMP): pyproject.toml tests/vllm/environment.sh tests/vllm/requirements.txt
+$(VLLM_STAMP): pyproject.toml client/tools/pyproject.toml tests/vllm/environment.sh tests/vllm/requirements.txt
 	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VLLM)
 	@touch $@
 

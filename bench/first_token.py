@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 from harness import Figures, median
-from kvd_tools.demo_vllm.engine import Answer, comparable
 from variants import CHUNK_TOKENS, IN_PROCESS, NO_CACHE, Variant
+
+from kvd_tools.demo_vllm.engine import Answer, comparable
 
 PROMPT_TOKENS = 1900
 HIT_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS  # the last token is computed

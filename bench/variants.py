@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import Daemon
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess, kvd_transfer
-from kvd_tools.demo_vllm.models import write_model
 
 import kvd_client
 import kvd_proto
+from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess, kvd_transfer
+from kvd_tools.demo_vllm.models import write_model
 
 NO_CACHE, IN_PROCESS, KVD, LMCACHE = "no cache", "in-process", "kvd", "LMCache"
 MODEL = {

@@ -1,4 +1,4 @@
-"""Write what follows from kvd/config/settings.py: the table in docs/configuration.md, deploy/kvd.toml.
+"""Write what follows from the settings: the table in docs/configuration.md, deploy/kvd.toml.
 
 Run `make docs` after a change there. A test compares the files with what this
 module would write.

@@ -47,7 +47,7 @@ class Handler(Protocol):
         """A connection is there. False: give it up and connect again later."""
 
     def on_notice(self, notice: Notice) -> None:
-        """The control socket said something. Descriptors that are not taken are closed afterwards."""
+        """Handle a notice of the control socket. Descriptors that are not taken are closed."""
 
     def on_wake(self) -> bool:
         """`Session.wake` was called. False as for `on_open`."""
@@ -207,7 +207,7 @@ class Session:
         return reply
 
     def send_handles(self, fds: Sequence[int], seconds: float) -> bool:
-        """Send descriptors over the control socket, numbered from 0; whether the daemon took them."""
+        """Send descriptors over the control socket, numbered from 0; return whether all went."""
         connection = self._connection
         if connection is None or self._silent:
             return False
@@ -295,7 +295,7 @@ class Session:
             self._pause(max(0.0, began + delay - time.monotonic()))
 
     def _watch(self, connection: Connection) -> None:
-        """Serve the control socket until it closes; returns when the connection is to be given up."""
+        """Serve the control socket; return when the connection is to be given up."""
         poller = select.poll()
         for fd in (connection.control_socket.fileno(), self._wake, self._stop):
             poller.register(fd, select.POLLIN)
@@ -375,7 +375,8 @@ class Session:
         self._events_lock = threading.Lock()
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close()  # closes the control socket's copy; ZeroMQ itself leaves foreign sockets alone
+            # Closes the control socket's copy; ZeroMQ itself leaves foreign sockets alone.
+            connection.close()
         self._close_events()
         self._handler.on_fork()
 

@@ -327,7 +327,7 @@ class Registration:
                 code = ErrorCode.NOT_READY
             else:
                 text = (
-                    f"{session.descriptors} descriptors arrived over the control socket, the handles name"
+                    f"{session.descriptors} descriptors arrived, the handles name"
                     f" more; send HANDLES before REGISTER"
                 )
                 code = ErrorCode.BAD_LAYOUT

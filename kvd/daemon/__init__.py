@@ -1,1 +1,1 @@
-"""The broker process: sockets, descriptors and lane processes around the decisions of kvd.broker."""
+"""The broker process: sockets, descriptors and child processes around `kvd.broker`."""

@@ -1,4 +1,4 @@
-"""`python -m kvd.daemon.receiver LINK_FD`: receives the descriptors that clients send to the broker.
+"""`python -m kvd.daemon.receiver LINK_FD`: receives the descriptors that clients send.
 
 To close a descriptor can take as long as the owner of its file system likes (FUSE is told of
 every close), and even SIGKILL does not end such a wait. A descriptor that has been received

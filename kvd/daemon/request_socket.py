@@ -109,7 +109,7 @@ class Requests:
         return []
 
     def forbid(self, connection: Connection, text: str) -> None:
-        """Turn somebody away at the control socket who may not come in: one error, one line of the log."""
+        """Refuse a connection: one error to the peer, one line of the log."""
         peer = connection.peer
         log.warning("pid %d is turned away: %s", peer.pid, text, extra={"pid": peer.pid})
         self._core.state.measures.refusals[ErrorCode.FORBIDDEN.value] += 1

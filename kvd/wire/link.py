@@ -156,7 +156,7 @@ class LanePing(Message, frozen=True):
 
 
 class Spread(Message, frozen=True):
-    """A `kvd.metrics.histogram.Histogram`: counts[i] values at most bounds[i], the last ones above all."""
+    """A `Histogram`: counts[i] values at most bounds[i], the last ones above all."""
 
     bounds: tuple[float, ...]
     counts: tuple[Count, ...]

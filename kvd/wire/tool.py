@@ -130,7 +130,7 @@ class Control:
         return header, _showable(message)
 
     def _hear(self) -> None:
-        """Take what came over the control socket: a notice, which tools ignore, or the daemon's end."""
+        """Read the control socket: notices, which tools ignore, or the daemon's end."""
         try:
             received = self._control_socket.recv()
         except EOFError as error:

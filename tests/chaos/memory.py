@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from kvd_tools.demo.content import POISON, PageContent, page_seed
 
 from kvd_client import HostMemory
+from kvd_tools.demo.content import POISON, PageContent, page_seed
 from tests.chaos.specs import BLOCKS, Spec
 
 Place = tuple[int, int]  # tensor, block

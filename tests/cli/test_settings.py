@@ -270,7 +270,7 @@ def test_a_tool_needs_only_the_runtime_directory(file: Path) -> None:
 
 
 def test_generated_files_are_current() -> None:
-    """deploy/kvd.toml and the table in docs/configuration.md say what kvd/config/settings.py says."""
+    """deploy/kvd.toml and the table in docs/configuration.md agree with the settings."""
     page = generate_configuration.PAGE.read_text(encoding="utf-8")
     assert generate_configuration.page(page) == page, "run make docs"
     assert generate_configuration.SAMPLE.read_text(encoding="utf-8") == sample()

@@ -332,7 +332,7 @@ class FakeDaemon:
         assert message.first + message.count == len(connection.fds)
 
     def _hear_out(self, connection: Connection) -> None:
-        """Take what it has sent by its control socket: polling may tell of a later request first."""
+        """Take what came over its control socket: polling may tell of a later request first."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while connection.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 self._hear(connection.sock.fileno())

@@ -30,7 +30,7 @@ def _reachable(runtime_dir: Path) -> None:
 def test_a_user_who_is_not_on_the_list_is_turned_away_with_one_error(
     start_daemon: StartDaemon,
 ) -> None:
-    """One ERROR at the control socket and the end of the connection; one line in the log; others go on."""
+    """A refused peer gets one ERROR and the end of the connection; one line is logged."""
     daemon = start_daemon("--allow-users", "4711")
     with as_user(), pytest.raises(NotRunning, match=f"uid {OTHER_UID}.*allow_users"):
         Control(daemon.runtime_dir)

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvd_tools.selftest import bench as bench_module
-from kvd_tools.selftest.bench import Bench, chunk_bytes_for
-from kvd_tools.selftest.steps import STEPS, Outcome, Step, run
 
 from kvd_client import (
     Fingerprint,
@@ -25,6 +22,9 @@ from kvd_client import (
     Scheduler,
     Worker,
 )
+from kvd_tools.selftest import bench as bench_module
+from kvd_tools.selftest.bench import Bench, chunk_bytes_for
+from kvd_tools.selftest.steps import STEPS, Outcome, Step, run
 from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.test_engines import wait_hit

@@ -163,7 +163,7 @@ def _multipart(script: Script, rng: random.Random) -> Script:
 
 
 def _descriptors(script: Script, rng: random.Random) -> Script:
-    """Other descriptors at the control socket: more, fewer, of another kind, smaller than was said."""
+    """Other descriptors: more, fewer, of another kind, smaller than was said."""
     places = [i for i, step in enumerate(script) if step.where == "control socket"]
     if not places:
         return script

@@ -49,7 +49,7 @@ class Step:
 
     Attributes:
         actor: who; each has a control socket connection and sockets of its own.
-        where: the socket. "open" and "close" are of the control socket, "time" passes `actor` seconds.
+        where: the socket; "open" and "close" the control socket, "time" passes `actor` seconds.
         parts: of one multipart message; one part is what the protocol knows.
         fds: descriptors that go along, by what they are: "mem:4096", "pipe", ...
     """

@@ -21,7 +21,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = (ROOT, ROOT / "client", ROOT / "proto")
+SOURCES = (ROOT, ROOT / "client", ROOT / "client" / "tools", ROOT / "proto")
 TESTS = (
     *("-m", "pytest", "-v", "-c", "tests/gpu/pytest.ini", "--rootdir", "tests/gpu"),
     *("--confcutdir", "tests/gpu", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"),

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvd_tools.demo.blocks import NULL_BLOCK, BlockAllocator
 from kvd_tools.demo.errors import OutOfBlocks
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvd_tools.demo.content import PageContent, chain, chunk_key, page_seed
 
 PAGE = 256

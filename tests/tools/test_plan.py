@@ -2,6 +2,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvd_tools.demo.plan import FULL, WINDOW, Shape, runs
 
 SHAPES = st.builds(Shape, st.integers(1, 4), st.integers(1, 9), st.integers(1, 6))

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from kvd_tools.demo.content import POISON, chain, chunk_key
 from kvd_tools.demo.memory import GROUPS, STRIDES, TENSORS, KvTensors
 from kvd_tools.demo.rank import Rank

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvd_tools.demo.errors import TraceError
 from kvd_tools.demo.trace import read_trace
 from kvd_tools.demo.workload import PIECE_TOKENS, conversations, distinct_pieces

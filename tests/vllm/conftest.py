@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
 
+from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
 from tests.vllm.support import (
     References,
     Setting,

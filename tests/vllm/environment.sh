@@ -15,4 +15,4 @@ fi
 
 "${PYTHON:-python3}" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --no-deps --requirement "$here/requirements.txt"
-"$venv/bin/python" -m pip install --quiet --no-deps --editable "$here/../.."
+"$venv/bin/python" -m pip install --quiet --no-deps --editable "$here/../.." --editable "$here/../../client/tools"

@@ -13,16 +13,16 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
-from kvd_tools.demo_vllm.engine import ANSWER_SECONDS, START_SECONDS
-from kvd_tools.demo_vllm.group import kill_group
-from kvd_tools.demo_vllm.models import DEFAULTS, write_model
-from kvd_tools.demo_vllm.options import EngineOptions
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from kvd_tools.demo_vllm.engine import ANSWER_SECONDS, START_SECONDS
+from kvd_tools.demo_vllm.group import kill_group
+from kvd_tools.demo_vllm.models import DEFAULTS, write_model
+from kvd_tools.demo_vllm.options import EngineOptions
 from tests.vllm.support import BLOCK, GPU_BLOCKS, MAX_MODEL_LEN
 from tests.waiting import PATIENCE
 

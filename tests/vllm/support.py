@@ -13,7 +13,6 @@ from typing import Any, Self
 from kvd_tools.demo_vllm.engine import Answer, EngineOptions, EngineProcess, kvd_transfer
 from kvd_tools.demo_vllm.models import DEFAULTS, Kind, write_model
 from kvd_tools.demo_vllm.rounds import ATTACHED
-
 from tests.conftest import Daemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvd_tools.demo_vllm.engine import Answer, EngineOptions, EngineProcess
 
+from kvd_tools.demo_vllm.engine import Answer, EngineOptions, EngineProcess
 from tests.conftest import StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (

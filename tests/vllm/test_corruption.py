@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvd_tools.demo_vllm.engine import Answer, EngineProcess, comparable
 
+from kvd_tools.demo_vllm.engine import Answer, EngineProcess, comparable
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from kvd_tools.demo.errors import EngineDied
 from kvd_tools.demo_vllm.engine import EngineProcess, comparable
-
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (

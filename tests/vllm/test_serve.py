@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import vllm
-from kvd_tools.demo_vllm.rounds import ATTACHED
 
+from kvd_tools.demo_vllm.rounds import ATTACHED
 from tests.conftest import StartDaemon
 from tests.vllm.serving import Completion, Server, server_module, vllm_serve, write_text_model
 from tests.vllm.support import (

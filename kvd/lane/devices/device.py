@@ -88,7 +88,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def usable_bytes(self) -> int:
-        """How much of the pool transfers can use now, in the order of `kvd.pool.filling`; only grows."""
+        """Bytes of the pool usable now, in the order of `kvd.pool.filling`; only grows."""
 
     @property
     def pool_error(self) -> str:
