@@ -159,13 +159,13 @@ class ChunkTable:
         """Up to `need` slots, and the keys evicted for them; never slots in `named`."""
         space = self.space
         if usable is not None:
-            self._pool.acquire_within(space, need, usable)
-            return space.take_within(need, usable), []
+            self._pool.acquire(space, need, usable)
+            return space.take(need, usable), []
         while space.free_slots < need and self.slots.forgotten:
             self.sweep()
         if space.free_slots < need:
             self._pool.acquire(space, need)
-        slots = space.take(min(need, space.free_slots))
+        slots = space.take(need)
         short = need - len(slots)
         if not short:
             return slots, []

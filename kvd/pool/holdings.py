@@ -17,37 +17,23 @@ from kvd.pool.space import Space
 class Holdings:
     """The spaces of a pool and the extents that they own.
 
-    `releases` and `changes` count columns that went, and that came or went: who found
-    nothing to have need not look again before they grow.
+    `changes` counts columns that came or went: who found nothing to have need not look
+    again before it grows.
     """
 
     def __init__(self, extents: Extents) -> None:
         self.spaces: list[Space] = []
-        self.releases = 0
         self.changes = 0
         self._extents = extents
         self._owner: list[Space | None] = [None] * extents.count
         self._claims = [0] * extents.count  # columns of the owner that touch the extent
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of the extents that nobody owns."""
-        held = sum(space.held for space in self.spaces)
-        return self._bytes_of(None, self._extents.count - held)
-
     def held_bytes(self, space: Space) -> int:
         """Bytes of the extents that a space owns."""
-        return self._bytes_of(space, space.held)
-
-    def _bytes_of(self, space: Space | None, extents: int) -> int:
-        owned = extents * self._extents.size
-        if self._owner and self._owner[-1] is space:  # the last extent may be cut short
+        owned = space.held * self._extents.size
+        if self._owner[-1] is space:  # the last extent may be cut short
             owned -= self._extents.count * self._extents.size - self._extents.cpu_bytes
         return owned
-
-    def owner(self, extent: int) -> Space | None:
-        """Whose an extent is."""
-        return self._owner[extent]
 
     def gain(self, space: Space, column: int) -> int:
         """How many extents the space would own besides, with this column."""
@@ -70,14 +56,14 @@ class Holdings:
 
     def overlapped(self, space: Space, column: int) -> list[tuple[Space, int]]:
         """The claimed columns of others that share an extent with this one."""
-        found: dict[tuple[int, int], tuple[Space, int]] = {}
+        found: dict[tuple[Space, int], None] = {}
         for extent in space.column_extents[column]:
             other = self._owner[extent]
             if other is not None and other is not space:
                 for theirs in other.columns_at[extent]:
                     if theirs in other:
-                        found[other.number, theirs] = (other, theirs)
-        return list(found.values())
+                        found[other, theirs] = None
+        return list(found)
 
     def claim(self, space: Space, column: int) -> None:
         """The space has a column that is free for it."""
@@ -101,7 +87,6 @@ class Holdings:
             if not self._claims[extent]:
                 self._owner[extent] = None
                 space.held -= 1
-        self.releases += 1
         self.changes += 1
 
     def check_integrity(self) -> None:
@@ -141,11 +126,3 @@ class Holdings:
             f"<Holdings of {len(self.spaces)} namespaces,"
             f" {free} of {self._extents.count} extents free>"
         )
-
-
-def search_order(space: Space) -> range:
-    """The columns of a space, in the order in which it looks for room."""
-    # Every other namespace starts at the far end, so that two that grow meet once
-    # instead of interleaving and cutting each other's columns.
-    columns = range(len(space.column_extents))
-    return columns if space.number % 2 == 0 else columns[::-1]

@@ -4,19 +4,24 @@ Every extent of the pool belongs to one namespace or to none, and a namespace us
 only columns of which it owns every extent (see `kvd.pool.geometry`). Alone, it
 owns them all and reaches ``cpu_bytes // bytes_per_chunk`` chunks.
 
-Whoever needs room gets free extents first (`kvd.pool.holdings` knows whose each is),
-then what may be taken from others (`kvd.pool.taking`). Beyond that it must evict its
-own chunks.
+Whoever needs room gets free extents first. Whoever has no free extents left takes, in
+this order: columns of others that hold nothing; and, while it stays within its fair
+share (the budget divided by the number of namespaces with engines attached), the
+column used least recently of those that hold more than theirs. A namespace that holds
+nothing may take its first column from anybody, and so may one whose model is below its
+floor. No column is taken in which a chunk is pinned, being written or draining. Beyond
+that a namespace must evict its own chunks.
 
 Quotas (`kvd.pool.shares`) bound all of it: nobody claims beyond a cap, nobody
-takes what leaves another model below its floor, and who is below its own may take
-from anybody else.
+takes what leaves another model below its floor.
 
-While the pool's memory is still coming into being (see `kvd.pool.filling`) only columns
+While the pool's memory is still being filled (see `kvd.pool.filling`) only columns
 whose bytes are all there are given away, and nothing is taken or evicted for them.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,34 +30,43 @@ from kvd.config.quota import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import Extents, Geometry
-from kvd.pool.holdings import Holdings, search_order
+from kvd.pool.holdings import Holdings
 from kvd.pool.shares import Quotas
-from kvd.pool.space import Space, Tenant
-from kvd.pool.taking import Taking, busy_columns
+from kvd.pool.space import Space
+
+Columns = list[tuple[Space, int]]
+
+
+class Tenant(Protocol):
+    """Whoever keeps chunks in a space, as the pool sees it."""
+
+    def busy_slots(self) -> Iterable[int]:
+        """Slots that must stay: pinned, being written, draining."""
+
+    def yield_slots(self, slots: list[int]) -> None:
+        """Evict these READY, unpinned chunks and give their slots back to the space."""
 
 
 class Pool:
     """Who owns which extent of a pool of `cpu_bytes`, whose memory is filled in order `fill`."""
 
     def __init__(self, cpu_bytes: int, fill: FillOrder | None = None) -> None:
+        self.cpu_bytes = cpu_bytes
         self.extents = Extents(cpu_bytes)
         self.fill = fill or FillOrder.of(cpu_bytes)
-        self.quotas = Quotas(self.extents)
         self._holdings = Holdings(self.extents)
-        self._taking = Taking(self._holdings, self.quotas)
+        self.quotas = Quotas(self.extents, self._holdings.spaces)
+        self._tenants: dict[Space, Tenant] = {}
         self._joined = 0
         self._tick = 0
-        self._barren: dict[int, int] = {}  # space -> releases when it found nothing to claim
-
-    @property
-    def cpu_bytes(self) -> int:
-        """The budget."""
-        return self.extents.cpu_bytes
+        # By space: changes of holdings when it found no column to claim, or none below its cap.
+        self._exhausted: dict[Space, int] = {}
+        self._capped: dict[Space, int] = {}
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the extents that nobody owns."""
-        return self._holdings.free_bytes
+        return self.cpu_bytes - sum(map(self.held_bytes, self._holdings.spaces))
 
     def held_bytes(self, space: Space) -> int:
         """Bytes of the extents that a space owns."""
@@ -60,9 +74,9 @@ class Pool:
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
         """These hold, by model; who is above a cap shrinks now, as far as nothing is in use."""
-        self.quotas.set(quotas, self._holdings.spaces)
-        self._barren.clear()
-        self._taking.quotas_changed()
+        self.quotas.set(quotas)
+        self._exhausted.clear()
+        self._capped.clear()
         self.trim()
 
     def trim(self) -> None:
@@ -71,9 +85,9 @@ class Pool:
             if group.room >= 0:
                 continue
             columns = [
-                (column not in space.empty, space.used_at(column), space.number, column, space)
+                (column not in space.empty, space.used_at[column], space.number, column, space)
                 for space in group.spaces
-                for busy in [busy_columns(space)]
+                for busy in [self._busy_columns(space)]
                 for column in space.claimed
                 if column not in busy
             ]
@@ -83,19 +97,23 @@ class Pool:
                 self._empty_out(space, column)
 
     def is_capped(self, space: Space) -> bool:
-        """Nothing but the model's cap keeps the space from having another column."""
-        return self._taking.is_capped(space)
+        """Whether nothing but the model's cap keeps the space from having another column."""
+        group = self.quotas.of(space)
+        return group is not None and not any(
+            column not in space and self._holdings.gain(space, column) <= group.room
+            for column in range(len(space.column_extents))
+        )
 
     def join(self, geometry: Geometry, tenant: Tenant, model: str = "") -> Space:
-        """A new space, which owns nothing yet; `model` says whose quota counts, if any."""
-        space = Space(geometry, tenant, self._joined, self.fill, model)
+        """Add a space, which owns nothing yet; `model` says whose quota counts, if any."""
+        space = Space(geometry, self._joined, self.fill, model)
         self._joined += 1
+        self._tenants[space] = tenant
         self._holdings.spaces.append(space)
-        self.quotas.add(space)
         return space
 
     def leave(self, space: Space) -> None:
-        """A space ends; none of its slots may be in use.
+        """Remove a space; none of its slots may be in use.
 
         Raises:
             IntegrityError: some are.
@@ -104,9 +122,9 @@ class Pool:
         if space.claimed:
             raise IntegrityError(f"slots of {space!r} are in use")
         self._holdings.spaces.remove(space)
-        self.quotas.remove(space)
-        self._barren.pop(space.number, None)
-        self._taking.forget(space)
+        del self._tenants[space]
+        self._exhausted.pop(space, None)
+        self._capped.pop(space, None)
 
     def tick(self, uses: int, now: int) -> int:
         """The last of `uses` numbers greater than all before, to mark uses with.
@@ -115,10 +133,6 @@ class Pool:
         """
         self._tick = max(self._tick + uses, now)
         return self._tick
-
-    def fair_extents(self, space: Space) -> float:
-        """How many extents a space may take from others for."""
-        return self.quotas.fair(self._holdings.spaces)[space.number]
 
     def restore(
         self, space: Space, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64]
@@ -137,49 +151,103 @@ class Pool:
 
     # ------------------------------------------------------------------ acquiring
 
-    def acquire_within(self, space: Space, slots: int, usable: int) -> None:
-        """Claim nobody's columns with all bytes inside `usable` until `slots` are free there."""
-        short = slots - space.free_within(usable)
-        for column in search_order(space):
-            if short <= 0:
-                return
-            if space.needs[column] <= usable and self._is_claimable(space, column):
-                self._holdings.claim(space, column)
-                short -= len(space.geometry.column_range(column))
-
-    def acquire(self, space: Space, slots: int) -> None:
+    def acquire(self, space: Space, slots: int, usable: int | None = None) -> None:
         """Claim columns until `slots` are free in `space`, or no more may be had.
 
-        Chunks of other namespaces may be evicted for it, never those of `space`.
+        Chunks of other namespaces may be evicted for it, never those of `space`. While the
+        pool is filled, they are free inside `usable` bytes, and nothing is evicted.
         """
-        while space.free_slots < slots and not space.is_whole:
-            column = self._claimable(space)
-            if column is None:
-                take = self._taking.best(space)
-                if take is None:
-                    return
-                for other, theirs in take.others:
-                    self._empty_out(other, theirs)
-                column = take.column
+        self._claim_unowned(space, slots, usable)
+        while usable is None and space.free_slots < slots and not space.is_whole:
+            found = self._best_take(space)
+            if found is None:
+                return
+            column, others = found
+            for other, theirs in others:
+                self._empty_out(other, theirs)
             self._holdings.claim(space, column)
+            self._claim_unowned(space, slots, usable)
 
-    def _claimable(self, space: Space) -> int | None:
-        if self._barren.get(space.number) == self._holdings.releases:
+    def _claim_unowned(self, space: Space, slots: int, usable: int | None) -> None:
+        """Claim columns that cost nobody anything."""
+        short = slots - space.free_within(usable)
+        if self._exhausted.get(space) == self._holdings.changes or space.is_whole:
+            return
+        group = self.quotas.of(space)
+        for column in _search_order(space):
+            if short <= 0:
+                return
+            if (
+                (usable is None or space.needs[column] <= usable)
+                and self._holdings.is_free_for(space, column)
+                and (group is None or self._holdings.gain(space, column) <= group.room)
+            ):
+                self._holdings.claim(space, column)
+                short -= len(space.geometry.column_range(column))
+        if usable is None:
+            self._exhausted[space] = self._holdings.changes
+
+    def _best_take(self, space: Space) -> tuple[int, Columns] | None:
+        """The best column to take from others, with the columns that go for it."""
+        if self._capped.get(space) == self._holdings.changes:
             return None
-        for column in search_order(space):
-            if self._is_claimable(space, column):
-                return column
-        self._barren[space.number] = self._holdings.releases
-        return None
+        spaces, quotas, fair = self._holdings.spaces, self.quotas, self.quotas.fair()
+        own, group = fair[space], quotas.of(space)
+        room = group.room if group is not None else 0
+        below_floor = group is not None and group.held < group.floor
+        others = [other for other in spaces if other is not space]
+        if (
+            not below_floor
+            and space.held >= own
+            and space.held
+            and not any(other.empty for other in others)
+        ):
+            return None
+        rich = {other for other in others if other.held > fair[other]}
+        busy = {other: self._busy_columns(other) for other in others}
+        counted = group is not None or any(each.floor for each in quotas)
+        fits = False
+        best: tuple[tuple[bool, bool, int, int], int, Columns] | None = None
+        for column in _search_order(space):
+            if column in space:
+                continue
+            theirs = self._holdings.overlapped(space, column)
+            losses = self._holdings.losses(theirs) if counted else Counter[str]()
+            gain = self._holdings.gain(space, column)
+            if group is not None and gain - losses[space.model] > room:
+                continue
+            fits = True
+            if any(theirs_column in busy[other] for other, theirs_column in theirs):
+                continue
+            if not all(each.may_lose(losses[each.model], space) for each in quotas):
+                continue
+            holding = [(other, c) for other, c in theirs if c not in other.empty]
+            from_poor = any(other not in rich for other, _ in holding)
+            if (
+                holding
+                and space.held
+                and not below_floor
+                and (space.held + gain > own or from_poor)
+            ):
+                continue
+            used_at = max((other.used_at[c] for other, c in holding), default=0)
+            rank = (bool(holding), from_poor and below_floor, used_at, len(theirs))
+            if best is None or rank < best[0]:
+                best = (rank, column, theirs)
+        if not fits:
+            self._capped[space] = self._holdings.changes
+        return best and best[1:]
 
-    def _is_claimable(self, space: Space, column: int) -> bool:
-        return self._holdings.is_free_for(space, column) and self._taking.fits_cap(space, column)
+    def _busy_columns(self, space: Space) -> set[int]:
+        """Columns in which something is pinned, being written or draining."""
+        width = space.geometry.column_slots
+        return {slot // width for slot in self._tenants[space].busy_slots()}
 
     def _empty_out(self, space: Space, column: int) -> None:
-        """Evict what is in a column and let it go."""
+        """Evict what is in a column and release it."""
         used = space.used_slots(column)
         if used:
-            space.tenant.yield_slots(used)
+            self._tenants[space].yield_slots(used)
         self._holdings.release(space, column)
 
     def give_back(self, space: Space) -> None:
@@ -188,13 +256,16 @@ class Pool:
             self._holdings.release(space, column)
 
     def check_integrity(self) -> None:
-        """Extents and quotas agree with the spaces.
-
-        Raises:
-            IntegrityError: otherwise.
-        """
+        """Raise IntegrityError where extents are not owned as the spaces say."""
         self._holdings.check_integrity()
-        self.quotas.check_integrity(self._holdings.spaces)
 
     def __repr__(self) -> str:
         return f"<Pool {self.cpu_bytes} bytes, {self._holdings!r}>"
+
+
+def _search_order(space: Space) -> range:
+    """The columns of a space, in the order in which it looks for room."""
+    # Every other namespace starts at the far end, so that two that grow meet once
+    # instead of interleaving and cutting each other's columns.
+    columns = range(len(space.column_extents))
+    return columns if space.number % 2 == 0 else columns[::-1]

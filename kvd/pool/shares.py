@@ -5,10 +5,10 @@ in extents. Nothing is set aside for a floor that is not in use; a model below i
 floor gets there by taking from others, and they never take what is below it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvd.config.quota import Quota
-from kvd.errors import IntegrityError
 from kvd.pool.geometry import Extents
 from kvd.pool.space import Space
 
@@ -16,15 +16,20 @@ _ROUNDS = 40
 
 
 class Group:
-    """The namespaces of one model, under its quota."""
+    """The namespaces of one model, under its quota; `spaces` are all of the pool's."""
 
-    def __init__(self, model: str, quota: Quota, extents: Extents) -> None:
+    def __init__(self, model: str, quota: Quota, extents: Extents, spaces: Sequence[Space]) -> None:
         self.model = model
         self.quota = quota
         cap = extents.count if quota.cap_bytes is None else quota.cap_bytes // extents.size
         self.cap = min(cap, extents.count)
         self.floor = min(-(-quota.floor_bytes // extents.size), self.cap)
-        self.spaces: list[Space] = []
+        self._all = spaces
+
+    @property
+    def spaces(self) -> list[Space]:
+        """Its namespaces' parts of the pool."""
+        return [space for space in self._all if space.model == self.model]
 
     @property
     def held(self) -> int:
@@ -32,22 +37,12 @@ class Group:
         return sum(space.held for space in self.spaces)
 
     @property
-    def active(self) -> int:
-        """Namespaces with engines."""
-        return sum(space.active for space in self.spaces)
-
-    @property
     def room(self) -> int:
         """Extents up to the cap; negative where a lowered cap has not been reached yet."""
         return self.cap - self.held
 
-    @property
-    def below_floor(self) -> bool:
-        """It may take from anybody who is not below a floor."""
-        return self.held < self.floor
-
     def may_lose(self, extents: int, taker: Space) -> bool:
-        """It stays at its floor without so many extents, or gives to one of its own."""
+        """Whether it stays at its floor without so many extents, or gives to one of its own."""
         return not extents or self.model == taker.model or self.held - extents >= self.floor
 
     def __repr__(self) -> str:
@@ -55,29 +50,19 @@ class Group:
 
 
 class Quotas:
-    """The groups of a pool, by model."""
+    """The quotas of a pool, by model; `spaces` are its spaces, a list that the pool changes."""
 
-    def __init__(self, extents: Extents) -> None:
+    def __init__(self, extents: Extents, spaces: Sequence[Space]) -> None:
         self._extents = extents
+        self._spaces = spaces
         self._groups: dict[str, Group] = {}
 
-    def set(self, quotas: Mapping[str, Quota], spaces: Iterable[Space]) -> None:
+    def set(self, quotas: Mapping[str, Quota]) -> None:
         """These hold from now on, and no others."""
-        self._groups = {model: Group(model, q, self._extents) for model, q in quotas.items()}
-        for space in spaces:
-            self.add(space)
-
-    def add(self, space: Space) -> None:
-        """A namespace was opened."""
-        group = self.of(space)
-        if group is not None:
-            group.spaces.append(space)
-
-    def remove(self, space: Space) -> None:
-        """A namespace ends."""
-        group = self.of(space)
-        if group is not None:
-            group.spaces.remove(space)
+        self._groups = {
+            model: Group(model, quota, self._extents, self._spaces)
+            for model, quota in quotas.items()
+        }
 
     def of(self, space: Space) -> Group | None:
         """The group of a namespace; None where it has no quota."""
@@ -86,63 +71,44 @@ class Quotas:
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups.values())
 
-    @property
-    def has_floors(self) -> bool:
-        """Somebody has one."""
-        return any(group.floor for group in self)
-
-    def fair(self, spaces: Iterable[Space]) -> dict[int, float]:
-        """Extents that each namespace may take from others for, by its number.
+    def fair(self) -> dict[Space, float]:
+        """Extents that each namespace may take from others for.
 
         The pool is divided evenly among those with engines, as far as floors and
         caps allow. What a model without engines holds of its floor is not divided.
         """
-        spaces = list(spaces)
-        alone = sum(space.active for space in spaces if self.of(space) is None)
-        groups = [group for group in self if group.active]
-        count = self._extents.count
-        kept = sum(min(group.held, group.floor) for group in self if not group.active)
-        level = _level(alone, groups, count - kept, count)
+        active = Counter(space.model for space in self._spaces if space.active)
+        alone = sum(count for model, count in active.items() if model not in self._groups)
+        groups = [(g, active[g.model]) for g in self if active[g.model]]
+        kept = sum(min(g.held, g.floor) for g in self if not active[g.model])
+        level = self._level(alone, groups, self._extents.count - kept)
         fair = {}
-        for space in spaces:
+        for space in self._spaces:
             group = self.of(space)
             if not space.active:
-                fair[space.number] = 0.0
+                fair[space] = 0.0
             elif group is None:
-                fair[space.number] = level
+                fair[space] = level
             else:
-                fair[space.number] = _clamped(group, level) / group.active
+                fair[space] = _clamped(group, active[space.model], level) / active[space.model]
         return fair
 
-    def check_integrity(self, spaces: Iterable[Space]) -> None:
-        """Every namespace is counted in the group of its model, once.
-
-        Raises:
-            IntegrityError: otherwise.
-        """
-        spaces = list(spaces)
-        for group in self:
-            theirs = sorted(space.number for space in group.spaces)
-            if theirs != [space.number for space in spaces if space.model == group.model]:
-                raise IntegrityError(f"{group!r} counts the namespaces {theirs}")
+    def _level(self, alone: int, groups: Sequence[tuple[Group, int]], available: int) -> float:
+        """The even part that, with floors and caps, divides what is available."""
+        if not groups:
+            return available / alone if alone else 0.0
+        low, high = 0.0, float(self._extents.count)
+        for _ in range(_ROUNDS):
+            middle = (low + high) / 2
+            if alone * middle + sum(_clamped(*group, middle) for group in groups) > available:
+                high = middle
+            else:
+                low = middle
+        return low
 
     def __repr__(self) -> str:
         return f"<Quotas {list(self)}>"
 
 
-def _clamped(group: Group, level: float) -> float:
-    return min(max(level * group.active, group.floor), group.cap)
-
-
-def _level(alone: int, groups: list[Group], available: int, count: int) -> float:
-    """The even part that, with floors and caps, divides what is available."""
-    if not groups:
-        return available / alone if alone else 0.0
-    low, high = 0.0, float(count)
-    for _ in range(_ROUNDS):
-        middle = (low + high) / 2
-        if alone * middle + sum(_clamped(group, middle) for group in groups) > available:
-            high = middle
-        else:
-            low = middle
-    return low
+def _clamped(group: Group, active: int, level: float) -> float:
+    return min(max(level * active, group.floor), group.cap)

@@ -1,7 +1,6 @@
 """The part of the pool that one namespace may use: its columns and their free slots."""
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,29 +10,17 @@ from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import Geometry
 
 
-class Tenant(Protocol):
-    """Whoever keeps chunks in a space, as the pool sees it."""
-
-    def busy_slots(self) -> Iterable[int]:
-        """Slots that must stay: pinned, being written, draining."""
-
-    def yield_slots(self, slots: list[int]) -> None:
-        """Evict these READY, unpinned chunks and give their slots back to the space."""
-
-
 class Space:
     """Free and used slots of one namespace. Columns come and go by `kvd.pool.pool.Pool`.
 
     `active`: engines are attached, so that the namespace has a share of its own.
     `model`: whose quota counts; empty where none does.
     `needs`: by column, how much of the pool must be filled for all its bytes to be there.
+    `used_at`: by column, when a chunk in it was last useful.
     """
 
-    def __init__(
-        self, geometry: Geometry, tenant: Tenant, number: int, fill: FillOrder, model: str = ""
-    ) -> None:
+    def __init__(self, geometry: Geometry, number: int, fill: FillOrder, model: str = "") -> None:
         self.geometry = geometry
-        self.tenant = tenant
         self.number = number
         self.model = model
         self.active = False
@@ -52,7 +39,7 @@ class Space:
         self._width = geometry.column_slots
         self._free: dict[int, list[int]] = {}  # claimed column -> its free slots
         self._open: dict[int, None] = {}  # claimed columns with a free slot
-        self._used_at = [0] * geometry.columns
+        self.used_at = [0] * geometry.columns
 
     def __contains__(self, column: int) -> bool:
         return column in self._free
@@ -67,17 +54,15 @@ class Space:
         """Every column is claimed."""
         return len(self._free) == len(self.column_extents)
 
-    def take(self, n: int) -> list[int]:
-        """`n` free slots, in runs of neighbours as far as there are any.
+    def take(self, n: int, usable: int | None = None) -> list[int]:
+        """Up to `n` free slots, in runs of neighbours as far as there are any.
 
-        Raises:
-            IntegrityError: fewer are free.
+        With `usable`, those whose bytes lie inside so many bytes of the pool, as filled.
         """
-        if n > self.free_slots:
-            raise IntegrityError(f"{n} slots of {self!r}")
         taken: list[int] = []
-        while len(taken) < n:
-            column = next(iter(self._open))
+        for column in self._open_within(usable):
+            if len(taken) >= n:
+                break
             free = self._free[column]
             some = free[len(taken) - n :]
             del free[len(taken) - n :]
@@ -86,28 +71,17 @@ class Space:
             self.empty.discard(column)
             if not free:
                 del self._open[column]
-        self.free_slots -= n
-        return taken
-
-    def take_within(self, n: int, usable: int) -> list[int]:
-        """Up to `n` free slots whose bytes lie inside `usable` bytes of the pool, as filled."""
-        taken: list[int] = []
-        for column in [c for c in self._open if self.needs[c] <= usable]:
-            free = self._free[column]
-            some = free[max(0, len(free) - (n - len(taken))) :]
-            if not some:
-                break
-            del free[len(free) - len(some) :]
-            taken += reversed(some)
-            self.empty.discard(column)
-            if not free:
-                del self._open[column]
         self.free_slots -= len(taken)
         return taken
 
-    def free_within(self, usable: int) -> int:
-        """How many free slots `take_within` has."""
-        return sum(len(self._free[c]) for c in self._open if self.needs[c] <= usable)
+    def free_within(self, usable: int | None) -> int:
+        """How many free slots `take` has."""
+        if usable is None:
+            return self.free_slots
+        return sum(len(self._free[column]) for column in self._open_within(usable))
+
+    def _open_within(self, usable: int | None) -> list[int]:
+        return [c for c in self._open if usable is None or self.needs[c] <= usable]
 
     def is_within(self, slot: int, usable: int) -> bool:
         """Whether the slot's column lies inside `usable` bytes of the pool, as filled."""
@@ -128,13 +102,9 @@ class Space:
 
     def mark(self, slots: Iterable[int], tick: int) -> None:
         """These slots were useful at `tick`, a number that grows with every use in the pool."""
-        width, used_at = self._width, self._used_at
+        width = self._width
         for column in {slot // width for slot in slots}:
-            used_at[column] = tick
-
-    def used_at(self, column: int) -> int:
-        """When a chunk in the column was last useful."""
-        return self._used_at[column]
+            self.used_at[column] = tick
 
     def used_slots(self, column: int) -> list[int]:
         """The slots of a claimed column that are not free, ascending."""
@@ -181,7 +151,7 @@ class Space:
             self.empty.discard(column)
             if not left:
                 self._open.pop(column, None)
-            self._used_at[column] = int(at.max())
+            self.used_at[column] = int(at.max())
 
     def close_column(self, column: int) -> None:
         """A column goes back.
