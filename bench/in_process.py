@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.expand import Expander
 from kvd_proto.layout import (
     SLOT_ALIGNMENT,
@@ -130,8 +131,11 @@ class InProcessWorker(OffloadingWorker):  # type: ignore[misc]  # the same
     ) -> bool:
         started = time.perf_counter()
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
+        slots = chunks.block_ids
         copies = self._expander.expand(
-            blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.block_ids
+            JobBlocks.of(
+                blocks.block_ids, blocks.group_sizes, blocks.block_indices, slots, slots * 0
+            )
         )
         arena = self._arena
         edges = zip(

@@ -18,6 +18,7 @@ import msgspec
 from kvd.cache.directory import DirectoryWriter, directory_bytes
 from kvd_proto.answers import StoreAnswer
 from kvd_proto.arrays import IntArray
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
@@ -39,7 +40,7 @@ FILE = Path(__file__).parent / "protocol.md"
 MARKER = "<!-- generated below this line by docs/generate_protocol.py -->"
 PARTS = (
     *(RankLayout, TensorSpec, GroupSpec, TensorRef, Fingerprint),
-    *(HostHandle, IpcHandle, VmmHandle, Lookups, ConfigChange),
+    *(HostHandle, IpcHandle, VmmHandle, JobBlocks, Lookups, ConfigChange),
 )
 """Maps inside messages, which have no tag."""
 CODES = {

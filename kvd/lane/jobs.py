@@ -14,10 +14,11 @@ from kvd.lane.devices.device import Direction
 from kvd.lane.workers import Binding, Worker
 from kvd.wire.link import ShareDone
 from kvd_proto.arrays import IntArray
+from kvd_proto.blocks import Chunks
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import JobShapeError
-from kvd_proto.expand import Copies, check_shape, chunks_per_group, coverage
-from kvd_proto.messages import Job, JobStatus, Load, Store
+from kvd_proto.expand import Copies
+from kvd_proto.messages import Job, JobStatus, Store
 from kvd_proto.states import JOB, JobEvent, JobState, Machine
 
 SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
@@ -25,65 +26,6 @@ VOID_TEXT = "the worker has taken the store's blocks back"
 
 Mask = npt.NDArray[np.bool_]
 Refusal = tuple[JobStatus, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """The chunks that a job names, one item each.
-
-    group: whose blocks they are. own: whether this rank writes the chunk; all true but for stores
-    of a replicated layout.
-    """
-
-    slots: npt.NDArray[np.uint32]
-    generations: npt.NDArray[np.uint64]
-    first: npt.NDArray[np.uint16]
-    count: npt.NDArray[np.uint16]
-    group: npt.NDArray[np.uint16]
-    own: Mask
-
-    @classmethod
-    def of(cls, worker: Worker, binding: Binding, request: Job) -> "Chunks":
-        """Read a request's arrays against the worker's layout.
-
-        Raises:
-            JobShapeError: arrays that do not fit each other, a slot outside the arena, or a
-                store that names a slot twice.
-        """
-        sizes, indices = (
-            request.group_sizes.numpy().tolist(),
-            request.block_indices.numpy().tolist(),
-        )
-        check_shape(worker.layout, sizes, indices, len(request.block_ids))
-        factor = worker.layout.blocks_per_chunk
-        first, count = coverage(sizes, indices, factor)
-        group = np.repeat(
-            np.arange(len(sizes), dtype=np.uint16), chunks_per_group(sizes, indices, factor)
-        )
-        slots = request.slots.numpy()
-        listed = slots.tolist()
-        if not len(slots) == len(request.generations) == len(first):
-            raise JobShapeError(
-                f"{len(first)} chunks are described, with {len(slots)} slots and"
-                f" {len(request.generations)} generations"
-            )
-        if listed and not 0 <= min(listed) <= max(listed) < binding.num_slots:
-            raise JobShapeError(
-                f"slots {min(listed)}..{max(listed)} of an arena of {binding.num_slots}"
-            )
-        own = np.ones(len(slots), dtype=np.bool_)
-        if not isinstance(request, Load):
-            if len(set(listed)) != len(listed):
-                raise JobShapeError("a store names a slot twice")
-            own = _own(worker, slots)
-        return cls(
-            slots.astype(np.uint32),
-            request.generations.numpy().astype(np.uint64),
-            first,
-            count,
-            group,
-            own,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +44,8 @@ class LaneJob:
     Of a job that ended ok: accepted_ns <= started_ns <= ended_ns (its last byte moved).
 
     Attributes:
+        own: bool[chunks], whether this rank writes the chunk; all true but for stores of a
+            replicated layout.
         late_ns: when its turn came and the worker's timeline had not reached its number; else 0.
         stream_wait_ns: from then until the number was reached.
     """
@@ -112,6 +56,7 @@ class LaneJob:
     direction: Direction
     request: Job
     chunks: Chunks
+    own: Mask
     reply: ReplyTo
     accepted_ns: int
     machine: Machine[JobState, JobEvent] = field(
@@ -138,10 +83,10 @@ class LaneJob:
     @property
     def expected_bytes(self) -> int:
         """Bytes that the job names, before anything is left out for being another rank's turn."""
-        sizes = self.request.group_sizes.numpy().tolist()
+        groups = self.worker.layout.groups
         return sum(
             size * sum(ref.page_bytes for ref in group.refs)
-            for size, group in zip(sizes, self.worker.layout.groups, strict=True)
+            for size, group in zip(self.request.blocks.sizes, groups, strict=True)
         )
 
     @property
@@ -177,7 +122,7 @@ class LaneJob:
             return JobStatus.VOID, VOID_TEXT
         chunks, directory = self.chunks, self.binding.directory
         if self.direction is Direction.STORE:
-            bad = chunks.own & ~_writing(self.binding, chunks.slots, chunks.generations)
+            bad = self.own & ~_writing(self.binding, chunks.slots, chunks.generations)
             what = "being written by this engine"
         else:
             bad = ~directory.check(chunks.slots, chunks.generations, SlotState.READY)
@@ -201,20 +146,14 @@ class LaneJob:
         """Work out the runs of bytes and cut them into pieces of about `piece_bytes`.
 
         Raises:
-            JobShapeError: blocks or runs outside the worker's memory or arena.
+            JobShapeError: runs outside the worker's memory or arena.
         """
-        request = self.request
-        copies = self.worker.expander.expand(
-            request.block_ids.numpy(),
-            request.group_sizes.numpy().tolist(),
-            request.block_indices.numpy().tolist(),
-            self.chunks.slots,
-        )
-        if not self.chunks.own.all():
+        copies = self.worker.expander.expand(self.request.blocks)
+        if not self.own.all():
             # Replicated: keep what lies in this rank's slots; runs may span several.
             copies = split_runs(copies, self.binding.slot_bytes)
             copies = select(
-                copies, _own(self.worker, copies.arena_offset // self.binding.slot_bytes)
+                copies, own_slots(self.worker, copies.arena_offset // self.binding.slot_bytes)
             )
         check_bounds(copies, self.worker, self.binding)
         self.pieces = cut(copies, piece_bytes)
@@ -226,7 +165,7 @@ class LaneJob:
         named what never was.
         """
         chunks = self.chunks
-        mask = chunks.own
+        mask = self.own
         if not ok:
             mask = mask & _writing(self.binding, chunks.slots, chunks.generations)
         return _share_messages(self.worker, self.binding, chunks, mask, ok=ok)
@@ -243,16 +182,14 @@ def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[Share
 
     Names those that are this engine's to write, as far as slots and generations can be paired.
     """
-    slots, generations = request.slots.numpy(), request.generations.numpy()
+    slots, generations = request.blocks.slots.numpy(), request.blocks.generations.numpy()
     if len(slots) != len(generations):
         return []
-    inside = (slots >= 0) & (slots < binding.num_slots)
-    slots = slots[inside].astype(np.uint32)
-    generations = generations[inside].astype(np.uint64)
+    inside = slots < binding.num_slots
+    slots, generations = slots[inside], generations[inside]
     nothing = np.zeros(len(slots), dtype=np.uint16)
-    own = _own(worker, slots)
-    chunks = Chunks(slots, generations, nothing, nothing, nothing, own)
-    mask = own & _writing(binding, slots, generations)
+    chunks = Chunks(slots, generations, nothing, nothing, nothing)
+    mask = own_slots(worker, slots) & _writing(binding, slots, generations)
     return _share_messages(worker, binding, chunks, mask, ok=False)
 
 
@@ -334,7 +271,7 @@ def check_bounds(copies: Copies, worker: Worker, binding: Binding) -> None:
         )
 
 
-def _own(worker: Worker, slots: npt.NDArray[np.integer]) -> Mask:
+def own_slots(worker: Worker, slots: npt.NDArray[np.integer]) -> Mask:
     """Which slots this rank writes: replicated shares are written once, in turns."""
     if not worker.layout.replicated:
         return np.ones(len(slots), dtype=np.bool_)

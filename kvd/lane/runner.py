@@ -9,9 +9,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 
+import numpy as np
+
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, Transfer, TransferId
-from kvd.lane.jobs import VOID_TEXT, Chunks, LaneJob, ReplyTo
+from kvd.lane.jobs import VOID_TEXT, LaneJob, ReplyTo, own_slots
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
 from kvd_proto.errors import JobShapeError
@@ -56,7 +58,8 @@ class Runner:
         """Take a job. It may end at once, as refused.
 
         Raises:
-            JobShapeError: its arrays fit neither each other nor the worker's layout.
+            JobShapeError: its blocks do not fit the worker's layout or arena, or a store names a
+                slot twice.
             LaneError: its worker has no binding, or its number is in use.
         """
         binding = worker.binding
@@ -65,6 +68,13 @@ class Runner:
         if self.find(worker, request.job) is not None:
             raise LaneError(f"job {request.job} of this session has not ended")
         load = isinstance(request, Load)
+        request.blocks.check(worker.layout, binding.num_slots)
+        chunks = request.blocks.chunks(worker.layout.blocks_per_chunk)
+        own = np.ones(len(chunks.slots), dtype=np.bool_)
+        if not load:
+            if len(np.unique(chunks.slots)) != len(chunks.slots):
+                raise JobShapeError("a store names a slot twice")
+            own = own_slots(worker, chunks.slots)
         self._serial += 1
         job = LaneJob(
             serial=self._serial,
@@ -72,7 +82,8 @@ class Runner:
             binding=binding,
             direction=Direction.LOAD if load else Direction.STORE,
             request=request,
-            chunks=Chunks.of(worker, binding, request),
+            chunks=chunks,
+            own=own,
             reply=reply,
             accepted_ns=self._clock(),
         )

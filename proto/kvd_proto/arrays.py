@@ -7,7 +7,7 @@ The bytes are viewed, not copied, on decoding: `IntArray.numpy()` is
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from kvd_proto.errors import Oversize, WrongType
 MAX_ARRAY_ITEMS = 65536
 """Items of an array or a list in one message, at most."""
 
+Integers: TypeAlias = Iterable[int] | npt.NDArray[Any]
 DType = Literal["u1", "u2", "u4", "u8", "i4", "i8"]
 _DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype("<" + name) for name in ("u1", "u2", "u4", "u8", "i4", "i8")
@@ -47,7 +48,7 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
             raise ValueError(_too_many(len(self.data) // width))
 
     @classmethod
-    def of(cls, values: Iterable[int] | npt.NDArray[Any], dtype: DType) -> "IntArray":
+    def of(cls, values: Integers, dtype: DType) -> "IntArray":
         """Pack `values`, refusing those that `dtype` cannot hold.
 
         Raises:

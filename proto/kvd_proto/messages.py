@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd_proto.arrays import IntArray
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.control import CONTROL_WORDS
 from kvd_proto.layout import RankLayout
 
@@ -379,21 +380,13 @@ class Job(Message, frozen=True):
     """One rank's share of a store or a load.
 
     job: its number; free again when its Done has come.
-    block_ids: flat, group by group; sum(group_sizes) == len(block_ids).
-    group_sizes: how many blocks of each group are listed, 0 for none.
-    block_indices: logical index of each group's first block.
-    slots, generations: the chunks, group by group,
-    cdiv(group_size + block_index % blocks_per_chunk, blocks_per_chunk) each.
+    blocks: what it moves.
     after: the timeline number that must be reached before memory is touched.
     deadline_ms: from the job's arrival, in ms; one that has not ended by then ends as `timeout`.
     """
 
     job: Count
-    block_ids: IntArray
-    group_sizes: IntArray
-    block_indices: IntArray
-    slots: IntArray
-    generations: IntArray
+    blocks: JobBlocks
     after: Count
     deadline_ms: Annotated[int, Meta(ge=1, le=600_000)]
 

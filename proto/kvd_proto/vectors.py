@@ -6,6 +6,7 @@ accept any order.
 """
 
 from kvd_proto.arrays import IntArray
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
@@ -80,13 +81,7 @@ _LAYOUT = RankLayout(
     tensors=(TensorSpec(storage=0, offset=0, page_bytes=4096, block_stride=8192),),
     groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=4096),), block_size=16),),
 )
-_JOB_ARRAYS = {
-    "block_ids": IntArray.of((3, 4, 5), "u4"),
-    "group_sizes": IntArray.of((3,), "u4"),
-    "block_indices": IntArray.of((1,), "u4"),
-    "slots": IntArray.of((0, 9), "u4"),
-    "generations": IntArray.of((1, 4), "u8"),
-}
+_BLOCKS = JobBlocks.of((3, 4, 5), (3,), (1,), (0, 9), (1, 4))
 
 EXAMPLES: tuple[Message, ...] = (
     Hello(
@@ -127,8 +122,8 @@ EXAMPLES: tuple[Message, ...] = (
     RequestNoted(found=1),
     Reset(),
     ResetDone(dropped=1, deferred=0),
-    Store(job=11, after=3, word=1, epoch=0, deadline_ms=30000, **_JOB_ARRAYS),
-    Load(job=12, after=4, deadline_ms=30000, **_JOB_ARRAYS),
+    Store(job=11, blocks=_BLOCKS, after=3, word=1, epoch=0, deadline_ms=30000),
+    Load(job=12, blocks=_BLOCKS, after=4, deadline_ms=30000),
     Done(job=11, status=JobStatus.OK, text="", bytes=12288, queued_ns=80000, copy_ns=9000),
     Cancel(jobs=(11, 12)),
     CancelDone(stopped=1),

@@ -186,8 +186,10 @@ static uint64_t send_job(struct engine *engine, enum tag tag, uint64_t job, cons
                          const struct chunks *chunks, uint64_t after) {
   const uint64_t size = LISTED, index = 0;
   struct body body;
-  body_begin(&body, tag == STORE ? 10 : 8);
+  body_begin(&body, tag == STORE ? 6 : 4);
   put_number(&body, "job", job);
+  put_name(&body, "blocks");
+  msgpack_pack_map(&body.pack, 5);
   put_integers(&body, "block_ids", blocks, LISTED, 4);
   put_integers(&body, "group_sizes", &size, 1, 4);
   put_integers(&body, "block_indices", &index, 1, 4);

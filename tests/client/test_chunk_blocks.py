@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvd_client import ChunkBlocks, LoadTicket, StoreTicket, UsageError
 from kvd_client.chunk_blocks import job_arrays
-from kvd_proto.expand import chunks_per_group
+from kvd_proto.blocks import chunks_per_group
 
 
 def store_ticket(places: dict[bytes, tuple[int, int]]) -> StoreTicket:

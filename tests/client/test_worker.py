@@ -97,7 +97,7 @@ def test_jobs_go_to_the_lane_and_come_back(
     assert result == JobResult(11, success=True, status=JobStatus.OK, bytes=64, seconds=0.002)
     assert worker.get_finished() == []
     job = daemon.wait_for(kind)[0]
-    assert {name: getattr(job, name).numpy().tolist() for name in JOB} == JOB
+    assert {name: getattr(job.blocks, name).numpy().tolist() for name in JOB} == JOB
     assert (job.job, job.after) == (11, 0)
 
 
@@ -610,14 +610,14 @@ def test_close_ends_the_waiting_of_other_threads(runtime_dir: Path) -> None:
 def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
     """Arrays that do not fit each other are the caller's mistake, named with figures."""
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"block_ids": [3, 4]}, "sum to 3, block_ids has 2"),
+        ({"block_ids": [3, 4]}, "sum to 3, but 2 block_ids"),
         ({"block_ids": [-1, 4, 5]}, "block_ids"),
         ({"block_ids": ["a", 4, 5]}, "block_ids"),
         ({"block_ids": [1.5, 4, 5]}, "block_ids"),
         ({"block_ids": [0, 4, 5]}, "block id 0 is the null block; leave it out"),
-        ({"block_ids": [3, 4, 8]}, r"block ids 3\.\.8 are not within 1\.\.7"),
+        ({"block_ids": [3, 4, 8]}, r"block_ids 3\.\.8 are not within 1\.\.7"),
         ({"block_indices": [1, 2]}, "2 block_indices"),
-        ({"slots": [1]}, "1 slots with 2"),
+        ({"slots": [1]}, "1 slots with 2 generations"),
         ({"slots": [1], "generations": [1]}, "2 chunks .* 1 slots"),
         ({"group_sizes": [3, 0], "block_indices": [1, 0]}, "1 groups"),
         ({"block_ids": range(1, 65_538)}, "block_ids: .* 65537 items, .* submit several jobs"),

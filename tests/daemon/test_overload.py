@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvd.wire.zmtp import Incoming
-from kvd_proto.arrays import IntArray
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.messages import (
     Done,
@@ -149,11 +149,7 @@ def test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load(
         def job(kind: type[Job], number: int, slot: int, generation: int) -> Message:
             return kind(
                 job=number,
-                block_ids=IntArray.of([1, 2], "u4"),
-                group_sizes=IntArray.of([2, 0], "u4"),
-                block_indices=IntArray.of([0, 0], "u4"),
-                slots=IntArray.of([slot], "u4"),
-                generations=IntArray.of([generation], "u8"),
+                blocks=JobBlocks.of([1, 2], [2, 0], [0, 0], [slot], [generation]),
                 after=0,
                 deadline_ms=60_000,
                 **({"word": 8191, "epoch": 0} if kind is Store else {}),

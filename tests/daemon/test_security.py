@@ -17,7 +17,7 @@ import zmq
 
 from kvd.daemon.kept_pool import area_name
 from kvd_client import LookupResult
-from kvd_client.job_request import job_request
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import (
     CompleteLoad,
@@ -84,14 +84,9 @@ def job_of(engine: Engine, kind: type[Store] | type[Load], **changed: Any) -> St
         "slots": [0],
         "generations": [1],
     }
-    return job_request(
-        kind,
-        None,
-        job_id=999,
-        after=0,
-        word=(1, engine.workers[0]._control.epoch(1)),
-        seconds=5.0,
-        **{**arrays, **changed},
+    own = {"word": 1, "epoch": engine.workers[0]._control.epoch(1)} if kind is Store else {}
+    return kind(
+        job=999, blocks=JobBlocks.of(**{**arrays, **changed}), after=0, deadline_ms=5000, **own
     )
 
 
@@ -183,25 +178,13 @@ def test_forged_arrays_are_refused_before_a_byte_moves(
     engine.poison(range(64))
     with at_the_lane(daemon) as ask:
         for kind in (Store, Load):
-            job = _raw_job(engine, kind, granted)
-            reply = ask(job, token_of(engine))
+            reply = ask(job_of(engine, kind, **granted), token_of(engine))
             assert isinstance(reply, Done), reply
             assert reply.status in (JobStatus.REFUSED, JobStatus.STALE)
             assert reply.bytes == 0
     for tensor in range(2):
         assert (engine.memory[0][tensor].array == POISON).all()
     assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
-
-
-def _raw_job(engine: Engine, kind: type[Store] | type[Load], changed: dict[str, Any]) -> Message:
-    """Without the checks that an honest client makes first."""
-    job = job_of(engine, kind)
-    fields = {name: getattr(job, name) for name in job.__struct_fields__}
-    for name, values in changed.items():
-        fields[name] = type(job.slots).of(
-            np.asarray(values, "u8"), "u8" if name == "generations" else "u4"
-        )
-    return kind(**fields)
 
 
 @pytest.fixture(scope="module")

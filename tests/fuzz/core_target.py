@@ -176,7 +176,8 @@ class _Play:
             bound = self.bound.get(session.number) if session is not None else None
             if bound is None or not isinstance(message, Store) or session is None:
                 return
-            slots, generations = message.slots.numpy(), message.generations.numpy()
+            slots = message.blocks.slots.numpy()
+            generations = message.blocks.generations.numpy()
             registration = session.registration
             if len(slots) != len(generations) or registration is None:
                 return

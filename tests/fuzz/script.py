@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvd_proto.arrays import DType, IntArray
+from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, NO_ID, WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import (
@@ -112,12 +112,13 @@ class Marks:
 
     def _body(self, message: Message) -> Message:
         match message:
-            case Job():
-                return msgspec.structs.replace(
-                    message,
-                    slots=_real(message.slots, SLOT, self.slots),
-                    generations=_real(message.generations, GENERATION, self.generations),
+            case Job(blocks=blocks):
+                real = msgspec.structs.replace(
+                    blocks,
+                    slots=_real(blocks.slots, SLOT, self.slots),
+                    generations=_real(blocks.generations, GENERATION, self.generations),
                 )
+                return msgspec.structs.replace(message, blocks=real)
             case CompleteLoad(lease=lease) if lease == LEASE:
                 return CompleteLoad(lease=self.lease)
             case Clear(namespace=namespace) if namespace == NAMESPACE:
@@ -130,10 +131,7 @@ class Marks:
 def _real(marks: IntArray, first: int, values: Sequence[int]) -> IntArray:
     found = marks.numpy().tolist()
     real = [values[v - first] if 0 <= v - first < len(values) else v for v in found]
-    if real == found:
-        return marks
-    dtype: DType = "u8" if max(real, default=0) >= 2**32 else marks.dtype
-    return IntArray.of(real, dtype)
+    return IntArray.of(real, marks.dtype)
 
 
 @dataclass(frozen=True, slots=True)

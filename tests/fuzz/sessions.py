@@ -5,7 +5,7 @@ from itertools import count
 
 from msgspec.structs import fields
 
-from kvd_proto.arrays import IntArray
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
@@ -170,11 +170,13 @@ def _job(kind: type[Store | Load], number: int, chunks: int, layout: RankLayout)
     others = [0] * (len(layout.groups) - 1)
     return kind(
         job=number,
-        block_ids=IntArray.of(blocks, "u4"),
-        group_sizes=IntArray.of([len(blocks), *others], "u4"),
-        block_indices=IntArray.of([0, *others], "u4"),
-        slots=IntArray.of(range(SLOT, SLOT + chunks), "u4"),
-        generations=IntArray.of(range(GENERATION, GENERATION + chunks), "u8"),
+        blocks=JobBlocks.of(
+            blocks,
+            [len(blocks), *others],
+            [0, *others],
+            range(SLOT, SLOT + chunks),
+            range(GENERATION, GENERATION + chunks),
+        ),
         after=0,
         deadline_ms=5000,
         **({"word": 1, "epoch": 0} if kind is Store else {}),

@@ -33,7 +33,7 @@ from kvd.wire.link import (
     ShareDone,
 )
 from kvd.wire.seqpacket import Channel, close_all
-from kvd_proto.arrays import IntArray
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
@@ -236,11 +236,13 @@ def make_job(
     own = {"word": word, "epoch": epoch} if issubclass(kind, Store) else {}
     return kind(
         job=number,
-        block_ids=IntArray.of(blocks, "i4"),
-        group_sizes=IntArray.of(group_sizes or [len(blocks)], "i4"),
-        block_indices=IntArray.of(block_indices, "i4"),
-        slots=IntArray.of(slots, "u4"),
-        generations=IntArray.of([generation] * len(slots), "u8"),
+        blocks=JobBlocks.of(
+            blocks,
+            group_sizes or [len(blocks)],
+            block_indices,
+            slots,
+            [generation] * len(slots),
+        ),
         after=after,
         deadline_ms=deadline_ms,
         **own,

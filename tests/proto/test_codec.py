@@ -222,9 +222,23 @@ def test_an_array_above_the_documented_number_of_items_is_refused(field: str) ->
     """A job with 400,000 of anything is too large, and the error names both figures."""
     job = next(example for example in EXAMPLES if isinstance(example, Store))
     fields = msgspec.to_builtins(job, builtin_types=(bytes,))
-    assert WIRE.decode(frame_of(0x20, fields | {field: ["u4", bytes(4 * MAX_ARRAY_ITEMS)]}))
+
+    def decode(items: int) -> None:
+        blocks = fields["blocks"] | {field: ["u4", bytes(4 * items)]}
+        WIRE.decode(frame_of(0x20, fields | {"blocks": blocks}))
+
+    decode(MAX_ARRAY_ITEMS)
     with pytest.raises(Oversize, match=r"400000 items, at most 65536"):
-        WIRE.decode(frame_of(0x20, fields | {field: ["u4", bytes(4 * 400_000)]}))
+        decode(400_000)
+
+
+def test_a_jobs_arrays_have_their_types() -> None:
+    """Blocks of 64 bits are refused with both types."""
+    job = next(example for example in EXAMPLES if isinstance(example, Store))
+    fields = msgspec.to_builtins(job, builtin_types=(bytes,))
+    blocks = fields["blocks"] | {"block_ids": ["u8", bytes(8)]}
+    with pytest.raises(WrongType, match="block_ids are u8, u4 is needed"):
+        WIRE.decode(frame_of(0x20, fields | {"blocks": blocks}))
 
 
 @pytest.mark.parametrize("values", [range(MAX_ARRAY_ITEMS + 1), np.zeros(MAX_ARRAY_ITEMS + 1)])

@@ -1,0 +1,171 @@
+"""The blocks that a job moves and the chunks that they lie in: the arrays of every job.
+
+The j-th listed block of group g sits at position
+``block_indices[g] % blocks_per_chunk + j``; it belongs to the group's chunk
+number ``position // blocks_per_chunk`` and is block
+``position % blocks_per_chunk`` of it. What is counted is what the job lists:
+at a sliding window's edge a chunk's first blocks are simply not listed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvd_proto.arrays import DType, IntArray, Integers
+from kvd_proto.errors import JobShapeError, Oversize, WrongType
+from kvd_proto.layout import RankLayout
+
+NULL_BLOCK = 0
+MAX_SLOTS = 2**32
+DTYPES: dict[str, DType] = {
+    "block_ids": "u4",
+    "group_sizes": "u4",
+    "block_indices": "u4",
+    "slots": "u4",
+    "generations": "u8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks that a job names, one item each.
+
+    first, count: the blocks of the chunk that the job lists. group: whose blocks they are.
+    """
+
+    slots: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint64]
+    first: npt.NDArray[np.uint16]
+    count: npt.NDArray[np.uint16]
+    group: npt.NDArray[np.uint16]
+
+
+class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks of one rank, and the chunks that they lie in.
+
+    block_ids: u4, flat, group by group; block 0 is the engine's null block and never listed.
+    group_sizes: u4, how many blocks of each group are listed, 0 for none.
+    block_indices: u4, logical index of each group's first listed block.
+    slots: u4, of the chunks, group by group, as many as the listed blocks lie in.
+    generations: u8, of these slots.
+    """
+
+    block_ids: IntArray
+    group_sizes: IntArray
+    block_indices: IntArray
+    slots: IntArray
+    generations: IntArray
+
+    def __post_init__(self) -> None:
+        for name, dtype in DTYPES.items():
+            if (given := getattr(self, name).dtype) != dtype:
+                raise ValueError(f"{name} are {given}, {dtype} is needed")
+
+    @classmethod
+    def of(
+        cls,
+        block_ids: Integers,
+        group_sizes: Integers,
+        block_indices: Integers,
+        slots: Integers,
+        generations: Integers,
+    ) -> "JobBlocks":
+        """Pack the arrays of a job.
+
+        Raises:
+            WrongType, Oversize: naming the array that is not of integers that fit, or too long.
+        """
+        given = (block_ids, group_sizes, block_indices, slots, generations)
+        packed = []
+        for (name, dtype), values in zip(DTYPES.items(), given, strict=True):
+            try:
+                packed.append(IntArray.of(values, dtype))
+            except (WrongType, Oversize) as error:
+                raise type(error)(f"{name}: {error}") from error
+        return cls(*packed)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The group sizes."""
+        sizes: list[int] = self.group_sizes.numpy().tolist()
+        return sizes
+
+    @property
+    def indices(self) -> list[int]:
+        """The block indices."""
+        indices: list[int] = self.block_indices.numpy().tolist()
+        return indices
+
+    def check(self, layout: RankLayout, num_slots: int = MAX_SLOTS) -> None:
+        """Check that the arrays fit each other, the layout and an arena of `num_slots`.
+
+        Raises:
+            JobShapeError: they do not; names the figures.
+        """
+        sizes, indices, groups = self.sizes, self.indices, len(layout.groups)
+        if not len(sizes) == len(indices) == groups:
+            raise JobShapeError(
+                f"{len(sizes)} group_sizes and {len(indices)} block_indices for {groups} groups;"
+                " give one of each per group, 0 for a group without blocks"
+            )
+        if sum(sizes) != len(self.block_ids):
+            raise JobShapeError(
+                f"group_sizes {sizes} sum to {sum(sizes)}, but {len(self.block_ids)} block_ids are"
+                " listed; count what was appended"
+            )
+        factor = layout.blocks_per_chunk
+        chunks = sum(chunks_per_group(sizes, indices, factor))
+        if not len(self.slots) == len(self.generations) == chunks:
+            raise JobShapeError(
+                f"these blocks lie in {chunks} chunks (blocks_per_chunk {factor}), given are"
+                f" {len(self.slots)} slots with {len(self.generations)} generations"
+            )
+        if not chunks:
+            return
+        slots = self.slots.numpy()
+        if int(slots.max()) >= num_slots:
+            raise JobShapeError(f"slots {slots.min()}..{slots.max()} of an arena of {num_slots}")
+        blocks = self.block_ids.numpy()
+        low, high = int(blocks.min()), int(blocks.max())
+        if low == NULL_BLOCK:
+            raise JobShapeError(
+                "block_ids: block id 0 is the null block; leave it out and let block_indices start"
+                " after it"
+            )
+        if high >= layout.num_blocks:
+            raise JobShapeError(
+                f"block_ids {low}..{high} are not within 1..{layout.num_blocks - 1}"
+            )
+
+    def chunks(self, blocks_per_chunk: int) -> Chunks:
+        """The chunks of a job that was checked."""
+        sizes, indices = self.sizes, self.indices
+        numbers = chunks_per_group(sizes, indices, blocks_per_chunk)
+        first = np.zeros(sum(numbers), np.uint16)
+        count = np.full(len(first), blocks_per_chunk, np.uint16)
+        at = 0
+        for size, index, number in zip(sizes, indices, numbers, strict=True):
+            if number:
+                skip = index % blocks_per_chunk
+                first[at] = skip
+                count[at] -= skip
+                count[at + number - 1] -= number * blocks_per_chunk - skip - size
+                at += number
+        group = np.repeat(np.arange(len(sizes), dtype=np.uint16), numbers)
+        return Chunks(self.slots.numpy(), self.generations.numpy(), first, count, group)
+
+    def __repr__(self) -> str:
+        return f"<JobBlocks {len(self.block_ids)} blocks in {len(self.slots)} chunks>"
+
+
+def chunks_per_group(
+    group_sizes: Sequence[int], block_indices: Sequence[int], blocks_per_chunk: int
+) -> list[int]:
+    """cdiv(size + block_index % factor, factor) for each group, 0 for an empty one."""
+    return [
+        -(-(size + index % blocks_per_chunk) // blocks_per_chunk) if size else 0
+        for size, index in zip(group_sizes, block_indices, strict=True)
+    ]
