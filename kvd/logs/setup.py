@@ -1,4 +1,4 @@
-"""Puts logging together, once a process."""
+"""Sets up logging, once a process."""
 
 import atexit
 import contextlib
@@ -6,71 +6,16 @@ import logging
 import os
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from kvd.logs.limit import Limiter
+from kvd.logs.queued import QueuedHandler
 from kvd.logs.render import formatter
-from kvd.logs.sink import Sink
 
 STDERR = 2
 LEVEL_VARIABLE = "KVD_LOG_LEVEL"
 FORMAT_VARIABLE = "KVD_LOG_FORMAT"
-_LAST_SECONDS = 1.0  # at the end, for whoever reads stderr
-
-
-class Handler(logging.Handler):
-    """Limits, formats and queues; never waits and never raises."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__()
-        self._limiter = Limiter()
-        self._closed = False
-        self._sink = Sink(fd, self._lost, self._left_out)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue the record's line, if it is not left out."""
-        for admitted in self._limiter.admits(record, time.monotonic()):
-            self._sink.put(self._line(admitted))
-
-    def _line(self, record: logging.LogRecord) -> bytes:
-        try:
-            line = self.format(record)
-        except Exception as error:  # noqa: BLE001  # a line that cannot be made ends nothing
-            line = f"{record.levelname} {record.msg!r} cannot be formatted: {error!r}"
-        return line.encode("utf-8", "backslashreplace") + b"\n"
-
-    def _left_out(self) -> list[bytes]:
-        with self._held():
-            return [self._line(record) for record in self._limiter.due(time.monotonic())]
-
-    def _lost(self, count: int) -> bytes:
-        text = "%d lines before this one are lost: nobody read them in time"
-        return self._line(
-            logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (count,), None)
-        )
-
-    def close(self) -> None:
-        """Write what is queued, if somebody reads it."""
-        if self._closed:  # logging.shutdown comes after this and holds the lock
-            return
-        self._closed = True
-        with self._held():
-            rest = [self._line(record) for record in self._limiter.rest()]
-        for line in rest:
-            self._sink.put(line)
-        self._sink.close(_LAST_SECONDS)
-        super().close()
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        self.acquire()
-        try:
-            yield
-        finally:
-            self.release()
 
 
 def configure(level: str, style: str, process: str, **context: Any) -> None:
@@ -82,7 +27,7 @@ def configure(level: str, style: str, process: str, **context: Any) -> None:
         process: which process this is, for people.
         context: identifiers that go with every line of JSON.
     """
-    handler = Handler(STDERR)
+    handler = QueuedHandler(STDERR)
     shown = style if style == "json" else _for_people(os.environ)
     handler.setFormatter(
         formatter(shown, process, {"process": process.split(maxsplit=1)[0], **context})
@@ -99,7 +44,7 @@ def configure(level: str, style: str, process: str, **context: Any) -> None:
 
 
 def configure_child(process: str, **context: Any) -> None:
-    """The same in a process that the broker has started, as the broker has it."""
+    """Log to stderr as the broker does, in a process that it has started."""
     level = os.environ.get(LEVEL_VARIABLE, "info")
     configure(level, os.environ.get(FORMAT_VARIABLE, "human"), process, **context)
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from io import FileIO
@@ -14,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.logs.limit import MOST_A_MINUTE, WINDOW_SECONDS, Limiter
+from kvd.logs.queued import MOST_LINES, QueuedHandler
 from kvd.logs.render import formatter
-from kvd.logs.setup import Handler
-from kvd.logs.sink import MOST_LINES, Sink
+from tests.waiting import eventually
 
 
 def record(
@@ -69,14 +70,13 @@ def test_a_text_for_people_is_one_line_without_control_characters(text: str, sty
     """Nobody who names an engine can write a line of the log, or to the terminal's controls."""
     line = formatter(style, "broker", {}).format(record("%s", text))
     assert len(line.splitlines()) == 1
-    bare = line.replace("\x1b[2m", "").replace("\x1b[0m", "")
-    assert bare.isprintable()
+    assert re.sub(r"\x1b\[[0-9;]*m", "", line).isprintable()
 
 
 def test_a_traceback_follows_its_line() -> None:
     """People get the traceback below the event; JSON has it in the same object."""
     lines = formatter("plain", "broker", {}).format(traced()).splitlines()
-    assert lines[0].endswith("ERROR   broker: it failed")
+    assert re.fullmatch(r"[-0-9]+ [:.0-9]+ \[error {4}\] broker: it failed", lines[0])
     assert lines[-1] == "second"
     told = json.loads(formatter("json", "broker", {}).format(traced()))
     assert told["event"] == "it failed"
@@ -106,7 +106,7 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
         written += [
             (now, line) for line in limiter.admits(record(f"kind {'abc'[index % kinds]}%s", 1), now)
         ]
-    written += [(now, line) for line in limiter.rest()]
+    written += [(now, line) for line in limiter.due(float("inf"))]
     told = [(at, line) for at, line in written if str(line.msg).startswith("left out")]
     plain = [(at, line) for at, line in written if not str(line.msg).startswith("left out")]
     left_out = sum(int(line.getMessage().split()[2]) for _, line in told)
@@ -142,36 +142,42 @@ def test_different_events_do_not_silence_each_other() -> None:
     assert len(limiter.admits(record("other %d", 1), 1.0)) == 1
 
 
-# ------------------------------------------------------------------- sink
+# ------------------------------------------------------------------ queue
 
 
-def quiet() -> list[bytes]:
-    """Nothing more to write."""
-    return []
+def handler_to(fd: int) -> QueuedHandler:
+    """A handler whose lines are texts alone."""
+    made = QueuedHandler(fd)
+    made.setFormatter(logging.Formatter())
+    return made
 
 
-def test_lines_arrive_whole_and_in_order(tmp_path: Path) -> None:
-    """What is queued before the end is written by the end."""
+def test_lines_arrive_whole_and_in_order_also_bad_ones(tmp_path: Path) -> None:
+    """What is queued before the end is written by the end; a mistake in a call shows as text."""
     path = tmp_path / "log"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    sink = Sink(fd, lambda count: b"lost %d\n" % count, quiet)
-    for number in range(1000):
-        sink.put(b"%d\n" % number)
-    sink.close(20)
-    os.close(fd)
-    assert path.read_text().split() == [str(number) for number in range(1000)]
+    with path.open("wb") as file:
+        handler = handler_to(file.fileno())
+        for number in range(MOST_A_MINUTE):
+            handler.handle(record("%d", number))
+        handler.handle(record("%d chunks", "many"))
+        handler.handle(record("surrogate \ud800"))
+        handler.close()
+    *lines, bad, surrogate = path.read_text().splitlines()
+    assert lines == [str(number) for number in range(MOST_A_MINUTE)]
+    assert "%d chunks" in bad
+    assert "ud800" in surrogate
 
 
 def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
-    pipe: tuple[FileIO, FileIO],
+    pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nobody reading, lines are dropped; the next reader learns how many."""
+    monkeypatch.setattr("kvd.logs.limit.MOST_A_MINUTE", 10 * MOST_LINES)
     read, write = pipe
-    sink = Sink(write.fileno(), lambda count: b"lost %d\n" % count, quiet)
+    handler = handler_to(write.fileno())
     total = 3 * MOST_LINES
     for number in range(total):
-        sink.put(b"line %05d\n" % number)
-    assert sink.dropped > 0
+        handler.handle(record("line %05d", number))
     text = bytearray()
 
     def drain() -> None:
@@ -180,40 +186,30 @@ def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
 
     reader = threading.Thread(target=drain)
     reader.start()
-    sink.put(b"the end\n")
-    sink.close(20)
+    eventually(handler._lines.empty)
+    handler.handle(record("the end"))
+    handler.close()
     write.close()
     reader.join(20)
     lines = text.decode().splitlines()
-    lost = sum(int(line.split()[1]) for line in lines if line.startswith("lost"))
+    lost = sum(int(line.split()[0]) for line in lines if line.endswith("in time"))
     kept = [line for line in lines if line.startswith("line")]
     assert lost > 0
-    assert lost + len(kept) + ("the end" in lines) == total + 1
+    assert lost + len(kept) == total
+    assert lines[-1] == "the end"
     assert kept == sorted(kept)
 
 
-def test_a_reader_that_is_gone_hurts_nobody(pipe: tuple[FileIO, FileIO]) -> None:
-    """A closed pipe or descriptor is no error for whoever logs."""
-    read, write = pipe
-    read.close()
-    sink = Sink(write.fileno(), lambda count: b"lost %d\n" % count, quiet)
-    sink.put(b"one\n")
-    sink.put(b"two\n")
-    sink.close(20)
-    assert sink.dropped == 2
-
-
-def test_a_line_that_cannot_be_formatted_is_still_a_line(tmp_path: Path) -> None:
-    """A mistake in a call of the log shows up as text, not as an exception."""
+def test_a_descriptor_that_takes_nothing_hurts_nobody(tmp_path: Path) -> None:
+    """What cannot be written is counted, and told as soon as lines can be written again."""
     path = tmp_path / "log"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    handler = Handler(fd)
-    handler.setFormatter(formatter("plain", "broker", {}))
-    handler.handle(record("%d chunks", "many"))
-    handler.handle(record("surrogate \ud800"))
-    handler.close()
-    os.close(fd)
-    lines = path.read_text().splitlines()
-    assert len(lines) == 2
-    assert "%d chunks" in lines[0]
-    assert "ud800" in lines[1]
+    with Path("/dev/full").open("wb") as full, path.open("wb") as file:
+        handler = handler_to(full.fileno())
+        handler.handle(record("one"))
+        eventually(lambda: handler._writer.failed == 1)
+        os.dup2(file.fileno(), full.fileno())
+        handler.handle(record("two"))
+        handler.close()
+    first, last = path.read_text().splitlines()
+    assert first.startswith("1 lines before this one are lost")
+    assert last == "two"
