@@ -8,6 +8,8 @@ from io import FileIO
 
 import psutil
 
+from tests.waiting import PATIENCE
+
 
 def children_running(pid: int, module: str) -> list[psutil.Process]:
     """Children of a process that run a module and are not on their way out."""
@@ -41,3 +43,12 @@ def freeze(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
+def kill_and_wait(pid: int, number: int = signal.SIGKILL) -> None:
+    """Signal a process that is not ours and wait until it has ended."""
+    pidfd = os.pidfd_open(pid)
+    signal.pidfd_send_signal(pidfd, number)
+    ended, _, _ = select.select([pidfd], [], [], PATIENCE)
+    os.close(pidfd)
+    assert ended

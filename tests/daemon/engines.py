@@ -16,6 +16,7 @@ from kvd_client import (
     GroupSpec,
     HostMemory,
     JobResult,
+    LookupResult,
     RankLayout,
     Scheduler,
     TensorRef,
@@ -251,3 +252,8 @@ def wait_boot(client: Scheduler | Worker, boot_id: bytes) -> None:
 def keys_of(name: str, count: int) -> list[bytes]:
     """`count` keys that share nothing with another name's."""
     return [f"{name}-{index:04d}".encode().ljust(32, b".") + bytes(4) for index in range(count)]
+
+
+def wait_hit(engine: Engine, keys: list[bytes]) -> None:
+    """Until every lane's report has been counted."""
+    eventually(lambda: engine.scheduler.lookup_many(keys), {LookupResult.HIT}.issuperset)

@@ -103,3 +103,22 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         for daemon in daemons:  # several may share a place: now nobody writes there
             for place in Path("/dev/shm").glob(f"{area_name(daemon.runtime_dir)}*"):
                 shutil.rmtree(place)
+
+
+def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:
+    """Ask until the namespace's chunks by state are as given."""
+    return eventually(
+        lambda: daemon.status()["namespaces"][0]["chunks"],
+        lambda found: all(found[name] == value for name, value in chunks.items()),
+    )
+
+
+def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The `kvd` command, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvd", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )

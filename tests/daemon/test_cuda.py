@@ -12,10 +12,9 @@ from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.cuda_engine import CudaEngine, blocks_of, lane_of, wait_lane
 from tests.daemon.cuda_rank import CudaRank
-from tests.daemon.engines import FACTOR, PAGE, POISON, TENSORS, Engine, keys_of
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_failures import kill_and_wait
+from tests.daemon.engines import FACTOR, PAGE, POISON, TENSORS, Engine, keys_of, wait_hit
 from tests.fakecuda.harness import calls
+from tests.processes import kill_and_wait
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.fakecuda

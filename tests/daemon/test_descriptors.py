@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of
-from tests.daemon.test_engines import wait_hit
+from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.waiting import PATIENCE
 
 

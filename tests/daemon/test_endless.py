@@ -12,10 +12,8 @@ from kvd.broker.broker import MAX_DESCRIPTORS
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.messages import Handles, Ping, Pong
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_hostile import RawClient, said_at_the_end
-from tests.daemon.test_report import report_when
+from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.raw_client import RawClient, said_at_the_end
 from tests.waiting import eventually
 from tests.wire.raw_zmtp import connect, part, unfinished
 
@@ -31,7 +29,7 @@ def counted(daemon: Daemon, where: str, limit: str) -> None:
         limits = report["broker"]["limits"] if where == "broker" else lane["counters"]["limits"]
         return bool(limits.get(limit))  # a lane's come with its first heartbeat
 
-    report_when(daemon, reached)
+    eventually(daemon.status, reached)
 
 
 def place(daemon: Daemon, where: str) -> tuple[Path, psutil.Process]:

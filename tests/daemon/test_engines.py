@@ -6,13 +6,8 @@ import pytest
 
 from kvd_client import Fingerprint, HostMemory, LookupResult, RegistrationError, StoreAnswer, Worker
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.waiting import DEADLINE, eventually
-
-
-def wait_hit(engine: Engine, keys: list[bytes]) -> None:
-    """Until every lane's report has been counted."""
-    eventually(lambda: engine.scheduler.lookup_many(keys), {LookupResult.HIT}.issuperset)
 
 
 def test_two_ranks_store_and_load_every_byte(daemon: Daemon) -> None:

@@ -13,9 +13,8 @@ from kvd_client.errors import Unavailable
 from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.messages import Error, ErrorCode
 from tests.conftest import StartDaemon
-from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_hostile import RawClient, code_of, text_of
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.daemon.raw_client import RawClient, code_of, text_of
 from tests.daemon.users import OTHER_UID, as_user, needs_root
 from tests.waiting import DEADLINE, PATIENCE, eventually
 

@@ -1,7 +1,6 @@
 """Things that die: the worst that follows is a miss, and nothing stays behind."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,20 +13,12 @@ import pytest
 from kvd_client import LookupResult, StoreAnswer, Worker
 from kvd_client.session import ABSENT_SECONDS
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of
-from tests.daemon.test_engines import wait_hit
+from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.serving import wait_state
+from tests.processes import kill_and_wait
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
-
-
-def kill_and_wait(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signal a process that is not ours and wait until it has ended."""
-    pidfd = os.pidfd_open(pid)
-    signal.pidfd_send_signal(pidfd, number)
-    ended, _, _ = select.select([pidfd], [], [], PATIENCE)
-    os.close(pidfd)
-    assert ended
 
 
 @pytest.fixture
@@ -49,14 +40,6 @@ def rank_process(daemon: Daemon) -> Iterator[subprocess.Popen[str]]:
     process.wait()
     process.stdin.close()
     process.stdout.close()
-
-
-def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:
-    """Ask until the namespace's chunks by state are as given."""
-    return eventually(
-        lambda: daemon.status()["namespaces"][0]["chunks"],
-        lambda found: all(found[name] == value for name, value in chunks.items()),
-    )
 
 
 def test_a_killed_worker_frees_what_was_in_writing(

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.daemon.flood_process import PAGE
-from tests.daemon.test_engines import wait_hit
 from tests.waiting import eventually
 
 ROUNDS = 40

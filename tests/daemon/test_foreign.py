@@ -16,9 +16,8 @@ from kvd_client import sealed
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import ErrorCode, Handles, Ping, Pong
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_hostile import RawClient, code_of, said_at_the_end
+from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.raw_client import RawClient, code_of, said_at_the_end
 from tests.daemon.users import as_user, needs_root
 from tests.descriptors import open_on
 from tests.processes import children_running

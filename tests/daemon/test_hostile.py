@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import zmq
 
 from kvd_client import (
     GroupSpec,
@@ -32,7 +31,6 @@ from kvd_proto.messages import (
     Error,
     ErrorCode,
     Fingerprint,
-    Greeting,
     Handles,
     Hello,
     HostHandle,
@@ -47,70 +45,12 @@ from kvd_proto.messages import (
 )
 from kvd_proto.vectors import EXAMPLES, vector
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import POISON, Engine, keys_of, make_layout
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_failures import wait_state
+from tests.daemon.engines import POISON, Engine, keys_of, make_layout, wait_hit
+from tests.daemon.raw_client import RawClient, code_of, said_at_the_end, text_of
+from tests.daemon.serving import wait_state
 from tests.descriptors import open_files
 from tests.waiting import DEADLINE, PATIENCE, eventually
 from tests.wire.raw_zmtp import connect, message
-
-
-class RawClient:
-    """A session spoken by hand."""
-
-    def __init__(self, runtime_dir: Path) -> None:
-        self.runtime_dir = runtime_dir
-        self.control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.control_socket.settimeout(PATIENCE)
-        self.control_socket.connect(str(runtime_dir / "control.sock"))
-        header, greeting = WIRE.decode(self.control_socket.recv(65536))
-        assert isinstance(greeting, Greeting)
-        self.boot_id, self.token = header.boot_id, header.session
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.connect(f"ipc://{runtime_dir / 'broker.sock'}")
-        self.request_id = 100
-
-    def raw(self, frame: bytes) -> tuple[int, Message]:
-        """Send a frame; request id and message of the reply."""
-        self.socket.send(frame)
-        return self.answer()
-
-    def answer(self) -> tuple[int, Message]:
-        """Request id and message of the next reply."""
-        assert self.socket.poll(int(PATIENCE * 1000)), "no reply"
-        header, message = WIRE.decode(self.socket.recv())
-        assert header.boot_id == self.boot_id
-        return header.request_id, message
-
-    def ask(
-        self, message: Message, *, boot_id: bytes | None = None, token: bytes | None = None
-    ) -> Message:
-        """A request, by default with the right ids."""
-        self.request_id += 1
-        frame = WIRE.encode(message, self.request_id, boot_id or self.boot_id, token or self.token)
-        request_id, reply = self.raw(frame)
-        assert request_id == self.request_id
-        return reply
-
-    def hello(self, kind: str = "scheduler", engine: str = "raw", protocol: int = 1) -> Message:
-        """The handshake."""
-        return self.ask(
-            Hello(
-                kind=kind,  # type: ignore[arg-type]
-                engine=engine,
-                pid=os.getpid(),
-                protocol_min=protocol,
-                protocol_max=protocol,
-                client="raw",
-            )
-        )
-
-    def close(self) -> None:
-        """Leave."""
-        self.control_socket.close()
-        self.context.destroy(0)
 
 
 @pytest.fixture
@@ -119,19 +59,6 @@ def client(daemon: Daemon) -> Iterator[RawClient]:
     raw = RawClient(daemon.runtime_dir)
     yield raw
     raw.close()
-
-
-def code_of(reply: Message) -> ErrorCode:
-    """The code of an ERROR."""
-    assert isinstance(reply, Error), reply
-    assert len(reply.text) > 5
-    return reply.code
-
-
-def text_of(reply: Message) -> str:
-    """The sentence of an ERROR."""
-    assert isinstance(reply, Error), reply
-    return reply.text
 
 
 def test_a_body_that_is_no_message_is_answered_by_its_id(client: RawClient) -> None:
@@ -184,14 +111,6 @@ def test_a_tool_changes_nothing(client: RawClient) -> None:
     client.hello(kind="tool")
     assert code_of(client.ask(PrepareStore(keys=(b"k",)))) is ErrorCode.BAD_STATE
     assert not isinstance(client.ask(Status()), Error)
-
-
-def said_at_the_end(client: RawClient) -> str:
-    """The error with which the daemon closes a control socket; empty where it gives none."""
-    said = ""
-    while frame := client.control_socket.recv(65536):
-        said = text_of(WIRE.decode(frame)[1])
-    return said
 
 
 @pytest.mark.parametrize(

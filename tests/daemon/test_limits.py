@@ -15,10 +15,8 @@ from kvd_client import Fingerprint, HostMemory, RegistrationError, Scheduler, Wo
 from kvd_client.errors import Unavailable
 from kvd_proto.messages import JobStatus
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_hostile import RawClient
-from tests.daemon.test_report import report_when
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.daemon.raw_client import RawClient
 from tests.daemon.users import OTHER_UID, as_user, needs_root
 from tests.waiting import DEADLINE, eventually
 
@@ -52,7 +50,7 @@ def test_more_sessions_than_allowed_are_turned_away_with_the_setting(
         keys = keys_of("in", 2)
         engine.store(keys)
         wait_hit(engine, keys)
-    report = report_when(daemon, lambda report: report["sessions"]["open"] == 1)
+    report = eventually(daemon.status, lambda report: report["sessions"]["open"] == 1)
     assert report["broker"]["limits"]["max_sessions"] >= 1
     assert report["broker"]["refusals"]["limit"] >= 1
     with Scheduler(daemon.runtime_dir, "later", deadline=DEADLINE) as later:
@@ -108,7 +106,7 @@ def test_a_thousand_idle_connections_cost_little_and_leave_nothing(
                 assert sock.recv(4096)
             assert daemon.status()["sessions"]["open"] > count
             assert broker.memory_info().rss - before < count * bound
-        report_when(daemon, lambda report: report["sessions"]["open"] <= 2)
+        eventually(daemon.status, lambda report: report["sessions"]["open"] <= 2)
         assert broker.memory_info().rss - before < count * bound
 
 
@@ -119,7 +117,7 @@ def test_one_model_too_many_is_refused_with_the_setting(start_daemon: StartDaemo
         with pytest.raises(RegistrationError, match=r"raise max_namespaces \(now 1\)"):
             register(daemon, "two")
         assert reached(daemon) == {"max_namespaces": 1}
-    report_when(daemon, lambda report: not report["engines"])
+    eventually(daemon.status, lambda report: not report["engines"])
     with Engine(daemon.runtime_dir, name="two", world_size=1, model="two").wait_attached():
         assert [n["model"] for n in daemon.status()["namespaces"]] == ["two"]
 
@@ -156,8 +154,8 @@ def test_a_lane_full_of_one_engines_stores_serves_the_other(start_daemon: StartD
                 job, [1, 2], [2, 0], [0, 0], ticket.slots, ticket.generations, after=later
             )
         assert quiet.load(keys) == (4, 0)
-        report = report_when(
-            daemon, lambda report: report["counters"]["jobs"].get("store_shed", 0) >= 5
+        report = eventually(
+            daemon.status, lambda report: report["counters"]["jobs"].get("store_shed", 0) >= 5
         )
         assert report["counters"]["jobs"]["store_shed"] == 5
         assert report["lanes"][0]["queued_jobs"] == 3

@@ -20,7 +20,7 @@ from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine
-from tests.daemon.test_hostile import RawClient
+from tests.daemon.raw_client import RawClient
 
 ALONE = ("--http-listen", "off", "--keep-pool", "no")
 """No port that another daemon may have, and nothing left behind."""

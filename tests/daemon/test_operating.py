@@ -11,9 +11,8 @@ import pytest
 
 from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_serve import run_kvd
+from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.serving import run_kvd
 from tests.waiting import eventually
 
 

@@ -26,9 +26,8 @@ from kvd_proto.messages import (
     Welcome,
 )
 from tests.conftest import StartDaemon
-from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_hostile import RawClient
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.daemon.raw_client import RawClient
 from tests.wire.raw_zmtp import connect, message
 
 PAGE = 64 * 1024

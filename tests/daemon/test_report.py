@@ -1,7 +1,7 @@
 """The report of a daemon that has worked: documented, and its figures agree with each other."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,6 @@ def histograms(value: Any) -> Iterator[Histogram]:
             yield from histograms(item)
 
 
-def report_when(daemon: Daemon, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The first report that fits, asking again and again."""
-    return eventually(daemon.status, reached)
-
-
 @pytest.fixture
 def daemon(start_daemon: StartDaemon) -> Daemon:
     """A pool of sixteen chunks, so that some are evicted; with a quota, to be reported."""
@@ -92,8 +87,8 @@ def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
         control.request(Drain())
         engine.scheduler.prepare_store(keys_of("late", 3))
         control.request(Resume())
-    report = report_when(
-        daemon,
+    report = eventually(
+        daemon.status,
         lambda report: (
             report["counters"]["jobs"] == {"store_ok": 12, "load_ok": 2}
             and report["counters"]["lookup_chunks"] >= 6
@@ -155,8 +150,8 @@ def test_every_field_is_documented(daemon: Daemon, engine: Engine) -> None:
         control.request(Drain())
         engine.scheduler.prepare_store(keys_of("late", 1))
         engine.workers[1].close()
-        report = report_when(
-            daemon,
+        report = eventually(
+            daemon.status,
             lambda report: (
                 report["engines"][0]["missing_ranks"] == [1]
                 and "load_ok" in report["counters"]["jobs"]
@@ -176,7 +171,7 @@ def test_events_tell_of_engines_and_ranks(daemon: Daemon, engine: Engine) -> Non
     accepted = len(engine.scheduler.prepare_store(keys_of("half", 3)).keys)
     assert accepted == 3
     engine.workers[1].close()
-    report = report_when(daemon, lambda report: not report["engines"][0]["attached"])
+    report = eventually(daemon.status, lambda report: not report["engines"][0]["attached"])
     texts = [event["text"] for event in report["events"]]
     assert f"engine engine rank 1 (pid {pid}) has unregistered; 3 chunks in writing freed" in texts
     assert any(text.startswith("engine engine attached to namespace") for text in texts)

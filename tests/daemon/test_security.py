@@ -35,9 +35,8 @@ from kvd_proto.messages import (
     StoreCompleted,
 )
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_hostile import RawClient, code_of
+from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit
+from tests.daemon.raw_client import RawClient, code_of
 from tests.descriptors import open_files
 from tests.http.serving import over_tcp, over_unix
 from tests.waiting import PATIENCE, eventually

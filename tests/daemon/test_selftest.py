@@ -26,9 +26,8 @@ from kvd_tools.selftest import bench as bench_module
 from kvd_tools.selftest.bench import Bench, chunk_bytes_for
 from kvd_tools.selftest.steps import STEPS, Outcome, Step, run
 from tests.conftest import Daemon, StartDaemon, started_daemons
-from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.daemon.test_engines import wait_hit
-from tests.daemon.test_serve import run_kvd
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.daemon.serving import run_kvd
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 MIB = 2**20

@@ -3,25 +3,13 @@
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Daemon, StartDaemon
+from tests.daemon.serving import run_kvd
 from tests.waiting import PATIENCE, eventually
-
-
-def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The `kvd` command, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvd", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
 
 
 def test_a_ready_daemon_reports_itself(daemon: Daemon) -> None:

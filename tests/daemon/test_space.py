@@ -2,8 +2,7 @@
 
 from kvd_client import RankLayout
 from tests.conftest import StartDaemon
-from tests.daemon.engines import FACTOR, TENSORS, Engine, keys_of, make_layout
-from tests.daemon.test_engines import wait_hit
+from tests.daemon.engines import FACTOR, TENSORS, Engine, keys_of, make_layout, wait_hit
 
 CPU_BYTES = 12 * 2**20
 

@@ -12,8 +12,7 @@ import pytest
 from kvd.daemon.kept_pool import area_name
 from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.daemon.test_engines import wait_hit
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.full import fill_up
 from tests.processes import children_running, has_ended
 from tests.soak.restart_loop import run

@@ -11,8 +11,7 @@ import pytest
 
 from kvd.config.listen import parse_listen
 from kvd.errors import ConfigError
-from tests.daemon.serving import Daemon, StartDaemon
-from tests.daemon.test_serve import run_kvd
+from tests.daemon.serving import Daemon, StartDaemon, run_kvd
 from tests.http.serving import PATIENT, SECONDS, over_tcp, over_unix, port_of, report_of
 from tests.waiting import PATIENCE, eventually
 

@@ -13,9 +13,8 @@ import pytest
 from prometheus_client.core import Metric
 
 from kvd.report.http.metrics import MAX_ENGINES, families
-from tests.daemon.engines import Engine, keys_of
+from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon
-from tests.daemon.test_engines import wait_hit
 from tests.http.scraping import Scrape, scrape
 from tests.http.serving import over_unix, report_of
 from tests.waiting import eventually

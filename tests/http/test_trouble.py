@@ -15,9 +15,8 @@ import pytest
 
 from kvd.report.http.connection import MAX_CONNECTIONS
 from kvd.wire.tool import Control
-from tests.daemon.engines import Engine, keys_of
+from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon
-from tests.daemon.test_engines import wait_hit
 from tests.http.scraping import scrape
 from tests.http.serving import (
     PATIENT,

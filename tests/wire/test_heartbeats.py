@@ -18,7 +18,7 @@ from kvd.wire.router import Router
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import Hello, Ping, Pong, Welcome
 from tests.conftest import Daemon
-from tests.daemon.test_hostile import RawClient
+from tests.daemon.raw_client import RawClient
 from tests.waiting import PATIENCE, eventually
 from tests.wire.raw_zmtp import connect, message
 
