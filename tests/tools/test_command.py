@@ -1,4 +1,5 @@
 import contextlib
+import importlib.util
 import json
 import shutil
 import signal
@@ -93,7 +94,7 @@ def serving() -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
 def is_rank(process: psutil.Process) -> bool:
     """Whether a child of the demo is one of its ranks."""
     with contextlib.suppress(psutil.Error):
-        return "kvd_tools.demo.rank" in process.cmdline()
+        return "--multiprocessing-fork" in process.cmdline()
     return False
 
 
@@ -136,22 +137,6 @@ def test_every_loaded_byte_is_verified(tmp_path: Path, world_size: int) -> None:
     assert "bytes are right" in done.stdout
 
 
-def test_a_trace_is_served(tmp_path: Path) -> None:
-    """Requests come from a file in the Mooncake format; what repeats is loaded."""
-    trace = tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": t, "input_length": 4096, "output_length": 1, "hash_ids": [*range(8)]}
-        for t in range(3)
-    ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    out = tmp_path / "out.json"
-    done = demo("--trace", str(trace), "--json", str(out), "--cpu-bytes", str(64 * 2**20))
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(out.read_text())
-    assert figures["requests"] == 3
-    assert figures["hit_chunks"] == figures["loaded_chunks"] > 0
-
-
 def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
     """One byte flipped before a store makes the demo fail and say how many bytes are wrong."""
     out = tmp_path / "out.json"
@@ -161,16 +146,6 @@ def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert json.loads(out.read_text())["mismatched_bytes"] > 0
     assert "loaded bytes are wrong" in " ".join(done.stdout.split())
-
-
-def test_a_bad_trace_is_named(tmp_path: Path) -> None:
-    """A line that is not in the format ends the demo before anything starts."""
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": -1, "output_length": 1, "hash_ids": []}\n')
-    done = demo("--trace", str(trace))
-    assert done.returncode == 1
-    assert "trace.jsonl:1" in done.stderr
-    assert "input_length" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -211,18 +186,30 @@ def test_nothing_outlives_a_killed_demo() -> None:
         (["--cpu-bytes", "4KiB", "--requests", "1"], "at least 64 KiB"),
         (["--cpu-bytes", "64KiB", "--requests", "1"], "65536 bytes"),
         (["--json", "/proc/none/out.json"], "/proc/none/out.json: No such file"),
-        (["--trace", "/proc/none.jsonl"], "/proc/none.jsonl: No such file"),
     ],
 )
 def test_bad_options_are_named_before_anything_runs(arguments: list[str], words: str) -> None:
     """One line with the value, no traceback, exit status 1."""
+    done = demo(*arguments)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM"
+)
+def test_without_vllm_it_says_how_to_get_it() -> None:
+    """`kvd demo-vllm` in one sentence names the environment and the remedy, exit status 1."""
     done = subprocess.run(
-        [sys.executable, "-m", "kvd", "demo", *arguments],
+        [sys.executable, "-m", "kvd", "demo-vllm"],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
     assert done.returncode == 1
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert sys.prefix in done.stderr
+    assert "make demo-vllm" in done.stderr
+    assert not done.stdout

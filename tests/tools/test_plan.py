@@ -1,61 +1,84 @@
-from itertools import pairwise
+"""What the demo's engine is asked to do, and which blocks it holds for it."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvd_tools.demo.blocks import NULL_BLOCK, BlockPool
+from kvd_tools.demo.errors import OutOfBlocks
+from kvd_tools.demo.plan import BLOCKS_PER_CHUNK, longest_hit, step_ends, window_blocks
+from kvd_tools.demo.workload import conversations, distinct_pieces
 
-from kvd_tools.demo.plan import FULL, WINDOW, Shape, runs
 
-SHAPES = st.builds(Shape, st.integers(1, 4), st.integers(1, 9), st.integers(1, 6))
+@given(st.integers(0, 1000))
+def test_a_piece_always_has_the_same_prefix(seed: int) -> None:
+    """In generated prompts a number names a piece together with all that is before it."""
+    before: dict[int, int | None] = {}
+    for prompt in conversations(40, seed):
+        previous = None
+        for piece in prompt:
+            assert before.setdefault(piece, previous) == previous
+            previous = piece
 
 
-@given(SHAPES, st.integers(0, 30), st.integers(0, 30))
-def test_steps_go_from_start_to_end(shape: Shape, start: int, end: int) -> None:
+def test_conversations_share_prefixes_and_follow_the_seed() -> None:
+    """Turns come back with what was said, so pieces repeat; the same seed gives the same."""
+    prompts = list(conversations(200, 0))
+    assert distinct_pieces(prompts) < sum(map(len, prompts)) / 2
+    assert prompts == list(conversations(200, 0))
+    assert prompts != list(conversations(200, 1))
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_steps_go_from_start_to_end(start: int, end: int) -> None:
     """Steps ascend, begin behind what is there and end with the prompt."""
-    ends = shape.step_ends(start, end)
+    ends = step_ends(start, end)
     assert ends == sorted(set(ends))
     assert all(start < e <= end for e in ends)
     assert (ends[-1] == end) if start < end else not ends
 
 
-@given(SHAPES, st.integers(1, 30))
-def test_window_chunks_hold_the_window_and_no_more(shape: Shape, end: int) -> None:
-    """Every block of the window lies in one of its chunks, and every such chunk has one."""
-    factor = shape.blocks_per_chunk
-    assert set(shape.window_chunks(end)) == {b // factor for b in shape.window_blocks(end)}
-    present = shape.blocks_present(WINDOW, shape.window_chunks(end), end)
-    assert present == shape.window_blocks(end)
-    assert len(shape.blocks_present(FULL, range(end), end)) == end * factor
+@given(st.integers(0, 20), st.dictionaries(st.integers(0, 20), st.integers(0, 1)))
+def test_the_longest_hit_is_longest(prefix: int, first_there: dict[int, int]) -> None:
+    """The window after the answer is there, block for block, and after nothing longer."""
 
-
-def test_the_windows_edge_skips_a_block() -> None:
-    """Five blocks after four chunks of two begin with the second block of chunk 1."""
-    shape = Shape(blocks_per_chunk=2, window=5)
-    assert shape.window_chunks(4) == range(1, 4)
-    assert shape.blocks_present(WINDOW, range(1, 2), 4) == range(3, 4)
-
-
-@given(SHAPES, st.integers(0, 20), st.sets(st.integers(0, 20)), st.integers(0, 3))
-def test_the_longest_hit_is_longest(
-    shape: Shape, prefix: int, whole: set[int], edge_skipped: int
-) -> None:
-    """The window after the answer is there, and after nothing longer."""
-
-    def there(chunk: int, skipped: int) -> bool:
-        return chunk in whole or (skipped > 0 and skipped == edge_skipped)
+    def there(chunk: int, first: int) -> bool:
+        return chunk in first_there and first_there[chunk] <= first
 
     def loadable(end: int) -> bool:
-        needed = {b // shape.blocks_per_chunk: b for b in reversed(shape.window_blocks(end))}
-        return all(there(c, first % shape.blocks_per_chunk) for c, first in needed.items())
+        return all(there(*divmod(block, BLOCKS_PER_CHUNK)) for block in window_blocks(end))
 
-    hit = shape.longest_hit(prefix, there)
+    hit = longest_hit(prefix, there)
     assert 0 <= hit <= prefix
     assert loadable(hit)
     assert not any(loadable(end) for end in range(hit + 1, prefix + 1))
 
 
-@given(st.sets(st.integers(0, 50)))
-def test_runs_are_maximal(numbers: set[int]) -> None:
-    """Runs hold exactly the numbers, and no two of them touch."""
-    found = runs(sorted(numbers))
-    assert {n for run in found for n in run} == numbers
-    assert all(a.stop < b.start for a, b in pairwise(found))
+@given(st.integers(2, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 20)), max_size=40))
+def test_blocks_are_given_out_once(num_blocks: int, steps: list[tuple[bool, int]]) -> None:
+    """Whatever is taken and given back, no block is out twice and the null block never."""
+    pool = BlockPool(num_blocks)
+    held: list[list[int]] = []
+    for take, count in steps:
+        if take:
+            try:
+                held.append(pool.allocate(count))
+            except OutOfBlocks:
+                assert count > num_blocks - 1 - pool.in_use
+        elif held:
+            pool.release(held.pop(count % len(held)))
+        out = [block for blocks in held for block in blocks]
+        assert len(out) == len(set(out)) == pool.in_use
+        assert NULL_BLOCK not in out
+
+
+def test_a_block_is_free_when_nobody_uses_it() -> None:
+    """A shared block is released as often as it is used, and not once more."""
+    pool = BlockPool(8)
+    blocks = pool.allocate(7)
+    pool.share(blocks[:1])
+    pool.release(blocks)
+    with pytest.raises(OutOfBlocks, match="7 blocks are needed, 6 of 8 are free"):
+        pool.allocate(7)
+    pool.release(blocks[:1])
+    with pytest.raises(ValueError, match="not in use"):
+        pool.release(blocks[:1])

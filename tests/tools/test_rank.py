@@ -1,99 +1,113 @@
+"""A rank's memory: what every page must hold, and how a wrong byte is found."""
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvd_tools.demo.content import POISON, PageContent, chain, chunk_key, page_seed
+from kvd_tools.demo.memory import STRIDES, TENSORS, KvMemory, rank_layout
 
-from kvd_tools.demo.content import POISON, chain, chunk_key
-from kvd_tools.demo.memory import GROUPS, STRIDES, TENSORS, KvTensors
-from kvd_tools.demo.rank import Rank
-from kvd_tools.demo.wire import Setup, Span
+from kvd_client.chunk_blocks import ChunkBlocks
+from kvd_proto.layout import validate_layout
 
+PAGE = 256
 NUM_BLOCKS = 8
 KEYS = [chunk_key(h, 0) for h in chain((1, 2))]
-SPAN = Span(group=0, first=1, block_ids=[5, 2, 7], keys=KEYS)  # the first chunk from its second on
+BLOCKS = [
+    ChunkBlocks(KEYS, [5, 2, 7], 1),  # the full group, the first chunk from its second block on
+    ChunkBlocks([], []),
+]
 
 
-def make_rank(rank: int = 0, *, corrupt: bool = False) -> Rank:
-    """A rank over plain memory, without a daemon."""
+def made(seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """A page with the content of `seed`."""
+    page = np.zeros(PAGE, np.uint8)
+    PageContent(PAGE).fill(page, seed)
+    return page
+
+
+def make_memory(rank: int = 0) -> KvMemory:
+    """A rank's memory in plain arrays, with the content of `BLOCKS`."""
     storages = [np.zeros((NUM_BLOCKS, stride), np.uint8) for stride in STRIDES]
-    pages = [storages[t.storage][:, t.offset : t.offset + t.padded_bytes] for t in TENSORS]
-    setup = Setup(
-        runtime_dir="",
-        engine="demo",
-        rank=rank,
-        world_size=2,
-        num_blocks=NUM_BLOCKS,
-        blocks_per_chunk=2,
-        block_tokens=256,
-        window_tokens=1280,
-        corrupt=corrupt,
-    )
-    return Rank(setup, pages)
+    memory = KvMemory(rank, storages)
+    memory.fill(BLOCKS)
+    return memory
 
 
-def test_places_count_within_chunks() -> None:
-    """A span that begins inside a chunk gives every block its chunk and its place there."""
-    assert list(SPAN.places(2)) == [(KEYS[0], 1, 5), (KEYS[1], 0, 2), (KEYS[1], 1, 7)]
+@given(st.integers(0, 2**64 - 1), st.integers(0, PAGE - 1), st.integers(1, 255))
+def test_one_wrong_byte_is_counted(seed: int, at: int, flip: int) -> None:
+    """A page matches its own seed; a single changed byte, anywhere, counts as exactly one."""
+    page = made(seed)
+    assert PageContent(PAGE).mismatches(page, seed) == 0
+    page[at] ^= flip
+    assert PageContent(PAGE).mismatches(page, seed) == 1
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, PAGE // 8 - 1))
+def test_a_shifted_page_is_wrong(seed: int, words: int) -> None:
+    """The right bytes at the wrong place do not verify."""
+    assert PageContent(PAGE).mismatches(np.roll(made(seed), 8 * words), seed) > 0
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_pages_of_different_seeds_differ_in_every_word(one: int, other: int) -> None:
+    """A page of another key, rank, tensor or block is wrong in every word."""
+    if one != other:
+        assert (made(one).view(np.uint64) != made(other).view(np.uint64)).all()
+
+
+def test_every_coordinate_makes_another_seed() -> None:
+    """Key, rank, tensor and block each change the content; a key all before it, and the group."""
+    one, other = list(chain((1, 2, 3))), list(chain((9, 2, 3)))
+    assert not set(one) & set(other)
+    assert list(chain((1, 2, 7)))[:2] == one[:2]
+    keys = [chunk_key(one[0], 0), chunk_key(one[0], 1)]
+    coordinates = [(keys[0], 0, 0, 0), (keys[1], 0, 0, 0)]
+    coordinates += [(keys[0], 1, 0, 0), (keys[0], 0, 1, 0), (keys[0], 0, 0, 1)]
+    assert len({page_seed(*place) for place in coordinates}) == len(coordinates)
 
 
 def test_what_is_filled_verifies_and_nothing_strays() -> None:
     """All bytes in use are compared; null block and padding keep what they had."""
-    rank = make_rank()
-    rank.fill([SPAN])
-    assert rank.verify([SPAN]) == (3 * sum(t.page_bytes for t in TENSORS), 0)
-    assert rank.strayed() == 0
+    memory = make_memory()
+    assert memory.verify(BLOCKS) == (3 * sum(t.page_bytes for t in TENSORS), 0)
+    assert memory.strayed() == 0
 
 
-def test_poisoned_blocks_are_wrong() -> None:
+def test_blocks_that_nothing_was_loaded_into_are_wrong() -> None:
     """A load that wrote nothing would be found out."""
-    rank = make_rank()
-    rank.fill([SPAN])
-    rank.poison([SPAN])
-    verified, mismatched = rank.verify([SPAN])
+    memory = make_memory()
+    memory.poison(BLOCKS)
+    verified, mismatched = memory.verify(BLOCKS)
     assert mismatched > 0.98 * verified
 
 
 def test_another_ranks_bytes_are_wrong() -> None:
     """Content differs between ranks, so mixed up shares are found out."""
-    one, other = make_rank(0), make_rank(1)
-    one.fill([SPAN])
-    for mine, theirs in zip(one._pages, other._pages, strict=True):
+    one, other = make_memory(0), make_memory(1)
+    for mine, theirs in zip(one.pages, other.pages, strict=True):
         theirs[:] = mine
-    verified, mismatched = other.verify([SPAN])
+    verified, mismatched = other.verify(BLOCKS)
     assert mismatched > 0.98 * verified
 
 
 def test_a_corrupted_byte_is_counted() -> None:
-    """The flipped byte, and only it, is wrong; it is flipped once."""
-    rank = make_rank(corrupt=True)
-    rank.fill([SPAN])
-    rank.corrupt([SPAN])
-    assert rank.verify([SPAN])[1] == 1
-    rank.fill([SPAN])
-    rank.corrupt([SPAN])
-    assert rank.verify([SPAN])[1] == 0
+    """The flipped byte, and only it, is wrong."""
+    memory = make_memory()
+    memory.corrupt(BLOCKS)
+    assert memory.verify(BLOCKS)[1] == 1
 
 
-@pytest.mark.parametrize("tensor", [0, 2])
-def test_a_write_to_the_null_block_strays(tensor: int) -> None:
-    """The null block may never be written."""
-    rank = make_rank()
-    rank._pages[tensor][0, 3] = POISON ^ 1
-    assert rank.strayed() == 1
+@pytest.mark.parametrize(
+    ("tensor", "block", "byte"), [(0, 0, 3), (2, 0, 3), (2, 4, TENSORS[2].page_bytes)]
+)
+def test_a_write_to_null_block_or_padding_strays(tensor: int, block: int, byte: int) -> None:
+    """The null block, and bytes between a page's end and the next page, may never be written."""
+    memory = make_memory()
+    memory.pages[tensor][block, byte] = POISON ^ 1
+    assert memory.strayed() == 1
 
 
-def test_a_write_to_padding_strays() -> None:
-    """Bytes between the page's end and the next page may never be written."""
-    rank = make_rank()
-    rank._pages[2][4, TENSORS[2].page_bytes] = POISON ^ 1
-    assert rank.strayed() == 1
-
-
-def test_the_layout_describes_the_tensors() -> None:
-    """Storages, groups and pages are reported as they are."""
-    tensors = KvTensors(NUM_BLOCKS)
-    layout = tensors.layout(2, 256, 1280)
-    assert layout.storages == tuple(NUM_BLOCKS * stride for stride in STRIDES)
-    assert [tuple(ref.tensor for ref in group.refs) for group in layout.groups] == list(GROUPS)
-    assert [pages.shape for pages in tensors.pages()] == [
-        (NUM_BLOCKS, t.padded_bytes) for t in TENSORS
-    ]
-    tensors.close()
+def test_the_layout_can_be_served() -> None:
+    """What a rank reports is a valid layout."""
+    validate_layout(rank_layout(NUM_BLOCKS))

@@ -8,25 +8,23 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from kvd_client.errors import KvdClientError
 from kvd_client.scheduler import Scheduler
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_size
-from kvd_tools.demo.blocks import BlockAllocator
+from kvd_tools.demo.blocks import BlockPool
 from kvd_tools.demo.engine import Engine
 from kvd_tools.demo.errors import DemoError
 from kvd_tools.demo.memory import STRIDES
-from kvd_tools.demo.plan import Shape
-from kvd_tools.demo.processes import Daemon, Ranks, Workplace
-from kvd_tools.demo.report import Figures, memcpy_rate, table
-from kvd_tools.demo.trace import read_trace
-from kvd_tools.demo.wire import Setup
-from kvd_tools.demo.workload import PIECE_TOKENS, Request, conversations, distinct_pieces
+from kvd_tools.demo.plan import BLOCKS_PER_CHUNK, blocks_needed
+from kvd_tools.demo.processes import Daemon, Ranks, workplace
+from kvd_tools.demo.rank import Setup
+from kvd_tools.demo.report import Figures, Summary, memcpy_rate, table
+from kvd_tools.demo.workload import Prompt, conversations, distinct_pieces
 
 ENGINE = "demo"
-DEFAULT_REQUESTS = 400
 MAX_WORLD_SIZE = 16
 POOL_SHARE = 0.4  # of the working set, so that chunks are evicted
 MAX_POOL_BYTES = 2**30  # unless --cpu-bytes says otherwise
@@ -44,16 +42,12 @@ LOOK_SECONDS = 0.5
     help="Rank processes.",
 )
 @click.option(
-    "--trace",
-    "trace_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Requests from a file in the Mooncake JSONL format instead of generated ones.",
-)
-@click.option(
     "--requests",
     "count",
     type=click.IntRange(1),
-    help=f"How many requests [default: {DEFAULT_REQUESTS}, or the whole trace]",
+    default=400,
+    show_default=True,
+    help="How many requests.",
 )
 @click.option(
     "--json",
@@ -77,13 +71,12 @@ LOOK_SECONDS = 0.5
 @click.option(
     "--corrupt",
     is_flag=True,
-    help="Flip one byte of the first block that rank 0 stores, to see it found.",
+    help="Flip one bit of the first block that rank 0 stores, to see it found.",
 )
 def demo(
     *,
     world_size: int,
-    trace_file: Path | None,
-    count: int | None,
+    count: int,
     json_file: Path | None,
     seed: int,
     device: str,
@@ -98,21 +91,16 @@ def demo(
     Examples:
       kvd demo
       kvd demo --world-size 4 --requests 100 --json out.json
-      kvd demo --trace mooncake_conversation.jsonl --requests 300
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     del device  # "auto" and "host" are the same as long as host memory is all there is
+    console = Console()
     try:
         cpu_bytes = None if cpu_size is None else parse_size(cpu_size)
         if json_file is not None:
             _check_writable(json_file)
-        requests = (
-            read_trace(trace_file, count)
-            if trace_file is not None
-            else list(conversations(count or DEFAULT_REQUESTS, seed))
-        )
+        prompts = list(conversations(count, seed))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        console = Console()
-        figures, summary = _run(requests, world_size, cpu_bytes, console, corrupt=corrupt)
+        figures, summary = _run(prompts, world_size, cpu_bytes, console, corrupt=corrupt)
     except (KvdClientError, SizeError) as error:
         raise click.ClickException(str(error)) from error
     console.print(table(summary))
@@ -143,44 +131,33 @@ def _check_writable(file: Path) -> None:
 
 
 def _run(
-    requests: list[Request],
+    prompts: list[Prompt],
     world_size: int,
     cpu_bytes: int | None,
     console: Console,
     *,
     corrupt: bool,
-) -> tuple[Figures, dict[str, int | float | str]]:
-    shape = Shape()
-    longest = max(len(request.full_pieces) for request in requests)
-    block_tokens = PIECE_TOKENS // shape.blocks_per_chunk
-    num_blocks = 1 + max(MIN_BLOCKS, shape.blocks_needed(longest))
+) -> tuple[Figures, Summary]:
+    num_blocks = 1 + max(MIN_BLOCKS, blocks_needed(max(map(len, prompts))))
     if cpu_bytes is None:
-        bytes_per_chunk = sum(STRIDES) * shape.blocks_per_chunk * world_size
-        # Both groups' chunks; the window's are about three of every `step_chunks`.
-        chunks = int(POOL_SHARE * 2 * distinct_pieces(requests)) + 4
+        bytes_per_chunk = sum(STRIDES) * BLOCKS_PER_CHUNK * world_size
+        # Both groups' chunks; the window's are about three of every `STEP_CHUNKS`.
+        chunks = int(POOL_SHARE * 2 * distinct_pieces(prompts)) + 4
         cpu_bytes = min(chunks * bytes_per_chunk, MAX_POOL_BYTES)
     figures = Figures()
     memcpy_gbps = memcpy_rate()
-    with Workplace(cpu_bytes) as place, Daemon(place, cpu_bytes) as daemon:
+    with workplace(cpu_bytes) as place, Daemon(place, cpu_bytes) as daemon:
         setups = [
-            Setup(
-                runtime_dir=str(daemon.runtime_dir),
-                engine=ENGINE,
-                rank=rank,
-                world_size=world_size,
-                num_blocks=num_blocks,
-                blocks_per_chunk=shape.blocks_per_chunk,
-                block_tokens=block_tokens,
-                window_tokens=shape.window * block_tokens,
-                corrupt=corrupt and rank == 0,
-            )
+            Setup(daemon.runtime_dir, ENGINE, rank, world_size, num_blocks, corrupt and rank == 0)
             for rank in range(world_size)
         ]
-        with Ranks(place, setups) as ranks, Scheduler(daemon.runtime_dir, ENGINE) as scheduler:
+        with Ranks(setups) as ranks, Scheduler(daemon.runtime_dir, ENGINE) as scheduler:
             _wait_attached(scheduler, ranks, daemon)
-            engine = Engine(scheduler, ranks, shape, BlockAllocator(num_blocks), figures)
+            engine = Engine(scheduler, ranks, BlockPool(num_blocks), figures)
             started = time.perf_counter()
-            _serve(engine, requests, figures, console)
+            for prompt in track(prompts, "serving", console=console):
+                engine.serve(prompt)
+            engine.drain()
             figures.wall_seconds = time.perf_counter() - started
             figures.strayed_bytes = ranks.stop()
     return figures, figures.summary(
@@ -194,22 +171,3 @@ def _wait_attached(scheduler: Scheduler, ranks: Ranks, daemon: Daemon) -> None:
         ranks.check_running()
         if time.monotonic() > end:
             raise daemon.lost(f"all ranks are ready, but no chunks after {ATTACH_SECONDS:g} s")
-
-
-def _serve(engine: Engine, requests: list[Request], figures: Figures, console: Console) -> None:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[said]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("serving", total=len(requests), said="")
-        for request in requests:
-            engine.serve(request)
-            said = f"{figures.hit_chunks:,} hit, {figures.evicted_chunks:,} evicted"
-            progress.update(task, advance=1, said=said)
-        engine.drain()
-    if figures.requests != len(requests):
-        raise DemoError(f"{figures.requests} of {len(requests)} requests were served")

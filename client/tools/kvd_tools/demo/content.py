@@ -27,7 +27,7 @@ _COORDINATES = struct.Struct("<III")
 
 
 def page_seed(key: bytes, rank: int, tensor: int, block: int) -> int:
-    """The 64-bit seed of one page; `block` counts within its chunk."""
+    """Return the 64-bit seed of one page; `block` counts within its chunk."""
     digest = blake2b(_COORDINATES.pack(rank, tensor, block) + key, digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -57,7 +57,7 @@ class PageContent:
         page.view(np.uint64)[:] = self._expected(seed)
 
     def mismatches(self, page: Page, seed: int) -> int:
-        """How many bytes of `page` differ from the content of `seed`."""
+        """Return how many bytes of `page` differ from the content of `seed`."""
         expected = self._expected(seed)
         if np.array_equal(page.view(np.uint64), expected):
             return 0
@@ -67,18 +67,14 @@ class PageContent:
         return f"<PageContent {self.page_bytes} bytes>"
 
 
-def chain(hash_ids: tuple[int, ...]) -> Iterator[bytes]:
-    """Prefix-chained chunk hashes, 32 bytes each: a hash names its chunk and all before it."""
+def chain(pieces: tuple[int, ...]) -> Iterator[bytes]:
+    """Yield prefix-chained hashes, 32 bytes each: a hash names its piece and all before it."""
     before = b""
-    for hash_id in hash_ids:
-        before = blake2b(before + hash_id.to_bytes(8, "little"), digest_size=32).digest()
+    for piece in pieces:
+        before = blake2b(before + piece.to_bytes(8, "little"), digest_size=32).digest()
         yield before
 
 
-def chunk_key(chunk_hash: bytes, group: int, skipped: int = 0) -> bytes:
-    """The key of one group's chunk, 36 bytes: its hash, the group index, blocks left out.
-
-    At a window's edge a chunk's first blocks are not there. What is stored then is less
-    than the chunk, and has a key of its own: who needs all of it must not find the part.
-    """
-    return chunk_hash + group.to_bytes(2, "little") + skipped.to_bytes(2, "little")
+def chunk_key(chunk_hash: bytes, group: int) -> bytes:
+    """Return the key of one group's chunk, 34 bytes: its hash and the group's index."""
+    return chunk_hash + group.to_bytes(2, "little")

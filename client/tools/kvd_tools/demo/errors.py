@@ -1,10 +1,9 @@
-"""Errors of the demo.
+"""Errors of the demos.
 
 ::
 
     KvdClientError
     └── DemoError
-        ├── TraceError     a line of the trace that says something impossible; names line and field
         ├── OutOfBlocks    more GPU blocks asked for than are free; carries the figures
         └── ProcessLost    the daemon or a rank ended, or did not start in time
             └── EngineDied the vLLM engine ended, or did not start in time; shows its log's end
@@ -15,10 +14,6 @@ from kvd_client.errors import KvdClientError
 
 class DemoError(KvdClientError):
     """The demo cannot go on."""
-
-
-class TraceError(DemoError):
-    """A trace that is not in the Mooncake format."""
 
 
 class OutOfBlocks(DemoError):

@@ -1,17 +1,21 @@
-"""The KV memory of a rank: torch CPU tensors, and how they are described to the daemon.
+"""A rank's KV memory: its tensors, their description for the daemon, and their content.
 
-Four tensors in three storages: two plain ones; then two that are packed, block
-by block, in one storage, the first of which has padded pages. The full group
-uses all four, the window group the first three, and they share the block ids.
+Four tensors in three storages: two plain ones; then two that are packed, block by block, in
+one storage, the first of which has padded pages. The full group uses all four, the window
+group the first three, and they share the block ids.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.registration import Memory
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef
+from kvd_client.chunk_blocks import ChunkBlocks
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_tools.demo.blocks import NULL_BLOCK
+from kvd_tools.demo.content import POISON, Page, PageContent, page_seed
+from kvd_tools.demo.plan import BLOCK_TOKENS, BLOCKS_PER_CHUNK, WINDOW_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,60 +41,85 @@ GROUPS = ((0, 1, 2, 3), (0, 1, 2))
 """The tensors of the full and of the window group."""
 
 
-class KvTensors:
-    """The tensors of one rank, in memory that the daemon can map.
+def rank_layout(num_blocks: int) -> RankLayout:
+    """Return what a rank with so many blocks reports to the daemon."""
+
+    def group(tensors: Sequence[int], kind: str, window: int | None) -> GroupSpec:
+        refs = tuple(TensorRef(i, TENSORS[i].page_bytes) for i in tensors)
+        return GroupSpec(refs, BLOCK_TOKENS, kind, window)
+
+    return RankLayout(
+        num_blocks=num_blocks,
+        blocks_per_chunk=BLOCKS_PER_CHUNK,
+        hash_block_size=BLOCK_TOKENS,
+        storages=tuple(num_blocks * stride for stride in STRIDES),
+        tensors=tuple(
+            TensorSpec(t.storage, t.offset, t.padded_bytes, STRIDES[t.storage]) for t in TENSORS
+        ),
+        groups=(
+            group(GROUPS[0], "full", None),
+            group(GROUPS[1], "sliding_window", WINDOW_BLOCKS * BLOCK_TOKENS),
+        ),
+    )
+
+
+class KvMemory:
+    """The pages of one rank, and what each must hold. All of it is poison at first.
+
+    A list of `ChunkBlocks` names blocks of the full group, then of the window group.
 
     Args:
-        num_blocks: as the engine has configured it.
+        rank: decides the content.
+        storages: u8[num_blocks, stride] for each of `STRIDES`.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        # An engine has torch; the scheduler's side of the demo does not need it.
-        import torch  # noqa: PLC0415
+    def __init__(self, rank: int, storages: Sequence[npt.NDArray[np.uint8]]) -> None:
+        self.rank = rank
+        self.pages = [storages[t.storage][:, t.offset : t.offset + t.padded_bytes] for t in TENSORS]
+        self._content = {size: PageContent(size) for size in {t.page_bytes for t in TENSORS}}
+        for storage in storages:
+            storage[:] = POISON
 
-        from kvd_client.torch_memory import share_torch  # noqa: PLC0415
+    def fill(self, groups: Sequence[ChunkBlocks]) -> None:
+        """Compute: write the content of these blocks."""
+        for page, seed in self._seeded(groups):
+            self._content[len(page)].fill(page, seed)
 
-        self.num_blocks = num_blocks
-        storages = [torch.empty((num_blocks, stride), dtype=torch.uint8) for stride in STRIDES]
-        self._tensors = [
-            storages[t.storage][:, t.offset : t.offset + t.padded_bytes] for t in TENSORS
-        ]
-        self._shared = share_torch(self._tensors)
+    def poison(self, groups: Sequence[ChunkBlocks]) -> None:
+        """Overwrite these blocks, padding included, so that nothing is right by chance."""
+        for tensors, group in zip(GROUPS, groups, strict=True):
+            for tensor in tensors:
+                self.pages[tensor][list(group.blocks)] = POISON
 
-    @property
-    def memory(self) -> tuple[Memory, ...]:
-        """One for every storage."""
-        return self._shared.memory
+    def corrupt(self, groups: Sequence[ChunkBlocks]) -> None:
+        """Flip one bit of the first block."""
+        page, _ = next(self._seeded(groups))
+        page[len(page) // 2] ^= 1
 
-    def pages(self) -> list[npt.NDArray[np.uint8]]:
-        """u8[num_blocks, padded_bytes] of every tensor: views of the shared storages."""
-        return [tensor.numpy() for tensor in self._tensors]
+    def verify(self, groups: Sequence[ChunkBlocks]) -> tuple[int, int]:
+        """Return how many bytes of these blocks were compared, and how many are wrong."""
+        verified = mismatched = 0
+        for page, seed in self._seeded(groups):
+            verified += len(page)
+            mismatched += self._content[len(page)].mismatches(page, seed)
+        return verified, mismatched
 
-    def layout(self, blocks_per_chunk: int, block_tokens: int, window_tokens: int) -> RankLayout:
-        """What the rank reports to the daemon."""
-        return RankLayout(
-            num_blocks=self.num_blocks,
-            blocks_per_chunk=blocks_per_chunk,
-            hash_block_size=block_tokens,
-            storages=self._shared.storages,
-            tensors=self._shared.tensors,
-            groups=tuple(
-                GroupSpec(
-                    refs=tuple(TensorRef(tensor=i, page_bytes=TENSORS[i].page_bytes) for i in used),
-                    block_size=block_tokens,
-                    kind=kind,
-                    sliding_window=window,
-                )
-                for used, kind, window in (
-                    (GROUPS[0], "full", None),
-                    (GROUPS[1], "sliding_window", window_tokens),
-                )
-            ),
-        )
+    def strayed(self) -> int:
+        """Count changed bytes where nothing may ever be written: null block and padding."""
+        changed = 0
+        for tensor, pages in zip(TENSORS, self.pages, strict=True):
+            changed += int(np.count_nonzero(pages[NULL_BLOCK] != POISON))
+            changed += int(np.count_nonzero(pages[:, tensor.page_bytes :] != POISON))
+        return changed
 
-    def close(self) -> None:
-        """Close the descriptors; the tensors stay what they are."""
-        self._shared.close()
+    def _seeded(self, groups: Sequence[ChunkBlocks]) -> Iterator[tuple[Page, int]]:
+        """Yield every page of these blocks, without its padding, and the seed of its content."""
+        for tensors, group in zip(GROUPS, groups, strict=True):
+            for at, block in enumerate(group.blocks, group.first % BLOCKS_PER_CHUNK):
+                key = group.keys[at // BLOCKS_PER_CHUNK]
+                for tensor in tensors:
+                    page = self.pages[tensor][block, : TENSORS[tensor].page_bytes]
+                    yield page, page_seed(key, self.rank, tensor, at % BLOCKS_PER_CHUNK)
 
     def __repr__(self) -> str:
-        return f"<KvTensors {self.num_blocks} blocks of {sum(STRIDES)} bytes>"
+        return f"<KvMemory of rank {self.rank}>"

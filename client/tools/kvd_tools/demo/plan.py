@@ -1,87 +1,62 @@
-"""The engine's decisions, as pure functions: what is present, what is hit, what is stored.
+"""Which blocks the demo's engine holds for a prompt, as pure functions.
 
-Two groups share the GPU's blocks. Group `FULL` attends to everything: all
-blocks of a request are present. Group `WINDOW` is a sliding window: at any
-point only the last `window` blocks are present, and needed to go on from
-there. The prompt is computed in steps, and at the end of each step the window
-is stored, so that another request can go on from that point: after the first
-chunk (shared system prompts), then every `step_chunks` chunks, and at the end.
+Two groups share the GPU's blocks. Group `FULL` attends to everything: all blocks of a prompt
+are present. Group `WINDOW` is a sliding window: only the last `WINDOW_BLOCKS` blocks are
+present, and they are needed to go on from there. The prompt is computed in steps, and the
+window is stored at the end of each, so that another prompt can go on from that point: after
+the first chunk (shared system prompts), then every `STEP_CHUNKS` chunks, and at the end.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+
+from kvd_tools.demo.workload import PIECE_TOKENS
 
 FULL, WINDOW = 0, 1
+BLOCKS_PER_CHUNK = 2  # a chunk is one piece of the prompt
+BLOCK_TOKENS = PIECE_TOKENS // BLOCKS_PER_CHUNK
+WINDOW_BLOCKS = 5  # the window's edge lies inside a chunk, of which it leaves out blocks
+STEP_CHUNKS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Figures of the demo's engine.
+def full_blocks(start: int, end: int) -> range:
+    """Return the logical blocks of chunks [start, end)."""
+    return range(start * BLOCKS_PER_CHUNK, end * BLOCKS_PER_CHUNK)
 
-    blocks_per_chunk: blocks in a chunk; a chunk is one piece of the prompt.
-    window: blocks in the sliding window. No multiple of `blocks_per_chunk`, so
-        that the window's edge lies inside a chunk whose other blocks are skipped.
-    step_chunks: chunks computed between two stores of the window.
+
+def window_blocks(end: int) -> range:
+    """Return the logical blocks in the window after `end` chunks."""
+    stop = end * BLOCKS_PER_CHUNK
+    return range(max(0, stop - WINDOW_BLOCKS), stop)
+
+
+def blocks_needed(chunks: int) -> int:
+    """Return the most blocks that a prompt of `chunks` chunks holds at once.
+
+    While a step is computed both its window and the one before it are there.
     """
-
-    blocks_per_chunk: int = 2
-    window: int = 5
-    step_chunks: int = 4
-
-    def window_blocks(self, end: int) -> range:
-        """Logical indices of the window's blocks after `end` chunks."""
-        stop = end * self.blocks_per_chunk
-        return range(max(0, stop - self.window), stop)
-
-    def window_chunks(self, end: int) -> range:
-        """The chunks that these blocks lie in; the first may be partly covered."""
-        return range(self.window_blocks(end).start // self.blocks_per_chunk, end)
-
-    def blocks_present(self, group: int, chunks: range, end: int) -> range:
-        """Logical blocks of `chunks` that are present in `group` after `end` chunks."""
-        start, stop = chunks.start * self.blocks_per_chunk, chunks.stop * self.blocks_per_chunk
-        if group == WINDOW:
-            start = max(start, self.window_blocks(end).start)
-        return range(start, stop)
-
-    def blocks_needed(self, chunks: int) -> int:
-        """The most blocks that a request of `chunks` full chunks holds at once.
-
-        While a step is computed both its window and the one before it are there.
-        """
-        return chunks * self.blocks_per_chunk + 2 * self.window
-
-    def step_ends(self, start: int, end: int) -> list[int]:
-        """After how many chunks each step ends, for a prompt of `end` with `start` there."""
-        ends = {1, end, *range(self.step_chunks, end, self.step_chunks)}
-        return sorted(e for e in ends if start < e <= end)
-
-    def skipped(self, chunk: int, end: int) -> int:
-        """How many of a window chunk's first blocks are not in the window after `end` chunks."""
-        return max(0, self.window_blocks(end).start - chunk * self.blocks_per_chunk)
-
-    def longest_hit(self, prefix: int, there: Callable[[int, int], bool]) -> int:
-        """How many leading chunks can be loaded.
-
-        Args:
-            prefix: how many leading chunks of the full group are there.
-            there: whether a chunk of the window group is, but for so many first blocks.
-
-        Returns:
-            The largest n up to `prefix` with the window after n chunks there.
-        """
-        for end in range(prefix, 0, -1):
-            if all(there(chunk, self.skipped(chunk, end)) for chunk in self.window_chunks(end)):
-                return end
-        return 0
+    return chunks * BLOCKS_PER_CHUNK + 2 * WINDOW_BLOCKS
 
 
-def runs(numbers: Iterable[int]) -> list[range]:
-    """Ascending numbers as maximal ranges of consecutive ones."""
-    found: list[range] = []
-    for number in numbers:
-        if found and found[-1].stop == number:
-            found[-1] = range(found[-1].start, number + 1)
-        else:
-            found.append(range(number, number + 1))
-    return found
+def step_ends(start: int, end: int) -> list[int]:
+    """Return after how many chunks each step ends, for `end` chunks of which `start` are there."""
+    ends = {1, end, *range(STEP_CHUNKS, end, STEP_CHUNKS)}
+    return sorted(e for e in ends if start < e <= end)
+
+
+def longest_hit(prefix: int, there: Callable[[int, int], bool]) -> int:
+    """Return how many leading chunks can be loaded.
+
+    Args:
+        prefix: leading chunks of the full group that are there.
+        there: whether a chunk of the window group is there from its n-th block on.
+
+    Returns:
+        The largest n up to `prefix` for which the window after n chunks is there.
+    """
+    for end in range(prefix, 0, -1):
+        edge = window_blocks(end).start
+        first = dict.fromkeys(range(edge // BLOCKS_PER_CHUNK, end), 0)
+        first[edge // BLOCKS_PER_CHUNK] = edge % BLOCKS_PER_CHUNK
+        if all(there(chunk, block) for chunk, block in first.items()):
+            return end
+    return 0

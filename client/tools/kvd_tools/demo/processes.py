@@ -1,137 +1,72 @@
 """The demo's processes: the daemon and the ranks. What is started here is ended here."""
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
+from kvd_client.scheduler import Scheduler
+from kvd_tools.demo import rank
 from kvd_tools.demo.errors import DemoError, ProcessLost
-from kvd_tools.demo.wire import (
-    Command,
-    Farewell,
-    Finished,
-    Ready,
-    Reply,
-    Setup,
-    Stop,
-    next_reply,
-    send,
-)
 
 START_SECONDS = 60.0
-LOOK_SECONDS = 0.2  # a daemon that ends at its start is noticed as soon
 END_SECONDS = 10.0
+LOOK_SECONDS = 0.05
 LOG_TAIL_BYTES = 2000
 SHARED_MEMORY = Path("/dev/shm")  # where a pool is memory, not disk
 
-
-class Workplace:
-    """A temporary directory for sockets, logs and the pool; gone with the context."""
-
-    def __init__(self, pool_bytes: int) -> None:
-        self._pool_bytes = pool_bytes
-
-    def __enter__(self) -> Path:
-        self._path = Path(tempfile.mkdtemp(prefix="kvd-demo-", dir=self._parent()))
-        return self._path
-
-    def _parent(self) -> Path | None:
-        with contextlib.suppress(OSError):
-            if shutil.disk_usage(SHARED_MEMORY).free > self._pool_bytes and os.access(
-                SHARED_MEMORY, os.W_OK
-            ):
-                return SHARED_MEMORY
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
+R = TypeVar("R", rank.Ready, rank.Finished, rank.Stopped)
 
 
-class Process:
-    """A subprocess with a log file, in a process group of its own; it never outlives this one.
+@contextmanager
+def workplace(pool_bytes: int) -> Iterator[Path]:
+    """A temporary directory for sockets, logs and the pool; removed with the context."""
+    parent = None
+    with contextlib.suppress(OSError):
+        room = shutil.disk_usage(SHARED_MEMORY).free > pool_bytes
+        parent = SHARED_MEMORY if room and os.access(SHARED_MEMORY, os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix="kvd-demo-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
-    Ctrl-C at the terminal then reaches the parent alone, which ends the others in order.
+
+class Daemon:
+    """A private `kvd serve`, ready when the context is entered; it never outlives this process.
+
+    It has a process group of its own: Ctrl-C at the terminal reaches the parent alone, which
+    ends it in order.
     """
-
-    def __init__(
-        self, name: str, arguments: Sequence[str], log: Path, pass_fds: Sequence[int] = ()
-    ) -> None:
-        self.name = name
-        self.log = log
-        with log.open("wb") as sink:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "kvd_tools.demo.tether", str(os.getpid())),
-                    *arguments,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                pass_fds=pass_fds,
-                start_new_session=True,
-            )
-
-    @property
-    def running(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    def lost(self, why: str) -> ProcessLost:
-        """An error that says what happened, with the log's end."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        status = self._process.poll()
-        state = "is still running" if status is None else f"ended with status {status}"
-        tail = self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
-        return ProcessLost(f"{why}; {self.name} (pid {self.pid}) {state}. Its log:\n{tail}")
-
-    def wait(self, seconds: float) -> None:
-        """Wait for its end, which was asked for; kill it afterwards."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def end(self) -> None:
-        """Ask it to end, wait, kill it where that takes too long. May be called again."""
-        if self.running:
-            self._process.send_signal(signal.SIGTERM)
-        self.wait(END_SECONDS)
-
-    def __repr__(self) -> str:
-        return f"<Process {self.name} pid {self.pid}>"
-
-
-class Daemon(Process):
-    """A private `kvd serve`, ready when the context is entered."""
 
     def __init__(self, place: Path, cpu_bytes: int) -> None:
         self.runtime_dir = place / "run"
-        arguments = ["kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
-        arguments += ["--cpu-bytes", str(cpu_bytes), "--pool-dir", str(place)]
-        arguments += ["--keep-pool", "no"]  # it goes with the place
-        arguments += ["--http-listen", "off"]  # several demos may run on one machine
-        super().__init__("the daemon", arguments, place / "daemon.log")
+        self._log = place / "daemon.log"
+        command = [sys.executable, "-m", "kvd_tools.demo.tether", str(os.getpid())]
+        command += ["kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
+        command += ["--cpu-bytes", str(cpu_bytes), "--pool-dir", str(place)]
+        command += ["--keep-pool", "no"]  # it goes with the place
+        command += ["--http-listen", "off"]  # several demos may run on one machine
+        with self._log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
 
     def __enter__(self) -> Self:
         try:
@@ -143,21 +78,37 @@ class Daemon(Process):
         return self
 
     def _becomes_ready(self) -> bool:
-        """Wait until it is, or has ended."""
-        arguments = ["--runtime-dir", str(self.runtime_dir), "--wait", str(START_SECONDS)]
-        asking = subprocess.Popen(
-            [sys.executable, "-m", "kvd", "status", *arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        end = time.monotonic() + START_SECONDS
+        with Scheduler(self.runtime_dir, "demo-start") as asking:
+            while self.running and time.monotonic() < end:
+                if asking.status().get("ready"):
+                    return True
+                time.sleep(LOOK_SECONDS)
+        return False
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def lost(self, why: str) -> ProcessLost:
+        """Return an error that says what happened, with the log's end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        status = self._process.poll()
+        state = "is still running" if status is None else f"ended with status {status}"
+        tail = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+        return ProcessLost(f"{why}; the daemon (pid {self._process.pid}) {state}. Its log:\n{tail}")
+
+    def end(self) -> None:
+        """Ask it to end, wait, and kill it where that takes too long."""
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
         try:
-            while self.running:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return asking.wait(LOOK_SECONDS) == 0
-            return False
-        finally:
-            asking.kill()
-            asking.wait()
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def __exit__(
         self,
@@ -167,108 +118,89 @@ class Daemon(Process):
     ) -> None:
         self.end()
 
+    def __repr__(self) -> str:
+        return f"<Daemon pid {self._process.pid}>"
+
 
 class Ranks:
-    """The rank processes and the pipes to them; a rank ends when its pipe closes."""
+    """The rank processes and the pipes to them; all are ready when the context is entered."""
 
-    def __init__(self, place: Path, setups: Sequence[Setup]) -> None:
-        self._place = place
+    def __init__(self, setups: Sequence[rank.Setup]) -> None:
         self._setups = setups
-        self._processes: dict[Connection, Process] = {}
+        self._processes: dict[Connection, BaseProcess] = {}
         self.device = ""
 
     def __len__(self) -> int:
         return len(self._setups)
 
     def __enter__(self) -> Self:
+        spawn = multiprocessing.get_context("spawn")
         try:
             for setup in self._setups:
-                self._start(setup)
+                ours, theirs = spawn.Pipe()
+                name = f"rank {setup.rank}"
+                process = spawn.Process(target=rank.run, args=(theirs, setup), name=name)
+                process.start()
+                theirs.close()
+                self._processes[ours] = process
             for pipe in self._processes:
-                reply = self._next(pipe, START_SECONDS)
-                if not isinstance(reply, Ready):
-                    raise DemoError(f"a rank said {reply!r} instead of being ready")
-                self.device = reply.device
+                self.device = self._next(pipe, rank.Ready, START_SECONDS).device
         except BaseException:
-            self._end_all()
+            self._end()
             raise
         return self
 
-    def _start(self, setup: Setup) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = Process(
-                f"rank {setup.rank}",
-                ["kvd_tools.demo.rank", str(theirs.fileno())],
-                self._place / f"rank-{setup.rank}.log",
-                [theirs.fileno()],
-            )
-        pipe = Connection(ours.detach())
-        self._processes[pipe] = process
-        send(pipe, setup)
-
     def check_running(self) -> None:
-        """Check that no rank has ended.
-
-        Raises:
-            ProcessLost: one has.
-        """
+        """Raise ProcessLost if a rank has ended."""
         for process in self._processes.values():
-            if not process.running:
-                raise process.lost("a rank is gone")
+            if not process.is_alive():
+                raise _lost(process)
 
-    def send_all(self, command: Command) -> None:
-        """The same command to every rank.
+    def send_all(self, command: rank.Compute | rank.Transfer | None) -> None:
+        """Send a command to every rank; None ends it.
 
         Raises:
             ProcessLost: a rank is gone.
         """
         for pipe, process in self._processes.items():
             try:
-                send(pipe, command)
-            except ProcessLost as error:
-                raise process.lost(str(error)) from error
+                pipe.send(command)
+            except OSError as error:
+                raise _lost(process) from error
 
-    def receive(self, seconds: float) -> list[Finished]:
-        """What the ranks report; waits for the first report, at most so long.
+    def receive(self, seconds: float) -> list[rank.Finished]:
+        """Return what the ranks report; wait for the first report, at most so long.
 
         Raises:
             ProcessLost: a rank is gone.
         """
-        reports: list[Finished] = []
-        for pipe in wait(list(self._processes), seconds):
-            if isinstance(pipe, Connection):
-                reply = self._next(pipe, 0)
-                if not isinstance(reply, Finished):
-                    raise DemoError(f"a rank said {reply!r} out of turn")
-                reports.append(reply)
-        return reports
+        there = wait(list(self._processes), seconds)
+        return [self._next(pipe, rank.Finished, 0) for pipe in self._processes if pipe in there]
 
     def stop(self) -> int:
-        """End all ranks in order; how many bytes were changed where nothing may be written."""
-        strayed = 0
-        self.send_all(Stop())
-        for pipe, process in self._processes.items():
-            reply = self._next(pipe, END_SECONDS)
-            if not isinstance(reply, Farewell):
-                raise DemoError(f"a rank said {reply!r} instead of farewell")
-            strayed += reply.strayed
-            process.wait(END_SECONDS)
-        return strayed
+        """End all ranks; return how many bytes changed where nothing may be written."""
+        self.send_all(None)
+        return sum(self._next(pipe, rank.Stopped, END_SECONDS).strayed for pipe in self._processes)
 
-    def _next(self, pipe: Connection, seconds: float) -> Reply:
+    def _next(self, pipe: Connection, kind: type[R], seconds: float) -> R:
+        process = self._processes[pipe]
         try:
-            if pipe.poll(seconds):
-                return next_reply(pipe)
+            if not pipe.poll(seconds):
+                raise ProcessLost(f"{process.name}: no answer within {seconds:g} s")
+            reply = pipe.recv()
         except (EOFError, OSError) as error:
-            raise self._processes[pipe].lost("a rank is gone") from error
-        raise self._processes[pipe].lost(f"no answer within {seconds:g} s")
+            raise _lost(process) from error
+        if not isinstance(reply, kind):
+            raise DemoError(f"{process.name}: {reply}")
+        return reply
 
-    def _end_all(self) -> None:
+    def _end(self) -> None:
         for pipe in self._processes:
             pipe.close()
         for process in self._processes.values():
-            process.end()
+            process.join(END_SECONDS)
+            process.kill()
+            process.join()
 
     def __exit__(
         self,
@@ -276,7 +208,12 @@ class Ranks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end_all()
+        self._end()
 
     def __repr__(self) -> str:
         return f"<Ranks {len(self._processes)} of {len(self._setups)} started>"
+
+
+def _lost(process: BaseProcess) -> ProcessLost:
+    process.join(1.0)
+    return ProcessLost(f"{process.name} (pid {process.pid}) ended with status {process.exitcode}")

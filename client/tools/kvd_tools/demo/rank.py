@@ -1,200 +1,151 @@
-"""One rank of the demo: owns KV tensors, computes, stores, loads, verifies.
+"""One rank of the demo, in a process of its own: computes, stores, loads and verifies.
 
-Started as `python -m kvd_tools.demo.rank FD` with a pipe to the scheduler;
-ends when the scheduler says so or is gone.
+The engine's scheduler sends `Compute` and `Transfer` through a pipe and closes it with
+`None`; the rank sends `Ready`, a `Finished` for every transfer, and `Stopped` at its end, or
+a text that says why it cannot go on. It ends when the pipe does.
 """
 
-import os
-import sys
+import contextlib
+import signal
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
+from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_client.errors import KvdClientError
 from kvd_client.jobs import JobResult
+from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.messages import Fingerprint
-from kvd_tools.demo.blocks import NULL_BLOCK
-from kvd_tools.demo.content import POISON, Page, PageContent, page_seed
-from kvd_tools.demo.errors import DemoError
-from kvd_tools.demo.memory import GROUPS, TENSORS, KvTensors
-from kvd_tools.demo.wire import (
-    Farewell,
-    Fetch,
-    Fill,
-    Finished,
-    Pipe,
-    Ready,
-    Save,
-    Setup,
-    Span,
-    Stop,
-    next_command,
-    send,
-)
+from kvd_tools.demo.memory import STRIDES, KvMemory, rank_layout
 
 POLL_SECONDS = 100e-6  # an engine's step looks for finished jobs about so often
 MODEL = "kvd-demo"
-DEVICE = "host"
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """A job that has not ended; `fetch` where it is a load."""
+class Setup:
+    """Who the rank is, and what it owns. corrupt: flip a bit in what is stored first."""
 
-    started_ns: int
-    fetch: Fetch | None
-
-
-class Rank:
-    """The state of one rank.
-
-    Args:
-        setup: who it is.
-        pages: u8[num_blocks, page bytes] of every tensor, as the engine sees them.
-    """
-
-    def __init__(self, setup: Setup, pages: Sequence[npt.NDArray[np.uint8]]) -> None:
-        self._setup = setup
-        self._pages = pages
-        self._content = {size: PageContent(size) for size in {t.page_bytes for t in TENSORS}}
-        for tensor in pages:
-            tensor[:] = POISON
-        self._corrupt_next = setup.corrupt
-
-    def fill(self, spans: Sequence[Span]) -> None:
-        """Compute: write the content of these blocks."""
-        for page, seed in self._seeded(spans):
-            self._content[len(page)].fill(page, seed)
-
-    def poison(self, spans: Sequence[Span]) -> None:
-        """Spoil these blocks, padding included, so that nothing is right by chance."""
-        for span in spans:
-            for tensor in GROUPS[span.group]:
-                self._pages[tensor][span.block_ids] = POISON
-
-    def corrupt(self, spans: Sequence[Span]) -> None:
-        """Flip one byte of the first block; once, and only where the setup says so."""
-        if self._corrupt_next:
-            page, _ = next(self._seeded(spans))
-            page[len(page) // 2] ^= 1
-            self._corrupt_next = False
-
-    def verify(self, spans: Sequence[Span]) -> tuple[int, int]:
-        """Bytes compared and bytes wrong in these blocks."""
-        verified = mismatched = 0
-        for page, seed in self._seeded(spans):
-            verified += len(page)
-            mismatched += self._content[len(page)].mismatches(page, seed)
-        return verified, mismatched
-
-    def strayed(self) -> int:
-        """Changed bytes where nothing may ever be written: the null block, and all padding."""
-        changed = 0
-        for tensor, pages in zip(TENSORS, self._pages, strict=True):
-            changed += int(np.count_nonzero(pages[NULL_BLOCK] != POISON))
-            changed += int(np.count_nonzero(pages[:, tensor.page_bytes :] != POISON))
-        return changed
-
-    def _seeded(self, spans: Sequence[Span]) -> Iterator[tuple[Page, int]]:
-        """Every page of these blocks, without its padding, and the seed of its content."""
-        for span in spans:
-            for key, index, block_id in span.places(self._setup.blocks_per_chunk):
-                for tensor in GROUPS[span.group]:
-                    page = self._pages[tensor][block_id, : TENSORS[tensor].page_bytes]
-                    yield page, page_seed(key, self._setup.rank, tensor, index)
-
-    def __repr__(self) -> str:
-        return f"<Rank {self._setup.rank} of {self._setup.world_size}>"
+    runtime_dir: Path
+    engine: str
+    rank: int
+    world_size: int
+    num_blocks: int
+    corrupt: bool
 
 
-def run(pipe: Pipe) -> None:
-    """Serve the scheduler at the other end of `pipe` until it says Stop.
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Write the content of these blocks, group by group."""
 
-    Raises:
-        EOFError: it is gone.
-    """
-    setup = next_command(pipe)
-    if not isinstance(setup, Setup):
-        raise DemoError(f"a scheduler began with {setup!r}")
-    tensors = KvTensors(setup.num_blocks)
+    groups: list[ChunkBlocks]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Store the ticket's chunks from these blocks, or load them into the blocks and verify."""
+
+    job: int
+    ticket: StoreTicket | LoadTicket
+    groups: list[ChunkBlocks]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The rank's memory is registered."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A transfer's end on one rank. took_ns: from submission to seen finished."""
+
+    job: int
+    ok: bool
+    bytes: int
+    copy_ns: int
+    took_ns: int
+    verified: int
+    mismatched: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The rank's end. strayed: bytes that changed where nothing may ever be written."""
+
+    strayed: int
+
+
+def run(pipe: Connection, setup: Setup) -> None:
+    """Serve the scheduler at the other end of `pipe`: the main function of a rank's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler ends its ranks
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        try:
+            _run(pipe, setup)
+        except KvdClientError as error:
+            pipe.send(str(error))
+
+
+def _run(pipe: Connection, setup: Setup) -> None:
+    # An engine has torch; the scheduler's side of the demo does not need it.
+    import torch  # noqa: PLC0415
+
+    from kvd_client.torch_memory import share_torch  # noqa: PLC0415
+
+    tensors = [torch.empty((setup.num_blocks, stride), dtype=torch.uint8) for stride in STRIDES]
+    shared = share_torch(tensors)
+    memory = KvMemory(setup.rank, [tensor.numpy() for tensor in tensors])
     with Worker(setup.runtime_dir, setup.engine, setup.rank, setup.world_size) as worker:
         worker.register(
-            tensors.memory,
-            tensors.layout(setup.blocks_per_chunk, setup.block_tokens, setup.window_tokens),
+            shared.memory,
+            rank_layout(setup.num_blocks),
             Fingerprint(model=MODEL, dtype="uint8"),
-            device=DEVICE,
+            device=shared.device,
             required=True,
         )
-        rank = Rank(setup, tensors.pages())
-        send(pipe, Ready(device=DEVICE))
-        _serve(pipe, rank, worker)
-        send(pipe, Farewell(strayed=rank.strayed()))
+        pipe.send(Ready(shared.device))
+        _serve(pipe, memory, worker, corrupt=setup.corrupt)
+        pipe.send(Stopped(memory.strayed()))
 
 
-def _serve(pipe: Pipe, rank: Rank, worker: Worker) -> None:
-    jobs: dict[int, _Open] = {}
+def _serve(pipe: Connection, memory: KvMemory, worker: Worker, *, corrupt: bool) -> None:
+    jobs: dict[int, tuple[int, Transfer]] = {}  # with the time of submission, in ns
     while True:
         if pipe.poll(POLL_SECONDS if jobs else None):
-            command = next_command(pipe)
-            if isinstance(command, Stop):
+            command = pipe.recv()
+            if command is None:
                 return
-            if isinstance(command, Fill):
-                rank.fill(command.spans)
-            elif isinstance(command, Save):
-                rank.corrupt(command.spans)
-                _submit(worker, command, jobs)
-            elif isinstance(command, Fetch):
-                rank.poison(command.spans)
-                _submit(worker, command, jobs)
+            if isinstance(command, Compute):
+                memory.fill(command.groups)
+            else:
+                jobs[command.job] = time.perf_counter_ns(), command
+                if isinstance(command.ticket, LoadTicket):
+                    memory.poison(command.groups)
+                    worker.load(command.job, command.ticket, command.groups)
+                else:
+                    if corrupt:
+                        memory.corrupt(command.groups)
+                        corrupt = False
+                    worker.store(command.job, command.ticket, command.groups)
         for result in worker.get_finished():
             now_ns = time.perf_counter_ns()
-            send(pipe, _finished(rank, result, jobs.pop(result.job_id), now_ns))
+            started_ns, transfer = jobs.pop(result.job_id)
+            pipe.send(_finished(memory, result, transfer, now_ns - started_ns))
 
 
-def _submit(worker: Worker, command: Save | Fetch, jobs: dict[int, _Open]) -> None:
-    fetch = command if isinstance(command, Fetch) else None
-    submit = worker.submit_store if fetch is None else worker.submit_load
-    jobs[command.job] = _Open(time.perf_counter_ns(), fetch)
-    submit(
-        command.job,
-        [block for span in command.spans for block in span.block_ids],
-        [len(span.block_ids) for span in command.spans],
-        [span.first for span in command.spans],
-        command.slots,
-        command.generations,
-    )
-
-
-def _finished(rank: Rank, result: JobResult, job: _Open, now_ns: int) -> Finished:
+def _finished(memory: KvMemory, result: JobResult, transfer: Transfer, took_ns: int) -> Finished:
     verified = mismatched = 0
-    if job.fetch is not None and result.success:
-        verified, mismatched = rank.verify(job.fetch.spans)
+    if isinstance(transfer.ticket, LoadTicket) and result.success:
+        verified, mismatched = memory.verify(transfer.groups)
     return Finished(
         job=result.job_id,
         ok=result.success,
-        text=f"{result.status}: {result.text}",
         bytes=result.bytes,
         copy_ns=round(result.seconds * 1e9),
-        took_ns=now_ns - job.started_ns,
+        took_ns=took_ns,
         verified=verified,
         mismatched=mismatched,
     )
-
-
-def main() -> None:
-    """Entry point of the rank process."""
-    with Connection(int(sys.argv[1])) as pipe:
-        os.set_inheritable(pipe.fileno(), False)
-        try:
-            run(pipe)
-        except KvdClientError as error:
-            sys.exit(str(error))  # what the demo quotes
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What the demo measured: counters, the table and the JSON."""
+"""What the demo measured: counters, and the figures made from them."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from rich.table import Table
 
-from kvd_tools.demo.wire import Finished
+from kvd_tools.demo.rank import Finished
 
 MEMCPY_BYTES = 64 * 2**20
 MEMCPY_RUNS = 5
 
+Summary = dict[str, int | float | str]
+
 
 def memcpy_rate() -> float:
-    """GB/s (1e9 bytes) of one contiguous copy in this process, the best of a few."""
+    """Return GB/s (1e9 bytes) of one contiguous copy in this process, the best of a few."""
     source = np.ones(MEMCPY_BYTES, np.uint8)
     target = np.zeros(MEMCPY_BYTES, np.uint8)
     best = float("inf")
@@ -34,7 +36,7 @@ class Rate:
     @property
     def gigabytes_per_second(self) -> float:
         """GB/s (1e9 bytes); 0 where nothing was copied."""
-        return self.bytes / self.nanoseconds if self.nanoseconds else 0.0
+        return round(self.bytes / max(1, self.nanoseconds), 3)
 
 
 @dataclass(slots=True)
@@ -48,9 +50,9 @@ class Figures:
     stored_chunks: int = 0
     loaded_chunks: int = 0
     evicted_chunks: int = 0
+    refused_chunks: int = 0
     failed_loads: int = 0
     failed_stores: int = 0
-    refused_chunks: int = 0
     verified_bytes: int = 0
     mismatched_bytes: int = 0
     strayed_bytes: int = 0
@@ -73,26 +75,12 @@ class Figures:
         """No wrong byte, neither in what was loaded nor where nothing may be written."""
         return not self.mismatched_bytes and not self.strayed_bytes
 
-    def summary(
-        self, *, world_size: int, device: str, memcpy_gbps: float
-    ) -> dict[str, int | float | str]:
-        """The flat object that the JSON file holds; rates in 1e9 bytes a second."""
+    def summary(self, *, world_size: int, device: str, memcpy_gbps: float) -> Summary:
+        """Return the flat object of the JSON file; rates in 1e9 bytes a second."""
         p50, p99 = np.percentile(self.job_ns or [0], [50, 99]) / 1e3
-        return {
-            "requests": self.requests,
-            "lookups": self.lookups,
-            "hit_chunks": self.hit_chunks,
-            "stored_chunks": self.stored_chunks,
-            "loaded_chunks": self.loaded_chunks,
-            "evicted_chunks": self.evicted_chunks,
-            "refused_chunks": self.refused_chunks,
-            "failed_loads": self.failed_loads,
-            "failed_stores": self.failed_stores,
-            "verified_bytes": self.verified_bytes,
-            "mismatched_bytes": self.mismatched_bytes,
-            "strayed_bytes": self.strayed_bytes,
-            "store_GBps": round(self.store.gigabytes_per_second, 3),
-            "load_GBps": round(self.load.gigabytes_per_second, 3),
+        measured: Summary = {
+            "store_GBps": self.store.gigabytes_per_second,
+            "load_GBps": self.load.gigabytes_per_second,
             "memcpy_GBps": round(memcpy_gbps, 3),
             "jobs": len(self.job_ns),
             "job_p50_us": round(float(p50), 1),
@@ -101,6 +89,9 @@ class Figures:
             "wall_seconds": round(self.wall_seconds, 3),
             "world_size": world_size,
             "device": device,
+        }
+        return {
+            name: measured[name] if name in measured else getattr(self, name) for name in _MEANING
         }
 
 
@@ -128,10 +119,11 @@ _MEANING = {
     "world_size": "rank processes",
     "device": "where the KV tensors are",
 }
+"""The figures of a summary, in its order."""
 
 
-def table(summary: dict[str, int | float | str]) -> Table:
-    """The summary for people."""
+def table(summary: Summary) -> Table:
+    """Return the summary for people."""
     made = Table("figure", "value", "what it is", title="kvd demo")
     made.columns[1].justify = "right"
     for name, value in summary.items():

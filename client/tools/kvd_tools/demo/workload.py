@@ -1,17 +1,12 @@
-"""What the demo's engine is asked to do: requests, as a trace has them.
+"""A seeded workload: multi-turn conversations that share system prompts.
 
-A prompt is cut into pieces of `PIECE_TOKENS` tokens; `hash_ids[i]` names piece
-i together with everything before it, as the Mooncake traces do. Only the last
-piece may be partly filled, and only full pieces can be cached.
-
-`conversations` generates a seeded workload of multi-turn conversations: a few
-system prompts, users who come back with everything said so far, and a mix of
-short and long turns.
+A prompt is cut into pieces of `PIECE_TOKENS` tokens, each named by a number; equal numbers
+mean equal tokens, and everything before them is equal too. Only full pieces can be cached.
 """
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 PIECE_TOKENS = 512
 SYSTEM_PROMPT_PIECES = (1, 2, 2, 4)
@@ -19,49 +14,35 @@ MAX_TURNS = 8
 MAX_PIECES = 64
 NEW_CONVERSATION = 0.3  # the share of requests that open a conversation
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt. `hash_ids` has ceil(input_tokens / PIECE_TOKENS) entries."""
-
-    arrival_ms: int
-    input_tokens: int
-    output_tokens: int
-    hash_ids: tuple[int, ...]
-
-    @property
-    def full_pieces(self) -> tuple[int, ...]:
-        """The hash ids of the pieces that are complete, hence can be cached."""
-        return self.hash_ids[: self.input_tokens // PIECE_TOKENS]
+Prompt = tuple[int, ...]
+"""The full pieces of a prompt."""
 
 
-def distinct_pieces(requests: list[Request]) -> int:
-    """The working set: how many different full pieces the requests name."""
-    return len({piece for request in requests for piece in request.full_pieces})
+def distinct_pieces(prompts: list[Prompt]) -> int:
+    """Return how many different pieces the prompts have: the working set."""
+    return len({piece for prompt in prompts for piece in prompt})
 
 
 @dataclass(slots=True)
 class _Conversation:
-    pieces: list[int]  # ids of the full pieces so far
+    pieces: list[int]
     tokens: int
-    turns: int = field(default=0)
+    turns: int = 0
 
 
-def conversations(count: int, seed: int) -> Iterator[Request]:
-    """`count` requests of interleaved conversations; the same seed, the same requests."""
+def conversations(count: int, seed: int) -> Iterator[Prompt]:
+    """Yield `count` prompts of interleaved conversations; the same seed, the same prompts."""
     rng = random.Random(seed)
-    next_id = 0
+    next_piece = 0
 
     def fresh(n: int) -> list[int]:
-        nonlocal next_id
-        next_id += n
-        return list(range(next_id - n, next_id))
+        nonlocal next_piece
+        next_piece += n
+        return list(range(next_piece - n, next_piece))
 
     system_prompts = [fresh(n) for n in SYSTEM_PROMPT_PIECES]
     live: list[_Conversation] = []
-    clock_ms = 0
     for _ in range(count):
-        clock_ms += int(rng.expovariate(1 / 200))
         if not live or rng.random() < NEW_CONVERSATION:
             prompt = rng.choice(system_prompts)
             live.append(_Conversation(list(prompt), len(prompt) * PIECE_TOKENS))
@@ -70,11 +51,9 @@ def conversations(count: int, seed: int) -> Iterator[Request]:
         conversation.tokens += int(rng.lognormvariate(7.2, 0.9)) + 1
         whole = conversation.tokens // PIECE_TOKENS
         conversation.pieces += fresh(whole - len(conversation.pieces))
-        partial = fresh(1) if conversation.tokens % PIECE_TOKENS else []
-        output = int(rng.lognormvariate(5.5, 0.8)) + 1
-        yield Request(clock_ms, conversation.tokens, output, (*conversation.pieces, *partial))
+        yield tuple(conversation.pieces)
         # The answer becomes part of the next prompt.
-        conversation.tokens += output
+        conversation.tokens += int(rng.lognormvariate(5.5, 0.8)) + 1
         conversation.turns += 1
         if conversation.turns < MAX_TURNS and whole < MAX_PIECES:
             live.append(conversation)

@@ -14,7 +14,7 @@ from rich.console import Console
 from kvd_client.errors import KvdClientError
 from kvd_proto.sizes import format_size
 from kvd_tools.demo.errors import DemoError
-from kvd_tools.demo.processes import Daemon, Workplace
+from kvd_tools.demo.processes import Daemon, workplace
 from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.models import Kind, write_model
 from kvd_tools.demo_vllm.options import EngineOptions
@@ -99,7 +99,7 @@ def _check_environment() -> None:
 def _run(scenario: Scenario, console: Console) -> tuple[Round, Round, Round]:
     pool = scenario.pool_bytes
     first, *prompts = scenario.make_prompts()
-    with Workplace(pool + ROOM_BYTES) as place, Daemon(place, pool) as daemon:
+    with workplace(pool + ROOM_BYTES) as place, Daemon(place, pool) as daemon:
         _introduce(scenario, console)
         with console.status("writing the model"):
             model = write_model(place / "model", scenario.kind, **scenario.shape)
