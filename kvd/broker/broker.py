@@ -1,29 +1,31 @@
 """The broker's decisions: one message or event in, a list of effects out.
 
-One writer: nothing else changes the state. Whatever a client sends, it gets
+Nothing outside this package changes the state. Whatever a client sends, it gets
 exactly one reply: each handler returns the reply, raises `Refused` (answered
 with its code), or leaves a note in the state that a later event answers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvd.broker.admission import check_names, refused
 from kvd.broker.attachment import attached_notice
 from kvd.broker.caching import Caching
-from kvd.broker.effects import DropEngine, Effect, Event, Notify, Reply
+from kvd.broker.effects import DropEngine, Effect, Event, Notify, Reply, ToLane
 from kvd.broker.lanes import Lane
-from kvd.broker.measures import Surroundings
+from kvd.broker.measures import Measures, Surroundings
 from kvd.broker.operations import Operations
 from kvd.broker.registration import Registration, in_words
 from kvd.broker.reloading import Reloading
 from kvd.broker.sessions import Peer, Registry, Session
-from kvd.broker.state import BrokerState, OpenNamespaces
+from kvd.broker.state import BrokerState
 from kvd.broker.status_report import status_report
 from kvd.broker.supervision import Supervision
 from kvd.broker.sweeps import close_unused
-from kvd.config.settings import Settings
+from kvd.cache.namespaces import Namespaces
+from kvd.config.loaded import Loaded
 from kvd.errors import Refused
+from kvd.wire.link import StopLane
 from kvd_proto.codec import MAX_MESSAGE_BYTES
 from kvd_proto.errors import IllegalTransition
 from kvd_proto.messages import (
@@ -42,6 +44,7 @@ from kvd_proto.messages import (
     Unregister,
     Welcome,
 )
+from kvd_proto.sizes import format_size
 from kvd_proto.states import SessionEvent, SessionState
 
 MAX_DESCRIPTORS = 250
@@ -51,46 +54,42 @@ class Broker:
     """Every decision of the daemon.
 
     Args:
-        settings: what the operator chose.
+        loaded: what the operator chose, with the origin of each value.
         boot_id: 16 bytes, new at every start.
         version: the daemon's name and version, for WELCOME.
         pid: the daemon's process id.
         devices: names of the devices that have a lane from the start.
-        open_namespaces, available_bytes, surroundings, kept_bytes: see `BrokerState`.
+        started: when the daemon started, in unix seconds.
+        surroundings: reads what only the outside knows.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        loaded: Loaded,
         *,
         boot_id: bytes,
         version: str,
         pid: int,
         devices: Iterable[str],
-        open_namespaces: OpenNamespaces,
-        available_bytes: Callable[[], int],
-        kept_bytes: Callable[[], int | None] = lambda: None,
+        started: float = 0.0,
         surroundings: Callable[[], Surroundings] = Surroundings,
     ) -> None:
+        settings = loaded.settings
         self.state = BrokerState(
             settings,
             boot_id,
-            open_namespaces,
-            available_bytes,
             Registry(settings.max_sessions, settings.max_sessions_per_user),
-            kept_bytes=kept_bytes,
+            surroundings,
+            lanes={device: Lane(device) for device in devices},
+            measures=Measures(started=started),
         )
-        self.state.surroundings = surroundings
-        self.state.lanes = {device: Lane(device) for device in devices}
-        if settings.pool_bytes is not None:
-            self.state.namespaces = open_namespaces(settings.pool_bytes)
         self.version = version
         self.pid = pid
         self._registration = Registration(self.state)
         self._operations = Operations(self.state)
         self._caching = Caching(self.state)
         self.supervision = Supervision(self.state, self._registration)
-        self.reloading = Reloading(self.state)
+        self.reloading = Reloading(self.state, loaded)
         self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
             Hello: self._hello,
             Register: self._registration.register,
@@ -101,6 +100,55 @@ class Broker:
             **self._operations.handlers(),
             **self.reloading.handlers(),
         }
+
+    # ----------------------------------------------------------- the daemon
+
+    def pool_opened(
+        self, namespaces: Namespaces, now: float, explanation: str = ""
+    ) -> list[Effect]:
+        """The pool has a size, and its memory is being allocated.
+
+        Args:
+            namespaces: over the pool.
+            now: monotonic seconds.
+            explanation: of the size, where `OpenPool` asked for it.
+        """
+        self.state.namespaces = namespaces
+        return self._registration.pool_opened(now, explanation)
+
+    def pool_refused(self, refusal: Refused) -> list[Effect]:
+        """The pool that `OpenPool` asked for cannot be had."""
+        return self._registration.pool_refused(refusal)
+
+    def pool_allocated(self, nbytes: int) -> list[Effect]:
+        """So much of the pool is allocated, in the order of `kvd.pool.filling`."""
+        state = self.state
+        before, state.allocated = state.pool_ready, nbytes
+        if before or not state.pool_ready:
+            return []
+        return [Event(f"all {format_size(nbytes)} of the pool are allocated")]
+
+    def stop(self) -> list[Effect]:
+        """The daemon is to end: no new stores, and lanes finish what they have."""
+        self.state.stopping = True
+        stop: list[Effect] = [ToLane(device, StopLane()) for device in self.state.lanes]
+        return [Event("stopping: a signal came"), *stop]
+
+    def note(self, event: Event, time: float) -> None:
+        """Keep an event for reports; `time` in unix seconds."""
+        self.state.events.add(event, time)
+
+    def loop_turned(self, seconds: float, now: float) -> None:
+        """A turn of the daemon's loop took so long."""
+        self.state.measures.turn(seconds, now)
+
+    def limits_reached(self, times: Mapping[str, int]) -> None:
+        """So many times a limit was reached, by its name; 0 makes the name known."""
+        self.state.measures.limits.update(times)
+
+    def error_sent(self, code: ErrorCode) -> None:
+        """A client was sent an ERROR."""
+        self.state.measures.refusals[code.value] += 1
 
     # ------------------------------------------------------------- sessions
 
@@ -118,7 +166,7 @@ class Broker:
                 registry.check_room(peer)
             except Refused as refusal:
                 self.state.measures.reached(refusal.limit)
-                self.state.measures.refusals[refusal.code.value] += 1
+                self.error_sent(refusal.code)
                 raise
         session = registry.connect(token, peer)
         return session, [Notify(session.number, Greeting(pid=self.pid))]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvd.client_names import Fields
+from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Message
 
 
@@ -93,10 +94,9 @@ class KillLane:
 
 @dataclass(frozen=True, slots=True)
 class OpenPool:
-    """Make the pool's memory, of a size that is now known."""
+    """Open a pool for an engine of these ranks; `pool_opened` or `pool_refused` follows."""
 
-    cpu_bytes: int
-    explanation: str
+    layouts: tuple[RankLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)

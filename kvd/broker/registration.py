@@ -15,13 +15,14 @@ from kvd.broker.effects import (
     DropFds,
     Effect,
     Event,
+    OpenPool,
     Reply,
     ToLane,
 )
 from kvd.broker.lanes import Lane
 from kvd.broker.sessions import Engine, PendingRegister, Session
-from kvd.broker.sizing import missing, open_sized
 from kvd.broker.state import BrokerState
+from kvd.config.quota import quota_contradictions
 from kvd.errors import KvdError, Refused
 from kvd.wire.link import Imported, LaneReady, PoolUsable, Released, ReleaseWorker
 from kvd_proto.errors import LayoutError
@@ -46,6 +47,28 @@ class Registration:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self._large: deque[tuple[Session, PendingRegister, float]] = deque()
+        self._opening: Engine | None = None  # whose ranks decide the pool's size
+
+    # ---------------------------------------------------------------- pool
+
+    def pool_opened(self, now: float, explanation: str) -> list[Effect]:
+        """Go on with the registrations that waited for the pool."""
+        state, effects = self._state, list[Effect]()
+        if self._opening is not None and state.pool_bytes is not None:
+            self._opening = None
+            wrong = quota_contradictions(state.settings.quotas(state.pool_bytes), state.pool_bytes)
+            effects.append(Event(f"cpu_bytes auto: {explanation}"))
+            effects += [Event(f"quota: {text}", "warning") for text in wrong]
+        for session in state.registry.sessions.values():
+            effects += self.advance(session, now)
+        return effects
+
+    def pool_refused(self, refusal: Refused) -> list[Effect]:
+        """Refuse the registrations of the engine whose ranks decided the pool's size."""
+        engine, self._opening = self._opening, None
+        error = Error.of(refusal.code, str(refusal))
+        ranks = engine.waiting.values() if engine is not None else ()
+        return [effect for rank in ranks for effect in self._refuse_pending(rank, error)]
 
     # ------------------------------------------------------------ requests
 
@@ -118,7 +141,7 @@ class Registration:
         check_layout(pending.message, others, self._state.settings.pool_bytes)
         pending.unchecked = False
         effects = want_lane(self._state, pending.message.device)
-        return effects + (self._open_pool(engine, now) if unsized else self.advance(session, now))
+        return effects + (self._open_pool(engine) if unsized else self.advance(session, now))
 
     def advance(self, session: Session, now: float) -> list[Effect]:
         """Move a pending registration on if what it waited for is there."""
@@ -313,7 +336,7 @@ class Registration:
             if self._state.namespaces is None:
                 text = (
                     "cpu_bytes is auto: the pool gets its size when all ranks of an engine ask for"
-                    f" registration; missing: {missing(session)}; try again when they have come"
+                    f" registration; missing: {_missing(session)}; try again when they have come"
                 )
                 code = ErrorCode.NOT_READY
             elif pending.importing:
@@ -343,20 +366,14 @@ class Registration:
 
     # --------------------------------------------------------------- helpers
 
-    def _open_pool(self, engine: Engine, now: float) -> list[Effect]:
+    def _open_pool(self, engine: Engine) -> list[Effect]:
         """With ``auto``, the first engine of which all ranks have come decides the pool's size."""
         ranks = engine.waiting
-        if any(missing(session) for session in ranks.values()):
+        if self._opening is not None or any(_missing(session) for session in ranks.values()):
             return []
+        self._opening = engine
         said = [ranks[rank].said for rank in sorted(ranks)]
-        try:
-            effects = open_sized(self._state, [each.layout for each in said if each is not None])
-        except Refused as refusal:
-            error = Error.of(refusal.code, str(refusal))
-            return [effect for s in ranks.values() for effect in self._refuse_pending(s, error)]
-        for session in self._state.registry.sessions.values():
-            effects += self.advance(session, now)
-        return effects
+        return [OpenPool(tuple(each.layout for each in said if each is not None))]
 
     def _refuse_pending(self, session: Session, error: Error) -> list[Effect]:
         """A registration comes to nothing, before its memory was imported."""
@@ -405,6 +422,15 @@ class Registration:
 def in_words(freed: int) -> str:
     """What an event adds about chunks in writing that were given up; nothing where none was."""
     return f"; {freed} {'chunk' if freed == 1 else 'chunks'} in writing freed" if freed else ""
+
+
+def _missing(session: Session) -> list[int]:
+    """Ranks of a session's engine that have not come, as its pending registration counts them."""
+    engine, pending = session.engine, session.pending
+    if engine is None or pending is None:
+        return []
+    waiting = engine.waiting
+    return [rank for rank in range(pending.message.world_size) if rank not in waiting]
 
 
 def _refusal(text: str) -> Error:

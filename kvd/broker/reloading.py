@@ -45,9 +45,9 @@ class Reloading:
         loaded: what holds, with its origins.
     """
 
-    def __init__(self, state: BrokerState, loaded: Loaded | None = None) -> None:
+    def __init__(self, state: BrokerState, loaded: Loaded) -> None:
         self._state = state
-        self.loaded = loaded or Loaded(state.settings)
+        self.loaded = loaded
         self._asked: list[_Asked] = []
         self._served: list[_Asked] = []  # by the reading that is under way
 

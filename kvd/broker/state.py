@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvd.broker.effects import Effect, Notify, ToLane
 from kvd.broker.lanes import Lane, Revocations, arrays
@@ -17,13 +16,6 @@ from kvd.wire.link import LaneCounters, UnbindWorker
 from kvd_proto.messages import Detached, ErrorCode
 
 REVOKE_AT_ONCE = 4096  # slots of 12 bytes each, well inside one datagram of the link
-
-
-class OpenNamespaces(Protocol):
-    """Makes the namespaces over a pool of `cpu_bytes`."""
-
-    def __call__(self, cpu_bytes: int) -> Namespaces:
-        """Called once, when the size is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +36,13 @@ class BrokerState:
 
     `stopping`: a signal has come and lanes end, which nothing undoes; `drain` is undone by Resume.
 
-    `kept_bytes` is the size of the pool that the daemon before left, if it can be used.
-    `open_namespaces` supplies directory memory, `available_bytes` what the machine has to
-    give, `surroundings` the time and this process's figures; they touch the outside, so they
-    are handed in.
+    `surroundings` reads the time and the process's figures.
     """
 
     settings: Settings
     boot_id: bytes
-    open_namespaces: OpenNamespaces
-    available_bytes: Callable[[], int]
     registry: Registry
-    kept_bytes: Callable[[], int | None] = lambda: None
+    surroundings: Callable[[], Surroundings] = Surroundings
     lanes: dict[str, Lane] = field(default_factory=dict)
     failed_lanes: dict[str, tuple[float, str]] = field(default_factory=dict)
     gone_counters: LaneCounters = field(default_factory=LaneCounters)
@@ -65,7 +52,6 @@ class BrokerState:
     allocated: int = 0
     stopping: bool = False
     drain: OperatorDrain | None = None
-    surroundings: Callable[[], Surroundings] = Surroundings
     measures: Measures = field(default_factory=Measures)
     events: EventLog = field(default_factory=EventLog)
     progress: Progress = field(default_factory=Progress)

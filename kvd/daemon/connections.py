@@ -85,7 +85,7 @@ class Connections:
             self._carry_out(effects)
 
         if self._control_socket.turned_away:
-            self._core.state.measures.limits["open_files"] += self._control_socket.turned_away
+            self._core.limits_reached({"open_files": self._control_socket.turned_away})
             self._control_socket.turned_away = 0
 
     def _no_room(self, connection: Connection, refusal: Refused) -> None:

@@ -14,7 +14,7 @@ from kvd.broker.effects import Effect, FdName, ToLane
 from kvd.daemon.memory import PoolMemory
 from kvd.daemon.supervisor import LaneProcess
 from kvd.errors import BadDatagram, ChannelFull
-from kvd.wire.link import LINK, Imported, ImportWorker, LaneReady, StopLane
+from kvd.wire.link import LINK, Imported, ImportWorker, LaneReady
 from kvd.wire.seqpacket import close_all
 from kvd_proto.errors import DecodeError
 
@@ -149,11 +149,6 @@ class Lanes:
             lane = {"lane": effect.device}
             log.error("lane %s does not listen (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the reason is said
             process.kill()
-
-    def stop(self) -> None:
-        """Ask all to finish what is queued and to end."""
-        for device in self._processes:
-            self.send(ToLane(device, StopLane()), lambda _: [])
 
     def close(self) -> None:
         """End all without asking."""

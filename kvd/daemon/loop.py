@@ -36,6 +36,7 @@ from kvd.broker.effects import (
     StartLane,
     ToLane,
 )
+from kvd.broker.sizing import auto_size
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.loaded import Loaded
 from kvd.config.sources import Sources
@@ -53,12 +54,13 @@ from kvd.daemon.ready_pipes import ReadyPipes
 from kvd.daemon.reopen import open_pool
 from kvd.daemon.request_socket import Requests
 from kvd.daemon.runtime_dir import RuntimeDir
-from kvd.errors import PoolError
+from kvd.errors import PoolError, Refused
 from kvd.machine.available import available_bytes
 from kvd.machine.process_usage import OwnFigures
 from kvd.machine.standstill import Standstill
 from kvd.pool.filling import FillOrder
 from kvd_proto.devices import HOST
+from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.daemon")
@@ -105,20 +107,16 @@ class Service:
         self._poller = zmq.Poller()
         self._boot_id = os.urandom(16)
         self.core = Broker(
-            settings,
+            loaded,
             boot_id=self._boot_id,
             version=version,
             pid=os.getpid(),
             devices=DEVICES,
-            open_namespaces=self._open_namespaces,
-            available_bytes=lambda: (
-                available_bytes(Path(settings.pool_dir)) + self._keep.held_bytes()
-            ),
-            kept_bytes=self._keep.kept_bytes,
+            started=time.time(),
             surroundings=lambda: self._figures.read(self._requests.dropped),
         )
-        self.core.reloading.loaded = loaded
-        self.core.state.measures.started = time.time()
+        if settings.pool_bytes is not None:
+            self.core.pool_opened(self._open_pool(settings.pool_bytes), time.monotonic())
         self._lanes = Lanes(self._runtime.path, self.core, self._poller, self._carry_out)
         for device in DEVICES:
             self._lanes.add(device)
@@ -158,7 +156,7 @@ class Service:
             self._keep.settle()
             self._lanes.start_due(pool, now)
         if self._polled:
-            self.core.state.measures.turn(time.monotonic() - self._polled, now)
+            self.core.loop_turned(time.monotonic() - self._polled, now)
         patience = 0 if self._busy else int(self._patience * 1000)
         self._standstill.waits(time.monotonic(), patience / 1000)
         ready = dict(self._poller.poll(patience))
@@ -199,7 +197,7 @@ class Service:
 
     # ----------------------------------------------------------------- pool
 
-    def _open_namespaces(self, cpu_bytes: int) -> Namespaces:
+    def _open_pool(self, cpu_bytes: int) -> Namespaces:
         def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
@@ -225,16 +223,30 @@ class Service:
         log.info("pool of %s at %s", format_size(cpu_bytes), self._pool.path)
         return namespaces
 
+    def _open_sized(self, effect: OpenPool) -> None:
+        """Open a pool whose size the ranks of an engine decide."""
+        available = available_bytes(Path(self.settings.pool_dir)) + self._keep.held_bytes()
+        try:
+            cpu_bytes, explanation = auto_size(
+                self.settings, effect.layouts, available, self._keep.kept_bytes()
+            )
+            namespaces = self._open_pool(cpu_bytes)
+        except Refused as refusal:
+            self._carry_out(self.core.pool_refused(refusal))
+        except PoolError as error:
+            self._carry_out(self.core.pool_refused(Refused(ErrorCode.NOT_READY, str(error))))
+        else:
+            self._carry_out(self.core.pool_opened(namespaces, time.monotonic(), explanation))
+
     def _pool_turn(self, pool: PoolMemory) -> None:
         if pool.error:
             self._keep.failed()
             raise PoolError(f"{pool.error}{self._keep.what_stays}")
         with contextlib.suppress(BlockingIOError):
             os.read(pool.done_fd, 512)
-        self.core.state.allocated = pool.allocated
+        self._carry_out(self.core.pool_allocated(pool.allocated))
         if self.core.state.pool_ready:
             self._poller.unregister(pool.done_fd)
-            self._note(Event(f"all {format_size(pool.nbytes)} of the pool are allocated"))
 
     # -------------------------------------------------------------- effects
 
@@ -268,7 +280,7 @@ class Service:
         """What concerns this process alone: the log, and descriptors that it holds."""
         match effect:
             case OpenPool():
-                self._note(Event(f"cpu_bytes auto: {effect.explanation}"))
+                self._open_sized(effect)
             case DropFds():
                 self._connections.drop_fds(effect.session)
             case DropDirectory():
@@ -282,7 +294,7 @@ class Service:
                 self._note(effect)
 
     def _note(self, event: Event) -> None:
-        self.core.state.events.add(event, time.time())
+        self.core.note(event, time.time())
         level = logging.getLevelNamesMapping()[event.level.upper()]
         log.log(level, event.text, extra=event.fields)
 
@@ -311,11 +323,9 @@ class Service:
             return False
         now = time.monotonic()
         if self._stop_at is None:
-            self._note(Event("stopping: a signal came"))
+            self._carry_out(self.core.stop())
             self._notifier.stopping(self.settings.drain_seconds)
             self._stop_at = now + self.settings.drain_seconds
-            self.core.state.stopping = True
-            self._lanes.stop()
         if not self._lanes.running or self._signals > 1:
             return True
         if now >= self._stop_at:

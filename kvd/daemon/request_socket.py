@@ -32,7 +32,7 @@ class Requests:
         except OSError as error:
             raise no_socket(path, error) from error
         self._core = core
-        core.state.measures.limits.update(dict.fromkeys(LIMITS, 0))
+        core.limits_reached(dict.fromkeys(LIMITS, 0))
         self._connections = connections
         self._dropped = 0
         self._warned = 0
@@ -59,8 +59,7 @@ class Requests:
 
     def _account(self) -> None:
         """Count who was shown out for which bound, and say how much is dropped."""
-        for limit, times in self.router.limits.items():
-            self._core.state.measures.limits[limit] += times
+        self._core.limits_reached(self.router.limits)
         self.router.limits.clear()
         if self.dropped >= 2 * self._warned + 1:
             self._warned = self.dropped
@@ -112,7 +111,7 @@ class Requests:
         """Refuse a connection: one error to the peer, one line of the log."""
         peer = connection.peer
         log.warning("pid %d is turned away: %s", peer.pid, text, extra={"pid": peer.pid})
-        self._core.state.measures.refusals[ErrorCode.FORBIDDEN.value] += 1
+        self._core.error_sent(ErrorCode.FORBIDDEN)
         error = Error.of(ErrorCode.FORBIDDEN, text)
         connection.tell(WIRE.encode(error, 0, self._core.state.boot_id))
 
@@ -125,7 +124,7 @@ class Requests:
 
     def _send(self, identity: bytes, message: Message, request_id: int, token: bytes) -> None:
         if isinstance(message, Error):
-            self._core.state.measures.refusals[message.code.value] += 1
+            self._core.error_sent(message.code)
         try:
             frame = WIRE.encode(message, request_id, self._core.state.boot_id, token)
         except Oversize as error:

@@ -16,12 +16,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvd.broker.broker import Broker
 from kvd.broker.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
 from kvd.broker.sessions import Peer, Session
 from kvd.broker.status_report import status_report
-from kvd.cache.namespaces import Namespaces
-from kvd.config.settings import Settings
 from kvd.wire.link import (
     BindWorker,
     Imported,
@@ -29,7 +26,6 @@ from kvd.wire.link import (
     LaneCounters,
     LaneFailed,
     LanePong,
-    LaneReady,
     Released,
     ReleaseWorker,
     Revoke,
@@ -38,7 +34,6 @@ from kvd.wire.link import (
 )
 from kvd_proto.answers import StoreAnswer
 from kvd_proto.arrays import IntArray
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     Attached,
     Clear,
@@ -49,8 +44,8 @@ from kvd_proto.messages import (
     Error,
     EvictOlderThan,
     Fingerprint,
-    Hello,
     HostHandle,
+    Kind,
     LoadPrepared,
     Lookups,
     Message,
@@ -66,29 +61,15 @@ from kvd_proto.messages import (
     StorePrepared,
     Unregister,
 )
+from tests.broker.brokers import CUDA, PAGE, hello, lane_ready, make_broker, one_tensor
 
 WORLD = 2
-POOL = 40 * 4096
-CUDA = "cuda:" + "0f" * 16
+POOL = 40 * PAGE
 DEVICE = st.sampled_from(["host", CUDA])
 PICK = st.integers(0, 50)
 PING = Ping(lookups=Lookups(chunks=7, hit_chunks=3))
 ENGINES = st.sampled_from(["a", "b", "t"])  # t is temporary, otherwise as a
 KEYS = [f"key-{i}".encode() for i in range(24)]
-
-
-def layout(pages: int) -> RankLayout:
-    """One tensor of 8 blocks of `pages` 4 KiB pages."""
-    return RankLayout(
-        num_blocks=8,
-        blocks_per_chunk=1,
-        hash_block_size=16,
-        storages=(8 * 4096 * pages,),
-        tensors=(
-            TensorSpec(storage=0, offset=0, page_bytes=4096 * pages, block_stride=4096 * pages),
-        ),
-        groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=4096 * pages),), block_size=16),),
-    )
 
 
 class BrokerMachine(RuleBasedStateMachine):
@@ -99,21 +80,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        self.broker = Broker(
-            Settings(runtime_dir="/nowhere", cpu_bytes=POOL, lease_seconds=5, ticket_seconds=5),
-            boot_id=bytes(16),
-            version="test",
-            pid=1,
-            devices=["host"],
-            open_namespaces=lambda n: Namespaces(
-                n,
-                make_buffer=lambda _, size: bytearray(size),
-                lease_seconds=5,
-                ticket_seconds=5,
-            ),
-            available_bytes=lambda: 2**30,
-        )
-        self.broker.state.allocated = 2**62
+        self.broker = make_broker(POOL, lease_seconds=5, ticket_seconds=5)
         self.totals: dict[str, float] = {}
         self.asked: Counter[tuple[int, int]] = Counter()
         self.answered: Counter[tuple[int, int]] = Counter()
@@ -175,13 +142,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if device in self.wanted - self.up:
             self.up.add(device)
             self.incarnation += 1
-            ready = LaneReady(
-                device=device,
-                incarnation=self.incarnation,
-                pid=7,
-                endpoint="ipc://lane",
-                usable_bytes=2**62,
-            )
+            ready = lane_ready(device, incarnation=self.incarnation)
             self.carry_out(self.broker.supervision.heard(device, ready, self.now))
 
     @rule(device=DEVICE, says_why=st.booleans())
@@ -233,25 +194,16 @@ class BrokerMachine(RuleBasedStateMachine):
         engine=ENGINES,
         kind=st.sampled_from(["scheduler", "worker", "worker", "tool"]),
     )
-    def arrive(self, engine: str, kind: str) -> Session:
+    def arrive(self, engine: str, kind: Kind) -> Session:
         """Somebody connects."""
         return self.connect(engine, kind)
 
-    def connect(self, engine: str, kind: str) -> Session:
+    def connect(self, engine: str, kind: Kind) -> Session:
         """A new session that has said HELLO."""
         self.came += 1
         session, effects = self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
-        assert session is not None
         self.carry_out(effects)
-        hello = Hello(
-            kind=kind,  # type: ignore[arg-type]
-            engine=engine,
-            pid=1,
-            protocol_min=1,
-            protocol_max=1,
-            client="test",
-        )
-        self.ask(session, hello)
+        self.ask(session, hello(kind, engine))
         return session
 
     @initialize(target=sessions)
@@ -303,7 +255,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 world_size=WORLD,
                 device=device,
                 fingerprint=Fingerprint(model=f"model-{pages}"),
-                layout=layout(pages),
+                layout=one_tensor(page_bytes=pages * PAGE),
                 handles=(HostHandle(fd_index=1),),
                 temporary=name == "t",
             ),
@@ -565,9 +517,6 @@ def test_errors_are_never_silent() -> None:
     """A request that no handler knows is refused with a code and a sentence."""
     machine = BrokerMachine()
     session = machine.connect("a", "tool")
-    reply = machine.ask(
-        session,
-        Hello(kind="tool", engine="a", pid=1, protocol_min=1, protocol_max=1, client="again"),
-    )
+    reply = machine.ask(session, hello("tool", "a"))
     assert isinstance(reply, Error)
     assert "hello in state welcomed" in reply.text

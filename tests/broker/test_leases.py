@@ -3,20 +3,19 @@
 import numpy as np
 
 from kvd.broker.effects import Reply
-from kvd.broker.sessions import Peer
 from kvd.wire.link import Imported, ShareDone
 from kvd_proto.answers import LookupResult
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import (
-    Hello,
     LoadPrepared,
     Message,
     PrepareLoad,
     PrepareStore,
     StorePrepared,
 )
-from tests.broker.test_registration import PAGE, attached, lane_ready
+from tests.broker.brokers import PAGE, join, lane_up
+from tests.broker.test_registration import attached
 
 TEN_MINUTES = 600
 KEYS = tuple(b"key-%04d" % number for number in range(8))
@@ -28,16 +27,10 @@ class Bench:
     def __init__(self) -> None:
         self.now = 0.0
         self.broker, worker = attached(64 * PAGE)
-        self.broker.state.allocated = 64 * PAGE
-        self.broker.supervision.heard("host", lane_ready(64 * PAGE), self.now)
+        self.broker.pool_allocated(64 * PAGE)
+        lane_up(self.broker)
         self.broker.supervision.heard("host", Imported(session=worker.number, error=""), self.now)
-        scheduler, _ = self.broker.connected(bytes([1]) * 16, Peer(1, 0, 0))
-        assert scheduler is not None
-        self.scheduler = scheduler
-        hello = Hello(
-            kind="scheduler", engine="e", pid=1, protocol_min=1, protocol_max=1, client="test"
-        )
-        self.broker.request(scheduler, 1, hello, self.now)
+        self.scheduler = join(self.broker, "scheduler")
         assert worker.engine is not None
         assert worker.engine.namespace is not None
         self.namespace = worker.engine.namespace

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvd.broker.broker import Broker
 from kvd.broker.effects import Event, Reply
 from kvd.broker.sessions import Peer, Session
 from kvd.broker.sweeps import MAX_SWEEPS
 from kvd.cache.chunks import PIECE_SLOTS
-from kvd.cache.namespaces import Namespace, Namespaces
-from kvd.config.settings import Settings
+from kvd.cache.namespaces import Namespace
 from kvd_proto.answers import LookupResult
 from kvd_proto.messages import (
     Check,
@@ -25,7 +23,7 @@ from kvd_proto.messages import (
     Error,
     ErrorCode,
     EvictOlderThan,
-    Hello,
+    Kind,
     Message,
     OlderEvicted,
     PrepareStore,
@@ -36,6 +34,7 @@ from kvd_proto.messages import (
     Status,
     StatusReport,
 )
+from tests.broker.brokers import PAGE, join, make_broker
 
 OWNER = 1
 OPERATIONS = [Drain(), Resume(), Clear(), EvictOlderThan(seconds=0), Check()]
@@ -46,38 +45,14 @@ class Bench:
 
     def __init__(self, chunks: int = 64, policy: str = "lru") -> None:
         self.now = 100.0
-        self.broker = Broker(
-            Settings(runtime_dir="/nowhere", cpu_bytes=chunks * 4096),
-            boot_id=bytes(16),
-            version="test",
-            pid=1,
-            devices=[],
-            open_namespaces=lambda n: Namespaces(
-                n, make_buffer=lambda _, size: bytearray(size), policy=policy
-            ),
-            available_bytes=lambda: 2**30,
-        )
-        self.broker.state.allocated = 2**62
+        self.broker = make_broker(chunks * PAGE, devices=[], policy=policy)
         self.events: list[str] = []
         self.turns = 0
-        self._came = 0
         self.tool = self.session("tool")
 
-    def session(self, kind: str, name: str = "e") -> Session:
+    def session(self, kind: Kind, name: str = "e") -> Session:
         """A session that has said HELLO; tools come as uid 5, pid 4211."""
-        self._came += 1
-        session, _ = self.broker.connected(self._came.to_bytes(16), Peer(4211, 5, 5))
-        assert session is not None
-        hello = Hello(
-            kind=kind,  # type: ignore[arg-type]
-            engine=name,
-            pid=1,
-            protocol_min=1,
-            protocol_max=1,
-            client="test",
-        )
-        self.broker.request(session, 1, hello, self.now)
-        return session
+        return join(self.broker, kind, name, peer=Peer(4211, 5, 5), now=self.now)
 
     def namespace(self, number: int = 1) -> Namespace:
         """An open namespace of chunks of one page."""
@@ -128,7 +103,7 @@ def bench() -> Bench:
 
 @pytest.mark.parametrize("message", OPERATIONS, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("kind", ["scheduler", "worker"])
-def test_only_tools_may(bench: Bench, kind: str, message: Message) -> None:
+def test_only_tools_may(bench: Bench, kind: Kind, message: Message) -> None:
     """An engine's session is refused by name of the request, and nothing changes."""
     reply = bench.ask(message, bench.session(kind))
     assert isinstance(reply, Error)
@@ -179,7 +154,7 @@ def test_resume_undoes_a_drain(bench: Bench) -> None:
 
 def test_resume_does_not_undo_sigterm(bench: Bench) -> None:
     """A daemon that stops refuses both, and goes on stopping."""
-    bench.broker.state.stopping = True
+    bench.broker.stop()
     for message in (Drain(), Resume()):
         reply = bench.ask(message)
         assert isinstance(reply, Error)

@@ -7,61 +7,36 @@ import pytest
 
 from kvd.broker.broker import Broker
 from kvd.broker.readiness import Check, checks
-from kvd.broker.sessions import Peer
 from kvd.broker.status_report import status_report
-from kvd.cache.namespaces import Namespaces
-from kvd.config.settings import Settings
-from kvd.wire.link import Imported, LaneReady, PoolUsable
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint, Hello, IpcHandle, Register
+from kvd.wire.link import Imported, PoolUsable
+from kvd_proto.messages import Fingerprint, IpcHandle, Register
 from kvd_proto.sizes import parse_size
+from tests.broker import brokers
 
 POOL = 64 * 2**20
 CUDA = "cuda:" + "0f" * 16
-LAYOUT = RankLayout(
-    num_blocks=8,
-    blocks_per_chunk=1,
-    hash_block_size=16,
-    storages=(8 * 4096,),
-    tensors=(TensorSpec(storage=0, offset=0, page_bytes=4096, block_stride=4096),),
-    groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=4096),), block_size=16),),
-)
 
 
 def make_broker(cpu_bytes: str = "64MiB") -> Broker:
-    """A broker with the host's lane, which has not started."""
-    return Broker(
-        Settings(runtime_dir="/nowhere", cpu_bytes=cpu_bytes),
-        boot_id=bytes(16),
-        version="test",
-        pid=1,
-        devices=["host"],
-        open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
-        available_bytes=lambda: 2**40,
-    )
+    """A broker with the host's lane, which has not started, and no memory yet."""
+    return brokers.make_broker(cpu_bytes, allocated=0)
 
 
 def lane_comes(broker: Broker, device: str, usable: int = POOL, *, pins: bool = False) -> None:
     """A lane process says that it serves."""
-    ready = LaneReady(
-        device=device, incarnation=1, pid=2, endpoint="ipc://x", usable_bytes=usable, pins=pins
-    )
-    broker.supervision.heard(device, ready, 0.0)
+    brokers.lane_up(broker, device, usable_bytes=usable, pins=pins)
 
 
 def engine_comes(broker: Broker, device: str) -> None:
     """An engine of one rank registers memory of `device`, whose lane comes up and pins."""
-    session, _ = broker.connected(bytes(16), Peer(5, 0, 0))
-    assert session is not None
-    hello = Hello(kind="worker", engine="e", pid=5, protocol_min=1, protocol_max=1, client="test")
-    broker.request(session, 1, hello, 0.0)
+    session = brokers.join(broker)
     broker.descriptors(session, 0, 2, 0.0)
     register = Register(
         rank=0,
         world_size=1,
         device=device,
         fingerprint=Fingerprint(model="m"),
-        layout=LAYOUT,
+        layout=brokers.one_tensor(),
         handles=(IpcHandle(handle=bytes(64), allocation=2**20),),
     )
     broker.request(session, 2, register, 0.0)
@@ -97,14 +72,14 @@ def test_the_pool_says_how_far_it_is_and_how_long_it_takes() -> None:
     lane_comes(broker, "host")
     assert named(broker, "pool").seconds_left is None
     for second in (1, 2, 3):
-        broker.state.allocated = second * POOL // 8
+        broker.pool_allocated(second * POOL // 8)
         broker.tick(float(second))
     check = named(broker, "pool")
     assert (check.ok, check.percent) == (False, 37.5)
     assert check.seconds_left == pytest.approx(5.0)
     (reason,) = report(broker)["not_ready"]
     assert reason == "pool: 24 MiB of 64 MiB are allocated (38 %, about 5 s left)"
-    broker.state.allocated = POOL
+    broker.pool_allocated(POOL)
     assert named(broker, "pool") == Check("pool", True, "64 MiB are allocated", 100.0, 0.0)
     assert broker.state.ready
 
@@ -113,7 +88,7 @@ def test_a_lane_that_pins_holds_readiness_up_while_it_has_workers() -> None:
     """A CUDA lane's pinning counts from its first worker on; without workers it fails nothing."""
     broker = make_broker()
     lane_comes(broker, "host")
-    broker.state.allocated = POOL
+    broker.pool_allocated(POOL)
     assert broker.state.ready
     engine_comes(broker, CUDA)
     check = named(broker, "pool")
@@ -130,7 +105,7 @@ def test_a_lane_that_pins_holds_readiness_up_while_it_has_workers() -> None:
 def test_a_lost_lane_is_named_with_its_end() -> None:
     """The host's lane fails its check while it is not up, and says why."""
     broker = make_broker()
-    broker.state.allocated = POOL
+    broker.pool_allocated(POOL)
     assert named(broker, "lane host") == Check("lane host", False, "starting")
     lane_comes(broker, "host")
     assert named(broker, "lane host").text == "up, last heard 1.0 s ago, 0 jobs queued"
@@ -143,8 +118,8 @@ def test_a_lost_lane_is_named_with_its_end() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda broker: setattr(broker.state, "allocated", 0),
-        lambda broker: setattr(broker.state, "stopping", True),
+        lambda broker: broker.pool_allocated(0),
+        lambda broker: broker.stop(),
         lambda broker: broker.supervision.lost("host", "exit status 1"),
     ],
     ids=["pool", "drain", "lane"],
@@ -153,7 +128,7 @@ def test_one_check_that_fails_ends_readiness(spoil: Callable[[Broker], object]) 
     """Ready is exactly that all checks are ok; the one that is not is the reason."""
     broker = make_broker()
     lane_comes(broker, "host")
-    broker.state.allocated = parse_size("64MiB")
+    broker.pool_allocated(parse_size("64MiB"))
     assert report(broker)["ready"]
     spoil(broker)
     failed = [check for check in checks(broker.state, 1.0) if not check.ok]

@@ -11,19 +11,16 @@ from kvd.broker.effects import DropDirectory, Effect, Event, Notify, OpenPool, R
 from kvd.broker.identity import namespace_id
 from kvd.broker.registration import AT_ONCE
 from kvd.broker.sessions import Engine, Peer, Session
-from kvd.cache.namespaces import Namespaces
-from kvd.config.settings import Settings
 from kvd.errors import Refused
 from kvd.pool.filling import MIN_PIECE_BYTES
-from kvd.wire.link import BindWorker, Imported, ImportWorker, LaneReady, PoolUsable
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd.wire.link import BindWorker, Imported, ImportWorker, PoolUsable
+from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import (
     Attached,
     Detached,
     Error,
     ErrorCode,
     Fingerprint,
-    Hello,
     HostHandle,
     LaneUp,
     Message,
@@ -33,74 +30,58 @@ from kvd_proto.messages import (
     Registered,
     StorePrepared,
 )
+from tests.broker.brokers import (
+    CUDA,
+    PAGE,
+    hello,
+    join,
+    lane_up,
+    make_broker,
+    one_tensor,
+    open_pool,
+    refusal,
+    replies,
+    size_pool,
+)
 
-PAGE = 4096
 BLOCKS = 64
-GPU = "cuda:" + "0f" * 16
 
 
-def make_broker(available: int, kept: int | None = None) -> Broker:
-    """A broker with `cpu_bytes = auto` on a machine with `available` bytes, and a lane."""
-    broker = Broker(
-        Settings(runtime_dir="/nowhere", cpu_bytes="auto", reserve=0),
-        boot_id=bytes(16),
-        version="test",
-        pid=1,
-        devices=["host"],
-        open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
-        available_bytes=lambda: available,
-        kept_bytes=lambda: kept,
-    )
-    broker.supervision.heard(
-        "host",
-        LaneReady(device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62),
-        0.0,
-    )
+def unsized() -> Broker:
+    """A broker with `cpu_bytes = auto` and a lane that serves."""
+    broker = make_broker("auto", reserve=0)
+    lane_up(broker)
     return broker
 
 
 def worker(broker: Broker, engine: str = "e") -> Session:
-    """A session of kind worker that has said HELLO and sent its descriptors."""
-    number = len(broker.state.registry.sessions)
-    session, _ = broker.connected(number.to_bytes(16), Peer(1, 0, 0))
-    assert session is not None
-    hello = Hello(
-        kind="worker", engine=engine, pid=1, protocol_min=1, protocol_max=1, client="test"
-    )
-    broker.request(session, 1, hello, 0.0)
+    """A session of kind worker that has sent its descriptors."""
+    session = join(broker, engine=engine)
     broker.descriptors(session, 0, 2, 0.0)
     return session
 
 
 def register(rank: int = 0, world_size: int = 2, layers: int = 1) -> Register:
     """One rank, 64 blocks of one page in each of its layers."""
-    pages = layers * PAGE
     return Register(
         rank=rank,
         world_size=world_size,
         stage=rank,
         device="host",
         fingerprint=Fingerprint(model="m"),
-        layout=RankLayout(
-            num_blocks=BLOCKS,
-            blocks_per_chunk=1,
-            hash_block_size=16,
-            storages=(BLOCKS * pages,),
-            tensors=(TensorSpec(storage=0, offset=0, page_bytes=pages, block_stride=pages),),
-            groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=pages),), block_size=16),),
-        ),
+        layout=one_tensor(BLOCKS, layers * PAGE),
         handles=(HostHandle(fd_index=1),),
     )
-
-
-def replies(effects: list[Effect]) -> list[Reply]:
-    """The replies among the effects."""
-    return [effect for effect in effects if isinstance(effect, Reply)]
 
 
 def opened(effects: list[Effect]) -> list[OpenPool]:
     """The pools that the effects open."""
     return [effect for effect in effects if isinstance(effect, OpenPool)]
+
+
+def events(effects: list[Effect]) -> list[str]:
+    """The lines of the log among the effects."""
+    return [effect.text for effect in effects if isinstance(effect, Event)]
 
 
 def imports(effects: list[Effect]) -> list[int]:
@@ -111,35 +92,38 @@ def imports(effects: list[Effect]) -> list[int]:
 
 def test_auto_opens_a_pool_for_all_ranks_of_an_engine() -> None:
     """Nothing is decided before the last rank has come; then both go on, and the log says why."""
-    broker = make_broker(available=2**30)
+    broker = unsized()
     first, last = worker(broker), worker(broker)
     early = broker.request(first, 2, register(), 0.0)
     assert not opened(early)
     assert not imports(early)
     assert not replies(early)
     effects = broker.request(last, 2, register(rank=1), 0.0)
-    (pool,) = opened(effects)
-    assert pool.cpu_bytes == 2 * BLOCKS * PAGE * 2
-    assert "2 x 256 KiB GPU KV x 2 ranks = 1 MiB" in pool.explanation
+    assert len(opened(effects)) == 1
     assert not replies(effects)
-    assert imports(effects) == [first.number, last.number]
+    after = size_pool(broker, effects)
+    assert broker.state.pool_bytes == 2 * BLOCKS * PAGE * 2
+    assert "2 x 256 KiB GPU KV x 2 ranks = 1 MiB" in events(after)[0]
+    assert not replies(after)
+    assert imports(after) == [first.number, last.number]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_auto_sums_stages_of_different_size_in_any_order(order: tuple[int, int]) -> None:
     """Stages of one and three layers make one size, whichever registers first."""
-    broker = make_broker(available=2**30)
+    broker = unsized()
     effects = [
         broker.request(worker(broker), 2, register(rank=rank, layers=1 + 2 * rank), 0.0)
         for rank in order
     ]
     assert [len(opened(each)) for each in effects] == [0, 1]
+    size_pool(broker, effects[1])
     assert broker.state.pool_bytes == 2 * BLOCKS * PAGE * 4
 
 
 def test_a_rank_whose_engine_never_completes_decides_nothing() -> None:
     """It is refused for now, with the ranks that lack; another engine's ranks decide."""
-    broker = make_broker(available=2**30)
+    broker = unsized()
     alone = worker(broker, "alone")
     assert not opened(broker.request(alone, 2, register(layers=50), 0.0))
     assert not opened(broker.request(worker(broker, "other"), 2, register(rank=1), 0.0))
@@ -148,14 +132,14 @@ def test_a_rank_whose_engine_never_completes_decides_nothing() -> None:
     assert late.message.code is ErrorCode.NOT_READY
     assert "missing: [1]" in late.message.text
     assert broker.state.namespaces is None
-    (pool,) = opened(broker.request(worker(broker, "whole"), 2, register(world_size=1), 31.0))
-    assert pool.cpu_bytes == 2 * BLOCKS * PAGE
+    size_pool(broker, broker.request(worker(broker, "whole"), 2, register(world_size=1), 31.0))
+    assert broker.state.pool_bytes == 2 * BLOCKS * PAGE
     broker.state.check_integrity()
 
 
 def test_ranks_that_contradict_each_other_do_not_size_the_pool() -> None:
     """While they wait, too, the odd one is refused with both figures, and a rank that is taken."""
-    broker = make_broker(available=2**30)
+    broker = unsized()
     broker.request(worker(broker), 2, register(), 0.0)
     for wrong, text in (
         (register(rank=1, world_size=3), "world size 3"),
@@ -171,19 +155,21 @@ def test_ranks_that_contradict_each_other_do_not_size_the_pool() -> None:
 @pytest.mark.parametrize(("kept", "size"), [(550_000, 550_000), (900_000, 524_288)])
 def test_auto_takes_a_kept_pool_of_about_its_size(kept: int, size: int) -> None:
     """Up to a tenth more or less is no reason to drop the chunks of the daemon before."""
-    broker = make_broker(available=2**30, kept=kept)
-    (pool,) = opened(broker.request(worker(broker), 2, register(world_size=1), 0.0))
-    assert pool.cpu_bytes == size
-    assert ("the kept pool" in pool.explanation) == (size == kept)
+    broker = unsized()
+    asked = broker.request(worker(broker), 2, register(world_size=1), 0.0)
+    lines = events(size_pool(broker, asked, kept=kept))
+    assert broker.state.pool_bytes == size
+    assert ("the kept pool" in lines[0]) == (size == kept)
 
 
 def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
     """No memory for one chunk: every rank gets the arithmetic, and nothing stays pending."""
-    broker = make_broker(available=PAGE)
+    broker = unsized()
     sessions = (worker(broker), worker(broker))
     for request_id in (2, 3):
         assert not replies(broker.request(sessions[0], request_id, register(), 0.0))
-        refused = replies(broker.request(sessions[1], request_id, register(rank=1), 0.0))
+        asked = broker.request(sessions[1], request_id, register(rank=1), 0.0)
+        refused = replies(size_pool(broker, asked, available=PAGE))
         assert [reply.session for reply in refused] == [s.number for s in sessions]
         for reply in refused:
             assert isinstance(reply.message, Error)
@@ -195,9 +181,9 @@ def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
 
 def test_a_registration_that_waits_too_long_is_refused_once() -> None:
     """Descriptors that never come: one ERROR at the deadline, and a late arrival does nothing."""
-    broker = make_broker(available=2**30)
-    session = worker(broker)
-    session.descriptors = 0
+    broker = make_broker()
+    lane_up(broker)
+    session = join(broker)
     assert not replies(broker.request(session, 2, register(world_size=1), 0.0))
     (reply,) = replies(broker.tick(100.0))
     assert reply.request_id == 2
@@ -208,9 +194,9 @@ def test_a_registration_that_waits_too_long_is_refused_once() -> None:
 
 def test_descriptors_that_are_being_received_are_waited_for() -> None:
     """Whoever receives them may still be starting: that is not held against the worker."""
-    broker = make_broker(available=2**30)
-    session = worker(broker)
-    session.descriptors = 0
+    broker = make_broker()
+    lane_up(broker)
+    session = join(broker)
     broker.request(session, 2, register(world_size=1), 0.0)
     session.receiving = True
     assert not replies(broker.tick(10.0))
@@ -223,36 +209,19 @@ def test_descriptors_that_are_being_received_are_waited_for() -> None:
 
 def attached(cpu_bytes: int) -> tuple[Broker, Session]:
     """A broker whose one engine of one rank is attached, and the rank's session."""
-    broker = Broker(
-        Settings(runtime_dir="/nowhere", cpu_bytes=cpu_bytes),
-        boot_id=bytes(16),
-        version="test",
-        pid=1,
-        devices=["host"],
-        open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
-        available_bytes=lambda: cpu_bytes,
-    )
+    broker = make_broker(cpu_bytes, allocated=0)
     session = worker(broker)
     broker.request(session, 2, register(world_size=1), 0.0)
     return broker, session
 
 
-def lane_ready(usable_bytes: int) -> LaneReady:
-    """The host's lane serves."""
-    return LaneReady(
-        device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=usable_bytes
-    )
-
-
 def test_a_rank_waits_for_a_lane_that_can_copy_something() -> None:
     """Its memory is imported with the first piece of the pool, or refused with the reason."""
     broker, _ = attached(2**20)
-    assert not [
-        e for e in broker.supervision.heard("host", lane_ready(0), 0.0) if isinstance(e, ToLane)
-    ]
+    assert not [e for e in lane_up(broker, usable_bytes=0) if isinstance(e, ToLane)]
     for message in (PoolUsable(usable_bytes=4096, error=""), PoolUsable(usable_bytes=0, error="x")):
         broker, _ = attached(2**20)
-        broker.supervision.heard("host", lane_ready(0), 0.0)
+        lane_up(broker, usable_bytes=0)
         effects = broker.supervision.heard("host", message, 0.0)
         (order,) = [effect.message for effect in effects if isinstance(effect, ToLane)]
         assert isinstance(order, ImportWorker)
@@ -262,7 +231,7 @@ def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
     """Until then they are refused as not ready; afterwards they get what is there and no more."""
     size = 4 * MIN_PIECE_BYTES
     broker, session = attached(size)
-    broker.supervision.heard("host", lane_ready(size), 0.0)
+    lane_up(broker, usable_bytes=size)
     broker.supervision.heard("host", Imported(session=session.number, error=""), 0.0)
     assert session.engine is not None
     assert session.engine.attached
@@ -275,13 +244,13 @@ def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
     early = answer()
     assert isinstance(early, Error)
     assert early.code is ErrorCode.NOT_READY
-    broker.state.allocated = MIN_PIECE_BYTES
+    broker.pool_allocated(MIN_PIECE_BYTES)
     assert broker.state.usable_bytes(session.engine) == MIN_PIECE_BYTES
     assert isinstance(answer(), StorePrepared)
-    broker.state.allocated = size
+    broker.pool_allocated(size)
     assert broker.state.ready
     assert broker.state.usable_bytes(session.engine) is None
-    broker.supervision.heard("host", lane_ready(5), 0.0)  # another lane, which pins anew
+    lane_up(broker, usable_bytes=5)  # another lane, which pins anew
     assert broker.state.usable_bytes(session.engine) == 5
 
 
@@ -307,8 +276,8 @@ def test_a_large_registration_takes_a_turn_for_each_step(monkeypatch: pytest.Mon
         check_layout(message, *rest)
 
     monkeypatch.setattr("kvd.broker.registration.check_layout", watched)
-    broker = make_broker(available=2**30)
-    broker.state.namespaces = broker.state.open_namespaces(2**30)
+    broker = unsized()
+    open_pool(broker, 2**30)
     sessions = [worker(broker), worker(broker)]
     for rank, session in enumerate(sessions):
         assert not imports(broker.request(session, 2, large(rank, 2), 0.0))
@@ -322,7 +291,7 @@ def test_a_large_registration_takes_a_turn_for_each_step(monkeypatch: pytest.Mon
 
 def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> None:
     """With the reason, once; one whose session has gone meanwhile is forgotten."""
-    broker = make_broker(available=2**30)
+    broker = unsized()
     wrong = large()
     layout = msgspec.structs.replace(wrong.layout, hash_block_size=7)
     wrong = msgspec.structs.replace(wrong, layout=layout)
@@ -344,7 +313,7 @@ def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> 
 
 def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:
     """With auto it is refused until another engine has; nothing is opened."""
-    broker = make_broker(available=2**30)
+    broker = unsized()
     message = msgspec.structs.replace(register(), temporary=True)
     (reply,) = replies(broker.request(worker(broker), 2, message, 0.0))
     assert isinstance(reply.message, Error)
@@ -378,19 +347,8 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
             raise Refused(ErrorCode.NOT_READY, missing.pop())
         return bytearray(size)
 
-    broker = Broker(
-        Settings(runtime_dir="/nowhere", cpu_bytes=2**20, max_namespaces=1),
-        boot_id=bytes(16),
-        version="test",
-        pid=1,
-        devices=["host"],
-        open_namespaces=lambda n: Namespaces(n, make_buffer=make_buffer, limit=1),
-        available_bytes=lambda: 2**30,
-    )
-    ready = LaneReady(
-        device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62
-    )
-    broker.supervision.heard("host", ready, 0.0)
+    broker = make_broker(make_buffer=make_buffer, max_namespaces=1)
+    lane_up(broker)
     namespaces = broker.state.namespaces
     assert namespaces is not None
     unused, taken = bytes([9]) * 16, missing.pop()
@@ -419,21 +377,10 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
 
 def two_lanes() -> tuple[Broker, tuple[Session, Session]]:
     """A broker with two lanes, each of which is about to map a rank of one engine."""
-    broker = Broker(
-        Settings(runtime_dir="/nowhere", cpu_bytes=2**20),
-        boot_id=bytes(16),
-        version="test",
-        pid=1,
-        devices=["host", GPU],
-        open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
-        available_bytes=lambda: 2**20,
-    )
-    broker.state.allocated = 2**20
+    broker = make_broker(devices=["host", CUDA])
     ranks = (worker(broker), worker(broker))
-    for rank, device in enumerate(("host", GPU)):
-        broker.supervision.heard(
-            device, msgspec.structs.replace(lane_ready(2**20), device=device), 0.0
-        )
+    for rank, device in enumerate(("host", CUDA)):
+        lane_up(broker, device)
         asked = msgspec.structs.replace(register(), rank=rank, device=device)
         broker.request(ranks[rank], 2, asked, 0.0)
     return broker, ranks
@@ -455,23 +402,23 @@ def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
     imported = [Imported(session=session.number, error="") for session in ranks]
     broker.supervision.heard("host", imported[0], 0.0)
     broker.supervision.lost("host", "killed")
-    attaching = broker.supervision.heard(GPU, imported[1], 0.0)
+    attaching = broker.supervision.heard(CUDA, imported[1], 0.0)
     assert ranks[0].engine is not None
     assert ranks[0].engine.attached
-    assert orders(attaching) == [(GPU, BindWorker, ranks[1].number)]
+    assert orders(attaching) == [(CUDA, BindWorker, ranks[1].number)]
     assert notified(attaching) == set()  # what would be found could not be loaded
-    back = broker.supervision.heard("host", lane_ready(2**20), 0.0)
+    back = lane_up(broker, usable_bytes=2**20)
     assert orders(back) == [("host", ImportWorker, ranks[0].number)]
     bound = broker.supervision.heard("host", imported[0], 0.0)
     assert orders(bound) == [("host", BindWorker, ranks[0].number)]
     assert notified(bound) == {(Attached, session.number) for session in ranks}
 
 
-@pytest.mark.parametrize("device", ["host", GPU])
+@pytest.mark.parametrize("device", ["host", CUDA])
 def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str) -> None:
     """All its sessions hear of it once, also one that comes then; slots and leases are refused."""
     broker, ranks = two_lanes()
-    for lane, session in zip(("host", GPU), ranks, strict=True):
+    for lane, session in zip(("host", CUDA), ranks, strict=True):
         broker.supervision.heard(lane, Imported(session=session.number, error=""), 0.0)
     lost = broker.supervision.lost(device, "killed by signal 9")
     assert notified(lost) == {(Detached, session.number) for session in ranks}
@@ -480,19 +427,14 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
     assert notices == [Detached(reason=reason)] * 2
     assert notified(broker.supervision.lost(device, "killed again")) == set()
     late, _ = broker.connected(b"late".ljust(16), Peer(1, 0, 0))
-    assert late is not None
-    hello = Hello(
-        kind="scheduler", engine="e", pid=1, protocol_min=1, protocol_max=1, client="test"
-    )
-    assert notified(broker.request(late, 1, hello, 0.0)) == set()
+    assert notified(broker.request(late, 1, hello("scheduler"), 0.0)) == set()
     for message in (PrepareStore(keys=(b"k",)), PrepareLoad(keys=(b"k",), lease_ms=1000)):
         (reply,) = replies(broker.request(late, 2, message, 0.0))
         assert isinstance(reply.message, Error)
         assert reply.message.code is ErrorCode.LANE_LOST
         assert f"lane {device} of rank" in reply.message.text
-    back = ranks[device == GPU]
-    up = msgspec.structs.replace(lane_ready(2**20), device=device)
-    assert notified(broker.supervision.heard(device, up, 0.0)) == {(LaneUp, back.number)}
+    back = ranks[device == CUDA]
+    assert notified(lane_up(broker, device)) == {(LaneUp, back.number)}
     served = broker.supervision.heard(device, Imported(session=back.number, error=""), 0.0)
     assert notified(served) == {(Attached, session.number) for session in (*ranks, late)}
     (reply,) = replies(broker.request(late, 3, PrepareStore(keys=(b"k",)), 0.0))
@@ -503,7 +445,7 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
 @pytest.mark.parametrize("field", ["model", "revision", "label"])
 def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
     """A registration with an escape in a name gets one ERROR that names field and character."""
-    broker = make_broker(available=2**30)
+    broker = unsized()
     message = msgspec.structs.replace(
         register(), fingerprint=msgspec.structs.replace(Fingerprint(model="m"), **{field: name})
     )
@@ -518,28 +460,23 @@ def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
 
 def test_an_engine_whose_name_cannot_be_shown_does_not_come_in() -> None:
     """HELLO with an escape in the engine's name is refused, and no engine comes to be."""
-    broker = make_broker(available=2**30)
+    broker = unsized()
     session, _ = broker.connected(bytes(16), Peer(1, 0, 0))
-    assert session is not None
-    hello = Hello(
-        kind="worker", engine="e\x1b", pid=1, protocol_min=1, protocol_max=1, client="test"
-    )
-    (reply,) = replies(broker.request(session, 1, hello, 0.0))
-    assert isinstance(reply.message, Error)
-    assert "engine 'e\\x1b'" in reply.message.text
+    error = refusal(broker.request(session, 1, hello(engine="e\x1b"), 0.0))
+    assert "engine 'e\\x1b'" in error.text
     assert not broker.state.registry.engines
 
 
 def test_a_refused_registration_is_one_line_of_the_log() -> None:
     """However often a worker asks again, the reason is said once; another reason is news."""
-    broker = make_broker(available=2**30)
+    broker = unsized()
     session = worker(broker)
     lines = []
     for request_id, device in enumerate(["tpu:0", "tpu:0", "tpu:0", "tpu:1"], 2):
         message = msgspec.structs.replace(register(), device=device)
         effects = broker.request(session, request_id, message, 0.0)
         assert len(replies(effects)) == 1
-        lines += [effect.text for effect in effects if isinstance(effect, Event)]
+        lines += events(effects)
     assert [line.split(" is refused")[0] for line in lines] == [
         "engine e worker (pid 1): rank 0 on 'tpu:0'",
         "engine e worker (pid 1): rank 0 on 'tpu:1'",

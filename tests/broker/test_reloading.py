@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Event, Reply, ToLane
 from kvd.broker.sessions import Peer
-from kvd.cache.namespaces import Namespaces
 from kvd.config.loaded import Loaded, take_up
 from kvd.config.settings import KNOWN, Settings
 from kvd.errors import ConfigError
@@ -20,38 +19,24 @@ from kvd_proto.messages import (
     ConfigShown,
     Error,
     ErrorCode,
-    Hello,
     Kind,
     ReloadConfig,
     ShowConfig,
 )
+from tests.broker.brokers import join, make_broker
 
-START = Settings(cpu_bytes=2**20)
+START = Settings(runtime_dir="/nowhere", cpu_bytes=2**20)
 
 
 @pytest.fixture
 def broker() -> Broker:
     """One with a pool and the host's lane."""
-    return Broker(
-        START,
-        boot_id=bytes(16),
-        version="kvd test",
-        pid=1,
-        devices=("host",),
-        open_namespaces=lambda cpu_bytes: Namespaces(
-            cpu_bytes, make_buffer=lambda _name, nbytes: bytearray(nbytes)
-        ),
-        available_bytes=lambda: 2**30,
-    )
+    return make_broker(START.cpu_bytes)
 
 
-def join(broker: Broker, kind: Kind = "tool") -> int:
+def tool(broker: Broker, kind: Kind = "tool") -> int:
     """A session that has said HELLO; its number."""
-    session, _ = broker.connected(bytes([len(broker.state.registry.sessions)]) * 16, Peer(77, 5, 5))
-    assert session is not None
-    hello = Hello(kind=kind, engine="e", pid=77, protocol_min=1, protocol_max=1, client="test")
-    broker.request(session, 1, hello, 0.0)
-    return session.number
+    return join(broker, kind, peer=Peer(77, 5, 5)).number
 
 
 def ask(broker: Broker, number: int, message: ReloadConfig | ShowConfig) -> list[Effect]:
@@ -68,8 +53,8 @@ def read(**changes: object) -> Loaded:
 
 def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
     """Times, limits and the log's level reach every part of the daemon that uses them."""
-    tool = join(broker)
-    assert ask(broker, tool, ReloadConfig()) == []
+    who = tool(broker)
+    assert ask(broker, who, ReloadConfig()) == []
     assert broker.reloading.begin()
     changed = read(
         lease_seconds=1.0,
@@ -96,8 +81,8 @@ def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
 
 def test_quotas_change_live(broker: Broker) -> None:
     """A cap that is read from the file holds in the pool at once, and is reported."""
-    tool = join(broker)
-    ask(broker, tool, ReloadConfig())
+    who = tool(broker)
+    ask(broker, who, ReloadConfig())
     broker.reloading.begin()
     broker.reloading.read(read(quota={"llama": {"floor": "25%", "cap": "512KiB"}}))
     assert broker.state.namespaces is not None
@@ -108,12 +93,12 @@ def test_quotas_change_live(broker: Broker) -> None:
 
 def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:
     """A new pool size is named, changes nothing, and stands beside the value that holds."""
-    tool = join(broker)
-    ask(broker, tool, ReloadConfig())
+    who = tool(broker)
+    ask(broker, who, ReloadConfig())
     broker.reloading.begin()
     broker.reloading.read(read(cpu_bytes="1GiB"))
     assert broker.state.settings == START
-    (reply,) = ask(broker, tool, ShowConfig())
+    (reply,) = ask(broker, who, ShowConfig())
     assert isinstance(reply, Reply)
     assert isinstance(reply.message, ConfigShown)
     shown = reply.message.config["settings"]["cpu_bytes"]
@@ -127,12 +112,12 @@ def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:
 
 def test_a_file_that_cannot_be_used_changes_nothing(broker: Broker) -> None:
     """The old settings hold, the tool gets all that is wrong, the log says who asked."""
-    tool = join(broker)
-    ask(broker, tool, ReloadConfig())
+    who = tool(broker)
+    ask(broker, who, ReloadConfig())
     broker.reloading.begin()
     effects = broker.reloading.read(ConfigError("line one\nline two"))
     assert broker.state.settings == START
-    assert Reply(tool, 9, Error(code=ErrorCode.BAD_CONFIG, text="line one\nline two")) in effects
+    assert Reply(who, 9, Error(code=ErrorCode.BAD_CONFIG, text="line one\nline two")) in effects
     (event,) = [effect for effect in effects if isinstance(effect, Event)]
     assert event.level == "error"
     assert "uid 5 pid 77" in event.text
@@ -140,7 +125,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(broker: Broker) -> None:
 
 def test_who_asks_during_a_reading_is_answered_from_the_next(broker: Broker) -> None:
     """A reading that began before the question may not answer it; nobody is forgotten."""
-    first, second, third = (join(broker) for _ in range(3))
+    first, second, third = (tool(broker) for _ in range(3))
     ask(broker, first, ReloadConfig())
     assert broker.reloading.begin()
     ask(broker, second, ReloadConfig())
@@ -157,7 +142,7 @@ def test_who_asks_during_a_reading_is_answered_from_the_next(broker: Broker) -> 
 @pytest.mark.parametrize("message", [ReloadConfig(), ShowConfig()])
 def test_engines_may_not_ask(broker: Broker, message: ReloadConfig | ShowConfig) -> None:
     """Only sessions of tools reload or see the configuration."""
-    (reply,) = ask(broker, join(broker, "scheduler"), message)
+    (reply,) = ask(broker, tool(broker, "scheduler"), message)
     assert isinstance(reply, Reply)
     assert isinstance(reply.message, Error)
     assert reply.message.code is ErrorCode.BAD_STATE

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import zmq
 
-from kvd.broker.broker import Broker
 from kvd.broker.effects import Notify
-from kvd.cache.namespaces import Namespaces
-from kvd.config.settings import Settings
 from kvd.daemon.connections import AT_ONCE, Connections
 from kvd.daemon.control_socket import ControlSocket
 from kvd_proto.messages import Detached
+from tests.broker.brokers import make_broker
 
 MORE_THAN_A_SOCKET_TAKES = 6000  # notices; twice as many are too much to keep
 
@@ -24,15 +22,7 @@ MORE_THAN_A_SOCKET_TAKES = 6000  # notices; twice as many are too much to keep
 @pytest.fixture
 def connections(tmp_path: Path) -> Iterator[Connections]:
     """Nobody is there yet."""
-    core = Broker(
-        Settings(runtime_dir=str(tmp_path), cpu_bytes=2**20),
-        boot_id=bytes(16),
-        version="test",
-        pid=1,
-        devices=[],
-        open_namespaces=lambda n: Namespaces(n, make_buffer=lambda _, size: bytearray(size)),
-        available_bytes=lambda: 2**30,
-    )
+    core = make_broker(devices=[])
     control_socket = ControlSocket(tmp_path / "control.sock")
     receiver: Any = SimpleNamespace(drop=lambda connection: connection.close())
     yield Connections(control_socket, core, zmq.Poller(), lambda _: None, receiver)

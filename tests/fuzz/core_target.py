@@ -3,12 +3,9 @@
 import contextlib
 from collections import Counter
 
-from kvd.broker.broker import Broker
 from kvd.broker.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
 from kvd.broker.sessions import Peer, Session
 from kvd.broker.status_report import status_report
-from kvd.cache.namespaces import Namespaces
-from kvd.config.settings import Settings
 from kvd.errors import IntegrityError, Refused
 from kvd.wire.link import (
     BindWorker,
@@ -18,7 +15,6 @@ from kvd.wire.link import (
     LaneFailed,
     LanePing,
     LanePong,
-    LaneReady,
     Released,
     ReleaseWorker,
     Revoke,
@@ -29,6 +25,7 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.errors import DecodeError, ProtoError
 from kvd_proto.messages import Handles, Message, Store
+from tests.broker.brokers import lane_ready, make_broker
 from tests.fuzz.script import Marks, Script, Step
 from tests.fuzz.target import Finding
 
@@ -72,22 +69,8 @@ class _Play:
         self.asked: Counter[tuple[int, int]] = Counter()
         self.came = 0
         self.wanted = {HOST}
-        self.broker = Broker(
-            Settings(runtime_dir="/nowhere", cpu_bytes=POOL, max_namespaces=8, max_leases=16),
-            boot_id=BOOT_ID,
-            version="fuzz",
-            pid=1,
-            devices=[HOST],
-            open_namespaces=lambda n: Namespaces(
-                n, make_buffer=lambda _, size: bytearray(size), limit=8
-            ),
-            available_bytes=lambda: 2**30,
-        )
-        self.broker.state.allocated = 2**62
-        ready = LaneReady(
-            device=HOST, incarnation=1, pid=7, endpoint="ipc://lane", usable_bytes=2**62
-        )
-        self._lane_says(ready)
+        self.broker = make_broker(POOL, max_namespaces=8, max_leases=16)
+        self._lane_says(lane_ready(HOST))
 
     # ---------------------------------------------------------------- a step
 
@@ -111,9 +94,8 @@ class _Play:
         self._close(actor)
         self.came += 1
         session, effects = self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
-        if session is not None:
-            self.actors[actor] = session
-            self.marks.came(actor, session.token)
+        self.actors[actor] = session
+        self.marks.came(actor, session.token)
         self._carry_out(effects)
 
     def _close(self, actor: int) -> None:
@@ -156,9 +138,9 @@ class _Play:
         with contextlib.suppress(DecodeError):
             header = WIRE.decode_header(frame)
             session = self.broker.state.registry.by_token.get(header.session)
-            if header.boot_id not in (BOOT_ID, NO_ID) or session is None:
+            if header.boot_id not in (BOOT_ID, NO_ID):
                 return
-            if session is not self.actors.get(step.actor):
+            if session is None or session is not self.actors.get(step.actor):
                 return
             message = WIRE.decode_body(header, frame)
             self.asked[session.number, header.request_id] += 1
