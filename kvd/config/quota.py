@@ -1,7 +1,9 @@
-"""A model's quota of the pool, and how people write it. Pure, without imports of the daemon's."""
+"""A model's quota of the pool, and how people write it."""
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvd.errors import ConfigError
 from kvd_proto.errors import SizeError
@@ -10,7 +12,10 @@ from kvd_proto.sizes import format_size, parse_size
 QuotaTable = dict[str, dict[str, str | int]]
 """By model: `floor` and `cap`, each a size or a percentage of the pool."""
 
-_KEYS = ("floor", "cap")
+QUOTA_NEEDS = (
+    "for each model floor, cap or both, a size or a percentage of the pool, such as"
+    ' {llama = {floor = "8GiB", cap = "50%"}}; in the file also as a section [quota.llama]'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,18 @@ class Quota:
     cap_bytes: int | None = None
 
 
+def parse_quotas(text: str) -> Any:
+    """Parse the table of a variable or a flag: TOML in one line.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return tomllib.loads(f"quota = {text}\n")["quota"]
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not TOML in one line: {error}; needs {QUOTA_NEEDS}") from error
+
+
 def quotas_of(table: QuotaTable, cpu_bytes: int) -> dict[str, Quota]:
     """The quotas by model, in bytes of a pool of `cpu_bytes`.
 
@@ -29,10 +46,10 @@ def quotas_of(table: QuotaTable, cpu_bytes: int) -> dict[str, Quota]:
     """
     quotas = {}
     for model, entry in table.items():
-        unknown = [key for key in entry if key not in _KEYS]
+        unknown = ", ".join(entry.keys() - {"floor", "cap"})
         if unknown or not entry:
             raise ConfigError(
-                f"{model}: {', '.join(unknown) or 'nothing'} is neither floor nor cap"
+                f"{model}: {unknown or 'nothing'} is neither floor nor cap; needs {QUOTA_NEEDS}"
             )
         part = {key: _bytes(model, key, amount, cpu_bytes) for key, amount in entry.items()}
         quotas[model] = Quota(part.get("floor", 0), part.get("cap"))
@@ -66,6 +83,5 @@ def _bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
     except (SizeError, ValueError):
         pass
     raise ConfigError(
-        f"{model}: {key} = {amount!r} is no part of a pool; write a size such as 8GiB, or 0% to"
-        " 100%"
+        f"{model}: {key} = {amount!r}: needs a size such as 8GiB, or 0% to 100% of the pool"
     )

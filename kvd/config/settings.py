@@ -10,21 +10,38 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvd.config.about import About, Known, ListenText, SizeText, known_in
-from kvd.config.names import NamesText
-from kvd.config.quota import Quota, QuotaTable, quota_contradictions, quotas_of
-from kvd.config.quotas import QuotasText
+from kvd.config.about import About, Known, known_in
+from kvd.config.quota import (
+    QUOTA_NEEDS,
+    Quota,
+    QuotaTable,
+    parse_quotas,
+    quota_contradictions,
+    quotas_of,
+)
+from kvd.config.values import names_in, parse_listen
+from kvd_proto.errors import SizeError
+from kvd_proto.sizes import parse_size
 
 _PLACE = "Where the daemon lives"
 _POOL = "The pool"
 _TIME = "Deadlines"
 _LIMIT = "Limits"
-_WHO = "Who may come in"
+_WHO = "Who may connect"
 _LOG = "The log"
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _DIR = "the path of a directory"
-SMALLEST_POOL = 2**16  # a smaller number lacks its unit, such as 5 for 5GiB
+_SIZE = "such as 64GiB or 512MiB"
+_NAMES = "names or numbers of {}, with commas between; or nothing"
+
+
+_SMALLEST_POOL = 2**16  # a smaller number lacks its unit, such as 5 for 5GiB
+
+
+def _at_least(least: int, value: str | int) -> None:
+    if parse_size(value) < least:
+        raise SizeError(f"{value} is too small")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,16 +59,22 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = "/dev/shm"
     http_listen: Annotated[
         str,
-        ListenText(),
-        About("Where health, metrics and the status page are served.", _PLACE, "HOST:PORT"),
+        About(
+            "Where health, metrics and the status page are served.",
+            _PLACE,
+            "HOST:PORT",
+            needs="HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0: any free one), or off",
+            check=parse_listen,
+        ),
     ] = "127.0.0.1:9330"
     cpu_bytes: Annotated[
         str | int,
-        SizeText(auto=True, least=SMALLEST_POOL),
         About(
             "Size of the pool; auto takes it from what the first engine reports.",
             _POOL,
             "SIZE",
+            needs=f"a size of at least 64 KiB {_SIZE}, or auto",
+            check=lambda value: value == "auto" or _at_least(_SMALLEST_POOL, value),
         ),
     ] = "auto"
     host_ratio: Annotated[
@@ -61,8 +84,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 2.0
     reserve: Annotated[
         str | int,
-        SizeText(),
-        About("With auto: memory that is left to everybody else.", _POOL, "SIZE"),
+        About(
+            "With auto: memory that is left to everybody else.",
+            _POOL,
+            "SIZE",
+            needs=f"a size {_SIZE}",
+            check=parse_size,
+        ),
     ] = "2GiB"
     policy: Annotated[Literal["lru", "arc"], About("What is evicted first.", _POOL, "POLICY")] = (
         "lru"
@@ -78,12 +106,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 1
     quota: Annotated[
         QuotaTable,
-        QuotasText(),
         About(
             "What models may hold of the pool, and what others leave to them.",
             _POOL,
             "TABLE",
             live=True,
+            needs=QUOTA_NEEDS,
+            check=lambda table: quotas_of(table, 0),
+            parse=parse_quotas,
         ),
     ] = {}  # msgspec makes a new one each time
     lease_seconds: Annotated[
@@ -129,23 +159,34 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 4096
     max_queued_bytes: Annotated[
         str | int,
-        SizeText(least=1),
-        About("Most bytes of such jobs.", _LIMIT, "SIZE"),
+        About(
+            "Most bytes of such jobs.",
+            _LIMIT,
+            "SIZE",
+            needs=f"a size of at least 1 B {_SIZE}",
+            check=lambda value: _at_least(1, value),
+        ),
     ] = "64GiB"
 
     allow_users: Annotated[
         str,
-        NamesText("users"),
         About(
             "Users that may connect; with no groups either, all who can open the sockets.",
             _WHO,
             "NAMES",
+            needs=_NAMES.format("users"),
+            check=names_in,
         ),
     ] = ""
     allow_groups: Annotated[
         str,
-        NamesText("groups"),
-        About("Groups whose members may connect, beside those users.", _WHO, "NAMES"),
+        About(
+            "Groups whose members may connect, beside those users.",
+            _WHO,
+            "NAMES",
+            needs=_NAMES.format("groups"),
+            check=names_in,
+        ),
     ] = ""
     share_between_users: Annotated[
         Literal["yes", "no"],
@@ -164,17 +205,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def pool_bytes(self) -> int | None:
         """The pool's size, or None where the workers' reports decide it (``auto``)."""
-        return SizeText(auto=True).bytes_of(self.cpu_bytes)
+        return None if self.cpu_bytes == "auto" else parse_size(self.cpu_bytes)
 
     @property
     def reserve_bytes(self) -> int:
         """Memory that ``auto`` leaves to everybody else."""
-        return SizeText().bytes_of(self.reserve) or 0
+        return parse_size(self.reserve)
 
     @property
     def queued_bytes(self) -> int:
         """Most bytes of an engine's jobs that wait in a lane."""
-        return SizeText().bytes_of(self.max_queued_bytes) or 0
+        return parse_size(self.max_queued_bytes)
 
     def quotas(self, cpu_bytes: int) -> dict[str, Quota]:
         """The quotas by model, in bytes of a pool of `cpu_bytes`."""

@@ -53,21 +53,22 @@ class Sources:
         Raises:
             ConfigError: all that is wrong, a line each.
         """
-        file, problems = self.file, _Problems()
+        file = self.file
+        problems: list[str] = []
         values: dict[str, Any] = {}
         origins = dict.fromkeys(KNOWN, DEFAULT)
         for source in (self._from_file(file, problems), self._from_environment(), self._given()):
             for key, value, origin, typed in source:
                 try:
                     values[key] = KNOWN[key].convert(value, typed=typed)
-                except ValueError as error:
-                    problems.add(f"{origin}: {key} = {value!r}: {error}")
+                except ConfigError as error:
+                    problems.append(f"{origin}: {key} = {value!r}: {error}")
                 origins[key] = origin
-        problems.raise_any()
+        _refuse(problems)
         settings = Settings(**values)
         for key, text in contradictions(settings):
-            problems.add(f"{origins[key]}: {key}: {text}")
-        problems.raise_any()
+            problems.append(f"{origins[key]}: {key}: {text}")
+        _refuse(problems)
         return Loaded(settings, origins, file, tuple(self._suspicious()))
 
     def runtime_dir(self) -> str:
@@ -84,7 +85,7 @@ class Sources:
         value = read_toml(file)[0].get(known.key, known.default) if file else known.default
         try:
             return str(known.convert(value, typed=True))
-        except ValueError:
+        except ConfigError:
             raise ConfigError(
                 f"{file}: {known.key} = {value!r}: needs {known.needs}; or give --runtime-dir"
             ) from None
@@ -92,21 +93,21 @@ class Sources:
     # -------------------------------------------------------------- sources
 
     def _from_file(
-        self, file: Path | None, problems: "_Problems"
+        self, file: Path | None, problems: list[str]
     ) -> Iterator[tuple[str, Any, str, bool]]:
         if file is None:
             return
         try:
             values, text = read_toml(file)
         except ConfigError as error:
-            problems.add(str(error))
+            problems.append(str(error))
             return
         for key, value in values.items():
             place = f"{file}{_line(text, key)}"
             if key in KNOWN:
                 yield key, value, place, True
             else:
-                problems.add(f"{place}: {key} = {value!r}: no such setting; {_nearest(key)}")
+                problems.append(f"{place}: {key} = {value!r}: no such setting; {_nearest(key)}")
 
     def _from_environment(self) -> Iterator[tuple[str, Any, str, bool]]:
         for key, known in KNOWN.items():
@@ -176,15 +177,6 @@ def _nearest(key: str) -> str:
     return f"did you mean {close[0]}?" if close else f"known are: {', '.join(KNOWN)}"
 
 
-class _Problems:
-    """What is wrong, collected to be told at once."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        self._lines.append(line)
-
-    def raise_any(self) -> None:
-        if self._lines:
-            raise ConfigError("\n".join(self._lines))
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -6,7 +6,7 @@ import pwd
 from collections.abc import Callable
 
 from kvd.broker.entry import AllowList
-from kvd.config.names import names_in
+from kvd.config.values import names_in
 from kvd.errors import ConfigError
 
 

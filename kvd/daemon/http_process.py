@@ -18,7 +18,7 @@ from pathlib import Path
 
 import zmq
 
-from kvd.config.listen import Listen, is_everywhere, parse_listen
+from kvd.config.values import Listen, parse_listen
 from kvd.daemon.child import ChildProcess
 from kvd.daemon.runtime_dir import no_socket
 from kvd.errors import ConfigError
@@ -60,8 +60,9 @@ class HttpProcess:
         self._watched: list[int] = []
         if self._tcp is not None:
             host, port = self._tcp.getsockname()[:2]
-            log.info("HTTP on http://%s", Listen(host, port))
-            if is_everywhere(host):
+            bound = Listen(host, port)
+            log.info("HTTP on http://%s", bound)
+            if bound.everywhere:
                 log.warning(
                     "http_listen = %s: everybody who reaches this machine reads the daemon's"
                     " state, without a password; 127.0.0.1 is for this machine alone",

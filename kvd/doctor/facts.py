@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from kvd.config.listen import parse_listen
 from kvd.config.settings import Settings
+from kvd.config.values import parse_listen
 from kvd.daemon.http_process import bind_tcp
 from kvd.daemon.runtime_dir import MAX_DIRECTORY_BYTES
 from kvd.doctor.gpus import Gpus, ask_gpus

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from docs import generate_configuration
-from kvd.config.about import Known, SizeText
+from kvd.config.about import Known
 from kvd.config.loaded import DEFAULT
 from kvd.config.quota import Quota
 from kvd.config.render import as_json, as_toml, sample, toml_value
@@ -18,7 +18,11 @@ from kvd.config.settings import KNOWN, Settings
 from kvd.config.sources import Sources
 from kvd.errors import ConfigError
 
+SIZES = st.sampled_from(["64GiB", "65536", "512 MiB"])
 STRANGE = {
+    "cpu_bytes": SIZES | st.just("auto"),
+    "reserve": SIZES,
+    "max_queued_bytes": SIZES,
     "runtime_dir": st.sampled_from(["/a", "/tmp/with space", '/quo"te', "/é\x7f\\"]),
     "http_listen": st.sampled_from(["off", "127.0.0.1:0", "[::1]:9330"]),
     "quota": st.sampled_from(
@@ -41,8 +45,6 @@ def good_values(known: Known) -> st.SearchStrategy[Any]:
         return STRANGE[known.key]
     if known.choices:
         return st.sampled_from(known.choices)
-    if any(isinstance(mark, SizeText) for mark in known.hint.__metadata__):
-        return st.sampled_from([known.default, "64GiB", "65536", "512 MiB"])
     if kind is float and bounds is not None:
         return st.floats(bounds.gt or 0, bounds.le, exclude_min=True)
     if kind is int and bounds is not None:
@@ -157,7 +159,10 @@ def test_everything_wrong_in_a_file_is_told_at_once(file: Path) -> None:
     ("text", "words"),
     [
         ('[quota.llama]\nflor = "1GiB"\n', "llama: flor is neither floor nor cap"),
-        ('[quota.llama]\ncap = "150%"\n', "llama: cap = '150%' is no part of a pool"),
+        (
+            '[quota.llama]\ncap = "150%"\n',
+            "llama: cap = '150%': needs a size such as 8GiB",
+        ),
         ("[quota.llama]\ncap = true\n", "needs for each model"),
         ("quota = 5\n", "needs for each model"),
         ("[quota.llama]\n", "llama: nothing is neither floor nor cap"),

@@ -6,9 +6,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvd.config.about import SizeText
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
+from kvd_proto.sizes import parse_size
 from tests.deploy.places import DEPLOY, ROOT
 
 KUBERNETES = DEPLOY / "kubernetes"
@@ -110,9 +110,9 @@ def test_the_pool_fits_the_memory(name: str, tmp_path: Any) -> None:
         file.write_text(documents(name)[1]["data"]["kvd.toml"])
         pool = Sources(config=file, environment={}).load().settings.pool_bytes
     else:
-        pool = SizeText().bytes_of(container["env"][0]["value"])
+        pool = parse_size(container["env"][0]["value"])
         volumes = {volume["name"]: volume for volume in pod(name)["volumes"]}
-        assert size(volumes["pool"]["emptyDir"]["sizeLimit"]) > (pool or 0)
+        assert size(volumes["pool"]["emptyDir"]["sizeLimit"]) > pool
         assert volumes["pool"]["emptyDir"]["medium"] == "Memory"
     assert pool is not None
     assert size(container["resources"]["limits"]["memory"]) >= pool + 4 * GIB

@@ -5,9 +5,10 @@ rebinding); the browser would then let it read what is served here. The Host
 header gives it away: it carries that name.
 """
 
+import ipaddress
 import socket
 
-from kvd.config.listen import is_address, is_everywhere
+from kvd.config.values import Listen
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -22,7 +23,7 @@ class Hosts:
     """
 
     def __init__(self, host: str) -> None:
-        self._any_address = is_everywhere(host)
+        self._any_address = Listen(host, 0).everywhere
         self._names = _LOCAL | {host.lower()}
         if self._any_address:
             self._names |= {socket.gethostname().lower()}
@@ -34,8 +35,16 @@ class Hosts:
             name = name[1:].partition("]")[0]
         elif name.count(":") == 1:
             name = name.partition(":")[0]
-        return name in self._names or (self._any_address and is_address(name))
+        return name in self._names or (self._any_address and _is_address(name))
 
     def __repr__(self) -> str:
         more = " and every address" if self._any_address else ""
         return f"<Hosts {', '.join(sorted(self._names))}{more}>"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
