@@ -1,45 +1,53 @@
-"""Checks of what callers pass: one sentence that names the value and what is needed.
+"""Checks of what callers pass; an error names the value and what is needed.
 
-Raised before anything is done, so that nothing has changed and no thread of ours
-meets a value that it cannot send.
+They come before anything is done, so that a refused call has changed nothing and no
+background thread meets a value that it cannot send.
 """
 
 import os
 import reprlib
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from kvd_client.errors import UsageError
+from kvd_proto.arrays import IntArray
+from kvd_proto.directory import MAX_BLOCKS
+from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS
 
-MAX_SECONDS = 1e7  # what is above is a mistake, and more than a lock's timeout may be
+MAX_SECONDS = 1e7  # more is a mistake, and above what a lock's timeout may be
+Blocks: TypeAlias = tuple[int, int]
+"""Some consecutive blocks of a chunk: the first, counted within the chunk, and how many."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def shown(value: object) -> str:
-    """`repr`, short enough for a message."""
+    """Return `repr`, short enough for a message."""
     return reprlib.repr(value)
 
 
-def seconds(name: str, value: object) -> float:
-    """A time that somebody waits at most.
+def seconds(
+    name: str, value: object, highest: float = MAX_SECONDS, *, positive: bool = False
+) -> float:
+    """Check a duration.
 
     Raises:
-        UsageError: no number, below 0, or absurd.
+        UsageError: not a number, below 0, 0 where it must be positive, or above `highest`.
     """
-    if not isinstance(value, (int, float)) or not 0 <= value <= MAX_SECONDS:
-        raise UsageError(f"{name}={shown(value)}: seconds are needed, 0 to {MAX_SECONDS:g}")
+    if not isinstance(value, (int, float)) or not 0 <= value <= highest or (positive and not value):
+        lowest = "above 0" if positive else "0"
+        raise UsageError(f"{name}={shown(value)}: seconds are needed, {lowest} to {highest:g}")
     return float(value)
 
 
 def whole(name: str, value: object, low: int, high: int = 2**63 - 1) -> int:
-    """A whole number within bounds. The wire tells numbers from truth values, so this does too.
+    """Check an integer; as on the wire a truth value is none.
 
     Raises:
-        UsageError: it is none.
+        UsageError: not an integer, or out of bounds.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise UsageError(f"{name}={shown(value)}: a whole number is needed, {low} to {high}")
@@ -47,10 +55,10 @@ def whole(name: str, value: object, low: int, high: int = 2**63 - 1) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """A truth value.
+    """Check a truth value.
 
     Raises:
-        UsageError: it is none.
+        UsageError: not a bool.
     """
     if not isinstance(value, (bool, np.bool_)):
         raise UsageError(f"{name}={shown(value)}: True or False is needed")
@@ -58,22 +66,22 @@ def flag(name: str, value: object) -> bool:
 
 
 def size_of_file(fd: int) -> int:
-    """Bytes of the file that a descriptor is of.
+    """Return the size in bytes of an open file.
 
     Raises:
-        UsageError: it is not open.
+        UsageError: the descriptor is not open.
     """
     try:
         return os.fstat(fd).st_size
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:
         raise UsageError(f"fd={shown(fd)}: an open descriptor is needed: {error}") from error
 
 
 def collection(name: str, value: object, of: str) -> tuple[Any, ...]:
-    """Several things, as they are now; a text or bytes are one thing.
+    """Return the items of an iterable as a tuple; text and bytes are no collections.
 
     Raises:
-        UsageError: it is none.
+        UsageError: not an iterable.
     """
     if isinstance(value, (bytes, bytearray, memoryview, str)) or not isinstance(value, Iterable):
         raise UsageError(f"{name}={shown(value)}: a collection of {of} is needed, such as a list")
@@ -83,11 +91,66 @@ def collection(name: str, value: object, of: str) -> tuple[Any, ...]:
         raise UsageError(f"{name}={shown(value)}: a collection of {of} is needed") from error
 
 
-def declared(name: str, value: object, kind: type[T]) -> T:
-    """A value all of whose fields have the types that they are declared with.
+def check_key(key: object) -> None:
+    """Check a chunk's key.
 
     Raises:
-        UsageError: it is of another class, or names the field that has another type.
+        UsageError: not bytes, empty or too long.
+    """
+    if not isinstance(key, bytes):
+        raise UsageError(f"key={shown(key)}: bytes are needed, not {type(key).__name__}")
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise UsageError(
+            f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} are possible; hash longer ones"
+        )
+
+
+def request_keys(values: object) -> tuple[bytes, ...]:
+    """Check the keys of one request.
+
+    Raises:
+        UsageError: as `check_key`; or too many for one message.
+    """
+    wanted = collection("keys", values, "keys")
+    if len(wanted) > MAX_KEYS:
+        raise UsageError(f"{len(wanted)} keys in one call: {MAX_KEYS} at most; split the call")
+    for key in wanted:
+        check_key(key)
+    return wanted
+
+
+def check_blocks(first: object, count: object) -> None:
+    """Check a range of blocks within a chunk; without a count it has all that follow.
+
+    Raises:
+        UsageError: no such blocks.
+    """
+    begin = whole("first", first, 0, MAX_BLOCKS - 1)
+    if count is not None:
+        whole("count", count, 1, MAX_BLOCKS - begin)
+
+
+def pack_blocks(blocks: object, number: int) -> tuple[IntArray, IntArray]:
+    """Return first blocks and counts, one for each key; empty arrays for None: all blocks.
+
+    Raises:
+        UsageError: not `number` pairs, or as `check_blocks`.
+    """
+    pairs = [] if blocks is None else collection("blocks", blocks, "pairs (first block, count)")
+    if blocks is not None and len(pairs) != number:
+        raise UsageError(f"{len(pairs)} blocks with {number} keys: one pair for each is needed")
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise UsageError(f"blocks={shown(pair)}: a pair (first block, count) is needed")
+        check_blocks(pair[0], whole("count", pair[1], 1, MAX_BLOCKS))
+    return IntArray.of((p[0] for p in pairs), "u2"), IntArray.of((p[1] for p in pairs), "u2")
+
+
+def declared(name: str, value: object, kind: type[T]) -> T:
+    """Check that all fields of a struct have the types that they are declared with.
+
+    Raises:
+        UsageError: another class, or naming the field that has another type.
     """
     if not isinstance(value, kind):
         raise UsageError(f"{name}={shown(value)}: a {kind.__name__} is needed")

@@ -1,7 +1,7 @@
-"""One descriptor that becomes readable when something has happened, for event loops.
+"""Descriptors that event loops wait for.
 
-It is an epoll descriptor over what the package waits for itself. All of it is
-level-triggered: it stays readable until the object's own call takes the news in.
+Each is an epoll descriptor over what the package itself waits for. All of it is
+level-triggered: it stays readable until the object's own call has processed the news.
 """
 
 import contextlib
@@ -19,12 +19,13 @@ class Readiness:
         self._epoll.register(self._flag, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the descriptor."""
         return self._epoll.fileno()
 
     def watch(self, fd: int, events: int = select.EPOLLIN) -> None:
         """Be readable while `fd` is."""
-        self._epoll.register(fd, events)
+        if not self._epoll.closed:
+            self._epoll.register(fd, events)
 
     def unwatch(self, fd: int) -> None:
         """Forget `fd`, which is about to be closed."""
@@ -33,13 +34,18 @@ class Readiness:
 
     def set(self) -> None:
         """Be readable until `clear`."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(self._flag, 1)
+        if not self._epoll.closed:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._flag, 1)
 
-    def clear(self) -> None:
-        """Take back what `set` said."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._flag)
+    def clear(self) -> bool:
+        """Undo `set`; return whether it was called since the last time."""
+        if self._epoll.closed:
+            return False
+        try:
+            return os.eventfd_read(self._flag) > 0
+        except BlockingIOError:
+            return False
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -52,81 +58,61 @@ class Readiness:
 
 
 class ReadyNews:
-    """What a scheduler's event loop waits for: the daemon's pipe, and what the session tells.
+    """What a scheduler's event loop waits for: the daemon's pipe, and changes of the session.
 
     The pipe comes with each attachment. May be used by any thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._readiness: Readiness | None = None  # where somebody has asked for it
-        self._told = False
+        self._readiness = Readiness()
         self._pipe = -1
 
     def fileno(self) -> int:
-        """Readable until `take`, once something has happened."""
-        with self._lock:
-            if self._readiness is None:
-                self._readiness = Readiness()
-                if self._told:
-                    self._readiness.set()
-                self._watch()
-            return self._readiness.fileno()
+        """Return the descriptor, readable until `take` once something has happened."""
+        return self._readiness.fileno()
 
     def replace(self, pipe: int) -> None:
-        """The engine was attached, with this pipe, or detached, with -1. Taken over."""
+        """Watch this pipe, which is owned from now on, in place of the one before; -1: none."""
         with self._lock:
             self._drop_pipe()
             self._pipe = pipe
-            self._watch()
+            if pipe >= 0:
+                self._readiness.watch(pipe)
 
     def tell(self) -> None:
-        """Something has happened, and can be seen."""
+        """Wake up the event loop: something has happened."""
         with self._lock:
-            self._told = True
-            if self._readiness is not None:
-                self._readiness.set()
+            self._readiness.set()
 
     def take(self) -> bool:
-        """Whether anything has happened since the last call."""
+        """Return whether anything has happened since the last call."""
         with self._lock:
-            heard, self._told = self._told, False
-            if self._readiness is not None:
-                self._readiness.clear()
+            news = self._readiness.clear()
             while self._pipe >= 0:
                 try:
-                    told = os.read(self._pipe, 4096)
+                    written = os.read(self._pipe, 4096)
                 except BlockingIOError:
                     break
-                heard = True
-                if not told:  # the daemon is gone
+                news = True
+                if not written:  # the daemon has ended
                     self._drop_pipe()
-            return heard
+            return news
 
     def close(self) -> None:
         """Close the descriptors."""
         with self._lock:
+            self._readiness.close()
             self._drop_pipe()
-            if self._readiness is not None:
-                self._readiness.close()
-                self._readiness = None
 
     def abandon(self) -> None:
-        """In a forked child: close them without taking the parent's lock or telling its epoll."""
+        """Close them in a forked child, without the parent's lock or a change of its epoll."""
         self._lock = threading.Lock()
-        if self._readiness is not None:
-            self._readiness.close()
-            self._readiness = None
-        self._drop_pipe()
-
-    def _watch(self) -> None:
-        if self._readiness is not None and self._pipe >= 0:
-            self._readiness.watch(self._pipe)
+        self.close()
 
     def _drop_pipe(self) -> None:
         if self._pipe >= 0:
-            if self._readiness is not None:
-                self._readiness.unwatch(self._pipe)
+            self._readiness.unwatch(self._pipe)
             os.close(self._pipe)
             self._pipe = -1
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from kvd_client import Scheduler, UsageError, Worker, session
-from kvd_client.lookup_counts import LookupCounts
 from kvd_proto.messages import Lookups, Ping
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.client.test_scheduler import until
@@ -97,12 +96,3 @@ def test_impossible_tokens_are_refused(runtime_dir: Path, asked: int, found: int
         pytest.raises(UsageError, match=f"asked={asked}, found={found}"),
     ):
         scheduler.count_tokens(asked, found)
-
-
-def test_what_was_told_is_no_news() -> None:
-    """Totals are told once, until they grow."""
-    counts = LookupCounts(tokens=False)
-    assert counts.news() is None
-    counts.chunks += 1
-    assert counts.news() == Ping(lookups=Lookups(chunks=1, hit_chunks=0))
-    assert counts.news() is None

@@ -82,10 +82,10 @@ class Client:
         deadline = time.monotonic() + PATIENCE
         before = self.directory.boot_id if self.directory is not None else b""
         while time.monotonic() < deadline:
-            attachment = self.engine.scheduler._attachment
-            if attachment is not None and attachment.directory.boot_id != before:
+            attached = self.engine.scheduler._attached
+            if attached is not None and attached[1].boot_id != before:
                 self.engine.wait_attached()
-                self.directory = attachment.directory
+                self.directory = attached[1]
                 return
             self.engine.scheduler.wait_attached(0.01)
         raise TimeoutError(f"{self.engine.name} finds no daemon")

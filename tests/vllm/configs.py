@@ -18,9 +18,11 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadKey, ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvd_client.vllm.ranges import BlockRanges
 
 BLOCK = 16  # tokens
 PAGE = 4096  # bytes of a `full` or `window` layer's block
@@ -40,6 +42,23 @@ _MODEL = {
     "max_position_embeddings": 1024,
     "dtype": "bfloat16",
 }
+
+
+class WholeChunks(BlockRanges):
+    """In place of `BlockRanges`, where every request has and needs all blocks of its chunks."""
+
+    def __init__(self, blocks_per_chunk: int) -> None:
+        self._size = blocks_per_chunk
+
+    def least(self, key: OffloadKey) -> tuple[int, int]:
+        """See BlockRanges."""
+        del key
+        return self.whole
+
+    def offered(self, key: OffloadKey, request: ReqContext) -> tuple[int, int]:
+        """See BlockRanges."""
+        del key, request
+        return self.whole
 
 
 def engine_config(

@@ -21,7 +21,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import Scheduler
 from kvd_client.vllm import KvdOffloadingManager, metrics
-from kvd_client.vllm.slots import ChunkSlots
+from kvd_client.vllm.manager import ChunkSlots
+from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.messages import (
     MAX_KEYS,
     CompleteLoad,
@@ -32,7 +33,8 @@ from kvd_proto.messages import (
     RequestFinished,
 )
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, make_layout
+from tests.daemon.engines import FACTOR, Engine, make_layout
+from tests.vllm.configs import WholeChunks
 from tests.waiting import PATIENCE, eventually
 
 SMALL_POOL = 16  # chunks
@@ -58,9 +60,20 @@ def small(start_daemon: StartDaemon) -> Iterator[Engine]:
         yield engine
 
 
-def manager_of(engine: Engine, *, events: bool = False) -> KvdOffloadingManager:
+def manager_of(
+    engine: Engine, *, events: bool = False, pending_timeout: float = 1.0
+) -> KvdOffloadingManager:
     """A manager on the engine's own session."""
-    return KvdOffloadingManager(engine.scheduler, pending_timeout=1.0, events=events)
+    return manager_on(engine.scheduler, events=events, pending_timeout=pending_timeout)
+
+
+def manager_on(
+    scheduler: Scheduler, *, events: bool = False, pending_timeout: float = 1.0
+) -> KvdOffloadingManager:
+    """A manager on this session; chunks are whole."""
+    manager = KvdOffloadingManager(scheduler, pending_timeout=pending_timeout, events=events)
+    manager.ranges = WholeChunks(FACTOR)
+    return manager
 
 
 def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
@@ -159,7 +172,7 @@ def test_a_present_chunk_is_not_stored_again(engine: Engine) -> None:
     assert output.keys_to_store == new
     assert output.store_spec.chunks == {0: 2}
     assert not output.evicted_keys
-    assert metrics.ALLOCATION_FAILURE not in counted(manager)
+    assert ALLOCATION_FAILURE not in counted(manager)
 
 
 def test_a_load_pins_until_it_is_complete(engine: Engine) -> None:
@@ -223,7 +236,7 @@ def test_a_chunk_that_is_being_stored_is_waited_for_so_long(
     clock = SimpleNamespace(now=100.0)
     fake_time = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr("kvd_client.vllm.manager.time", fake_time)
-    manager = KvdOffloadingManager(engine.scheduler, pending_timeout=0.25)
+    manager = manager_of(engine, pending_timeout=0.25)
     keys = keys_of("pending", 2)
     assert manager.prepare_store(keys, OTHER).keys_to_store == keys
     assert looked_up(manager, keys) == {LookupResult.HIT_PENDING}
@@ -278,7 +291,7 @@ def test_a_pool_full_of_pins_refuses(small: Engine) -> None:
     assert output.keys_to_store == keys_of("more", 4)[:1]
     assert output.evicted_keys == keys[:1]
     figures = counted(manager)
-    assert figures[metrics.ALLOCATION_FAILURE] == 1
+    assert figures[ALLOCATION_FAILURE] == 1
     assert figures[metrics.CHUNKS_REFUSED] == 3
     assert figures[metrics.ATTACHED] == 1
     assert counted(manager) == {metrics.ATTACHED: 1}
@@ -419,7 +432,7 @@ def use_all(manager: KvdOffloadingManager, keys: list[OffloadKey], failures: int
     assert not len(output.store_spec.slots)
     figures = counted(manager)
     assert figures[metrics.ATTACHED] == 0
-    assert figures.get(metrics.ALLOCATION_FAILURE, 0) == failures
+    assert figures.get(ALLOCATION_FAILURE, 0) == failures
     manager.on_schedule_end(STEP_END)
     manager.mark_failed(keys)
     manager.complete_store(keys, REQUEST)
@@ -433,7 +446,7 @@ def use_all(manager: KvdOffloadingManager, keys: list[OffloadKey], failures: int
 def test_without_a_daemon_everything_is_a_miss(runtime_dir: Path) -> None:
     """No method raises; a cache that is not there refuses nothing."""
     scheduler = Scheduler(runtime_dir, "engine")
-    manager = KvdOffloadingManager(scheduler, pending_timeout=1.0, events=True)
+    manager = manager_on(scheduler, events=True)
     use_all(manager, keys_of("nobody", 5))
     manager.reset_cache()
     use_all(manager, keys_of("nobody", 5))
@@ -525,10 +538,8 @@ def test_a_reset_that_the_daemon_missed_is_made_up_for(
 # ------------------------------------------------------------ parts of chunks
 
 
-class Edge:
+class Edge(WholeChunks):
     """Of every chunk the request has, and any load needs, the last block of two."""
-
-    whole = (0, 2)
 
     def least(self, key: OffloadKey) -> tuple[int, int]:
         """See BlockRanges."""
@@ -541,12 +552,10 @@ class Edge:
         return (1, 1) if request is REQUEST else self.whole
 
 
-def test_a_part_of_a_chunk_is_stored_anew_when_the_whole_is_offered(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_a_chunk_is_stored_anew_when_the_whole_is_offered(engine: Engine) -> None:
     """A load that says what it needs finds the part; one that needs more misses, before it runs."""
     manager = manager_of(engine)
-    monkeypatch.setattr(manager, "ranges", Edge())
+    manager.ranges = Edge(FACTOR)
     keys = keys_of("edge", 3)
     output = manager.prepare_store(keys, REQUEST)
     spec = output.store_spec

@@ -28,11 +28,12 @@ from kvd_client.vllm import (
     KvdOffloadingSpec,
     KvdOffloadingWorker,
 )
-from kvd_client.vllm.slots import ChunkSlots
+from kvd_client.vllm.manager import ChunkSlots
 from tests.conftest import Daemon
 from tests.vllm.configs import (
     BLOCKS,
     PAGE,
+    WholeChunks,
     canonical,
     engine_config,
     full,
@@ -117,6 +118,7 @@ def test_every_byte_comes_back_whatever_the_layout(
         ends.callback(manager.shutdown)
         ends.callback(worker.shutdown)
         assert isinstance(manager, KvdOffloadingManager)
+        manager.ranges = WholeChunks(FACTOR)
         assert isinstance(worker, KvdOffloadingWorker)
         assert manager.scheduler.wait_attached(PATIENCE)
         for group in range(len(groups)):

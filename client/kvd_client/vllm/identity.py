@@ -1,32 +1,30 @@
 """Which vLLM engines may share chunks: everything that the KV's bytes depend on.
 
 Prompt tokens, LoRA, images and cache salts are in vLLM's block hashes; layers,
-pages and ranks are in the registered layout. The rest is here. When in doubt a
-difference costs a miss, a likeness costs wrong tokens.
+pages and ranks are in the registered layout. The rest is here. A difference too many
+costs misses, a difference too few wrong tokens.
 """
 
 import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import vllm
 from huggingface_hub.constants import HF_HUB_CACHE
+from vllm.config import VllmConfig
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import Fingerprint
 from kvd_client.vllm.upstream import attention_backends
 from kvd_client.vllm.versions import release
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
-def fingerprint(config: OffloadingConfig, vllm_config: "VllmConfig", label: str) -> Fingerprint:
-    """The fingerprint of one engine, the same in all its ranks."""
+def fingerprint(config: OffloadingConfig, vllm_config: VllmConfig, label: str) -> Fingerprint:
+    """Return the fingerprint of one engine, the same in all its ranks."""
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     speculative = vllm_config.speculative_config
     parallel = config.parallel
@@ -60,8 +58,8 @@ def fingerprint(config: OffloadingConfig, vllm_config: "VllmConfig", label: str)
     )
 
 
-def random_hash_seed(vllm_config: "VllmConfig") -> str:
-    """A sentence where block hashes differ from process to process, or nothing."""
+def random_hash_seed(vllm_config: VllmConfig) -> str:
+    """Return a warning where block hashes differ from process to process, else ""."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if not algorithm.startswith("xxhash") or os.environ.get("PYTHONHASHSEED") is not None:
         return ""
@@ -73,7 +71,7 @@ def random_hash_seed(vllm_config: "VllmConfig") -> str:
 
 
 def _weights(model: str) -> list[Any]:
-    """Names, sizes and times of a local model's weight files: new weights, new chunks."""
+    """Return names, sizes and times of a local model's weight files."""
     folder = Path(model)
     if not folder.is_dir():
         return []
@@ -82,7 +80,7 @@ def _weights(model: str) -> list[Any]:
 
 
 def _hub_commits(model: str, revision: str | None, download_dir: str | None) -> list[str]:
-    """Commits of a hub's model in this machine's caches, which its files were read from."""
+    """Return the commits of a hub's model in the caches that its files were read from."""
     caches = {HF_HUB_CACHE, download_dir or HF_HUB_CACHE}
     folder = "models--" + model.replace("/", "--")
     refs = [Path(cache, folder, "refs", revision or "main") for cache in sorted(caches)]

@@ -5,23 +5,21 @@ layers are one tensor, packed layouts one tensor whose page is the whole block,
 and all of them may be views of one storage, which is counted once.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
 from kvd_client import GroupSpec, RankLayout, TensorRef, UnsupportedMemory
 from kvd_client.torch_memory import BlockTensor, SharedTensors, share_torch
 
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
 
 def share_caches(caches: CanonicalKVCaches) -> SharedTensors:
     """Move the KV caches' storages into shared memory, in place.
 
     Raises:
-        UnsupportedMemory: memory that another process cannot be given.
+        UnsupportedMemory: memory that another process cannot map.
     """
     return share_torch(
         [
@@ -39,15 +37,15 @@ def rank_layout(
     caches: CanonicalKVCaches,
     shared: SharedTensors,
     config: OffloadingConfig,
-    kv_cache_config: "KVCacheConfig",
+    kv_cache_config: KVCacheConfig,
 ) -> RankLayout:
-    """The layout of this rank.
+    """Return the layout of this rank.
 
-    `num_blocks` is the engine's configured number, with the operator's override
-    in it, and is not read from a tensor.
+    `num_blocks` is the engine's configured number, including the operator's override,
+    and is not read from a tensor.
 
     Raises:
-        UnsupportedMemory: canonical tensors that leave out a part of the layers.
+        UnsupportedMemory: canonical tensors that lack some of the layers.
     """
     groups = []
     for group, refs in zip(config.groups, caches.group_data_refs, strict=True):

@@ -6,17 +6,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvd_client.vllm.upstream import ALLOCATION_FAILURE
-
-__all__ = [
-    "ALLOCATION_FAILURE",
-    "ATTACHED",
-    "CHUNKS_REFUSED",
-    "DEFINITIONS",
-    "LOAD_FAILURES",
-    "STORE_FAILURES",
-]
-
 ATTACHED = "vllm:kv_offload_kvd_attached"
 LOAD_FAILURES = "vllm:kv_offload_kvd_load_failures"
 STORE_FAILURES = "vllm:kv_offload_kvd_store_failures"

@@ -1,9 +1,4 @@
-"""The settings under `kv_connector_extra_config`, checked before the engine starts.
-
-::
-
-    OptionsError (a ValueError: vLLM prints its sentence and does not start)
-"""
+"""The settings under `kv_connector_extra_config`, checked before the engine starts."""
 
 import os
 from collections.abc import Mapping
@@ -18,15 +13,10 @@ Seconds = Annotated[float, Meta(gt=0, le=600)]
 
 # Settings of vLLM's own scheduler logic, which it reads and checks itself.
 VLLM_KEYS = frozenset(
-    (
-        "blocks_per_chunk",
-        "block_size",
-        "offload_prompt_only",
-        "self_describing_kv_events",
-        "canonical_layout",
-        "spec_name",
-        "spec_module_path",
-    )
+    {
+        *("blocks_per_chunk", "block_size", "offload_prompt_only", "self_describing_kv_events"),
+        *("canonical_layout", "spec_name", "spec_module_path"),
+    }
 )
 _DAEMON_KEYS = {
     "cpu_bytes_to_use": "`kvd serve --cpu-bytes`",
@@ -36,15 +26,14 @@ _DAEMON_KEYS = {
 
 
 class OptionsError(ValueError):
-    """A setting that cannot be meant; the engine does not start."""
+    """An invalid setting; vLLM prints the sentence and does not start."""
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an engine can be told about its daemon.
+    """An engine's settings about its daemon.
 
     Attributes:
-        runtime_dir: the daemon's runtime directory; where it is not given, that of the variable
-            KVD_RUNTIME_DIR.
+        runtime_dir: the daemon's runtime directory; default: that of KVD_RUNTIME_DIR.
         required: fail at start where the daemon is not there or cannot serve this memory;
             otherwise the engine runs without offload until it can.
         deadline: seconds that the daemon may take for an answer; then it is treated as absent
@@ -68,7 +57,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def read_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:
-    """The options in `kv_connector_extra_config`.
+    """Return the options in `kv_connector_extra_config`.
 
     Args:
         extra: the configuration.

@@ -1,37 +1,34 @@
 """Which blocks of a chunk a request offers, and which it needs.
 
 vLLM asks its manager about chunks by their keys alone. Where a window's edge lies inside a
-chunk, the request has, and needs, only the blocks behind the edge. vLLM's own manager takes
-such a chunk for whole; a chunk of kvd's holds what was stored, and no more can be loaded.
+chunk, the request has, and needs, only the blocks behind the edge. vLLM's own manager treats
+such a chunk as whole; a chunk of kvd's has the blocks that were stored, and no others are loaded.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
+    RequestOffloadState,
+    SchedulerOffloadConfig,
+)
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
-from kvd_client.block_ranges import Blocks
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        GroupOffloadConfig,
-        RequestOffloadState,
-        SchedulerOffloadConfig,
-    )
+from kvd_client.arguments import Blocks
 
 
 class BlockRanges:
-    """Ranges of blocks within chunks, of the requests of one scheduler.
+    """Computes ranges of blocks within chunks, for the requests of one scheduler.
 
     Args:
-        config: vLLM's, of its groups.
-        requests: vLLM's state of every request, by the request's id.
+        config: vLLM's configuration of groups and chunks.
+        requests: vLLM's state of every request, by request id.
     """
 
     def __init__(
-        self, config: "SchedulerOffloadConfig", requests: "Mapping[str, RequestOffloadState]"
+        self, config: SchedulerOffloadConfig, requests: Mapping[str, RequestOffloadState]
     ) -> None:
         self._groups = {
             group.group_idx: (number, group) for number, group in enumerate(config.kv_group_configs)
@@ -42,16 +39,16 @@ class BlockRanges:
 
     @property
     def whole(self) -> Blocks:
-        """All blocks of a chunk."""
+        """Return the range of all blocks of a chunk."""
         return 0, self._size
 
     def least(self, key: OffloadKey) -> Blocks:
-        """What any load of the chunk needs of it: of a window the last block at least."""
+        """Return what any load needs of the chunk: of a window's chunk at least the last block."""
         _, group = self._groups[get_offload_group_idx(key)]
         return self.whole if group.sliding_window_size_in_chunks is None else self._last
 
     def offered(self, key: OffloadKey, request: ReqContext) -> Blocks:
-        """What the request has of a chunk that it offers: blocks up to the chunk's end."""
+        """Return which blocks the request has of a chunk that it offers, up to the chunk's end."""
         number, group = self._groups[get_offload_group_idx(key)]
         if group.requires_cow_source:
             return self._last
@@ -65,7 +62,7 @@ class BlockRanges:
         return (missing, self._size - missing) if missing < self._size else self._last
 
     def needed(self, req_id: str, tokens: int) -> dict[OffloadKey, Blocks]:
-        """What the request must load of windows' chunks to have so many more tokens."""
+        """Return what to load of windows' chunks for this many tokens more."""
         state = self._requests[req_id]
         computed = state.num_locally_computed_tokens
         end = computed + tokens
@@ -85,10 +82,10 @@ class BlockRanges:
         return needed
 
 
-def skipped_tokens(group: "GroupOffloadConfig", computed: int) -> int:
-    """Tokens that the group's layers do not look at any more, of so many that are computed.
+def skipped_tokens(group: GroupOffloadConfig, computed: int) -> int:
+    """Return how many of the computed tokens the group's layers do not attend to any more.
 
-    As vLLM's managers say it in `get_num_skipped_tokens`.
+    The formulas are those of `get_num_skipped_tokens` of vLLM's managers.
     """
     spec = group.kv_cache_spec
     if isinstance(spec, SlidingWindowSpec):

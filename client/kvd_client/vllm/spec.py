@@ -1,8 +1,10 @@
-"""What vLLM's offloading logic is given: a manager for the scheduler, a worker for a rank."""
+"""What vLLM's offloading logic gets: a manager for the scheduler, a worker for a rank."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -20,10 +22,6 @@ from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import OptionsError, read_options
 from kvd_client.vllm.worker import KvdOffloadingWorker
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
 log = logging.getLogger("kvd_client.vllm")
 
 
@@ -36,22 +34,22 @@ class KvdOffloadingSpec(OffloadingSpec):
         kv_cache_config: the KV cache as it was sized.
 
     Raises:
-        OptionsError: settings that cannot be meant.
+        OptionsError: invalid settings.
     """
 
     @classmethod
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        """The connector's own metrics."""
+        """Return the connector's own metrics."""
         del extra_config
         return metrics.DEFINITIONS
 
     def __init__(
         self,
         config: OffloadingConfig,
-        vllm_config: "VllmConfig | None" = None,
-        kv_cache_config: "KVCacheConfig | None" = None,
+        vllm_config: VllmConfig | None = None,
+        kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         super().__init__(config)
         if vllm_config is None or kv_cache_config is None:
@@ -64,7 +62,7 @@ class KvdOffloadingSpec(OffloadingSpec):
         self._kv_cache_config = kv_cache_config
 
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's side, with a session of its own."""
+        """Return the scheduler's side, with a session of its own."""
         scheduler = Scheduler(
             self.options.runtime_dir,
             self.config.engine_id,
@@ -83,7 +81,7 @@ class KvdOffloadingSpec(OffloadingSpec):
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """A rank's side. The KV caches' memory is shared with the daemon, in place.
+        """Return a rank's side. The KV caches' memory is shared with the daemon, in place.
 
         Raises:
             KvdClientError: with `required`, where the daemon is absent or cannot serve this memory.

@@ -6,12 +6,12 @@ TESTED = ("0.32",)
 
 
 def release(version: str) -> str:
-    """Major and minor number: what decides about interfaces and about the KV's bytes."""
+    """Return major and minor number, which decide about interfaces and the KV's bytes."""
     return ".".join(version.split(".")[:2])
 
 
 def untested(version: str) -> str:
-    """A warning where kvd's tests were not run with this release, or nothing."""
+    """Return a warning where kvd's tests were not run with this release, else ""."""
     if release(version) in TESTED:
         return ""
     return (
@@ -21,11 +21,11 @@ def untested(version: str) -> str:
 
 
 def unsupported(version: str, lacks: str) -> UnsupportedVllm:
-    """The error for a release that the connector cannot work with.
+    """Return the error for a release that the connector cannot work with.
 
     Args:
         version: of the installed vLLM.
-        lacks: what the connector needs and does not find.
+        lacks: what the connector needs and does not find there.
     """
     return UnsupportedVllm(
         f"kvd's connector cannot work with vLLM {version}: {lacks}; it was tested with"

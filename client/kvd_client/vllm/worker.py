@@ -1,7 +1,7 @@
 """A rank's side of vLLM's offloading interface, on a kvd `Worker`.
 
 Every submitted job is reported once by `get_finished`, as a success or as a
-failure; nothing here raises after the start, whatever becomes of the daemon.
+failure; nothing raises after the start, whatever happens to the daemon.
 """
 
 import logging
@@ -18,15 +18,15 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvd_client import JobResult, KvdClientError, Worker
+from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.options import Options
-from kvd_client.vllm.slots import ChunkSlots
 from kvd_proto.devices import HOST
 
 log = logging.getLogger("kvd_client.vllm")
 
 
 class KvdOffloadingWorker(OffloadingWorker):
-    """Jobs of one rank.
+    """Runs the jobs of one rank.
 
     Args:
         worker: the registered worker; None where this rank's memory cannot be served, and then
@@ -47,14 +47,14 @@ class KvdOffloadingWorker(OffloadingWorker):
         self._group_ids = group_ids
         self._blocks_per_chunk = blocks_per_chunk
         self._options = options
-        self._loads: dict[int, float] = {}  # job: when it is stopped; infinite once it was
+        self._loads: dict[int, float] = {}  # by job: when it is cancelled; infinite afterwards
         self._failed: list[TransferResult] = []
-        self._told: set[str] = set()  # why jobs failed lately, as the log has it
+        self._logged: set[str] = set()  # reasons of failures that were logged
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        """Begin to store; true, for a failure is reported by `get_finished`."""
+        """Begin to store; always true: a failure is reported by `get_finished`."""
         assert isinstance(dst_spec, ChunkSlots)  # noqa: S101  # this spec's manager made it
         torn = self._torn_chunks(src_spec, dst_spec)
         if torn:
@@ -66,7 +66,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Begin to load; true, for a failure is reported by `get_finished`."""
+        """Begin to load; always true: a failure is reported by `get_finished`."""
         assert isinstance(src_spec, ChunkSlots)  # noqa: S101  # this spec's manager made it
         if src_spec.missing:
             self._fail(job_id, f"{src_spec.missing} chunks are not in the cache any more")
@@ -78,7 +78,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended. Loads that take too long are stopped, and reported when they are.
+        """Return jobs that have ended; loads that take too long are cancelled.
 
         A load is reported only when nothing writes to its blocks any more.
         """
@@ -102,13 +102,13 @@ class KvdOffloadingWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Return when the blocks of these stores may be overwritten.
 
-        The blocks of loads stay with their requests until these are reported.
+        Loads are not waited for: vLLM keeps their blocks until they are reported.
         """
         if self.worker is not None:
             self.worker.wait(job_ids - self._loads.keys(), self._options.preemption_timeout)
 
     def shutdown(self) -> None:
-        """Take the memory back from the daemon."""
+        """Unregister the memory and end the session."""
         if self.worker is not None:
             self.worker.close()
 
@@ -135,11 +135,10 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._fail(job_id, str(error))
 
     def _torn_chunks(self, blocks: GPULoadStoreSpec, chunks: ChunkSlots) -> str:
-        """What is wrong with a store that does not list its chunks' blocks up to the end.
+        """Return what is wrong with a store that does not list its chunks' blocks up to the end.
 
-        Blocks that a sliding window gave up are left out by the scheduler. At the front of the
-        first chunk that is meant so; anywhere else the blocks that follow would be stored in the
-        wrong places.
+        vLLM leaves out blocks that a sliding window has passed. At the front of the first chunk
+        that is valid; anywhere else the blocks that follow would be stored in wrong places.
         """
         for group_id, size, index in zip(
             self._group_ids, blocks.group_sizes, blocks.block_indices, strict=True
@@ -159,19 +158,19 @@ class KvdOffloadingWorker(OffloadingWorker):
         self._failed.append(TransferResult(job_id, success=False))
 
     def _results(self, ended: list[JobResult]) -> list[TransferResult]:
-        """What vLLM is told; the log says each reason once until a job succeeds."""
+        """Convert results; each reason of a failure is logged once until a job succeeds."""
         why: dict[str, Counter[str]] = {}
         for result in ended:
             is_load = self._loads.pop(result.job_id, None) is not None
             if not result.success:
                 why.setdefault(result.text, Counter())["load" if is_load else "store"] += 1
         if len(ended) > sum(map(Counter.total, why.values())):
-            self._told.clear()
+            self._logged.clear()
         for text, kinds in why.items():
-            if text not in self._told:
+            if text not in self._logged:
                 log.warning("%s: %s", _failures(kinds), text)
         if why:
-            self._told = set(why)
+            self._logged = set(why)
         return [
             TransferResult(
                 result.job_id,
@@ -189,7 +188,7 @@ class KvdOffloadingWorker(OffloadingWorker):
 
 
 def _failures(kinds: Counter[str]) -> str:
-    """Such as "a load failed and is a cache miss"."""
+    """Return a text such as "a load failed and is a cache miss"."""
     names = " and ".join(
         f"a {kind}" if count == 1 else f"{count} {kind}s" for kind, count in sorted(kinds.items())
     )
@@ -198,10 +197,10 @@ def _failures(kinds: Counter[str]) -> str:
 
 
 def _now(worker: Worker) -> int | None:
-    """The timeline's number for all that the engine has started until now.
+    """Return the timeline's number for all work that the engine has started until now.
 
-    None for host memory: what was started there has finished. On CUDA the work goes on; a store
-    reads after the kernels that write its blocks, a load writes after those that read them.
+    None for host memory, where it has finished. On CUDA a store must read after the kernels that
+    write its blocks, a load write after those that read them.
     """
     if worker.device in {None, HOST}:
         return None
