@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from kvd_client.block_ranges import Blocks
+from kvd_client.arguments import Blocks
 from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import LoadTicket, StoreTicket
