@@ -1,8 +1,4 @@
-"""The control page: a worker's words in memory that its lane reads; see `kvd_proto.control`.
-
-They are written by this process or its CUDA streams alone; item assignment of a
-"Q" view is one store of eight bytes, so the other side never reads half a number.
-"""
+"""A worker's control page, written by this process and its CUDA streams alone, and its timeline."""
 
 import ctypes
 import mmap
@@ -13,49 +9,28 @@ from typing import Protocol
 from kvd_client import sealed
 from kvd_client.arguments import shown
 from kvd_client.errors import UsageError
-from kvd_proto.control import CONTROL_BYTES, CONTROL_WORDS, TIMELINE_WORD
+from kvd_proto.control import CONTROL_BYTES, CONTROL_WORDS, TIMELINE_WORD, ControlWords
 
 
-class ControlPage:
-    """A new control page; all words are 0."""
+class ControlPage(ControlWords):
+    """A new control page of this process; all words are 0."""
 
     nbytes = CONTROL_BYTES
 
     def __init__(self) -> None:
         self.fd = sealed.make("kvd-control", CONTROL_BYTES)
-        self._map = mmap.mmap(self.fd, CONTROL_BYTES)
-        self._words = memoryview(self._map).cast("Q")
+        super().__init__(mmap.mmap(self.fd, CONTROL_BYTES))
 
     @property
     def address(self) -> int:
         """Where word 0 is in this process."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    @property
-    def timeline(self) -> int:
-        """The number that has been reached."""
-        return self._words[TIMELINE_WORD]
-
-    @timeline.setter
-    def timeline(self, number: int) -> None:
-        self._words[TIMELINE_WORD] = number
-
-    def epoch(self, word: int) -> int:
-        """The number at a word, which a store that is sent now names."""
-        return self._words[word]
-
-    def next_epoch(self, word: int) -> None:
-        """Void the store whose word this is."""
-        self._words[word] += 1
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close(self) -> None:
         """Close the descriptor; a lane that has mapped the page keeps it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def __repr__(self) -> str:
-        return f"<ControlPage timeline={self.timeline}>"
 
 
 class StoreWords:

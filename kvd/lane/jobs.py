@@ -16,7 +16,6 @@ from kvd.wire.link import ShareDone
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import Chunks
 from kvd_proto.directory import SlotState
-from kvd_proto.errors import JobShapeError
 from kvd_proto.expand import Copies
 from kvd_proto.messages import Job, JobStatus, Store
 from kvd_proto.states import JOB, JobEvent, JobState, Machine
@@ -149,14 +148,13 @@ class LaneJob:
             JobShapeError: runs outside the worker's memory or arena.
         """
         copies = self.worker.expander.expand(self.request.blocks)
+        slot_bytes, num_slots = self.binding.slot_bytes, self.binding.num_slots
         if not self.own.all():
             # Replicated: keep what lies in this rank's slots; runs may span several.
-            copies = split_runs(copies, self.binding.slot_bytes)
-            copies = select(
-                copies, own_slots(self.worker, copies.arena_offset // self.binding.slot_bytes)
-            )
-        check_bounds(copies, self.worker, self.binding)
-        self.pieces = cut(copies, piece_bytes)
+            copies = copies.split(slot_bytes)
+            copies = copies.select(own_slots(self.worker, copies.arena_offset // slot_bytes))
+        copies.check_bounds(self.worker.layout.storages, slot_bytes * num_slots)
+        self.pieces = copies.pieces(piece_bytes)
 
     def shares(self, *, ok: bool) -> list[ShareDone]:
         """What the broker is told about a store's chunks.
@@ -191,84 +189,6 @@ def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[Share
     chunks = Chunks(slots, generations, nothing, nothing, nothing)
     mask = own_slots(worker, slots) & _writing(binding, slots, generations)
     return _share_messages(worker, binding, chunks, mask, ok=False)
-
-
-def split_runs(copies: Copies, unit: int) -> Copies:
-    """The same copies, cut so that no run crosses a multiple of `unit` bytes of the arena."""
-    begins = copies.arena_offset
-    ends = begins + copies.nbytes
-    first = begins // unit
-    parts = (ends - 1) // unit - first + 1
-    if bool((parts == 1).all()):
-        return copies
-    run = np.repeat(np.arange(len(parts)), parts)
-    part = np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
-    begin = np.maximum((first[run] + part) * unit, begins[run])
-    end = np.minimum((first[run] + part + 1) * unit, ends[run])
-    return Copies(
-        storage=copies.storage[run],
-        tensor_offset=copies.tensor_offset[run] + (begin - begins[run]),
-        arena_offset=begin,
-        nbytes=end - begin,
-    )
-
-
-def select(copies: Copies, which: Mask | slice) -> Copies:
-    """Some of the runs."""
-    return Copies(
-        storage=copies.storage[which],
-        tensor_offset=copies.tensor_offset[which],
-        arena_offset=copies.arena_offset[which],
-        nbytes=copies.nbytes[which],
-    )
-
-
-def cut(copies: Copies, piece_bytes: int) -> list[tuple[Copies, int]]:
-    """Pieces of about `piece_bytes` (below twice that) with their bytes, in order.
-
-    A run belongs to the piece that its last byte falls into, were all pieces alike.
-    """
-    total = copies.total_bytes
-    if 0 < total <= piece_bytes:
-        return [(copies, total)]
-    copies = split_runs(copies, piece_bytes)
-    end = np.cumsum(copies.nbytes)
-    cuts = (np.flatnonzero(np.diff((end - 1) // piece_bytes)) + 1).tolist()
-    bounds = [0, *cuts, len(copies)]
-    moved = [0, *(int(end[index - 1]) for index in bounds[1:] if index)]
-    return [
-        (select(copies, slice(bounds[i], bounds[i + 1])), moved[i + 1] - moved[i])
-        for i in range(len(moved) - 1)
-    ]
-
-
-def check_bounds(copies: Copies, worker: Worker, binding: Binding) -> None:
-    """Every run lies inside its storage and inside the arena.
-
-    Raises:
-        JobShapeError: one does not.
-    """
-    if not len(copies.nbytes):
-        return
-    sizes = np.array(worker.layout.storages, dtype=np.int64)
-    arena = binding.slot_bytes * binding.num_slots
-    inside = (
-        (copies.storage >= 0)
-        & (copies.storage < len(sizes))
-        & (copies.nbytes > 0)
-        & (copies.tensor_offset >= 0)
-        & (copies.arena_offset >= 0)
-        & (copies.arena_offset + copies.nbytes <= arena)
-    )
-    if bool(inside.all()):
-        inside = copies.tensor_offset + copies.nbytes <= sizes[copies.storage]
-    if not bool(inside.all()):
-        worst = int(np.argmin(inside))
-        raise JobShapeError(
-            f"{copies.nbytes[worst]} bytes between offset {copies.tensor_offset[worst]} of storage"
-            f" {copies.storage[worst]} and offset {copies.arena_offset[worst]} of the arena of"
-            f" {arena} bytes lie outside"
-        )
 
 
 def own_slots(worker: Worker, slots: npt.NDArray[np.integer]) -> Mask:

@@ -11,11 +11,10 @@ import time
 
 from kvd.lane.devices.device import Device
 from kvd.lane.orders import Orders
-from kvd.lane.outbox import Outbox
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.runner import Runner
-from kvd.lane.sockets import Sockets, Woken
+from kvd.lane.sockets import FRAMES_PER_TURN, Sockets, Woken
 from kvd.lane.tally import Tally
 from kvd.lane.worker_requests import Requests
 from kvd.lane.workers import Workers
@@ -26,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 SHORTEST_NAP = 20e-6
 LONGEST_NAP = 1e-3
-BREATH_EVERY = 1e-3
-BREATH_SECONDS = 30e-6
+PAUSE_EVERY = 1e-3
+PAUSE_SECONDS = 30e-6
 FILLING_MS = 10
 
 
@@ -41,7 +40,7 @@ class LaneService:
         sockets: bound there, with the link to the broker.
         device: the backend.
         pool_bytes: size of the pool that the device maps.
-        lifeline: the read end of this process's; see lifeline.py. Taken over.
+        lifeline: the read end of this process's lifeline. Taken over.
         limits: of what an engine may have waiting.
     """
 
@@ -66,26 +65,22 @@ class LaneService:
         self._lifeline = lifeline
         self._usable = 0
         self._standstill = Standstill("lane")
-        workers = Workers(device)
+        self._workers = Workers(device)
         tally = Tally()
         self._runner = Runner(device, limits)
-        self._outbox = Outbox(sockets.link)
-        self._reports = Reports(sockets, self._runner, self._outbox, tally)
+        self._reports = Reports(sockets, self._runner, tally)
         self._orders = Orders(
             sockets=sockets,
-            workers=workers,
+            workers=self._workers,
             runner=self._runner,
-            outbox=self._outbox,
             reports=self._reports,
             tally=tally,
             pool_bytes=pool_bytes,
         )
         self._requests = Requests(
             sockets=sockets,
-            workers=workers,
+            workers=self._workers,
             runner=self._runner,
-            orders=self._orders,
-            outbox=self._outbox,
             reports=self._reports,
             tally=tally,
         )
@@ -98,29 +93,38 @@ class LaneService:
         """
         try:
             self._announce()
-            nap = breathed = 0.0
-            while not (self._orders.stopping and not len(self._runner)):
+            nap = paused = 0.0
+            while not (self._runner.stopping and not len(self._runner)):
                 woken = self._wait(self._patience(nap))
                 if self._usable < self._pool_bytes:
                     self._tell_usable()
-                idle = not woken.workers and not len(self._runner)
-                if self._outbox and self._outbox.due(idle=idle):
-                    self._outbox.tell_shares()
+                if self._reports.shares_due(idle=not woken.workers and not len(self._runner)):
+                    self._reports.send_shares()
                 if woken.link:
                     self._orders.read()
                 if woken.workers:
-                    self._requests.read()
+                    self._serve_workers()
                 moved = self._runner.turn()
-                self._reports.tell_ended()
-                nap = self._rest(nap, busy=moved or woken.link or woken.workers)
+                self._reports.report_ended()
+                nap = self._back_off(nap, busy=moved or woken.link or woken.workers)
                 if moved and self._runner.stores_only and not self._device.pins:
-                    breathed = self._breathe(breathed)
+                    paused = self._pause(paused)
         except EOFError:
             _log.warning("the broker is gone: ending")
         else:
-            self._outbox.tell_shares()
+            self._reports.send_shares()
         finally:
-            self._sockets.close(deliver=self._orders.stopping)
+            self._sockets.close(deliver=self._runner.stopping)
+
+    def _serve_workers(self) -> None:
+        """Serve what has come from workers, some of it where it is much."""
+        for _ in range(FRAMES_PER_TURN):
+            received = self._sockets.recv()
+            if received is None:
+                return
+            if not self._workers.all_bound:  # the order that binds its sender came before it
+                self._orders.read()
+            self._requests.serve(received)
 
     # ---------------------------------------------------------------- pace
 
@@ -136,13 +140,13 @@ class LaneService:
 
     def _patience(self, nap: float) -> int | None:
         """Milliseconds to wait for messages; None: for ever, there is nothing to do."""
-        if self._outbox:
+        if self._reports.waiting_shares:
             return 0
         if not len(self._runner):
             return FILLING_MS if self._usable < self._pool_bytes else None
         return 1 if nap >= LONGEST_NAP else 0
 
-    def _rest(self, nap: float, *, busy: bool) -> float:
+    def _back_off(self, nap: float, *, busy: bool) -> float:
         """Sleep for less than a poll can, where jobs wait for a timeline or for the device."""
         if busy or not len(self._runner):
             return 0.0
@@ -151,15 +155,15 @@ class LaneService:
             time.sleep(nap)
         return nap
 
-    def _breathe(self, last: float) -> float:
-        """Sleep a little where the last time is a while ago; when it was the last time.
+    def _pause(self, last: float) -> float:
+        """Sleep a little if the last pause is a while ago; return when the last one was.
 
         Stores that this CPU copies without a pause keep those that share the CPU waiting,
         the thread first of all that sends replies to engines that load.
         """
-        if time.monotonic() - last < BREATH_EVERY:
+        if time.monotonic() - last < PAUSE_EVERY:
             return last
-        time.sleep(BREATH_SECONDS)
+        time.sleep(PAUSE_SECONDS)
         return time.monotonic()
 
     def _announce(self) -> None:
@@ -179,10 +183,10 @@ class LaneService:
         """Say how much of the pool can be copied, whenever that is more than before."""
         error, usable = self._device.pool_error, self._device.usable_bytes
         if error:
-            self._outbox.tell(PoolUsable(usable_bytes=0, error=error[:TEXT_LIMIT]))
+            self._reports.tell_broker(PoolUsable(usable_bytes=0, error=error[:TEXT_LIMIT]))
             self._usable = self._pool_bytes  # nothing follows
         elif usable > self._usable:
-            self._outbox.tell(PoolUsable(usable_bytes=usable, error=""))
+            self._reports.tell_broker(PoolUsable(usable_bytes=usable, error=""))
             self._usable = usable
 
     def __repr__(self) -> str:

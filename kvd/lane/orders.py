@@ -11,7 +11,6 @@ from typing import Any
 from kvd.errors import BadDatagram, ImportFailed, LaneError
 from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import LaneJob
-from kvd.lane.outbox import Outbox
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import FRAMES_PER_TURN, Sockets
@@ -47,13 +46,9 @@ class Orders:
     Args:
         sockets: with the link.
         workers, runner: what orders are about.
-        outbox: where answers go.
-        reports: jobs that an order has ended are told of at once.
+        reports: where answers go, and the ends of jobs that an order has stopped.
         tally: told to a broker that asks.
         pool_bytes: size of the pool.
-
-    Attributes:
-        stopping: no jobs are to be taken any more; those that are here are to be finished.
     """
 
     def __init__(
@@ -62,17 +57,14 @@ class Orders:
         sockets: Sockets,
         workers: Workers,
         runner: Runner,
-        outbox: Outbox,
         reports: Reports,
         tally: Tally,
         pool_bytes: int,
     ) -> None:
-        self.stopping = False
         self._sockets = sockets
         self._link = sockets.link
         self._workers = workers
         self._runner = runner
-        self._outbox = outbox
         self._reports = reports
         self._tally = tally
         self._pool_bytes = pool_bytes
@@ -106,7 +98,7 @@ class Orders:
                 _log.exception("a frame of the link makes no sense")
             finally:
                 close_all(fds)
-            self._reports.tell_ended()
+            self._reports.report_ended()
 
     def carry_out(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
         """One order. The descriptors stay the caller's.
@@ -125,7 +117,7 @@ class Orders:
             error = str(problem)[:TEXT_LIMIT]
             who = who_is(message)
             _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
-        self._outbox.tell(Imported(session=message.session, error=error))
+        self._reports.tell_broker(Imported(session=message.session, error=error))
 
     def _bind(self, message: BindWorker, fds: tuple[int, ...]) -> None:
         worker = self._workers.by_session(message.session)
@@ -148,7 +140,7 @@ class Orders:
     def _release(self, message: ReleaseWorker, _fds: tuple[int, ...]) -> None:
         worker = self._workers.by_session(message.session)
         if worker is None:
-            self._outbox.tell(Released(session=message.session))
+            self._reports.tell_broker(Released(session=message.session))
             return
         worker.leaving = True
         jobs = self._stop_all(worker, "the worker is gone")
@@ -156,7 +148,7 @@ class Orders:
         def let_go() -> None:
             self._workers.remove(worker)
             _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
-            self._outbox.tell(Released(session=message.session))
+            self._reports.tell_broker(Released(session=message.session))
 
         self._runner.when_ended(jobs, let_go)
 
@@ -182,10 +174,10 @@ class Orders:
         answer = Revoked(
             namespace=message.namespace, slots=message.slots, generations=message.generations
         )
-        self._runner.when_ended(writing, lambda: self._outbox.tell(answer))
+        self._runner.when_ended(writing, lambda: self._reports.tell_broker(answer))
 
     def _answer_broker(self, message: LanePing, _fds: tuple[int, ...]) -> None:
-        self._outbox.tell(
+        self._reports.tell_broker(
             LanePong(
                 sequence=message.sequence,
                 queued_jobs=self._runner.queued_jobs,
@@ -197,8 +189,7 @@ class Orders:
         )
 
     def _stop(self, _message: StopLane, _fds: tuple[int, ...]) -> None:
-        self.stopping = True
+        self._runner.stopping = True
 
     def __repr__(self) -> str:
-        stopping = ", stopping" if self.stopping else ""
-        return f"<Orders for {self._workers!r}, {self._runner!r}{stopping}>"
+        return f"<Orders for {self._workers!r}, {self._runner!r}>"

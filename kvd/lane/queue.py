@@ -150,8 +150,8 @@ class JobQueue(Generic[J]):
             entry.started = True
             self._uncount(entry)
 
-    def hoist(self, job: J) -> None:
-        """Somebody waits for this job: it goes before all that nobody waits for."""
+    def prioritize(self, job: J) -> None:
+        """Put a job that is waited for before all that nobody waits for."""
         entry = self._entries.get(job)
         if entry is None or entry.urgency is Urgency.WAITED_FOR:
             return
@@ -236,7 +236,7 @@ class JobQueue(Generic[J]):
         self._turns[_TIER_OF[entry.urgency]].setdefault(entry.engine)
         workers = self._classes[entry.urgency].setdefault(entry.engine, {})
         fifo = workers.setdefault(entry.worker, OrderedDict())
-        # One that is hoisted late may be older than what was hoisted before it.
+        # A job that is prioritized late may be older than those prioritized before it.
         younger = [job for job, other in fifo.items() if other.order > entry.order]
         fifo[entry.job] = entry
         for job in younger:

@@ -1,40 +1,52 @@
-"""What workers are told: answers, refusals, and the Done of every job that has ended."""
+"""What the lane reports: replies and the Done of every ended job to workers, shares to the broker.
+
+To wake the broker costs more than a small copy, so under load the shares of several jobs wait
+for one wake-up. The broker is sent nothing newer than a share that still waits: what was written
+comes before what is said of it.
+"""
+
+import time
+from collections.abc import Iterable
 
 from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import ReplyTo
-from kvd.lane.outbox import Outbox
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import Sockets
 from kvd.lane.tally import Tally
+from kvd.wire.link import LINK, ShareDone
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import Done, Error, ErrorCode, Job, JobStatus, Load, Message
 
 TEXT_LIMIT = 1000
+SHARES_WAIT_SECONDS = 1e-3
 
 
 class Reports:
-    """Replies over the workers' socket, counted.
+    """Everything that the lane sends but for its first message.
 
     Args:
-        sockets: to workers.
+        sockets: to workers, with the link to the broker.
         runner: whose jobs are reported.
-        outbox: the broker hears of shares too.
         tally: counts.
     """
 
-    def __init__(self, sockets: Sockets, runner: Runner, outbox: Outbox, tally: Tally) -> None:
+    def __init__(self, sockets: Sockets, runner: Runner, tally: Tally) -> None:
         self._sockets = sockets
+        self._link = sockets.link
         self._runner = runner
-        self._outbox = outbox
         self._tally = tally
+        self._shares: list[ShareDone] = []
+        self._since = 0.0
 
-    def tell_ended(self) -> None:
-        """Tell of every job that has ended, then do what waited for it."""
+    # ---------------------------------------------------------- to workers
+
+    def report_ended(self) -> None:
+        """Report every job that has ended, then do what waited for it."""
         for job in self._runner.take_ended():
             status, text = job.outcome
             self._tally.ended(job, status)
             started = job.started_ns or self._runner.now
-            self.send(
+            self.reply(
                 job.reply,
                 Done(
                     job=job.request.job,
@@ -49,14 +61,14 @@ class Reports:
                 self._tally.reported(job, self._runner.now)
             # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
             if job.direction is Direction.STORE:
-                self._outbox.add(job.shares(ok=status is JobStatus.OK))
+                self._add_shares(job.shares(ok=status is JobStatus.OK))
             for action in job.on_end:
                 action()
 
     def refuse_job(self, request: Job, reply: ReplyTo, text: str) -> None:
-        """A job is not taken, and why."""
+        """Answer that a job is not taken, and why."""
         self._tally.refused(Direction.LOAD if isinstance(request, Load) else Direction.STORE)
-        self.send(
+        self.reply(
             reply,
             Done(
                 job=request.job,
@@ -69,13 +81,50 @@ class Reports:
         )
 
     def refuse(self, reply: ReplyTo, code: ErrorCode, text: str) -> None:
-        """A request is not served, and why."""
-        self.send(reply, Error(code=code, text=text[:TEXT_LIMIT]))
+        """Answer that a request is not served, and why."""
+        self.reply(reply, Error(code=code, text=text[:TEXT_LIMIT]))
 
-    def send(self, reply: ReplyTo, message: Message) -> None:
+    def reply(self, reply: ReplyTo, message: Message) -> None:
         """Answer a request; never waits, see `Sockets.send`."""
         frame = WIRE.encode(message, reply.request_id, reply.boot_id)
         self._sockets.send(reply.identity, frame)
 
+    # ------------------------------------------------------- to the broker
+
+    def tell_broker(self, message: Message) -> None:
+        """Send a message, after the shares that wait.
+
+        Raises:
+            ChannelFull: the broker does not read what it must know.
+            EOFError: it is gone.
+        """
+        self.send_shares()
+        self._link.send(LINK.encode(message))
+
+    def send_shares(self) -> None:
+        """Send the shares that wait.
+
+        Raises:
+            ChannelFull, EOFError: see `tell_broker`.
+        """
+        shares, self._shares = self._shares, []
+        for share in shares:
+            self._link.send(LINK.encode(share))
+
+    @property
+    def waiting_shares(self) -> int:
+        """Messages about shares that have not been sent."""
+        return len(self._shares)
+
+    def shares_due(self, *, idle: bool) -> bool:
+        """Whether shares wait that are to be sent now: nothing else to do, or waited enough."""
+        waited = time.monotonic() - self._since
+        return bool(self._shares) and (idle or waited >= SHARES_WAIT_SECONDS)
+
+    def _add_shares(self, shares: Iterable[ShareDone]) -> None:
+        if not self._shares:
+            self._since = time.monotonic()
+        self._shares += shares
+
     def __repr__(self) -> str:
-        return f"<Reports of {self._runner!r}>"
+        return f"<Reports of {self._runner!r}, {self.waiting_shares} shares wait>"

@@ -31,6 +31,9 @@ class Runner:
         device: where the bytes are moved.
         limits: per engine, of what waits.
         clock: monotonic nanoseconds.
+
+    Attributes:
+        stopping: no more jobs are taken; the loop ends when those that are here have ended.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Runner:
         limits: Limits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        self.stopping = False
         self._device = device
         self._clock = clock
         self._queue: JobQueue[LaneJob] = JobQueue(limits)
@@ -60,8 +64,11 @@ class Runner:
         Raises:
             JobShapeError: its blocks do not fit the worker's layout or arena, or a store names a
                 slot twice.
-            LaneError: its worker has no binding, or its number is in use.
+            LaneError: the lane is stopping, the job's worker has no binding, or its number is in
+                use.
         """
+        if self.stopping:
+            raise LaneError("the lane is stopping")
         binding = worker.binding
         if binding is None or worker.leaving:
             raise LaneError("this worker's engine is not complete: no jobs are taken")
@@ -109,9 +116,9 @@ class Runner:
             job.machine.fire(JobEvent.DRAINED)
         self._settle(job)
 
-    def hoist(self, job: LaneJob) -> None:
-        """Somebody waits for it: it goes first."""
-        self._queue.hoist(job)
+    def prioritize(self, job: LaneJob) -> None:
+        """Let a job that is waited for go first."""
+        self._queue.prioritize(job)
 
     def when_ended(self, jobs: Collection[LaneJob], action: Callable[[], None]) -> None:
         """Call `action` once all of `jobs` have ended and were reported; now if none is left."""

@@ -11,13 +11,12 @@ from typing import Any
 
 from kvd.errors import LaneError
 from kvd.lane.jobs import ReplyTo, refused_shares
-from kvd.lane.orders import Orders
-from kvd.lane.outbox import Outbox
 from kvd.lane.reports import Reports
 from kvd.lane.runner import Runner
-from kvd.lane.sockets import FRAMES_PER_TURN, Sockets
+from kvd.lane.sockets import Sockets
 from kvd.lane.tally import Tally
 from kvd.lane.workers import Worker, Workers
+from kvd.wire.router import Received
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
 from kvd_proto.messages import (
@@ -45,8 +44,6 @@ class Requests:
         sockets: from workers.
         workers: who may ask.
         runner: takes their jobs.
-        orders: may have to be looked at first.
-        outbox: the broker hears of stores that were refused.
         reports: where answers go.
         tally: counts what is dropped.
     """
@@ -57,16 +54,12 @@ class Requests:
         sockets: Sockets,
         workers: Workers,
         runner: Runner,
-        orders: Orders,
-        outbox: Outbox,
         reports: Reports,
         tally: Tally,
     ) -> None:
         self._sockets = sockets
         self._workers = workers
         self._runner = runner
-        self._orders = orders
-        self._outbox = outbox
         self._reports = reports
         self._tally = tally
         self._handlers: dict[type[Message], Callable[[Worker, Any, ReplyTo], None]] = {
@@ -76,14 +69,10 @@ class Requests:
             Wait: self._wait,
         }
 
-    def read(self) -> None:
-        """Serve what has come, some of it where it is much."""
-        for _ in range(FRAMES_PER_TURN):
-            received = self._sockets.recv()
-            if received is None:
-                return
-            self._frame(received.identity, received.frame)
-            self._reports.tell_ended()
+    def serve(self, received: Received) -> None:
+        """Serve one message, then report what ended by it."""
+        self._frame(received.identity, received.frame)
+        self._reports.report_ended()
 
     def _frame(self, identity: bytes, frame: bytes) -> None:
         try:
@@ -119,7 +108,7 @@ class Requests:
             return
         self._sockets.prove(reply.identity)
         if isinstance(message, Ping):
-            self._reports.send(reply, Pong(pid=os.getpid()))
+            self._reports.reply(reply, Pong(pid=os.getpid()))
         elif handler is None:
             name = type(message).__name__
             self._reports.refuse(reply, ErrorCode.BAD_STATE, f"a lane serves jobs, not {name}")
@@ -127,18 +116,13 @@ class Requests:
             handler(worker, message, reply)
 
     def _job(self, worker: Worker, request: Job, reply: ReplyTo) -> None:
-        if self._orders.stopping:
-            self._reports.refuse_job(request, reply, "the lane is stopping")
-            return
-        if worker.binding is None:  # the broker's word may have come since the link was read
-            self._orders.read()
         try:
             self._runner.submit(worker, request, reply)
         except JobShapeError as error:
             self._reports.refuse_job(request, reply, str(error))
             if isinstance(request, Store) and worker.binding is not None:
                 for share in refused_shares(worker, worker.binding, request):
-                    self._outbox.tell(share)
+                    self._reports.tell_broker(share)
         except LaneError as error:
             self._reports.refuse_job(request, reply, str(error))
 
@@ -147,7 +131,7 @@ class Requests:
         jobs = [job for job in named if job is not None]
         for job in jobs:
             self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
-        self._reports.send(reply, CancelDone(stopped=len(jobs)))
+        self._reports.reply(reply, CancelDone(stopped=len(jobs)))
 
     def _wait(self, worker: Worker, request: Wait, reply: ReplyTo) -> None:
         named = [self._runner.find(worker, number) for number in dict.fromkeys(request.jobs)]
@@ -155,8 +139,8 @@ class Requests:
         if len(jobs) < len(named):  # ended, or never came; these must not begin after the answer
             worker.requests.close_before(reply.request_id)
         for job in jobs:
-            self._runner.hoist(job)
-        self._runner.when_ended(jobs, lambda: self._reports.send(reply, WaitDone()))
+            self._runner.prioritize(job)
+        self._runner.when_ended(jobs, lambda: self._reports.reply(reply, WaitDone()))
 
     def __repr__(self) -> str:
         return f"<Requests of {self._workers!r}>"

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 from kvd.client_names import Who
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.device import Device, MemoryId
-from kvd.lane.once import Once
 from kvd.machine.sealed import size_of
 from kvd.wire.link import BindWorker, ImportWorker
-from kvd_proto.control import CONTROL_BYTES, TIMELINE_WORD
+from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError, LayoutError
 from kvd_proto.expand import Expander
 from kvd_proto.layout import RankLayout, slot_bytes
 
+REQUEST_WINDOW = 1024  # requests that may overtake each other
 
-class ControlPage:
-    """A worker's words in shared memory, written by the worker alone; see `kvd_proto.control`.
+
+def open_control_page(fd: int) -> ControlWords:
+    """Map a worker's control page, to read it.
 
     Args:
         fd: a sealed memory file of at least `CONTROL_BYTES`; stays the caller's.
@@ -31,35 +32,50 @@ class ControlPage:
     Raises:
         ImportFailed: it is smaller, not sealed, or cannot be mapped.
     """
+    size = size_of(fd, "the control page (descriptor 0)")
+    if size < CONTROL_BYTES:
+        raise ImportFailed(f"the control page has {size} bytes, {CONTROL_BYTES} are needed")
+    try:
+        return ControlWords(mmap.mmap(fd, CONTROL_BYTES, prot=mmap.PROT_READ))
+    except OSError as error:
+        raise ImportFailed(f"the control page cannot be mapped: {error}") from error
 
-    def __init__(self, fd: int) -> None:
-        size = size_of(fd, "the control page (descriptor 0)")
-        if size < CONTROL_BYTES:
-            raise ImportFailed(f"the control page has {size} bytes, {CONTROL_BYTES} are needed")
-        try:
-            page = mmap.mmap(fd, CONTROL_BYTES, prot=mmap.PROT_READ)
-        except OSError as error:
-            raise ImportFailed(f"the control page cannot be mapped: {error}") from error
-        self._page = page
-        # Item access of a "Q" view reads its eight bytes at once.
-        self._words = memoryview(page).cast("Q")
 
-    @property
-    def timeline(self) -> int:
-        """The number that has been reached."""
-        return self._words[TIMELINE_WORD]
+class RequestNumbers:
+    """Numbers of a worker's requests, each served once. They grow, but may overtake each other.
 
-    def epoch(self, word: int) -> int:
-        """The number that a store of this word must have been sent with."""
-        return self._words[word]
+    A job that came twice would be copied twice: the second time from or into blocks that the
+    engine uses for something else by then. And a second answer, such as that its number is in
+    use, would be taken for the first one. So a number that was seen before is not new; nor is
+    one that is late: a worker that was told that a job has ended, or is not here, uses its blocks.
+    """
 
-    def close(self) -> None:
-        """Unmap it; nothing can be read afterwards."""
-        self._words.release()
-        self._page.close()
+    def __init__(self) -> None:
+        self._highest = 0
+        self._seen = 1  # bit i: highest - i was here; number 0 is no request's
+
+    def is_new(self, number: int) -> bool:
+        """Note a number; whether it is here for the first time and not far behind the highest."""
+        ahead = number - self._highest
+        if ahead > 0:
+            kept = self._seen << ahead if ahead < REQUEST_WINDOW else 0
+            self._seen = (kept | 1) & ((1 << REQUEST_WINDOW) - 1)
+            self._highest = number
+            return True
+        bit = 1 << -ahead if -ahead < REQUEST_WINDOW else 0
+        if not bit or self._seen & bit:
+            return False
+        self._seen |= bit
+        return True
+
+    def close_before(self, number: int) -> None:
+        """Take no number below this one, which was here, as new from now on."""
+        behind = self._highest - number
+        if behind < REQUEST_WINDOW:
+            self._seen |= ((1 << REQUEST_WINDOW) - 1) & ~((1 << (behind + 1)) - 1)
 
     def __repr__(self) -> str:
-        return f"<ControlPage timeline={self.timeline}>"
+        return f"<RequestNumbers up to {self._highest}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +148,11 @@ class Worker:
     world_size: int
     layout: RankLayout
     memory: MemoryId
-    control: ControlPage
+    control: ControlWords
     expander: Expander
     binding: Binding | None = None
     leaving: bool = False
-    requests: Once = field(default_factory=Once)
+    requests: RequestNumbers = field(default_factory=RequestNumbers)
 
     def __repr__(self) -> str:
         bound = "bound" if self.binding is not None else "not bound"
@@ -175,7 +191,7 @@ class Workers:
             expander = Expander(message.layout)
         except LayoutError as error:
             raise ImportFailed(str(error)) from error
-        control = ControlPage(descriptors[0])
+        control = open_control_page(descriptors[0])
         worker = Worker(
             session=message.session,
             token=message.token,
@@ -194,7 +210,7 @@ class Workers:
     def remove(self, worker: Worker) -> None:
         """Unmap a worker's memory; nothing may be in flight on it."""
         self._device.release_memory(worker.memory)
-        worker.control.close()
+        worker.control.unmap()
         del self._by_session[worker.session]
         del self._by_token[worker.token]
 
@@ -205,6 +221,11 @@ class Workers:
     def by_token(self, token: bytes) -> Worker | None:
         """The worker whose session has this token."""
         return self._by_token.get(token)
+
+    @property
+    def all_bound(self) -> bool:
+        """Whether every worker has a binding."""
+        return all(worker.binding is not None for worker in self._by_session.values())
 
     def __len__(self) -> int:
         return len(self._by_session)

@@ -7,6 +7,46 @@ soon as another one does. So a worker can take a store's blocks back at any mome
 without a message and without touching its other jobs.
 """
 
+import mmap
+
 CONTROL_BYTES = 64 * 1024
 CONTROL_WORDS = CONTROL_BYTES // 8
 TIMELINE_WORD = 0
+
+
+class ControlWords:
+    """The words of a control page, over memory that is shared.
+
+    Args:
+        memory: at least `CONTROL_BYTES`, writable where words are written.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        # Item access of a "Q" view reads or writes its eight bytes at once.
+        self._words = memoryview(memory).cast("Q")
+
+    @property
+    def timeline(self) -> int:
+        """The number that has been reached."""
+        return self._words[TIMELINE_WORD]
+
+    @timeline.setter
+    def timeline(self, number: int) -> None:
+        self._words[TIMELINE_WORD] = number
+
+    def epoch(self, word: int) -> int:
+        """The number at a word; a store that was sent with another one is void."""
+        return self._words[word]
+
+    def next_epoch(self, word: int) -> None:
+        """Void the store whose word this is."""
+        self._words[word] += 1
+
+    def unmap(self) -> None:
+        """Unmap the page; its words cannot be used afterwards."""
+        self._words.release()
+        self.memory.close()
+
+    def __repr__(self) -> str:
+        return f"<ControlWords timeline={self.timeline}>"

@@ -1,5 +1,6 @@
 """From a job's blocks to the bytes it moves, vectorised."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -7,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_proto.blocks import JobBlocks, chunks_per_group
+from kvd_proto.errors import JobShapeError
 from kvd_proto.layout import RankLayout, ref_offsets, slot_bytes
 
 Ints: TypeAlias = npt.NDArray[Any]
@@ -30,6 +32,79 @@ class Copies:
     def total_bytes(self) -> int:
         """Bytes moved in all."""
         return int(self.nbytes.sum())
+
+    def select(self, which: npt.NDArray[np.bool_] | slice) -> "Copies":
+        """Return some of the runs."""
+        return Copies(
+            storage=self.storage[which],
+            tensor_offset=self.tensor_offset[which],
+            arena_offset=self.arena_offset[which],
+            nbytes=self.nbytes[which],
+        )
+
+    def split(self, unit: int) -> "Copies":
+        """Cut runs so that none crosses a multiple of `unit` bytes of the arena."""
+        begins = self.arena_offset
+        ends = begins + self.nbytes
+        first = begins // unit
+        parts = (ends - 1) // unit - first + 1
+        if bool((parts == 1).all()):
+            return self
+        run = np.repeat(np.arange(len(parts)), parts)
+        part = np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
+        begin = np.maximum((first[run] + part) * unit, begins[run])
+        end = np.minimum((first[run] + part + 1) * unit, ends[run])
+        return Copies(
+            storage=self.storage[run],
+            tensor_offset=self.tensor_offset[run] + (begin - begins[run]),
+            arena_offset=begin,
+            nbytes=end - begin,
+        )
+
+    def pieces(self, piece_bytes: int) -> list[tuple["Copies", int]]:
+        """Cut into pieces of about `piece_bytes` (below twice that), each with its bytes, in order.
+
+        A run belongs to the piece that its last byte falls into, were all pieces alike.
+        """
+        total = self.total_bytes
+        if 0 < total <= piece_bytes:
+            return [(self, total)]
+        copies = self.split(piece_bytes)
+        end = np.cumsum(copies.nbytes)
+        cuts = (np.flatnonzero(np.diff((end - 1) // piece_bytes)) + 1).tolist()
+        bounds = [0, *cuts, len(copies)]
+        moved = [0, *(int(end[index - 1]) for index in bounds[1:] if index)]
+        return [
+            (copies.select(slice(bounds[i], bounds[i + 1])), moved[i + 1] - moved[i])
+            for i in range(len(moved) - 1)
+        ]
+
+    def check_bounds(self, storages: Sequence[int], arena_bytes: int) -> None:
+        """Check that every run lies inside its storage and inside the arena.
+
+        Raises:
+            JobShapeError: one does not.
+        """
+        if not len(self.nbytes):
+            return
+        sizes = np.array(storages, dtype=np.int64)
+        inside = (
+            (self.storage >= 0)
+            & (self.storage < len(sizes))
+            & (self.nbytes > 0)
+            & (self.tensor_offset >= 0)
+            & (self.arena_offset >= 0)
+            & (self.arena_offset + self.nbytes <= arena_bytes)
+        )
+        if bool(inside.all()):
+            inside = self.tensor_offset + self.nbytes <= sizes[self.storage]
+        if not bool(inside.all()):
+            worst = int(np.argmin(inside))
+            raise JobShapeError(
+                f"{self.nbytes[worst]} bytes between offset {self.tensor_offset[worst]} of storage"
+                f" {self.storage[worst]} and offset {self.arena_offset[worst]} of the arena of"
+                f" {arena_bytes} bytes lie outside"
+            )
 
     def __len__(self) -> int:
         return len(self.nbytes)

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,8 +16,7 @@ from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.cuda.binding import Stream
-from kvd.lane.devices.cuda.copier import Thresholds
-from kvd.lane.devices.cuda.runs import Runs
+from kvd.lane.devices.cuda.copier import Runs, Thresholds
 from kvd.lane.devices.device import Direction, MemoryId
 from kvd.lane.jobs import ReplyTo
 from kvd.lane.runner import Runner
@@ -24,7 +24,7 @@ from kvd.lane.workers import Binding, Workers
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import SlotState
-from kvd_proto.layout import slot_bytes
+from kvd_proto.layout import TensorSpec, slot_bytes
 from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig
 from tests.lane.device_contract import Run, drain, pattern, transfer
@@ -179,12 +179,11 @@ def nothing_is_copied_before_it_is_pinned(rig: CudaRig) -> None:
 
 
 def a_run_stays_inside_its_storage(rig: CudaRig) -> None:
-    """A run that goes on into the allocation's next storage moves nothing and says so."""
-    memory, _ = rig.attach(SIZES)
-    submit(rig, 1, memory, Direction.STORE, [(0, SIZES[0] - 4096, 0, 4200)])
-    done = drain(rig.device)[1]
-    assert "lie outside" in done.error
-    assert (rig.get_pool(0, 4200) == 0xAB).all()
+    """A block that the layout puts behind its storage is refused, and nothing moves."""
+    served = Served(rig, SlotState.WRITING, offset=PAGE)
+    served.submit(make_job(Store, 1, [15], [1]))
+    served.finish(JobStatus.REFUSED)
+    assert (rig.get_pool(PAGE, PAGE) == 0xAB).all()
 
 
 def what_a_worker_claims_is_held_against_the_driver(rig: CudaRig) -> None:
@@ -284,10 +283,21 @@ def loads_wait_for_the_timeline(rig: CudaRig) -> None:
 
 
 class Served:
-    """A runner over the rig's device, with one worker whose chunks are in this state."""
+    """A runner over the rig's device, with one worker whose chunks are in this state.
 
-    def __init__(self, rig: CudaRig, state: SlotState, blocks: int = 16) -> None:
+    offset: of block 0 in its storage, which has room for blocks from 0 on.
+    """
+
+    def __init__(
+        self,
+        rig: CudaRig,
+        state: SlotState,
+        blocks: int = 16,
+        offset: int = 0,
+    ) -> None:
         layout = simple_layout(tensors=1, num_blocks=blocks, page=PAGE, blocks_per_chunk=1)
+        tensors = (TensorSpec(0, offset, PAGE, PAGE),)
+        layout = msgspec.structs.replace(layout, tensors=tensors)
         self.mark = rig.driver.mark
         self.source = rig.make_worker(layout.storages)
         self._page = Memory(CONTROL_BYTES)
@@ -308,13 +318,12 @@ class Served:
         )
         self._directory = Directory(blocks)
         self._directory.set(range(blocks), state, count=1)
-        size = slot_bytes(layout)
         bind = BindWorker(
             session=1,
             namespace=NAMESPACE,
             owner=7,
             arena_base=0,
-            slot_bytes=size,
+            slot_bytes=slot_bytes(layout),
             num_slots=blocks,
         )
         fds = [self._directory.memory.fd]

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import CudaError, LaneError
-from kvd.lane.devices.cuda.cleanup import Cleanup
-from kvd.lane.devices.cuda.numa import stay_near
-from kvd.lane.devices.cuda.uuids import parse, show_slice
+from kvd.lane.devices.cuda.binding import Cleanup
+from kvd.lane.devices.cuda.uuids import parse, show_slice, stay_near
 
 HEX = "0123456789abcdef0123456789abcdef"
 DASHED = "01234567-89ab-cdef-0123-456789abcdef"

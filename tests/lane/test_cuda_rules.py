@@ -13,10 +13,11 @@ import pytest
 
 from kvd.errors import LaneError
 from kvd.lane import runner
-from kvd.lane.devices.cuda import copier, driver, flow, pinning, runs
+from kvd.lane.devices.cuda import copier, driver, flow, pinning
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.cuda.binding import Event, Stream
 from kvd.lane.jobs import LaneJob, Refusal
+from kvd_proto.expand import Copies
 from kvd_proto.states import JobState
 from tests.fakecuda.harness import FakeCuda
 from tests.lane import cuda_checks as checks
@@ -79,7 +80,7 @@ def unmap_without_looking(patch: Patch) -> None:
 
 def never_split(patch: Patch) -> None:
     """Runs are enqueued as they come, also across two registrations."""
-    patch.setattr(runs, "split_runs", lambda copies, _unit: copies)
+    patch.setattr(Copies, "split", lambda copies, _unit: copies)
 
 
 def reuse_run_lists_at_once(patch: Patch) -> None:
@@ -95,7 +96,7 @@ def copy_before_pinning(patch: Patch) -> None:
 
 def check_no_bounds(patch: Patch) -> None:
     """Runs are copied wherever they lead."""
-    patch.setattr(runs, "_check_bounds", lambda *_: None)
+    patch.setattr(Copies, "check_bounds", lambda *_: None)
 
 
 def believe_the_worker(patch: Patch) -> None:

@@ -7,12 +7,10 @@ from typing import cast
 import pytest
 
 from kvd.lane.orders import Orders
-from kvd.lane.outbox import Outbox
 from kvd.lane.reports import Reports
 from kvd.lane.sockets import Sockets
 from kvd.lane.tally import Tally
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
-from kvd.wire.seqpacket import Channel
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import Message, Store
 from tests.lane.support import NAMESPACE, make_job
@@ -57,13 +55,12 @@ def bench() -> Iterator[Bench]:
 def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
     """The broker's orders and the reports of ended jobs over the bench's runner and workers."""
     wires = Wires()
-    sockets, outbox, tally = cast(Sockets, wires), Outbox(cast(Channel, wires.link)), Tally()
-    reports = Reports(sockets, bench.runner, outbox, tally)
+    sockets, tally = cast(Sockets, wires), Tally()
+    reports = Reports(sockets, bench.runner, tally)
     orders = Orders(
         sockets=sockets,
         workers=bench.workers,
         runner=bench.runner,
-        outbox=outbox,
         reports=reports,
         tally=tally,
         pool_bytes=1,
@@ -82,11 +79,11 @@ def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> N
     )
     orders.carry_out(revoke)
     for _ in range(2):
-        reports.tell_ended()
+        reports.report_ended()
         assert Revoked not in link.kinds()
         bench.device.land()
         bench.runner.turn()
-    reports.tell_ended()
+    reports.report_ended()
     assert Revoked in link.kinds()
 
 
@@ -97,10 +94,10 @@ def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:
     bench.submit(worker, make_job(Store, 1, [1], [3]))
     bench.runner.turn()
     orders.carry_out(ReleaseWorker(session=worker.session))
-    reports.tell_ended()
+    reports.report_ended()
     assert Released not in link.kinds()
     bench.device.land()
     bench.runner.turn()
-    reports.tell_ended()
+    reports.report_ended()
     assert Released in link.kinds()
     assert bench.workers.by_session(worker.session) is None

@@ -10,7 +10,7 @@ import pytest
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.device import Direction
 from kvd.lane.devices.host import HostDevice
-from kvd.lane.workers import ControlPage
+from kvd.lane.workers import open_control_page
 from kvd_client import sealed
 from kvd_proto.messages import HostHandle
 from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain, transfer
@@ -159,5 +159,5 @@ def test_what_is_no_memory_file_is_refused_and_not_asked_for_its_size(
         with pytest.raises(ImportFailed, match="descriptor 0 is no memory file; make it"):
             host.device.import_memory((HostHandle(0),), (1,), (foreign,))
         with pytest.raises(ImportFailed, match=r"control page .* is no memory file"):
-            ControlPage(foreign)
+            open_control_page(foreign)
     os.close(foreign)

@@ -63,14 +63,14 @@ def test_a_worker_whose_timeline_is_behind_holds_up_nobody_else() -> None:
 
 
 def test_what_is_waited_for_goes_first() -> None:
-    """Hoisted stores precede loads, in their order of arrival whatever the order of hoisting."""
+    """Prioritized stores precede loads, in their order of arrival, whoever was asked for first."""
     queue: JobQueue[str] = JobQueue(WIDE)
     for name in ("s1", "s2", "s3"):
         queue.push(name, engine=1, worker=1, load=False, nbytes=1)
     queue.push("l1", engine=1, worker=1, load=True, nbytes=1)
-    queue.hoist("s3")
-    queue.hoist("s2")
-    queue.hoist("unknown")
+    queue.prioritize("s3")
+    queue.prioritize("s2")
+    queue.prioritize("unknown")
     assert drain(queue) == ["s2", "s3", "l1", "s1"]
 
 
@@ -79,7 +79,7 @@ def test_waiting_for_many_stores_does_not_hold_up_another_engines_loads() -> Non
     queue: JobQueue[str] = JobQueue(WIDE)
     for number in range(3):
         queue.push(f"s{number}", engine=1, worker=1, load=False, nbytes=1)
-        queue.hoist(f"s{number}")
+        queue.prioritize(f"s{number}")
     queue.push("own", engine=1, worker=1, load=True, nbytes=1)
     queue.push("l1", engine=2, worker=2, load=True, nbytes=1)
     queue.push("l2", engine=2, worker=2, load=True, nbytes=1)
@@ -102,7 +102,7 @@ def test_a_full_queue_sheds_the_oldest_stores_first() -> None:
     queue: JobQueue[str] = JobQueue(Limits(jobs=3, nbytes=1000))
     for name in ("s1", "s2", "s3"):
         assert queue.push(name, engine=1, worker=1, load=False, nbytes=1) == []
-    queue.hoist("s1")
+    queue.prioritize("s1")
     assert queue.push("l1", engine=1, worker=1, load=True, nbytes=1) == ["s2"]
     assert queue.push("s4", engine=1, worker=1, load=False, nbytes=1) == ["s3"]
     assert queue.push("other", engine=2, worker=2, load=False, nbytes=1) == []
@@ -194,11 +194,11 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
-        """Hoist, remove, block or unblock any job."""
+        """Prioritize, remove, block or unblock any job."""
         job = data.draw(st.sampled_from(sorted(self.model)))
-        action = data.draw(st.sampled_from(["hoist", "remove", "block", "unblock"]))
-        if action == "hoist":
-            self.queue.hoist(job)
+        action = data.draw(st.sampled_from(["prioritize", "remove", "block", "unblock"]))
+        if action == "prioritize":
+            self.queue.prioritize(job)
             self.model[job]["class"] = 0
         elif action == "remove":
             self.queue.remove(job)

@@ -386,11 +386,11 @@ class RunnerMachine(RuleBasedStateMachine):
             self.bench.runner.stop(job, JobStatus.CANCELLED, "cancelled")
 
     @rule(data=st.data())
-    def hoist(self, data: st.DataObject) -> None:
+    def prioritize(self, data: st.DataObject) -> None:
         """Somebody waits for any job."""
         jobs = list(self.bench.runner)
         if jobs:
-            self.bench.runner.hoist(data.draw(st.sampled_from(jobs)))
+            self.bench.runner.prioritize(data.draw(st.sampled_from(jobs)))
 
     @rule(which=st.integers(0, 1), value=st.integers(0, 2))
     def timeline(self, which: int, value: int) -> None:

@@ -1,6 +1,7 @@
 """From a job's arrays to byte ranges, against an oracle that walks block by block."""
 
 import bisect
+import contextlib
 import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from kvd_proto.layout import (
 )
 
 PAGE = 64
+MIB = 2**20
 Move = tuple[int, int, int]  # storage, byte in the storage, byte in the arena
 
 
@@ -298,3 +300,63 @@ def test_numbers_below_zero_are_no_blocks(field: str) -> None:
     arrays = {"block_ids": [1], "group_sizes": [1], "block_indices": [0], "slots": [0]}
     with pytest.raises(WrongType, match=field):
         JobBlocks.of(**{**arrays, "generations": [1], field: [-1]})
+
+
+def copies_of(lengths: list[int]) -> Copies:
+    """Runs of these lengths, side by side in the arena."""
+    nbytes = np.array(lengths, dtype=np.int64)
+    begins = np.cumsum(nbytes) - nbytes
+    return Copies(np.zeros(len(lengths), dtype=np.int64), begins, begins, nbytes)
+
+
+@pytest.mark.parametrize("run", [4096, 65536, 2 * MIB, 8 * MIB, 32 * MIB])
+def test_a_job_of_whole_pieces_is_cut_into_just_these(run: int) -> None:
+    """32 MiB are four pieces of 8 MiB, whatever the length of a run."""
+    pieces = copies_of([run] * (32 * MIB // run)).pieces(8 * MIB)
+    assert [nbytes for _, nbytes in pieces] == [8 * MIB] * 4
+    assert [copies.total_bytes for copies, _ in pieces] == [8 * MIB] * 4
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), max_size=40),
+    piece=st.integers(1, 200),
+)
+def test_no_job_has_more_pieces_than_its_bytes_need(lengths: list[int], piece: int) -> None:
+    """Every byte is in one piece, in order; no piece has twice the bytes wanted."""
+    pieces = copies_of(lengths).pieces(piece)
+    assert len(pieces) <= -(-sum(lengths) // piece)
+    assert all(0 < nbytes < 2 * piece for _, nbytes in pieces)
+    at = 0
+    for copies, nbytes in pieces:
+        assert copies.arena_offset.tolist() == [
+            at + before for before in (np.cumsum(copies.nbytes) - copies.nbytes).tolist()
+        ]
+        assert copies.tensor_offset.tolist() == copies.arena_offset.tolist()
+        assert copies.total_bytes == nbytes
+        at += nbytes
+    assert at == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("run", "inside"),
+    [
+        ((0, 0, 0, 4096), True),
+        ((1, 8191, 12287, 1), True),
+        ((0, 4000, 0, 100), False),
+        ((0, 0, 12200, 100), False),
+        ((2, 0, 0, 1), False),
+        ((-1, 0, 0, 1), False),
+        ((0, -1, 0, 1), False),
+        ((0, 0, -1, 1), False),
+        ((0, 0, 0, 0), False),
+    ],
+)
+def test_a_run_outside_its_storage_or_the_arena_is_refused(
+    run: tuple[int, int, int, int], inside: bool
+) -> None:
+    """Storages of 4 and 8 KiB, an arena of 12: one byte too far is an error with the figures."""
+    storage, *offsets = ([number] for number in run)
+    copies = Copies(np.array(storage, np.int32), *(np.array(o, np.int64) for o in offsets))
+    outside = pytest.raises(JobShapeError, match="of the arena of 12288 bytes lie outside")
+    with contextlib.nullcontext() if inside else outside:
+        copies.check_bounds((4096, 8192), 12288)

@@ -14,29 +14,19 @@ import logging
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from kvd.errors import CudaError, ImportFailed, LaneError
-from kvd.lane.devices.cuda import calibration, driver
-from kvd.lane.devices.cuda import uuids as naming
-from kvd.lane.devices.cuda.binding import Stream, is_lost
-from kvd.lane.devices.cuda.cleanup import Cleanup
-from kvd.lane.devices.cuda.copier import (
-    AwaitedKernel,
-    Copier,
-    CopyEngine,
-    MoveKernel,
-    Thresholds,
-    choose_engine,
-    moves_there_and_back,
-)
+from kvd.lane.devices.cuda import calibration, driver, uuids
+from kvd.lane.devices.cuda.binding import Cleanup, Stream, is_lost
+from kvd.lane.devices.cuda.calibration import AwaitedKernel, Scratch
+from kvd.lane.devices.cuda.copier import Copier, CopyEngine, MoveKernel, Runs, Thresholds
 from kvd.lane.devices.cuda.flow import Events, Flow
 from kvd.lane.devices.cuda.importing import ImportedMemory
-from kvd.lane.devices.cuda.numa import stay_near
 from kvd.lane.devices.cuda.pinning import PinnedPool
-from kvd.lane.devices.cuda.runs import resolve
-from kvd.lane.devices.cuda.scratch import Scratch
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd_proto.messages import Handle
 
@@ -73,7 +63,7 @@ class CudaDevice(Device):
     Transfers may be submitted before the pool is pinned: they wait for their part of it.
 
     Args:
-        name: the device's, with its UUID; see naming.py.
+        name: the device's, with its UUID; see uuids.py.
         pool_fd: the pool's file; stays the caller's.
         pool_bytes: its size.
         options: see Options.
@@ -102,8 +92,8 @@ class CudaDevice(Device):
         driver.start()
         if lacking := driver.shortcomings():
             _log.warning("%s", lacking)
-        self._device = naming.find(name)
-        stay_near(driver.pci_bus_id(self._device))
+        self._device = uuids.find(name)
+        uuids.stay_near(driver.pci_bus_id(self._device))
         self._cleanup = Cleanup()
         with self._cleanup.on_failure():
             context = driver.retain_context(self._device)
@@ -223,14 +213,21 @@ class CudaDevice(Device):
 
     def _enqueue(self, transfer: Transfer) -> None:
         try:
-            runs = resolve(transfer, self._memories[transfer.memory], self._pool)
-        except LaneError as error:
-            self._ended.append(Finished(transfer.id, 0, 0, str(error)))
-            return
-        try:
-            self._flows[transfer.direction].enqueue(transfer, runs)
+            self._flows[transfer.direction].enqueue(transfer, self._runs_of(transfer))
         except CudaError as error:
             self._lost = error  # for `progress` to raise: a job's failure is not the place
+
+    def _runs_of(self, transfer: Transfer) -> Runs:
+        """The addresses of a transfer's runs, none across two registrations of the pool."""
+        memory, pool, given = self._memories[transfer.memory], self._pool, transfer.copies
+        in_pool = replace(given, arena_offset=given.arena_offset + transfer.pool_base)
+        copies = in_pool.split(pool.piece_bytes)
+        return Runs(
+            host=copies.arena_offset.astype(np.uint64) + np.uint64(pool.address),
+            device=memory.addresses[copies.storage] + copies.tensor_offset.astype(np.uint64),
+            nbytes=copies.nbytes.astype(np.uint64),
+            kernel_shift=pool.kernel_shift[copies.arena_offset // pool.piece_bytes],
+        )
 
     def _check_pulse(self) -> None:
         """A device that hangs is not waited for for ever: the next lane may find it well."""
@@ -244,17 +241,9 @@ class CudaDevice(Device):
     def _is_pinned(self, transfer: Transfer) -> bool:
         if self._pool.pinned == self._pool.nbytes:
             return True
-        if self._pool.error:
-            return False
-        begins = (transfer.copies.arena_offset + transfer.pool_base).tolist()
-        lengths = transfer.copies.nbytes.tolist()
-        # What lies outside is for `resolve` to refuse.
-        end = self._pool.nbytes
-        return all(
-            self._pool.holds(begin, min(begin + length, end))
-            for begin, length in zip(begins, lengths, strict=True)
-            if 0 <= begin < end and length > 0
-        )
+        begins = transfer.copies.arena_offset + transfer.pool_base
+        ends = begins + transfer.copies.nbytes
+        return all(map(self._pool.holds, begins.tolist(), ends.tolist()))
 
     def _make_copier(self, priority: int) -> Copier:
         """Try and time the ways to copy on scratch memory."""
@@ -264,7 +253,7 @@ class CudaDevice(Device):
             trial.add(scratch.close)
             stream = driver.create_stream(priority)
             trial.add(lambda: driver.destroy_stream(stream))
-            engine = choose_engine(scratch, stream)
+            engine = calibration.choose_engine(scratch, stream)
             kernel, thresholds = self._try_kernel(engine, scratch, stream)
         trial.run()
         return Copier(engine, kernel, thresholds)
@@ -282,7 +271,7 @@ class CudaDevice(Device):
                 kernel = MoveKernel(_RUN_LISTS)
                 mine.add(kernel.close)
                 mine.add(lambda: driver.wait_for_stream(stream))
-                if not moves_there_and_back(AwaitedKernel(kernel), scratch, stream):
+                if not calibration.moves_there_and_back(AwaitedKernel(kernel), scratch, stream):
                     raise LaneError("the copy kernel did not move the right bytes")
                 if thresholds is None:
                     file = self._calibration_file()

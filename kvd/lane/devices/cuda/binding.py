@@ -1,14 +1,19 @@
-"""How a function of the CUDA driver is called, and what its failures mean; names none of them.
+"""How a function of the CUDA driver is called, what its failures mean, how calls are undone.
 
 The bindings are imported at the first call, so that a daemon without them serves
 host memory as before.
 """
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any, NewType
 
 from kvd.errors import CudaError, CudaMissing
+
+_log = logging.getLogger(__name__)
 
 Context = NewType("Context", object)
 Stream = NewType("Stream", object)
@@ -77,3 +82,44 @@ def call(attempted: str, name: str, *arguments: object) -> Any:
     if len(values) > 1:
         return tuple(values)
     return values[0] if values else None
+
+
+class Cleanup:
+    """What is to be undone in reverse order, however much of that fails."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def add(self, undo: Callable[[], None]) -> None:
+        """Something was done; this undoes it."""
+        self._undo.append(undo)
+
+    def run(self) -> None:
+        """Undo everything.
+
+        Raises:
+            CudaError: the first of the failures; the rest was tried all the same.
+        """
+        failures = list(self._failures())
+        if failures:
+            raise failures[0]
+
+    @contextmanager
+    def on_failure(self) -> Iterator[None]:
+        """Undo everything where the block raises; failures to undo are logged, not raised."""
+        try:
+            yield
+        except BaseException:
+            for failure in self._failures():
+                _log.error("not undone: %s", failure)
+            raise
+
+    def _failures(self) -> Iterator[CudaError]:
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except CudaError as error:
+                yield error
+
+    def __repr__(self) -> str:
+        return f"<Cleanup of {len(self._undo)}>"

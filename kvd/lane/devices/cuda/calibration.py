@@ -1,22 +1,33 @@
-"""Below which length of run the kernel is faster than the copy engine, measured at start.
+"""What works and what is fast on this device: found out at start, on memory of the lane's own.
 
-A measurement takes a fraction of a second and depends on the device, the driver,
-the board and the kernel; so it is kept in a file per device, where there is a folder
-for it, and made anew when the driver or the kernel is another one. A file that cannot
-be read or written only costs the measurement.
+The way of the copy engine is chosen by copying a few bytes there and back. Below which
+length of run the kernel is faster than the copy engine is measured, in a fraction of a
+second; it depends on the device, the driver, the board and the kernel, so it is kept in a
+file per device, where there is a folder for it, and made anew when the driver or the
+kernel is another one. A file that cannot be read or written only costs the measurement.
 """
 
 import logging
+import mmap
 import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from kvd.errors import CudaError, LaneError
 from kvd.lane.devices.cuda import driver, ptx
-from kvd.lane.devices.cuda.binding import Stream
-from kvd.lane.devices.cuda.copier import AwaitedKernel, CopyEngine, MoveKernel, Thresholds
-from kvd.lane.devices.cuda.runs import Runs
-from kvd.lane.devices.cuda.scratch import Scratch
+from kvd.lane.devices.cuda.binding import Cleanup, Stream, is_lost
+from kvd.lane.devices.cuda.copier import (
+    BatchEngine,
+    CopyEngine,
+    LoopEngine,
+    MoveKernel,
+    Runs,
+    Thresholds,
+)
+from kvd.lane.devices.cuda.driver import BatchCopy
 from kvd.lane.devices.device import Direction
 
 _log = logging.getLogger(__name__)
@@ -25,6 +36,117 @@ LENGTHS = (4096, 8192, 16384, 24576, 32768, 65536)
 _REPEATS = 3
 _FORMAT = 2
 _KERNEL_DRIVER = Path("/sys/module/nvidia/version")
+
+
+class Scratch:
+    """Pinned host memory and as much device memory, to try and to time copies.
+
+    Args:
+        nbytes: of each; a multiple of the page size.
+
+    Raises:
+        CudaError: it cannot be had.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = mmap.mmap(-1, nbytes)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
+        self._host = self.bytes.ctypes.data
+        self._cleanup = Cleanup()
+        with self._cleanup.on_failure():
+            driver.register_host(self._host, nbytes)
+            self._cleanup.add(lambda: driver.unregister_host(self._host))
+            self._shift = (driver.device_address(self._host) - self._host) % 2**64
+            self._device = driver.allocate(nbytes)
+            self._cleanup.add(lambda: driver.free(self._device))
+
+    def runs(self, nbytes: int, count: int) -> Runs:
+        """This many runs of this many bytes, no two of them neighbours where there is room."""
+        stride = max(nbytes, self.nbytes // count // 16 * 16)
+        offsets = np.arange(count, dtype=np.uint64) * np.uint64(stride)
+        return Runs(
+            host=offsets + np.uint64(self._host),
+            device=offsets + np.uint64(self._device),
+            nbytes=np.full(count, nbytes, np.uint64),
+            kernel_shift=np.full(count, self._shift, np.uint64),
+        )
+
+    def host_offsets(self, runs: Runs) -> npt.NDArray[np.int64]:
+        """Where the runs lie in `bytes`."""
+        return (runs.host - np.uint64(self._host)).astype(np.int64)
+
+    def close(self) -> None:
+        """Let go of it; nothing may be in flight.
+
+        Raises:
+            CudaError: the driver refuses.
+        """
+        self._cleanup.run()
+
+    def __repr__(self) -> str:
+        return f"<Scratch {self.nbytes} bytes>"
+
+
+def choose_engine(scratch: Scratch, stream: Stream) -> CopyEngine:
+    """The batch engine if a trial on scratch memory moves the right bytes, else the loop.
+
+    Raises:
+        CudaError: the device is lost, or what was tried does not end.
+    """
+    try:
+        engine = BatchEngine(BatchCopy.find())
+        right = moves_there_and_back(engine, scratch, stream)
+    except CudaError as error:
+        if is_lost(error):
+            raise
+        driver.wait_for_stream(stream)  # some of the copies may be on their way
+        _log.info("copies are enqueued one by one: %s", error)
+        return LoopEngine()
+    if not right:
+        _log.warning("copies are enqueued one by one: a batch did not move the right bytes")
+        return LoopEngine()
+    return engine
+
+
+def moves_there_and_back(engine: CopyEngine, scratch: Scratch, stream: Stream) -> bool:
+    """Whether an engine loads and stores the right bytes; waits for them.
+
+    Raises:
+        CudaError: it cannot.
+    """
+    data = (np.arange(scratch.nbytes) % 251).astype(np.uint8)
+    runs = scratch.runs(nbytes=1000, count=2)
+    scratch.bytes[:] = data
+    engine.enqueue(runs, Direction.LOAD, stream)
+    driver.wait_for_stream(stream)
+    scratch.bytes[:] = 0
+    engine.enqueue(runs, Direction.STORE, stream)
+    driver.wait_for_stream(stream)
+    wanted = np.zeros_like(data)
+    for begin in scratch.host_offsets(runs):
+        wanted[begin : begin + 1000] = data[begin : begin + 1000]
+    return bool((scratch.bytes == wanted).all())
+
+
+class AwaitedKernel(CopyEngine):
+    """The kernel alone, and waited for: to try it and to time it.
+
+    Args:
+        kernel: no list of which is in use.
+    """
+
+    def __init__(self, kernel: MoveKernel) -> None:
+        self._kernel = kernel
+
+    def enqueue(self, runs: Runs, direction: Direction, stream: Stream) -> None:
+        """See CopyEngine."""
+        number = self._kernel.take_list()
+        if number is None:
+            raise LaneError("the kernel's lists are all in use")
+        self._kernel.enqueue(runs, direction, stream, number)
+        driver.wait_for_stream(stream)
+        self._kernel.give_back(number)
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,8 +1,7 @@
 """How a transfer's runs are moved: by the copy engine, the short ones by a kernel.
 
 The copy engine is given a piece's runs in one call where driver and device take
-it (`cuMemcpyBatchAsync`), else one by one. Which of the two is found out once, at
-start, by copying a few bytes there and back.
+it (`cuMemcpyBatchAsync`), else one by one.
 
 Sources of stores are read in stream order only: the engine may reuse its blocks as
 soon as the event after the copies is reached, not before, and reads ahead of the
@@ -11,28 +10,50 @@ which nobody changes while the chunk is leased; they may be read in any order.
 """
 
 import ctypes
-import logging
 import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from kvd.errors import CudaError, LaneError
 from kvd.lane.devices.cuda import driver, ptx
-from kvd.lane.devices.cuda.binding import Stream, is_lost
-from kvd.lane.devices.cuda.cleanup import Cleanup
-from kvd.lane.devices.cuda.driver import BatchCopy
-from kvd.lane.devices.cuda.runs import Runs
-from kvd.lane.devices.cuda.scratch import Scratch
+from kvd.lane.devices.cuda.binding import Cleanup, Stream
+from kvd.lane.devices.cuda.driver import Addresses, BatchCopy
 from kvd.lane.devices.device import Direction
-
-_log = logging.getLogger(__name__)
 
 RUN_BYTES = 24
 RUNS_PER_LIST = 4096
 _BLOCKS = 8  # of the device's many: the engine keeps nearly all of them
 _THREADS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Byte ranges by address: uint64[n] each.
+
+    kernel_shift: what is added to the host side's address for a kernel to find it.
+    """
+
+    host: Addresses
+    device: Addresses
+    nbytes: Addresses
+    kernel_shift: Addresses
+
+    def ends(self, direction: Direction) -> tuple[Addresses, Addresses]:
+        """Targets and sources."""
+        if direction is Direction.STORE:
+            return self.host, self.device
+        return self.device, self.host
+
+    def select(self, which: npt.NDArray[np.bool_]) -> "Runs":
+        """Some of them."""
+        return Runs(
+            self.host[which], self.device[which], self.nbytes[which], self.kernel_shift[which]
+        )
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
 
 
 class CopyEngine(ABC):
@@ -74,47 +95,6 @@ class LoopEngine(CopyEngine):
         columns = (targets.tolist(), sources.tolist(), runs.nbytes.tolist())
         for target, source, nbytes in zip(*columns, strict=True):
             driver.copy(target, source, nbytes, stream)
-
-
-def choose_engine(scratch: Scratch, stream: Stream) -> CopyEngine:
-    """The batch engine if a trial on scratch memory moves the right bytes, else the loop.
-
-    Raises:
-        CudaError: the device is lost, or what was tried does not end.
-    """
-    try:
-        engine = BatchEngine(BatchCopy.find())
-        right = moves_there_and_back(engine, scratch, stream)
-    except CudaError as error:
-        if is_lost(error):
-            raise
-        driver.wait_for_stream(stream)  # some of the copies may be on their way
-        _log.info("copies are enqueued one by one: %s", error)
-        return LoopEngine()
-    if not right:
-        _log.warning("copies are enqueued one by one: a batch did not move the right bytes")
-        return LoopEngine()
-    return engine
-
-
-def moves_there_and_back(engine: CopyEngine, scratch: Scratch, stream: Stream) -> bool:
-    """Whether an engine loads and stores the right bytes; waits for them.
-
-    Raises:
-        CudaError: it cannot.
-    """
-    data = (np.arange(scratch.nbytes) % 251).astype(np.uint8)
-    runs = scratch.runs(nbytes=1000, count=2)
-    scratch.bytes[:] = data
-    engine.enqueue(runs, Direction.LOAD, stream)
-    driver.wait_for_stream(stream)
-    scratch.bytes[:] = 0
-    engine.enqueue(runs, Direction.STORE, stream)
-    driver.wait_for_stream(stream)
-    wanted = np.zeros_like(data)
-    for begin in scratch.host_offsets(runs):
-        wanted[begin : begin + 1000] = data[begin : begin + 1000]
-    return bool((scratch.bytes == wanted).all())
 
 
 class MoveKernel:
@@ -183,26 +163,6 @@ class MoveKernel:
 
     def __repr__(self) -> str:
         return f"<MoveKernel {len(self._free)} of {len(self._lists)} lists free>"
-
-
-class AwaitedKernel(CopyEngine):
-    """The kernel alone, and waited for: to try it and to time it.
-
-    Args:
-        kernel: no list of which is in use.
-    """
-
-    def __init__(self, kernel: MoveKernel) -> None:
-        self._kernel = kernel
-
-    def enqueue(self, runs: Runs, direction: Direction, stream: Stream) -> None:
-        """See CopyEngine."""
-        number = self._kernel.take_list()
-        if number is None:
-            raise LaneError("the kernel's lists are all in use")
-        self._kernel.enqueue(runs, direction, stream, number)
-        driver.wait_for_stream(stream)
-        self._kernel.give_back(number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.binding import Event, Stream, is_lost
-from kvd.lane.devices.cuda.copier import Copier
-from kvd.lane.devices.cuda.runs import Runs
+from kvd.lane.devices.cuda.copier import Copier, Runs
 from kvd.lane.devices.device import Direction, Finished, Transfer
 
 

@@ -7,12 +7,10 @@ worker says of it is held against what the driver says.
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.errors import CudaError, ImportFailed
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.binding import is_lost
-from kvd.lane.devices.cuda.cleanup import Cleanup
+from kvd.lane.devices.cuda.binding import Cleanup, is_lost
 from kvd.lane.devices.cuda.driver import Addresses
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
 
@@ -22,7 +20,7 @@ _Key = bytes | int
 class ImportedMemory:
     """The storages of one worker.
 
-    addresses: uint64[storages]; sizes: int64[storages], bytes that jobs may touch.
+    addresses: uint64[storages].
 
     Args:
         handles: one per storage.
@@ -46,7 +44,6 @@ class ImportedMemory:
         self._device = device
         self._cleanup = Cleanup()
         self._opened: dict[_Key, tuple[int, int]] = {}
-        self.sizes: npt.NDArray[np.int64] = np.array(sizes, np.int64)
         try:
             with self._cleanup.on_failure():
                 starts = [

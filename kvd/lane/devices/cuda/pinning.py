@@ -90,9 +90,7 @@ class PinnedPool:
 
     def holds(self, begin: int, end: int) -> bool:
         """Whether copies may use pool bytes begin..end - 1."""
-        return self._pinned == self.nbytes or (
-            end <= self.nbytes and self.fill.needed(begin, end) <= self._pinned
-        )
+        return self.fill.needed(begin, end) <= self._pinned
 
     @property
     def error(self) -> str:
