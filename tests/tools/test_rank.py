@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvd_tools.demo.content import POISON, PageContent, chain, chunk_key, page_seed
-from kvd_tools.demo.memory import STRIDES, TENSORS, KvMemory, rank_layout
 
 from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_proto.layout import validate_layout
+from kvd_tools.demo.content import POISON, PageContent, chain, chunk_key, page_seed
+from kvd_tools.demo.memory import STRIDES, TENSORS, KvMemory, rank_layout
 
 PAGE = 256
 NUM_BLOCKS = 8

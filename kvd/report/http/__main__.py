@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,8 +50,7 @@ async def _serve(options: argparse.Namespace) -> None:
 
     from kvd.report.http.app import App  # noqa: PLC0415
     from kvd.report.http.broker_client import Asking  # noqa: PLC0415
-    from kvd.report.http.connection import Connection  # noqa: PLC0415
-    from kvd.report.http.hosts import Hosts  # noqa: PLC0415
+    from kvd.report.http.guard import Listener  # noqa: PLC0415
 
     class Quiet(Server):
         """uvicorn without its signal handlers: only the broker ends this process."""
@@ -63,8 +61,8 @@ async def _serve(options: argparse.Namespace) -> None:
 
     app = App(Asking(options.runtime_dir))
     config = Config(
-        app.guarded(Hosts(options.host)),
-        http=Connection,
+        app.guarded(options.host),
+        http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
@@ -75,9 +73,8 @@ async def _serve(options: argparse.Namespace) -> None:
         h11_max_incomplete_event_size=16 * 1024,
     )
     fds = [options.unix_fd] + ([options.tcp_fd] if options.tcp_fd is not None else [])
-    listeners = [socket.socket(fileno=fd) for fd in fds]
     beating = asyncio.create_task(_beat(options.beat_fd))
-    serving = asyncio.create_task(Quiet(config).serve(listeners))
+    serving = asyncio.create_task(Quiet(config).serve([Listener(fd) for fd in fds]))
     done, _ = await asyncio.wait([beating, serving], return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

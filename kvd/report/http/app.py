@@ -16,7 +16,6 @@ from kvd.report.http.broker_client import Asking
 from kvd.report.http.exposition import Exposition
 from kvd.report.http.guard import Guard
 from kvd.report.http.health import Check
-from kvd.report.http.hosts import Hosts
 from kvd.report.http.live import Events
 from kvd.report.http.page import page_routes
 from kvd.report.http.traffic import Traffic
@@ -49,9 +48,9 @@ class App:
         self._paths = [route.path for route in routes]
         self._router = Router(routes, redirect_slashes=False, default=self._unknown)
 
-    def guarded(self, hosts: Hosts) -> ASGIApp:
-        """The whole application, for clients that use one of `hosts`."""
-        return Guard(self._router, hosts, frozenset(self._paths), self.traffic)
+    def guarded(self, host: str) -> ASGIApp:
+        """Return the whole application, for a server that listens on `host`."""
+        return Guard(self._router, host, frozenset(self._paths), self.traffic)
 
     async def livez(self, request: Request) -> Response:
         """Does the broker's loop turn? A PING through the socket that engines use."""

@@ -1,14 +1,20 @@
-"""What holds for every request: only reading, only our own names, nothing for other sites."""
+"""What holds for every connection and every request: bounds, own names only, security headers."""
 
+import contextlib
+import ipaddress
+import socket
 from collections.abc import Collection
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvd.report.http.hosts import Hosts
+from kvd.config.values import Listen
 from kvd.report.http.traffic import Traffic
 
+MAX_CONNECTIONS = 128
+_UNREAD_MS = 5000
 _HEADERS = {
     "content-security-policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -20,29 +26,55 @@ _HEADERS = {
 }
 
 
+class Listener(socket.socket):
+    """A listening socket; beyond `MAX_CONNECTIONS` the oldest connection is closed.
+
+    So clients that are idle, send slowly or never read keep nobody out, and a
+    crowd on the TCP port never reaches the Unix socket. Over TCP the kernel
+    also ends a connection whose client does not take what is sent for 5 s.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fileno=fd)
+        self._accepted: list[socket.socket] = []
+        if self.family != socket.AF_UNIX:  # accepted connections inherit it
+            self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; whoever gets it closes it."""
+        connection, address = super().accept()
+        self._accepted = [each for each in self._accepted if each.fileno() >= 0]
+        self._accepted.append(connection)
+        if len(self._accepted) > MAX_CONNECTIONS:
+            with contextlib.suppress(OSError):  # its client has gone
+                self._accepted.pop(0).shutdown(socket.SHUT_RDWR)
+        return connection, address
+
+
 class Guard:
-    """Refuses what is no reading by a client of ours; adds the security headers; counts.
+    """Refuses names of others; adds the security headers; counts answers.
+
+    A web page from elsewhere can point a name of its own at this machine (DNS
+    rebinding), and the browser would let it read what is served here. The
+    Host header then carries that name. An address in figures cannot be rebound,
+    and the Unix socket is for owner and group: both are answered.
 
     Args:
         app: what serves the rest.
-        hosts: names that TCP clients may use; the Unix socket has none.
+        host: what the operator told kvd to listen on.
         routes: paths that are counted by name.
         traffic: where answers are counted.
     """
 
-    def __init__(
-        self, app: ASGIApp, hosts: Hosts, routes: Collection[str], traffic: Traffic
-    ) -> None:
+    def __init__(self, app: ASGIApp, host: str, routes: Collection[str], traffic: Traffic) -> None:
         self._app = app
-        self._hosts = hosts
+        names = ["localhost", socket.gethostname() if Listen(host, 0).everywhere else host]
+        self._for_names = TrustedHostMiddleware(app, names, www_redirect=False)
         self._routes = routes
         self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http":
-            return
-        refusal = self._refusal(scope)
         route = scope["path"] if scope["path"] in self._routes else "other"
 
         async def send_guarded(message: Message) -> None:
@@ -54,22 +86,15 @@ class Guard:
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        await (refusal or self._app)(scope, receive, send_guarded)
+        local = scope["client"] is None or _is_address(Headers(scope=scope).get("host", ""))
+        await (self._app if local else self._for_names)(scope, receive, send_guarded)
 
-    def _refusal(self, scope: Scope) -> PlainTextResponse | None:
-        headers = Headers(scope=scope)
-        if scope["client"] is not None and not self._hosts.allow(headers.get("host", "localhost")):
-            return PlainTextResponse(
-                f"This server is not called {headers['host']!r}; use its address, or localhost.\n",
-                421,
-            )
-        if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse(
-                "Only GET and HEAD are served here; to change something use the kvd command.\n",
-                405,
-                {"allow": "GET, HEAD"},
-            )
-        return None
 
-    def __repr__(self) -> str:
-        return f"<Guard {self._hosts!r}>"
+def _is_address(host: str) -> bool:
+    """Whether a Host header, with or without a port, is an address in figures."""
+    bare = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(bare)
+    except ValueError:
+        return False
+    return True
