@@ -25,8 +25,9 @@ rm -rf "$root"/opt/kvd "$root"/etc/kvd "$root"/var/log/journal "$root"/etc/syste
 mkdir -p "$root/root/kvd/wheels"
 said "fetching what kvd needs"
 .venv/bin/python -m hatchling build --target wheel --directory "$root/root/kvd" >/dev/null 2>&1
+(cd client/tools && ../../.venv/bin/python -m hatchling build --target wheel --directory "$root/root/kvd") >/dev/null 2>&1
 .venv/bin/python -m pip download --quiet --dest "$root/root/kvd/wheels" --constraint constraints.txt \
-  --python-version 3.11 --only-binary :all: "$(echo "$root"/root/kvd/*.whl)[daemon,cuda]" \
+  --python-version 3.11 --only-binary :all: "$(echo "$root"/root/kvd/kvd_offload-*.whl)[daemon,cuda]" \
   2>"$cache/download.log" || { tail -n 5 "$cache/download.log"; exit 1; }
 cp -r deploy "$root/root/kvd/"
 
@@ -83,7 +84,7 @@ until first=$(pgrep --parent "$unshare") && inside systemctl is-system-running -
 done
 said "booted $(inside systemctl --version | head -n 1)"
 
-inside sh -c 'ip link set lo up 2>/dev/null; /root/kvd/deploy/systemd/install.sh "$(echo /root/kvd/*.whl)[daemon,cuda]"' >/dev/null
+inside sh -c 'ip link set lo up 2>/dev/null; /root/kvd/deploy/systemd/install.sh "$(echo /root/kvd/kvd_offload-*.whl)[daemon,cuda]" /root/kvd/kvd_offload_tools-*.whl' >/dev/null
 inside sh -c 'echo "cpu_bytes = \"64MiB\"" >/etc/kvd/kvd.toml
   install -D /root/kvd/deploy/systemd/wait-ready.conf /etc/systemd/system/kvd.service.d/wait-ready.conf
   printf "[Service]\nWatchdogSec=3\n" >/etc/systemd/system/kvd.service.d/check.conf

@@ -29,6 +29,9 @@ _OWN = {
     "completion": "kvd.cli.help:completion",
 }
 
+_TOOLS = {"demo", "demo-vllm", "selftest"}
+"""Commands of the distribution `kvd-offload-tools`."""
+
 
 class _LazyGroup(click.Group):
     """A group whose commands cost their imports only when they run."""
@@ -45,6 +48,10 @@ class _LazyGroup(click.Group):
             command = getattr(importlib.import_module(module), name)
         else:
             found = entry_points(group="kvd.commands", name=cmd_name)
+            if not found and cmd_name in _TOOLS:
+                raise click.ClickException(
+                    f"kvd {cmd_name} is not installed here; pip install kvd-offload-tools"
+                )
             if not found:
                 return None
             command = _with_our_options(next(iter(found)).load())

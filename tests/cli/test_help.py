@@ -70,6 +70,19 @@ def test_help_of_nothing_says_what_there_is(names: list[str], words: str) -> Non
     assert words in done.output
 
 
+@pytest.mark.parametrize("name", ["demo", "demo-vllm", "selftest"])
+def test_a_tool_that_is_not_installed_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Without the tools' distribution one sentence names it, exit status 1."""
+    monkeypatch.setattr("kvd.cli.entry_points", lambda **_: ())
+    result = CliRunner().invoke(cli, [name])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: kvd {name} is not installed here; pip install kvd-offload-tools\n"
+    )
+
+
 def test_bash_completes_commands_options_and_words() -> None:
     """The script for bash works in bash: subcommands, options, the words of a setting."""
     kvd = Path(sys.executable).parent / "kvd"
