@@ -14,7 +14,7 @@ import psutil
 from harness import Figures, median
 from variants import CHUNK_TOKENS, IN_PROCESS, NO_CACHE, Variant
 
-from kvd_tools.demo_vllm.engine import Answer, comparable
+from kvd_tools.demo_vllm.wire import Answer, comparable
 
 PROMPT_TOKENS = 1900
 HIT_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS  # the last token is computed

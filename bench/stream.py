@@ -16,7 +16,7 @@ from first_token import SETTLE_SECONDS, VOCABULARY
 from harness import Figures
 from variants import Variant
 
-from kvd_tools.demo_vllm.engine import Answer
+from kvd_tools.demo_vllm.wire import Answer
 
 DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS, MAX_TOKENS = 12, 1024, 96, 8
 REQUESTS_PER_SECOND = 3.0

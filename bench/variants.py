@@ -18,8 +18,9 @@ from harness import Daemon
 
 import kvd_client
 import kvd_proto
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess, kvd_transfer
+from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.models import write_model
+from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
 
 NO_CACHE, IN_PROCESS, KVD, LMCACHE = "no cache", "in-process", "kvd", "LMCache"
 MODEL = {

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_tools.demo.blocks import NULL_BLOCK, BlockPool
-from kvd_tools.demo.errors import OutOfBlocks
 from kvd_tools.demo.plan import BLOCKS_PER_CHUNK, longest_hit, step_ends, window_blocks
 from kvd_tools.demo.workload import conversations, distinct_pieces
+from kvd_tools.errors import OutOfBlocks
 
 
 @given(st.integers(0, 1000))

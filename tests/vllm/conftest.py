@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
+from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.demo_vllm.options import EngineOptions
 from tests.vllm.support import (
     References,
     Setting,

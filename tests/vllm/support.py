@@ -10,9 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvd_tools.demo_vllm.engine import Answer, EngineOptions, EngineProcess, kvd_transfer
+from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.models import DEFAULTS, Kind, write_model
+from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
 from kvd_tools.demo_vllm.rounds import ATTACHED
+from kvd_tools.demo_vllm.wire import Answer
 from tests.conftest import Daemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
 

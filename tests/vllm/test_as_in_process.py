@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import Answer, EngineOptions, EngineProcess
+from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.demo_vllm.options import EngineOptions
+from kvd_tools.demo_vllm.wire import Answer
 from tests.conftest import StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import Answer, EngineProcess, comparable
+from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.demo_vllm.wire import Answer, comparable
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (

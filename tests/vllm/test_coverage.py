@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import comparable
+from kvd_tools.demo_vllm.wire import comparable
 from tests.conftest import StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo.errors import EngineDied
-from kvd_tools.demo_vllm.engine import EngineProcess, comparable
+from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.demo_vllm.wire import comparable
+from kvd_tools.errors import EngineDied
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (

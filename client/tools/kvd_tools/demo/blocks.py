@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from kvd_tools.demo.errors import OutOfBlocks
+from kvd_tools.errors import OutOfBlocks
 
 NULL_BLOCK = 0
 

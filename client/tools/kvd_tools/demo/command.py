@@ -16,13 +16,13 @@ from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_size
 from kvd_tools.demo.blocks import BlockPool
 from kvd_tools.demo.engine import Engine
-from kvd_tools.demo.errors import DemoError
 from kvd_tools.demo.memory import STRIDES
 from kvd_tools.demo.plan import BLOCKS_PER_CHUNK, blocks_needed
 from kvd_tools.demo.processes import Daemon, Ranks, workplace
 from kvd_tools.demo.rank import Setup
 from kvd_tools.demo.report import Figures, Summary, memcpy_rate, table
 from kvd_tools.demo.workload import Prompt, conversations, distinct_pieces
+from kvd_tools.errors import DemoError
 
 ENGINE = "demo"
 MAX_WORLD_SIZE = 16

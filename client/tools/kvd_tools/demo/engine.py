@@ -17,7 +17,6 @@ from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_proto.answers import LookupResult, StoreAnswer
 from kvd_tools.demo.blocks import BlockPool
 from kvd_tools.demo.content import chain, chunk_key
-from kvd_tools.demo.errors import DemoError, OutOfBlocks
 from kvd_tools.demo.plan import (
     BLOCKS_PER_CHUNK,
     FULL,
@@ -31,6 +30,7 @@ from kvd_tools.demo.processes import Ranks
 from kvd_tools.demo.rank import Compute, Finished, Transfer
 from kvd_tools.demo.report import Figures, Rate
 from kvd_tools.demo.workload import Prompt
+from kvd_tools.errors import DemoError, OutOfBlocks
 
 JOB_SECONDS = 30.0  # a job that takes longer means that something hangs
 MAX_JOBS = 4  # in flight; an engine whose compute takes time has no more either

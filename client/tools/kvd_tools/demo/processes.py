@@ -19,7 +19,7 @@ from typing import Self, TypeVar
 
 from kvd_client.scheduler import Scheduler
 from kvd_tools.demo import rank
-from kvd_tools.demo.errors import DemoError, ProcessLost
+from kvd_tools.errors import DemoError, ProcessLost
 
 START_SECONDS = 60.0
 END_SECONDS = 10.0

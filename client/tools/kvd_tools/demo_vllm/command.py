@@ -13,13 +13,13 @@ from rich.console import Console
 
 from kvd_client.errors import KvdClientError
 from kvd_proto.sizes import format_size
-from kvd_tools.demo.errors import DemoError
 from kvd_tools.demo.processes import Daemon, workplace
 from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.models import Kind, write_model
 from kvd_tools.demo_vllm.options import EngineOptions
 from kvd_tools.demo_vllm.rounds import HEAD, Round, ask, warm_up
 from kvd_tools.demo_vllm.scenario import ANSWER_TOKENS, BLOCK_TOKENS, KINDS, Scenario
+from kvd_tools.errors import DemoError
 
 ROOM_BYTES = 2**29  # for the model and the logs, beside the pool
 # Fewer prompts might still be in the GPU cache when they come back.

@@ -10,42 +10,18 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self, TypeVar
+from typing import IO, Any, Self
 
-from kvd_tools.demo.errors import DemoError, EngineDied
-from kvd_tools.demo_vllm.answers import comparable
+import msgspec
+import psutil
+
 from kvd_tools.demo_vllm.group import kill_group
-from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
-from kvd_tools.demo_vllm.wire import (
-    Abort,
-    Answer,
-    Command,
-    Done,
-    EngineProcesses,
-    Generate,
-    Generated,
-    ListProcesses,
-    Metrics,
-    Processes,
-    ReadMetrics,
-    Ready,
-    Reply,
-    Reset,
-    Start,
-    decode_reply,
-    encode,
-)
-
-__all__ = [
-    "Answer",
-    "EngineOptions",
-    "EngineProcess",
-    "EngineProcesses",
-    "comparable",
-    "kvd_transfer",
-]
+from kvd_tools.demo_vllm.options import EngineOptions
+from kvd_tools.demo_vllm.wire import Answer, Command, Method, Reply, decode, encode
+from kvd_tools.errors import DemoError, EngineDied
 
 START_SECONDS = 300.0  # on a busy machine; it takes a fraction of that on an idle one
 ANSWER_SECONDS = 120.0
@@ -54,7 +30,13 @@ LOOK_SECONDS = 0.02
 LOG_TAIL_BYTES = 4000
 ENGINE_MAIN = "kvd_tools.demo_vllm.engine_main"
 
-R = TypeVar("R", Ready, Generated, Done, Metrics, Processes)
+
+@dataclass(frozen=True, slots=True)
+class EngineProcesses:
+    """Process ids of one engine. core: schedules. workers: own the KV memory, by rank."""
+
+    core: int
+    workers: tuple[int, ...]
 
 
 class EngineProcess:
@@ -77,10 +59,9 @@ class EngineProcess:
         self._reader: threading.Thread | None = None
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of what follows, and of writing
-        self._pending: dict[int, Future[Reply]] = {}
-        self._requests: dict[Future[Answer], int] = {}
+        self._pending: dict[int, Future[Any]] = {}
         self._commands: IO[bytes] | None = None
-        self._ready: Future[Ready] | None = None
+        self._ready: Future[Any] | None = None
         self._ended = False
 
     # ------------------------------------------------------------ life
@@ -112,8 +93,8 @@ class EngineProcess:
         )
         self._reader.start()
         transfer = None if self.options.kv_transfer is None else dict(self.options.kv_transfer)
-        start = Start(next(self._numbers), self.options.engine_arguments(), transfer)
-        self._ready = self._send(start, Ready)
+        arguments = self.options.engine_arguments()
+        self._ready = self._send("start", engine=arguments, kv_transfer=transfer)
 
     def wait_ready(self, timeout: float = START_SECONDS) -> None:
         """Wait until it serves.
@@ -196,19 +177,17 @@ class EngineProcess:
             max_tokens: so many are generated, always.
             logprobs: for each of them, so many of the most likely ones are told.
         """
-        command = Generate(next(self._numbers), list(prompt), max_tokens, logprobs)
         answer: Future[Answer] = Future()
-        answer.set_running_or_notify_cancel()  # `abort` ends a request, not the future's cancel
-        self._requests[answer] = command.number
-        answer.add_done_callback(self._requests.pop)
+        answer.set_running_or_notify_cancel()
 
-        def done(reply: Future[Generated]) -> None:
+        def done(reply: Future[Any]) -> None:
             if (error := reply.exception()) is not None:
                 answer.set_exception(error)
             else:
-                answer.set_result(reply.result().answer)
+                answer.set_result(msgspec.convert(reply.result(), Answer, str_keys=True))
 
-        self._send(command, Generated).add_done_callback(done)
+        arguments = {"prompt": list(prompt), "max_tokens": max_tokens, "logprobs": logprobs}
+        self._send("generate", **arguments).add_done_callback(done)
         return answer
 
     def generate(
@@ -222,73 +201,63 @@ class EngineProcess:
         answers = [self.submit(prompt, max_tokens, logprobs) for prompt in prompts]
         return [answer.result(ANSWER_SECONDS) for answer in answers]
 
-    def abort(self, answer: Future[Answer]) -> None:
-        """End a running request early; its answer then has what there is, and an error."""
-        number = self._requests.get(answer)
-        if number is not None:
-            self._do(Abort(next(self._numbers), number))
-
-    def reset(self, *, connector: bool = False) -> None:
+    def reset(self) -> None:
         """Drop the GPU's prefix cache, so that nothing is found there again.
-
-        Args:
-            connector: drop what the connector has as well.
 
         Raises:
             DemoError: blocks are still in use, by a running request or its stores.
         """
-        self._do(Reset(next(self._numbers), connector))
+        self._send("reset").result(ANSWER_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Its metrics, by vLLM's names: value by name{label="value",...}."""
-        return self._call(ReadMetrics(next(self._numbers)), Metrics).values
+        """Return its metrics, by vLLM's names: value by name{label="value",...}."""
+        values: dict[str, float] = self._send("metrics").result(ANSWER_SECONDS)
+        return values
 
     def processes(self) -> EngineProcesses:
-        """Its process ids."""
-        return self._call(ListProcesses(next(self._numbers)), Processes).processes
+        """Return its process ids, by the titles that vLLM gives its processes."""
+        if self._process is None:
+            raise DemoError("the engine was not started; call start() first")
+        titles = {}
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                titles[process.pid] = " ".join(process.cmdline())
+        core = next(pid for pid, title in titles.items() if title.startswith("VLLM::EngineCore"))
+        workers = sorted(
+            (len(title), title, pid)
+            for pid, title in titles.items()
+            if title.startswith("VLLM::Worker")
+        )
+        # An engine may have its only worker inside the core.
+        return EngineProcesses(core, tuple(pid for *_, pid in workers) or (core,))
 
-    def _do(self, command: Command) -> None:
-        if error := self._call(command, Done).error:
-            raise DemoError(error)
-
-    def _call(self, command: Command, kind: type[R]) -> R:
-        return self._send(command, kind).result(ANSWER_SECONDS)
-
-    def _send(self, command: Command, kind: type[R]) -> Future[R]:
-        """Send a command; the future has its reply, which is of this kind."""
-        wanted: Future[R] = Future()
-
-        def done(reply: Future[Reply]) -> None:
-            if (error := reply.exception()) is not None:
-                wanted.set_exception(error)
-            elif isinstance(result := reply.result(), kind):
-                wanted.set_result(result)
-            else:
-                wanted.set_exception(DemoError(f"the engine said {result!r} to {command!r}"))
-
-        reply: Future[Reply] = Future()
-        reply.add_done_callback(done)
+    def _send(self, method: Method, **arguments: Any) -> Future[Any]:
+        """Send a command; the future has its result."""
+        command = Command(next(self._numbers), method, arguments)
+        result: Future[Any] = Future()
         with self._lock:
-            sent = False
+            gone = self._commands is None
             if self._commands is not None:
-                self._pending[command.number] = reply
+                self._pending[command.number] = result
                 with contextlib.suppress(OSError):  # it is gone; the reader says so
                     self._commands.write(encode(command))
                     self._commands.flush()
-                sent = True
-        if not sent:
-            reply.set_exception(self._died("the engine is not there"))
-        return wanted
+        if gone:
+            result.set_exception(self._died("the engine is not there"))
+        return result
 
     # ------------------------------------------------------------ replies
 
     def _read(self, replies: IO[bytes]) -> None:
         with replies:
             for line in replies:
-                reply = decode_reply(line)
+                reply = decode(line, Reply)
                 with self._lock:
                     future = self._pending.pop(reply.number)
-                future.set_result(reply)
+                if reply.error:
+                    future.set_exception(DemoError(reply.error))
+                else:
+                    future.set_result(reply.result)
         with self._lock:
             self._close_commands()  # from now on nothing is taken
             pending, self._pending = self._pending, {}

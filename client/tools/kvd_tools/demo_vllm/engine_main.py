@@ -6,14 +6,12 @@ everything that vLLM prints goes to the log. Ends when standard input closes.
 """
 
 import asyncio
-import contextlib
 import os
 import sys
 import threading
 import time
 from typing import Any, BinaryIO
 
-import psutil
 from prometheus_client import REGISTRY
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig, VllmConfig
@@ -24,25 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvd_tools.demo_vllm.group import kill_group
-from kvd_tools.demo_vllm.wire import (
-    Abort,
-    Answer,
-    Command,
-    Done,
-    EngineProcesses,
-    Generate,
-    Generated,
-    ListProcesses,
-    Metrics,
-    Processes,
-    ReadMetrics,
-    Ready,
-    Reply,
-    Reset,
-    Start,
-    decode_command,
-    encode,
-)
+from kvd_tools.demo_vllm.wire import Answer, Command, Reply, decode, encode
 
 END_SECONDS = 8.0  # for an orderly end, before all is killed
 RESET_SECONDS = 10.0  # blocks of ended requests are held until their stores have ended
@@ -65,7 +45,7 @@ class Commands:
 
     def _read(self) -> None:
         for line in self._source:
-            self._put(decode_command(line))
+            self._put(decode(line, Command))
         killer = threading.Timer(END_SECONDS, kill_group, [os.getpid()])
         killer.daemon = True
         killer.start()
@@ -102,42 +82,39 @@ class Server:
                 task.cancel()
 
     async def _carry_out(self, command: Command) -> None:
-        match command:
-            case Generate():
-                reply: Reply = Generated(command.number, await self._answer(command))
-            case Abort():
-                await self._engine.abort(str(command.request))
-                reply = Done(command.number)
-            case Reset():
-                reply = Done(command.number, await self._reset(connector=command.connector))
-            case ReadMetrics():
-                reply = Metrics(command.number, _metrics())
-            case ListProcesses():
-                reply = Processes(command.number, _processes())
-            case Start():
-                reply = Done(command.number, "the engine has been started already")
-        self.send(reply)
+        result: Any = None
+        error = ""
+        match command.method:
+            case "generate":
+                result = await self._answer(str(command.number), **command.arguments)
+            case "reset":
+                error = await self._reset()
+            case "metrics":
+                result = _metrics()
+            case "start":
+                error = "the engine has been started already"
+        self.send(Reply(command.number, result, error))
 
     def send(self, reply: Reply) -> None:
         """Write one reply."""
         self._replies.write(encode(reply))
         self._replies.flush()
 
-    async def _answer(self, command: Generate) -> Answer:
+    async def _answer(self, name: str, prompt: list[int], max_tokens: int, logprobs: int) -> Answer:
         parameters = SamplingParams(
             temperature=0.0,
-            max_tokens=command.max_tokens,
-            logprobs=command.logprobs,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
             ignore_eos=True,
             detokenize=False,
         )
-        prompt = TokensPrompt(prompt_token_ids=command.prompt)
+        tokens = TokensPrompt(prompt_token_ids=prompt)
         started = time.perf_counter()
         first = 0.0
         output: RequestOutput | None = None
         error = ""
         try:
-            async for latest in self._engine.generate(prompt, parameters, str(command.number)):
+            async for latest in self._engine.generate(tokens, parameters, name):
                 output = latest  # all tokens so far
                 first = first or time.perf_counter() - started
         except EngineDeadError:
@@ -145,7 +122,7 @@ class Server:
         except Exception as failure:  # noqa: BLE001  # whatever it is, this request failed, not the engine
             error = f"{type(failure).__name__}: {failure}"
         if output is None or not output.outputs:
-            return Answer([], [], len(command.prompt), 0, 0.0, 0.0, error or "no output")
+            return Answer([], [], len(prompt), 0, 0.0, 0.0, error or "no output")
         completion = output.outputs[0]
         if not error and completion.finish_reason not in COMPLETE:
             error = f"the engine ended the request early: {completion.finish_reason}"
@@ -155,16 +132,16 @@ class Server:
                 {token: entry.logprob for token, entry in position.items()}
                 for position in completion.logprobs or []
             ],
-            prompt_tokens=len(command.prompt),
+            prompt_tokens=len(prompt),
             cached_tokens=output.num_cached_tokens or 0,
             first_token_seconds=first,
             seconds=time.perf_counter() - started,
             error=error,
         )
 
-    async def _reset(self, *, connector: bool) -> str:
+    async def _reset(self) -> str:
         end = time.monotonic() + RESET_SECONDS
-        while not await self._engine.reset_prefix_cache(reset_connector=connector):
+        while not await self._engine.reset_prefix_cache():
             if time.monotonic() > end:
                 return (
                     f"blocks are still in use after {RESET_SECONDS:g} s;"
@@ -184,29 +161,11 @@ def _metrics() -> dict[str, float]:
     return values
 
 
-def _processes() -> EngineProcesses:
-    """Who is who, by the titles that vLLM gives its processes."""
-    titles = {}
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            titles[process.pid] = " ".join(process.cmdline())
-    core = next(pid for pid, title in titles.items() if title.startswith("VLLM::EngineCore"))
-    workers = sorted(
-        (len(title), title, pid)
-        for pid, title in titles.items()
-        if title.startswith("VLLM::Worker")
-    )
-    # An engine may have its only worker inside the core.
-    return EngineProcesses(os.getpid(), core, tuple(pid for *_, pid in workers) or (core,))
-
-
-def _engine_config(start: Start) -> VllmConfig:
+def _engine_config(engine: dict[str, Any], kv_transfer: dict[str, Any] | None) -> VllmConfig:
     further: dict[str, Any] = {}
-    if start.kv_transfer is not None:
-        further["kv_transfer_config"] = KVTransferConfig(**start.kv_transfer)
-    config = AsyncEngineArgs(**start.engine, **further).create_engine_config(
-        UsageContext.ENGINE_CONTEXT
-    )
+    if kv_transfer is not None:
+        further["kv_transfer_config"] = KVTransferConfig(**kv_transfer)
+    config = AsyncEngineArgs(**engine, **further).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind":
         # With a CPU the configuration sets "spawn", so that each process reads which threads it
         # gets, and imports vLLM for ten seconds before. Unbound, all get the same.
@@ -218,12 +177,12 @@ async def run(source: BinaryIO, replies: BinaryIO) -> None:
     """Build the engine that the first command asks for, and serve the others."""
     commands = Commands(source, asyncio.get_running_loop())
     start = await commands.next()
-    if not isinstance(start, Start):
-        sys.exit(f"the first command must be Start, this was {start!r}")
-    engine = AsyncLLM.from_vllm_config(_engine_config(start))
+    if start is None or start.method != "start":
+        sys.exit(f"the first command must be start, this was {start!r}")
+    engine = AsyncLLM.from_vllm_config(_engine_config(**start.arguments))
     try:
         server = Server(engine, replies)
-        server.send(Ready(start.number))
+        server.send(Reply(start.number))
         await server.serve(commands)
     finally:
         engine.shutdown()

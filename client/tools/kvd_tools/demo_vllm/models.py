@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvd_tools.demo.errors import DemoError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -65,26 +63,13 @@ def write_model(path: Path, kind: Kind, **shape: int) -> Path:
         path: the folder; made where it is not there.
         kind: "dense" (Llama), "hybrid" (Gemma 3, full and window layers), "mla" (DeepSeek V2).
         shape: fields of `ModelShape` that differ from the kind's defaults.
-
-    Raises:
-        DemoError: `kind` or a field is unknown, or the folder holds something else.
     """
-    if kind not in DEFAULTS:
-        raise DemoError(f"model kind {kind!r} is unknown; choose one of {', '.join(DEFAULTS)}")
-    try:
-        wanted = replace(DEFAULTS[kind], **shape)
-    except TypeError as error:
-        fields = ", ".join(asdict(DEFAULTS[kind]))
-        raise DemoError(f"{error}; a model's shape has {fields}") from error
+    wanted = replace(DEFAULTS[kind], **shape)
     config = _CONFIGS[kind](wanted) | {MARK: {"kind": kind, **asdict(wanted)}}
     config_file = path / CONFIG
-    if config_file.exists():
-        held = json.loads(config_file.read_text())
-        if held == config:
-            return path
-        if MARK not in held:
-            raise DemoError(f"{path} holds a model that is not kvd's; name another folder")
-        config_file.unlink()
+    if config_file.exists() and json.loads(config_file.read_text()) == config:
+        return path
+    config_file.unlink(missing_ok=True)
     path.mkdir(parents=True, exist_ok=True)
     _write_weights(path / WEIGHTS, config, kind, wanted.seed)
     # Last: a folder with this file is complete.

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvd_tools.demo.errors import DemoError
 from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.scenario import ANSWER_TOKENS
 from kvd_tools.demo_vllm.wire import Answer
+from kvd_tools.errors import DemoError
 
 ATTACH_SECONDS = 30.0
 ATTACHED = "vllm:kv_offload_kvd_attached"

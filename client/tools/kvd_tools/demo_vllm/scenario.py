@@ -1,4 +1,4 @@
-"""What `kvd demo-vllm` has an engine do: its model, its prompts, its GPU cache that is too small.
+"""The workload of `kvd demo-vllm`: a model, prompts, and a GPU cache that is too small for them.
 
 An engine that finds a prompt's chunks computes only what is behind them. So that a cold prompt
 computes these last tokens in a step of their own as well, and with the same rounding, one step
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvd_tools.demo.errors import DemoError
 from kvd_tools.demo_vllm.models import Kind
 from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
+from kvd_tools.errors import DemoError
 
 BLOCK_TOKENS = 32
 BLOCKS_PER_CHUNK = 2

@@ -1,19 +1,18 @@
-"""What the parent and the engine's process say to each other: one JSON object a line.
+"""Messages between the parent and the engine's process: one JSON object a line.
 
-The parent sends `Start`, then commands; the child answers `Ready` to the start
-(number 0) and one reply with the same number to every command.
+The first command is `start`. Every command gets one reply, with its number.
 """
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine says to one prompt.
+    """The engine's answer to one prompt.
 
     tokens: the generated token ids.
     logprobs: for every generated token the most likely ones and itself, by token id.
@@ -32,105 +31,54 @@ class Answer:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineProcesses:
-    """Process ids of one engine.
+def comparable(a: Answer, b: Answer) -> str:
+    """Say where two answers differ first, in one sentence; "" if every number is the same."""
+    for name, answer in (("first", a), ("second", b)):
+        if answer.error:
+            return f"the {name} answer is incomplete: {answer.error}"
+    for what, one, other in (
+        ("tokens", a.tokens, b.tokens),
+        ("log-probabilities", a.logprobs, b.logprobs),
+    ):
+        if len(one) != len(other):
+            return f"one answer has {len(one)} {what}, the other {len(other)}"
+        for at, (mine, its) in enumerate(zip(one, other, strict=True)):
+            if mine != its:
+                return f"{what} differ at token {at}: {mine} in one answer and {its} in the other"
+    return ""
 
-    api: takes the requests.
-    core: schedules.
-    workers: own the KV memory, by rank.
+
+Method: TypeAlias = Literal["start", "generate", "reset", "metrics"]
+
+
+class Command(msgspec.Struct, frozen=True):
+    """A request to the engine.
+
+    method: `start` builds the engine, `generate` answers a prompt greedily, `reset` drops the
+        prefix cache, `metrics` reads the engine's metrics.
     """
 
-    api: int
-    core: int
-    workers: tuple[int, ...]
+    number: int
+    method: Method
+    arguments: dict[str, Any]
 
 
-class _Base(msgspec.Struct, frozen=True, tag=True):
-    """Base of all lines. number: says which command a reply belongs to."""
+class Reply(msgspec.Struct, frozen=True):
+    """A command's result. error: why it was not carried out; "" if it was."""
 
     number: int
-
-
-class Start(_Base, frozen=True):
-    """Build the engine. engine: keywords of its `AsyncEngineArgs`."""
-
-    engine: dict[str, Any]
-    kv_transfer: dict[str, Any] | None
-
-
-class Generate(_Base, frozen=True):
-    """Answer a prompt, greedily; replied with `Generated`."""
-
-    prompt: list[int]
-    max_tokens: int
-    logprobs: int
-
-
-class Abort(_Base, frozen=True):
-    """End the running `Generate` of that number early; replied with `Done`."""
-
-    request: int
-
-
-class Reset(_Base, frozen=True):
-    """Drop the GPU's prefix cache, and the connector's if asked; replied with `Done`."""
-
-    connector: bool
-
-
-class ReadMetrics(_Base, frozen=True):
-    """Replied with `Metrics`."""
-
-
-class ListProcesses(_Base, frozen=True):
-    """Replied with `Processes`."""
-
-
-class Ready(_Base, frozen=True):
-    """The engine takes commands."""
-
-
-class Generated(_Base, frozen=True):
-    """A prompt's answer."""
-
-    answer: Answer
-
-
-class Done(_Base, frozen=True):
-    """A command was carried out; `error` says why it could not be, "" if it was."""
-
+    result: Any = None
     error: str = ""
 
 
-class Metrics(_Base, frozen=True):
-    """The engine's metrics: value by name{label="value"}."""
-
-    values: dict[str, float]
-
-
-class Processes(_Base, frozen=True):
-    """The engine's processes."""
-
-    processes: EngineProcesses
-
-
-Command = Start | Generate | Abort | Reset | ReadMetrics | ListProcesses
-Reply = Ready | Generated | Done | Metrics | Processes
+M = TypeVar("M", Command, Reply)
 
 
 def encode(message: Command | Reply) -> bytes:
-    """One line. The standard library's JSON, because it knows infinities and NaN."""
+    """Return one line. The standard library's JSON, because it knows infinities and NaN."""
     return json.dumps(msgspec.to_builtins(message, str_keys=True)).encode() + b"\n"
 
 
-def decode_command(line: bytes) -> Command:
-    """The command in a line; msgspec.ValidationError where it is none."""
-    command: Command = msgspec.convert(json.loads(line), Command, str_keys=True)
-    return command
-
-
-def decode_reply(line: bytes) -> Reply:
-    """The reply in a line; msgspec.ValidationError where it is none."""
-    reply: Reply = msgspec.convert(json.loads(line), Reply, str_keys=True)
-    return reply
+def decode(line: bytes, kind: type[M]) -> M:
+    """Return the message in a line; raises msgspec.ValidationError."""
+    return msgspec.convert(json.loads(line), kind)

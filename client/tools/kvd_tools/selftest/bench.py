@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_client.jobs import JobResult
 from kvd_client.scheduler import Scheduler
-from kvd_client.tickets import LoadTicket
+from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.answers import LookupResult, StoreAnswer
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint
+from kvd_tools.errors import StepFailed
 from kvd_tools.selftest.blocks import Blocks, Bytes, make_blocks
-from kvd_tools.selftest.errors import StepFailed
 
 CHUNKS = 16
 BLOCKS_PER_CHUNK = 4
@@ -134,13 +135,9 @@ class Bench:
         data = np.full(self.memory.size, POISON, np.uint8)
         self.write(blocks, [data] * len(blocks))
 
-    def unpoisoned(self, blocks: Sequence[int]) -> int:
-        """Bytes of blocks that are not poison."""
-        return sum(int((self.memory.read(block) != POISON).sum()) for block in blocks)
-
-    def fully_poisoned(self, blocks: Sequence[int]) -> list[int]:
-        """Those of the blocks in which every byte is poison."""
-        return [block for block in blocks if bool((self.memory.read(block) == POISON).all())]
+    def unpoisoned(self, blocks: Sequence[int]) -> list[int]:
+        """Return for each of the blocks how many of its bytes are not poison."""
+        return [int((self.memory.read(block) != POISON).sum()) for block in blocks]
 
     def differences(self, blocks: Sequence[int]) -> int:
         """Bytes of blocks that are not what was stored, block for block."""
@@ -183,24 +180,17 @@ class Bench:
         if not ticket.keys:
             raise StepFailed(self._why_not_one(ticket.answers))
         count = len(ticket.keys) * BLOCKS_PER_CHUNK
-        result = self._move("store", self.source[:count], ticket.slots, ticket.generations)
-        self.scheduler.complete_store(ticket.keys, success=result.success)
-        if not result.success:
-            raise StepFailed(f"the job ended as {result.status}: {result.text}")
+        result = self._move("store", ticket, self.source[:count])
+        self.scheduler.complete_store(ticket, success=result.success)
+        _check(result)
         self.stored = ticket.keys
 
     def load(self) -> None:
         """Load the stored chunks into the destination blocks."""
-        ticket = self.scheduler.prepare_load(self.stored)
-        if len(ticket.keys) != len(self.stored):
-            self.scheduler.complete_load(ticket)
-            raise StepFailed(f"{len(ticket.keys)} of {len(self.stored)} stored chunks are there")
-        try:
-            result = self._move("load", self.used_destination, ticket.slots, ticket.generations)
-        finally:
-            self.scheduler.complete_load(ticket)
-        if not result.success:
-            raise StepFailed(f"the job ended as {result.status}: {result.text}")
+        with self.scheduler.prepare_load(self.stored) as ticket:
+            if len(ticket) != len(self.stored):
+                raise StepFailed(f"{len(ticket)} of {len(self.stored)} stored chunks are there")
+            _check(self._move("load", ticket, self.used_destination))
         self.loaded = ticket
 
     def wait_until(self, what: Callable[[], bool]) -> bool:
@@ -210,15 +200,13 @@ class Bench:
             time.sleep(_LOOK_SECONDS)
         return true
 
-    def found(self) -> int:
-        """How many of the keys can be found."""
-        hits = self.scheduler.lookup_many(self.keys)
-        return sum(hit is not LookupResult.MISS for hit in hits)
+    def count(self, *answers: LookupResult) -> int:
+        """Return for how many of the keys a lookup gives one of these answers."""
+        return sum(answer in answers for answer in self.scheduler.lookup_many(self.keys))
 
-    def ready(self) -> int:
-        """How many of the keys can be loaded."""
-        hits = self.scheduler.lookup_many(self.keys)
-        return sum(hit is LookupResult.HIT for hit in hits)
+    def ready(self) -> bool:
+        """Whether every stored chunk can be loaded."""
+        return self.count(LookupResult.HIT) == len(self.stored)
 
     def status(self) -> dict[str, Any]:
         """The daemon's state.
@@ -237,12 +225,11 @@ class Bench:
         return next((space for space in namespaces if space["id"] == self.namespace_id), None)
 
     def why_refused(self) -> str:
-        """Why the daemon takes no store now, in its own words."""
+        """Return why the daemon takes no store now, in its own words."""
         report = self.status()
-        if report["draining"]:
-            return f"the daemon is draining and refuses stores: {'; '.join(report['not_ready'])}"
-        reasons = "; ".join(report["not_ready"]) or "it does not say why"
-        return f"the daemon refuses stores: {reasons}"
+        draining = "is draining and " if report["draining"] else ""
+        reasons = "; ".join(report["not_ready"]) or "no reason given"
+        return f"the daemon {draining}refuses stores: {reasons}"
 
     def _why_not_one(self, answers: Sequence[StoreAnswer]) -> str:
         if set(answers) != {StoreAnswer.FULL}:
@@ -267,11 +254,16 @@ class Bench:
             self.blocks.close()
             self.blocks = None
 
-    def _move(self, kind: str, blocks: Sequence[int], slots: Any, generations: Any) -> JobResult:
+    def _move(
+        self, kind: str, ticket: StoreTicket | LoadTicket, blocks: Sequence[int]
+    ) -> JobResult:
         self._job += 1
-        submit = self.worker.submit_store if kind == "store" else self.worker.submit_load
+        groups = [ChunkBlocks(ticket.keys, blocks)]
         started = time.perf_counter()
-        submit(self._job, blocks, [len(blocks)], [0], slots, generations)
+        if isinstance(ticket, StoreTicket):
+            self.worker.store(self._job, ticket, groups)
+        else:
+            self.worker.load(self._job, ticket, groups)
         unfinished = self.worker.wait([self._job], self.timeout)
         latency = time.perf_counter() - started
         if unfinished:
@@ -283,3 +275,8 @@ class Bench:
 
     def __repr__(self) -> str:
         return f"<Bench {self.device}: {len(self.stored)} of {len(self.keys)} chunks stored>"
+
+
+def _check(result: JobResult) -> None:
+    if not result.success:
+        raise StepFailed(f"the job ended as {result.status}: {result.text}")

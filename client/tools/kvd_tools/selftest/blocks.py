@@ -11,7 +11,7 @@ from kvd_client.errors import CudaError, UnsupportedMemory
 from kvd_client.memory import HostMemory
 from kvd_client.registration import Memory
 from kvd_proto.devices import HOST, cuda_device
-from kvd_tools.selftest.errors import StepFailed
+from kvd_tools.errors import StepFailed
 
 Bytes = npt.NDArray[np.uint8]
 _NO_DEVICE = "CUDA_ERROR_NO_DEVICE"

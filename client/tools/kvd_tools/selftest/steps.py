@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvd_client.errors import KvdClientError
+from kvd_proto.answers import LookupResult
+from kvd_tools.errors import StepFailed
 from kvd_tools.selftest.bench import Bench
-from kvd_tools.selftest.errors import StepFailed
 
 ROUNDS = 5
 
@@ -22,7 +23,7 @@ class Step:
     """`act` does it; `prove` says in a few words what was seen, or raises StepFailed."""
 
     name: str
-    act: Callable[[Bench], None]
+    act: Callable[[Bench], object]
     prove: Callable[[Bench], str]
 
 
@@ -78,10 +79,6 @@ def _is_alone(bench: Bench) -> str:
 # ------------------------------------------------------------------------ copies
 
 
-def _fill(bench: Bench) -> None:
-    bench.write(bench.source, bench.content)
-
-
 def _is_filled(bench: Bench) -> str:
     if wrong := bench.differences(bench.source):
         raise StepFailed(f"{wrong} bytes of the source are not what was to be written")
@@ -91,8 +88,9 @@ def _is_filled(bench: Bench) -> str:
 def _is_stored(bench: Bench) -> str:
     if not bench.stored:
         raise StepFailed("nothing was stored")
-    if not bench.wait_until(lambda: bench.ready() == len(bench.stored)):
-        raise StepFailed(f"{bench.ready()} of {len(bench.stored)} stored chunks can be loaded")
+    if not bench.wait_until(bench.ready):
+        ready = bench.count(LookupResult.HIT)
+        raise StepFailed(f"{ready} of {len(bench.stored)} stored chunks can be loaded")
     return f"{len(bench.stored)} chunks of {bench.chunk_bytes} bytes"
 
 
@@ -105,7 +103,7 @@ def _is_poisoned(bench: Bench) -> str:
     blocks = [*bench.used_source, *bench.used_destination]
     if not blocks or set(bench.source) & set(bench.destination):
         raise StepFailed("source and destination are not different blocks")
-    if left := bench.unpoisoned(blocks):
+    if left := sum(bench.unpoisoned(blocks)):
         raise StepFailed(f"{left} bytes of source and destination are not overwritten")
     return f"{len(blocks)} blocks of source and destination overwritten"
 
@@ -113,9 +111,9 @@ def _is_poisoned(bench: Bench) -> str:
 def _is_loaded(bench: Bench) -> str:
     if bench.loaded is None:
         raise StepFailed("nothing was loaded")
-    if same := bench.fully_poisoned(bench.used_destination):
-        raise StepFailed(f"nothing was copied into {len(same)} of the blocks")
-    if strayed := bench.unpoisoned(bench.used_source):
+    if same := bench.unpoisoned(bench.used_destination).count(0):
+        raise StepFailed(f"nothing was copied into {same} of the blocks")
+    if strayed := sum(bench.unpoisoned(bench.used_source)):
         raise StepFailed(f"{strayed} bytes went into blocks that were not to be loaded")
     return f"{len(bench.loaded.keys)} chunks into other blocks"
 
@@ -149,7 +147,7 @@ def _measure(bench: Bench) -> None:
     for _ in range(ROUNDS):
         bench.scheduler.reset()
         bench.store()
-        bench.wait_until(lambda: bench.ready() == len(bench.stored))
+        bench.wait_until(bench.ready)
         bench.load()
 
 
@@ -163,12 +161,8 @@ def _is_measured(bench: Bench) -> str:
 # -------------------------------------------------------------------------- ends
 
 
-def _evict(bench: Bench) -> None:
-    bench.scheduler.reset()
-
-
 def _is_evicted(bench: Bench) -> str:
-    if found := bench.found():
+    if found := bench.count(LookupResult.HIT, LookupResult.HIT_PENDING):
         raise StepFailed(f"{found} chunks can still be found")
     ticket = bench.scheduler.prepare_load(bench.keys)
     bench.scheduler.complete_load(ticket)
@@ -191,12 +185,12 @@ def _is_gone(bench: Bench) -> str:
 STEPS = (
     Step("memory", Bench.allocate, _memory_is_there),
     Step("register", Bench.register, _is_alone),
-    Step("fill", _fill, _is_filled),
+    Step("fill", lambda bench: bench.write(bench.source, bench.content), _is_filled),
     Step("store", Bench.store, _is_stored),
     Step("poison", _poison, _is_poisoned),
     Step("load", Bench.load, _is_loaded),
     Step("compare", _compare, _is_compared),
     Step("measure", _measure, _is_measured),
-    Step("evict", _evict, _is_evicted),
+    Step("evict", lambda bench: bench.scheduler.reset(), _is_evicted),
     Step("leave", Bench.leave, _is_gone),
 )
