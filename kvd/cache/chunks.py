@@ -1,7 +1,6 @@
 """The chunk table: every decision about the chunks of one namespace.
 
-It is the only writer of its directory, and the states of a slot are those of
-`kvd_proto.states.CHUNK`::
+It is the only writer of its directory. The states of a slot::
 
     FREE -> WRITING     prepare_store
     WRITING -> READY    share_done, with the last rank that was expected; a chunk with fewer
@@ -305,16 +304,8 @@ class ChunkTable:
         self._counters.misses += len(keys) - len(slots)
         self._counters.leases += bool(slots)
         array = np.array(slots, "<u4")
-        first, count = self.directory.coverage(array)
-        return LoadDecision(
-            lease_id,
-            np.frombuffer(found, np.uint8),
-            array,
-            self.directory.generations(array),
-            first,
-            count,
-            deadline,
-        )
+        generations = self.directory.generations(array)
+        return LoadDecision(lease_id, np.frombuffer(found, np.uint8), array, generations)
 
     def complete_load(self, lease_id: int, owner: int) -> bool:
         """Give a lease back. False where it has run out or is not this session's."""
@@ -418,7 +409,7 @@ class ChunkTable:
             How many went, and how many go when their leases end.
         """
         pins, policy = self.slots.leases.pins, self.slots.policy
-        slots = [s for s in self.directory.ready_slots(first, count) if s in policy]
+        slots = [s for s in self.directory.slots_in(SlotState.READY, first, count) if s in policy]
         if unused_for is not None:
             old = self.ages.of(slots) >= unused_for
             slots = [s for s, is_old in zip(slots, old, strict=True) if is_old and s not in pins]
@@ -464,4 +455,4 @@ class ChunkTable:
             raise IntegrityError(f"chunks evicted without an age: {self.ages!r}, {counters}")
 
     def __repr__(self) -> str:
-        return f"<ChunkTable {self.directory.namespace.hex()[:8]} {self.slots!r}>"
+        return f"<ChunkTable {self.directory.header.namespace.hex()[:8]} {self.slots!r}>"

@@ -51,19 +51,15 @@ class StoreSummary:
 
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
-    """`found[i]` is 1 where key i is pinned. The rest is about the found ones, in order.
+    """`found[i]` is 1 where key i is pinned; slots and generations of those, in order.
 
-    `lease_id` is 0 where nothing was found. Blocks first..first + count - 1 of a
-    chunk hold bytes on every rank. `deadline` is on the clock of `now`.
+    `lease_id` is 0 where nothing was found.
     """
 
     lease_id: int
     found: npt.NDArray[np.uint8]
     slots: npt.NDArray[np.uint32]
     generations: npt.NDArray[np.uint64]
-    first: npt.NDArray[np.uint16]
-    count: npt.NDArray[np.uint16]
-    deadline: float
 
 
 @dataclass(frozen=True, slots=True)

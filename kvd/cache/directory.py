@@ -129,18 +129,10 @@ class DirectoryWriter(DirectoryView):
         """The ranks whose shares are there, as a bit mask."""
         return self._words[slot * _WORDS + 1]
 
-    def slots_by_state(self) -> dict[SlotState, list[int]]:
-        """All slots that are not FREE, ascending; reads the whole table."""
-        states = self._columns["state"]
-        return {
-            state: np.flatnonzero(states == state).tolist()
-            for state in (SlotState.WRITING, SlotState.READY, SlotState.DRAINING)
-        }
-
-    def states(self, first: int, count: int) -> list[int]:
-        """The states of up to `count` slots from `first` on."""
-        states: list[int] = self._columns["state"][first : first + count].tolist()
-        return states
+    def slots_in(self, state: SlotState, first: int = 0, count: int | None = None) -> list[int]:
+        """The slots in this state, of all or of `count` from `first` on, ascending."""
+        states = self._columns["state"][first : None if count is None else first + count]
+        return (np.flatnonzero(states == state) + first).tolist()
 
     @property
     def floor(self) -> int:
@@ -162,11 +154,6 @@ class DirectoryWriter(DirectoryView):
         ready = self._columns["state"][part] == SlotState.READY
         old = self._columns["generation"][part] <= np.uint64(self.floor)
         return (np.flatnonzero(ready & old) + first).tolist()
-
-    def ready_slots(self, first: int, count: int) -> list[int]:
-        """The READY slots among `count` from `first` on, ascending."""
-        states = self._columns["state"][first : first + count]
-        return (np.flatnonzero(states == SlotState.READY) + first).tolist()
 
     def key(self, slot: int) -> bytes:
         """The key of the chunk that is or was last in the slot."""

@@ -1,7 +1,6 @@
 """The life of a slot, and who answers for it in each state.
 
-The states are those of `kvd_proto.states.CHUNK`. A slot that is not FREE is in exactly
-one place besides the directory::
+A slot that is not FREE is in exactly one place besides the directory::
 
     WRITING   tickets: its owner may write it until a deadline; policy, too, for its place,
               but for a replacement
@@ -134,7 +133,7 @@ class Slots:
         del self._fuller[old]
         self.directory.make_ready(slot, instead_of=old)
         self._move(old, slot)
-        self._let_go([old])
+        self._leave([old], indexed=False)
         return True
 
     def give_up(self, slots: Sequence[int]) -> Refs:
@@ -179,7 +178,7 @@ class Slots:
                 self.forgotten -= 1
             listed.append(slot)
         gone, kept = self._leave(listed)
-        gone_too, kept_too = self._let_go(replaced)
+        gone_too, kept_too = self._leave(replaced, indexed=False)
         return gone + gone_too, kept + kept_too
 
     def forget(self) -> tuple[int, int]:
@@ -211,14 +210,19 @@ class Slots:
         old = self.directory.forgotten_slots(first, count)
         return [slot for slot in old if slot not in self._doomed]
 
-    def _leave(self, slots: list[int]) -> tuple[int, int]:
+    def _leave(self, slots: list[int], *, indexed: bool = True) -> tuple[int, int]:
+        """READY -> FREE, or doomed where pinned: how many of each; `indexed` by their keys."""
         pins = self.leases.pins
         kept = [slot for slot in slots if slot in pins]
         gone = [slot for slot in slots if slot not in pins] if kept else slots
-        self.directory.free(gone)
+        if indexed:
+            self.directory.free(gone)
+            for slot in kept:
+                self.directory.unindex(slot)
+        else:
+            for slot in gone:
+                self.directory.write_state(slot, SlotState.FREE)
         self.space.give(gone)
-        for slot in kept:
-            self.directory.unindex(slot)
         self._doomed.update(kept)
         return len(gone), len(kept)
 
@@ -226,17 +230,6 @@ class Slots:
         """The chunk of `old` is in `new`, as recent as it was."""
         self.policy.replace(old, new)
         self.ages.move(old, new)
-
-    def _let_go(self, slots: list[int]) -> tuple[int, int]:
-        """The same for slots that have left the index."""
-        pins = self.leases.pins
-        kept = [slot for slot in slots if slot in pins]
-        gone = [slot for slot in slots if slot not in pins]
-        for slot in gone:
-            self.directory.write_state(slot, SlotState.FREE)
-        self.space.give(gone)
-        self._doomed.update(kept)
-        return len(gone), len(kept)
 
     def unpinned(self, slots: Iterable[int]) -> None:
         """No lease pins these any more: the doomed ones among them are FREE."""
@@ -280,33 +273,16 @@ class Slots:
         """
         for part in (self.directory, self.policy, self.leases, self.tickets, self.space):
             part.check_integrity()
-        by_state = self.directory.slots_by_state()
-        order, writing = self.policy.order(), set(self.tickets)
-        ready = [slot for slot in order if slot not in writing]
-        forgotten = self._forgotten_among(0, self.directory.num_slots)
+        num_slots = self.directory.num_slots
+        self.check_slots(0, num_slots)
+        order, forgotten = self.policy.order(), self._forgotten_among(0, num_slots)
         if len(forgotten) != self.forgotten:
             raise IntegrityError(f"{len(forgotten)} slots are forgotten: {self!r}")
-        claims = {
-            SlotState.WRITING: (list(writing), "tickets"),
-            SlotState.READY: ([*ready, *self._doomed, *forgotten], "policy, doomed, forgotten"),
-            SlotState.DRAINING: (list(self._draining), "draining"),
-        }
-        for state, (slots, what) in claims.items():
-            if sorted(slots) != by_state[state]:
-                raise IntegrityError(f"{state.name} slots {by_state[state]}, {what} say {slots}")
-        used = sorted(s for column in self.space.claimed for s in self.space.used_slots(column))
-        if used != sorted(s for state in claims for s in by_state[state]):
-            raise IntegrityError(f"slots in use by the space: {used}; {self!r}")
-        pins = self.leases.pins.keys()
-        if not self._doomed <= pins or not pins <= set(by_state[SlotState.READY]):
-            raise IntegrityError("pinned slots that are not READY, or doomed ones without a pin")
-        if len(ready) + self._first_writing != len(order):
-            raise IntegrityError("a WRITING chunk without a place in the order of eviction")
-        self._check_replacements(order)
-        if any(self.directory.find(self.directory.key(slot)) != slot for slot in order):
-            raise IntegrityError("a WRITING or READY chunk cannot be found by its key")
+        if not self._doomed <= self.leases.pins.keys():
+            raise IntegrityError(f"doomed slots without a pin: {self!r}")
         if sorted((*order, *forgotten)) != sorted(self.directory.indexed_slots()):
             raise IntegrityError("the index has a slot that has no place in the order of eviction")
+        self._check_replacements(order)
         for slot in self.tickets:
             writers = self.space.geometry.writers(slot)
             if self.directory.ranks_done(slot) & writers == writers:
@@ -330,11 +306,12 @@ class Slots:
         Raises:
             IntegrityError: they do not.
         """
-        states = self.directory.states(first, count)
-        tickets = set(self.tickets)
-        free = self.space.free_among(first, first + len(states))
-        forgotten = set(self._forgotten_among(first, len(states)))
-        for slot, state in enumerate(states, first):
+        slots = range(first, min(first + count, self.directory.num_slots))
+        tickets, chunks = set(self.tickets), 0
+        free = self.space.free_among(slots.start, slots.stop)
+        forgotten = set(self._forgotten_among(first, count))
+        for slot in slots:
+            state = self.directory.state(slot)
             ordered, doomed = slot in self.policy, slot in self._doomed
             kinds = (ordered and slot not in tickets, doomed, slot in forgotten)
             claims = {
@@ -354,7 +331,8 @@ class Slots:
                 raise IntegrityError(f"slot {slot} is WRITING, and in the order: {ordered}")
             if ordered and self.directory.find(self.directory.key(slot)) != slot:
                 raise IntegrityError(f"the chunk in slot {slot} cannot be found by its key")
-        return sum(state != SlotState.FREE for state in states)
+            chunks += state != SlotState.FREE
+        return chunks
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {what}" for what, count in self.stats().items())

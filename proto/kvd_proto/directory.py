@@ -86,15 +86,12 @@ SLOT_MASK = 0xFFFF_FFFF
 KEY_READERS = tuple(struct.Struct(f"<Q12xBBHH6x{n}s").unpack_from for n in range(KEY_BYTES + 1))
 
 RECORD_DTYPE = np.dtype(
-    {
-        "names": [
-            *("generation", "ranks_done", "owner", "state", "key_len"),
-            *("first", "count", "group", "key"),
-        ],
-        "formats": ["<u8", "<u8", "<u4", "u1", "u1", "<u2", "<u2", "<u2", f"V{KEY_BYTES}"],
-        "offsets": [0, 8, 16, 20, 21, 22, 24, 26, 32],
-        "itemsize": RECORD_BYTES,
-    }
+    [
+        *(("generation", "<u8"), ("ranks_done", "<u8"), ("owner", "<u4")),
+        *(("state", "u1"), ("key_len", "u1")),
+        *(("first", "<u2"), ("count", "<u2"), ("group", "<u2"), ("", "V4")),
+        ("key", f"V{KEY_BYTES}"),
+    ]
 )
 
 
@@ -210,7 +207,9 @@ class DirectoryHeader:
         if magic != MAGIC:
             raise DirectoryError(f"not a chunk directory: it starts with {magic!r}")
         if version != VERSION:
-            raise DirectoryError(f"directory version {version}; {VERSION} is spoken here")
+            raise DirectoryError(
+                f"directory version {version}, not {VERSION}: restart the engine or the daemon"
+            )
         (check,) = CHECK_WORD.unpack_from(buffer, HEADER.size)
         if check != crc32(buffer[: HEADER.size]):
             raise DirectoryError("the directory's header is damaged: its check word does not fit")
@@ -229,6 +228,9 @@ class DirectoryView:
     Args:
         buffer: the whole directory, e.g. an mmap; it stays referenced until `release`.
 
+    Attributes:
+        header: its header, of which `num_slots`, `blocks_per_chunk` and `boot_id` are copies.
+
     Raises:
         DirectoryError: the buffer is not a directory of this version.
     """
@@ -245,34 +247,15 @@ class DirectoryView:
         self._index = whole[head.index_offset : head.total_bytes].cast("Q")
         self._mask = head.index_capacity - 1
         self._limit = head.probe_limit
-        self._num_slots = head.num_slots
-        self._blocks = head.blocks_per_chunk
+        self.num_slots = head.num_slots
+        self.blocks_per_chunk = head.blocks_per_chunk
+        self.boot_id = head.boot_id
         self._records_bytes = len(self._records)
         table = np.frombuffer(whole, RECORD_DTYPE, head.num_slots, head.records_offset)
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: table[name]
             for name in ("generation", "state", "owner", "first", "count", "group")
         }
-
-    @property
-    def num_slots(self) -> int:
-        """How many slots the namespace has."""
-        return self._num_slots
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Blocks of a whole chunk."""
-        return self._blocks
-
-    @property
-    def namespace(self) -> bytes:
-        """The namespace's id, 16 bytes."""
-        return self.header.namespace
-
-    @property
-    def boot_id(self) -> bytes:
-        """Boot id of the daemon that writes this directory, 16 bytes."""
-        return self.header.boot_id
 
     def find(self, key: bytes) -> int:
         """The slot of a WRITING or READY chunk, or -1."""
@@ -320,7 +303,7 @@ class DirectoryView:
                     )
                     if name == key and length == size and generation > self._floor[0]:
                         if state == _READY:
-                            end = self._blocks if count is None else first + count
+                            end = self.blocks_per_chunk if count is None else first + count
                             return _HIT if start <= first and end <= start + held else _MISS
                         if state == _WRITING:
                             return _HIT_PENDING
@@ -338,8 +321,8 @@ class DirectoryView:
         Raises:
             IndexError: there is no such slot.
         """
-        if not 0 <= slot < self._num_slots:
-            raise IndexError(f"slot {slot} of {self._num_slots}")
+        if not 0 <= slot < self.num_slots:
+            raise IndexError(f"slot {slot} of {self.num_slots}")
         generation, ranks, owner, state, length, first, count, group, key = RECORD.unpack_from(
             self._records, slot * RECORD_BYTES
         )
@@ -369,7 +352,7 @@ class DirectoryView:
             pairs = zip(slots.tolist(), generations.tolist(), strict=True)
             return np.array([self._is(*pair, state, owner) for pair in pairs], np.bool_)
         columns = self._columns
-        inside = slots < self._num_slots
+        inside = slots < self.num_slots
         at = np.where(inside, slots, 0)
         good: npt.NDArray[np.bool_] = inside & (columns["generation"][at] == generations)
         good &= columns["state"][at] == state
@@ -378,7 +361,7 @@ class DirectoryView:
         return good
 
     def _is(self, slot: int, generation: int, state: int, owner: int | None) -> bool:
-        if slot >= self._num_slots:
+        if slot >= self.num_slots:
             return False
         found, _, owned_by, is_in, *_ = RECORD.unpack_from(self._records, slot * RECORD_BYTES)
         return bool(found == generation and is_in == state and (owner is None or owned_by == owner))
@@ -412,6 +395,6 @@ class DirectoryView:
 
     def __repr__(self) -> str:
         return (
-            f"<{type(self).__name__} {self.namespace.hex()[:8]}"
-            f" {self._num_slots} slots, {self.header.total_bytes} bytes>"
+            f"<{type(self).__name__} {self.header.namespace.hex()[:8]}"
+            f" {self.num_slots} slots, {self.header.total_bytes} bytes>"
         )

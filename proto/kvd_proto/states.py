@@ -1,9 +1,8 @@
-"""Life cycles as tables: session, job, chunk.
+"""Life cycles of sessions and jobs, as tables.
 
-A `Machine` walks one table. The theory: a state is a name, an event is a name,
-the table maps (state, event) to the next state, and what is not in the table is
-illegal: it raises and leaves the state as it was. docs/protocol.md shows
-diagrams generated from these tables.
+A table maps (state, event) to the next state. A `Machine` walks it: what is not in the
+table is illegal, raises and leaves the state as it was. docs/protocol.md shows diagrams
+generated from these tables.
 """
 
 from collections.abc import Mapping
@@ -50,25 +49,6 @@ class JobEvent(StrEnum):
     DRAINED = "drained"
 
 
-class ChunkState(StrEnum):
-    """Where the slot of one chunk stands in the directory."""
-
-    FREE = "free"
-    WRITING = "writing"
-    READY = "ready"
-    DRAINING = "draining"
-
-
-class ChunkEvent(StrEnum):
-    """What moves a slot."""
-
-    PREPARE_STORE = "prepare_store"
-    ALL_SHARES = "all_shares"
-    GIVE_UP = "give_up"
-    REVOKED = "revoked"
-    EVICT = "evict"
-
-
 SESSION: Mapping[SessionState, Mapping[SessionEvent, SessionState]] = {
     SessionState.CONNECTED: {
         SessionEvent.HELLO: SessionState.WELCOMED,
@@ -90,16 +70,6 @@ JOB: Mapping[JobState, Mapping[JobEvent, JobState]] = {
     JobState.COPYING: {JobEvent.COPIED: JobState.ENDED, JobEvent.STOP: JobState.DRAINING},
     JobState.DRAINING: {JobEvent.DRAINED: JobState.ENDED},
     JobState.ENDED: {},
-}
-
-CHUNK: Mapping[ChunkState, Mapping[ChunkEvent, ChunkState]] = {
-    ChunkState.FREE: {ChunkEvent.PREPARE_STORE: ChunkState.WRITING},
-    ChunkState.WRITING: {
-        ChunkEvent.ALL_SHARES: ChunkState.READY,
-        ChunkEvent.GIVE_UP: ChunkState.DRAINING,
-    },
-    ChunkState.READY: {ChunkEvent.EVICT: ChunkState.FREE},
-    ChunkState.DRAINING: {ChunkEvent.REVOKED: ChunkState.FREE},
 }
 
 S = TypeVar("S", bound=StrEnum)

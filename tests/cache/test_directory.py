@@ -48,7 +48,7 @@ def test_header_round_trip() -> None:
     """What the writer puts into the header, a view reads out of it."""
     buffer, _ = make(1000)
     view = DirectoryView(bytes(buffer))
-    assert (view.num_slots, view.namespace, view.boot_id) == (1000, SPACE, BOOT)
+    assert (view.num_slots, view.header.namespace, view.boot_id) == (1000, SPACE, BOOT)
     assert view.header.index_capacity == 2048
     assert view.header.total_bytes == HEADER_BYTES + 1000 * 80 + 2048 * 8 == len(buffer)
 

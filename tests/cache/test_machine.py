@@ -411,14 +411,13 @@ class TableMachine(RuleBasedStateMachine):
         assert decision.found.tolist() == [key in found for key in keys]
         assert decision.slots.tolist() == [chunk.slot for chunk in chunks]
         assert decision.generations.tolist() == [chunk.generation for chunk in chunks]
-        for chunk, first, count in zip(chunks, decision.first, decision.count, strict=True):
-            assert part(first, count) & part(0, BLOCKS) == chunk.blocks
-        assert decision.deadline == self.now + min(seconds, LEASE)
+        for chunk in chunks:
+            assert part(*model.table.directory.blocks(chunk.slot)) == chunk.blocks
         assert bool(decision.lease_id) == bool(found)
         if found:
             assert decision.lease_id not in model.leases
             slots = [chunk.slot for chunk in chunks]
-            model.leases[decision.lease_id] = Lease(owner, decision.deadline, slots)
+            model.leases[decision.lease_id] = Lease(owner, self.now + min(seconds, LEASE), slots)
 
     @rule(space=st.sampled_from(SPACES), number=st.integers(1, 9), owner=st.sampled_from(OWNERS))
     def complete_load(self, space: int, number: int, owner: int) -> None:

@@ -53,7 +53,7 @@ def held(table: ChunkTable) -> Chunks:
     directory = table.directory
     return {
         directory.key(slot): (slot, directory.generation(slot))
-        for slot in directory.slots_by_state()[SlotState.READY]
+        for slot in directory.slots_in(SlotState.READY)
         if directory.find(directory.key(slot)) == slot  # a doomed one is nobody's any more
     }
 
@@ -158,7 +158,7 @@ class Reopening(RuleBasedStateMachine):
     def report(self, space: int, data: st.DataObject, ranks: list[int], *, ok: bool) -> None:
         """Shares of chunks in writing."""
         table = self.table(space)
-        writing = table.directory.slots_by_state()[SlotState.WRITING]
+        writing = table.directory.slots_in(SlotState.WRITING)
         if not writing:
             return
         slots = np.array(data.draw(st.lists(st.sampled_from(writing), unique=True)), "u4")
@@ -173,7 +173,7 @@ class Reopening(RuleBasedStateMachine):
     def drain(self, space: int) -> None:
         """Lanes let go of what was given up."""
         table = self.table(space)
-        slots = table.directory.slots_by_state()[SlotState.DRAINING]
+        slots = table.directory.slots_in(SlotState.DRAINING)
         table.revoked(slots, [table.directory.generation(slot) for slot in slots])
 
     @rule(space=space_strategy, keys=keys_strategy)

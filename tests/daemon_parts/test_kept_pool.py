@@ -162,7 +162,7 @@ def store(table: ChunkTable, keys: list[bytes], now: float = 0.0, *, ranks: int 
 def ready_keys(table: ChunkTable) -> set[bytes]:
     """The keys of a table's READY chunks."""
     directory = table.directory
-    return {directory.key(slot) for slot in directory.slots_by_state()[SlotState.READY]}
+    return {directory.key(slot) for slot in directory.slots_in(SlotState.READY)}
 
 
 def area(tmp_path: Path) -> Path:
@@ -195,10 +195,7 @@ def test_chunks_of_every_namespace_come_back(start: Start) -> None:
         store(table, keys_of("half", 5), ranks=1)
         table.finished(keys_of("ready", 4))
     before = [
-        [
-            (slot, table.directory.record(slot))
-            for slot in table.directory.slots_by_state()[SlotState.READY]
-        ]
+        [(slot, table.directory.record(slot)) for slot in table.directory.slots_in(SlotState.READY)]
         for table in tables
     ]
     orders = [

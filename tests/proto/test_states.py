@@ -1,55 +1,26 @@
-"""The life cycles: only the table's arrows, and nothing changes on a wrong one."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Life cycles of sessions and jobs: only the table's arrows, and nothing changes on a wrong one."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvd_proto.errors import IllegalTransition
-from kvd_proto.states import CHUNK, JOB, SESSION, Machine
-
-Table = Mapping[Any, Mapping[Any, Any]]
-TABLES: dict[str, Table] = {"session": SESSION, "job": JOB, "chunk": CHUNK}
+from kvd_proto.states import JOB, SESSION, JobEvent, JobState, Machine, SessionEvent, SessionState
 
 
-def events_of(table: Table) -> list[Any]:
-    """Every event that the table knows."""
-    return sorted({event for arrows in table.values() for event in arrows})
+def test_a_job_that_is_stopped_drains_before_it_ends() -> None:
+    """Bytes that may be moving are waited for."""
+    job = Machine(JOB, JobState.QUEUED)
+    events = (JobEvent.START, JobEvent.STOP, JobEvent.DRAINED)
+    assert list(map(job.fire, events)) == [JobState.COPYING, JobState.DRAINING, JobState.ENDED]
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_are_closed(name: str) -> None:
-    """Every arrow ends in a state of the table, and every state can be reached."""
-    table = TABLES[name]
-    states = set(table)
-    targets = {target for arrows in table.values() for target in arrows.values()}
-    assert targets <= states
-    assert states - targets <= {next(iter(table))}
-
-
-@given(st.sampled_from(sorted(TABLES)), st.data())
-def test_illegal_events_leave_the_state_unchanged(name: str, data: st.DataObject) -> None:
-    """On a random walk, an event without an arrow raises and changes nothing."""
-    table = TABLES[name]
-    machine = Machine(table, next(iter(table)))
-    for event in data.draw(st.lists(st.sampled_from(events_of(table)), max_size=12)):
-        before = machine.state
-        expected = table[before].get(event)
-        if expected is None:
-            with pytest.raises(IllegalTransition, match=str(event)):
-                machine.fire(event)
-            assert machine.state is before
-        else:
-            assert machine.fire(event) is expected
-
-
-def test_the_error_says_what_is_allowed() -> None:
-    """An illegal transition names the event, the state and the legal events."""
-    machine = Machine(CHUNK, next(iter(CHUNK)))
-    event = events_of(CHUNK)[0]
+def test_an_illegal_event_changes_nothing_and_names_the_legal_ones() -> None:
+    """The error names the event, the state and what is allowed there."""
+    session = Machine(SESSION, SessionState.CONNECTED)
     with pytest.raises(
-        IllegalTransition, match=r"all_shares in state free; allowed: prepare_store"
+        IllegalTransition, match="register in state connected; allowed: hello, lost"
     ):
-        machine.fire(event)
+        session.fire(SessionEvent.REGISTER)
+    assert session.state is SessionState.CONNECTED
+    session.fire(SessionEvent.LOST)
+    with pytest.raises(IllegalTransition, match="hello in state closed; allowed: nothing"):
+        session.fire(SessionEvent.HELLO)
