@@ -58,7 +58,14 @@ class Caching:
         engine, namespace = self._state.served_namespace(session.engine)
         usable = self._state.usable_bytes(engine)
         blocks = _blocks(message, namespace.geometry.blocks_per_chunk)
-        decision = namespace.table.prepare_store(message.keys, engine.number, now, usable, blocks)
+        decision = namespace.table.prepare_store(
+            message.keys,
+            engine.number,
+            now,
+            usable,
+            blocks,
+            seconds=self._state.settings.ticket_seconds,
+        )
         reply = StorePrepared(
             answers=IntArray.of(decision.answers, "u1"),
             slots=IntArray.of(decision.slots, "u4"),

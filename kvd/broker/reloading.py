@@ -107,9 +107,6 @@ class Reloading:
         state.registry.max_sessions = settings.max_sessions
         state.registry.max_sessions_per_user = settings.max_sessions_per_user
         if state.namespaces is not None:
-            state.namespaces.set_times(
-                lease_seconds=settings.lease_seconds, ticket_seconds=settings.ticket_seconds
-            )
             state.namespaces.limit = settings.max_namespaces
             if settings.quota != old.quota:
                 state.namespaces.pool.set_quotas(settings.quotas(state.namespaces.cpu_bytes))

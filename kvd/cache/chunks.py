@@ -17,7 +17,7 @@ client may send.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 
@@ -48,16 +48,6 @@ EMPTY_PIECES = 16  # so many that hold none are looked at in one go
 _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 
 
-@dataclass(frozen=True, slots=True)
-class TableConfig:
-    """Settings of a namespace. Leases last as long as asked, but `lease_seconds` at most."""
-
-    policy: str = "lru"
-    reuse_threshold: int = 1
-    lease_seconds: float = 60.0
-    ticket_seconds: float = 60.0
-
-
 class ChunkTable:
     """The chunks of one namespace.
 
@@ -65,23 +55,24 @@ class ChunkTable:
         directory: a new directory with one slot for each of the geometry's.
         geometry: the namespace's grid in the pool.
         pool: where its room comes from.
-        config: settings; `policy` is a name in `POLICIES`.
+        policy: a name in `POLICIES`.
+        reuse_threshold: a key gets a slot at its n-th offer.
         model: whose quota counts; empty where none does.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 a table has these six parts
         self,
         directory: DirectoryWriter,
         geometry: Geometry,
         pool: Pool,
-        config: TableConfig,
+        policy: str,
+        reuse_threshold: int = 1,
         model: str = "",
     ) -> None:
         self.directory = directory
-        self.config = config
         self._filter = (
-            ReuseFilter(config.reuse_threshold, max(1024, geometry.num_slots))
-            if config.reuse_threshold > 1
+            ReuseFilter(reuse_threshold, max(1024, geometry.num_slots))
+            if reuse_threshold > 1
             else None
         )
         ledger = directory.ledger
@@ -89,8 +80,8 @@ class ChunkTable:
         self._counters = Counters()
         self._pool = pool
         self.space = pool.join(geometry, self, model)
-        policy = POLICIES[config.policy](geometry.num_slots, directory.key)
-        self.slots = Slots(directory, policy, self.space, self.ages)
+        order = POLICIES[policy](geometry.num_slots, directory.key)
+        self.slots = Slots(directory, order, self.space, self.ages)
 
     def restore(self, chunks: KeptChunks) -> None:
         """Take over the chunks of the daemon before, into a table that is new.
@@ -119,11 +110,14 @@ class ChunkTable:
         now: float,
         usable: int | None = None,
         blocks: Sequence[Blocks] = (),
+        *,
+        seconds: float = 60.0,
     ) -> StoreDecision:
-        """Give slots to as many new keys as there is room for, in the order of `keys`.
+        """Give slots to as many new keys as there is room for, to be written within `seconds`.
 
-        `blocks` says what of each chunk will be stored; all of it where it is left out. A key
-        whose READY chunk holds less is new; that chunk is found until the fuller one is READY.
+        The first keys come first. `blocks` says what of each chunk will be stored; all of it
+        where it is left out. A key whose READY chunk holds less is new; that chunk is found
+        until the fuller one is READY.
 
         What is evicted for it goes all or nothing: first it is known how many can
         go, then exactly those are evicted that the accepted keys need. Of equal keys
@@ -134,7 +128,7 @@ class ChunkTable:
         offer = Offer.of(keys, blocks, self.slots, self._filter)
         slots, evicted = self._room(len(offer.wanted), offer.named, usable)
         taken = list(offer.wanted)[: len(slots)]
-        deadline = now + self.config.ticket_seconds
+        deadline = now + seconds
         begun, slots, generations = self.slots.begin(
             taken, slots, owner, deadline, {k: offer.lesser[k] for k in taken if k in offer.lesser}
         )
@@ -272,11 +266,11 @@ class ChunkTable:
         keys: Sequence[bytes],
         owner: int,
         now: float,
-        duration: float,
+        seconds: float,
         usable: int | None = None,
         blocks: Sequence[Blocks] = (),
     ) -> LoadDecision:
-        """Pin the keys that are READY, under a lease of `duration` seconds at most.
+        """Pin the keys that are READY, under a lease of so many seconds.
 
         `blocks` says what is needed of each chunk; all of it where it is left out. A chunk that
         lacks some of that is missed.
@@ -294,8 +288,7 @@ class ChunkTable:
             if covers(held(slot), blocks[i] if blocks else whole):
                 found[i] = 1
                 slots.append(slot)
-        deadline = now + min(duration, self.config.lease_seconds)
-        lease_id = self.slots.leases.grant(owner, slots, now, deadline) if slots else 0
+        lease_id = self.slots.leases.grant(owner, slots, now, now + seconds) if slots else 0
         for slot in reversed(slots):
             self.slots.policy.refresh(slot)
         self._mark(slots)

@@ -7,15 +7,14 @@ another one when `limit` is reached.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvd.cache.chunks import ChunkTable, TableConfig
+from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import DirectoryWriter, directory_bytes
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
-from kvd.cache.policies import POLICIES
 from kvd.config.quota import Quota
-from kvd.errors import ConfigError, LedgerDamaged, Refused
+from kvd.errors import LedgerDamaged, Refused
 from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import COLUMN_EXTENTS, Geometry
 from kvd.pool.pool import Pool
@@ -54,27 +53,23 @@ def _in_words(geometry: Geometry) -> str:
     )
 
 
+@dataclass(slots=True, eq=False)
 class Namespace:
     """Chunks that may be shared, and where they lie.
 
-    `id` has 16 bytes, `label` is a name for people, `buffer` what `make_buffer` made,
-    `tokens_per_chunk` None where it is not known or the groups differ.
+    id: 16 bytes.
+    label: a name for people.
+    temporary: it has no share of the pool that others must leave to it.
+    engines: how many are attached.
+    tokens_per_chunk: None where it is not known or the groups differ.
     """
 
-    def __init__(
-        self,
-        ns_id: bytes,
-        label: str,
-        table: ChunkTable,
-        buffer: "WriteableBuffer",
-    ) -> None:
-        self.id = ns_id
-        self.label = label
-        self.table = table
-        self.buffer = buffer
-        self.engines = 0
-        self.temporary = False
-        self.tokens_per_chunk: int | None = None
+    id: bytes
+    label: str
+    table: ChunkTable
+    temporary: bool = False
+    engines: int = 0
+    tokens_per_chunk: int | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -104,13 +99,8 @@ class Namespaces:
         fill: the order in which the pool's memory comes; where it is left out, the daemon's.
         policy: the name of an eviction policy.
         reuse_threshold: a key gets a slot at its n-th offer.
-        lease_seconds: the longest that a lease lasts.
-        ticket_seconds: how long a store may take.
         limit: how many may be open at once.
         quotas: floors and caps, by model.
-
-    Raises:
-        ConfigError: a setting that cannot work.
     """
 
     def __init__(
@@ -122,31 +112,18 @@ class Namespaces:
         fill: FillOrder | None = None,
         policy: str = "lru",
         reuse_threshold: int = 1,
-        lease_seconds: float = 60.0,
-        ticket_seconds: float = 60.0,
         limit: int = 64,
         quotas: Mapping[str, Quota] | None = None,
     ) -> None:
-        if cpu_bytes < 1:
-            raise ConfigError(f"a pool of {cpu_bytes} bytes holds nothing")
-        if policy not in POLICIES:
-            raise ConfigError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         self.pool = Pool(cpu_bytes, fill)
         self.pool.set_quotas(quotas or {})
-        self.config = TableConfig(policy, reuse_threshold, lease_seconds, ticket_seconds)
+        self.policy = policy
+        self.reuse_threshold = reuse_threshold
         self.limit = limit
         self._make_buffer = make_buffer
         self._keeping = keeping
         self._open: dict[bytes, Namespace] = {}
         self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
-
-    def set_times(self, *, lease_seconds: float, ticket_seconds: float) -> None:
-        """Leases and stores that begin from now on last so long at most."""
-        self.config = replace(
-            self.config, lease_seconds=lease_seconds, ticket_seconds=ticket_seconds
-        )
-        for namespace in self:
-            namespace.table.config = self.config
 
     def open(
         self,
@@ -195,11 +172,21 @@ class Namespaces:
                 )
             return known
         self._check(geometry)
-        ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
-        model = "" if temporary else label
-        namespace = self._make(ns_id, label, geometry, boot_id, ledger, model)
-        namespace.temporary = temporary
-        return namespace
+        ledger = None
+        if self._keeping is not None and not temporary:
+            kept = Kept(
+                namespace=ns_id.hex(),
+                label=label,
+                pool=self._keeping.pool,
+                cpu_bytes=self.cpu_bytes,
+                slot_bytes=geometry.slot_bytes,
+                world_size=world_size,
+                replicated=replicated,
+                blocks_per_chunk=blocks_per_chunk,
+            )
+            buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
+            ledger = Ledger.create(buffer, geometry.num_slots, kept)
+        return self._add(ns_id, label, geometry, boot_id, ledger, temporary=temporary)
 
     def reopen(self, ledger: Ledger, boot_id: bytes) -> Namespace:
         """A namespace of the daemon before with all chunks of its ledger, which is taken over.
@@ -226,43 +213,28 @@ class Namespaces:
             raise LedgerDamaged(f"its description makes no sense: {error}") from error
         if len(ns_id) != 16 or ns_id in self._open or geometry.num_slots != ledger.num_slots:
             raise LedgerDamaged(f"its description makes no sense: {kept}")
-        namespace = self._make(ns_id, kept.label, geometry, boot_id, ledger, kept.label)
+        namespace = self._add(ns_id, kept.label, geometry, boot_id, ledger)
         namespace.table.restore(ledger.chunks())
         return namespace
 
-    def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
-        if self._keeping is None:
-            return None
-        buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
-        kept = Kept(
-            namespace=ns_id.hex(),
-            label=label,
-            pool=self._keeping.pool,
-            cpu_bytes=self.cpu_bytes,
-            slot_bytes=geometry.slot_bytes,
-            world_size=geometry.world_size,
-            replicated=geometry.replicated,
-            blocks_per_chunk=geometry.blocks_per_chunk,
-        )
-        return Ledger.create(buffer, geometry.num_slots, kept)
-
-    def _make(  # noqa: PLR0917  # all of what a namespace is
+    def _add(
         self,
         ns_id: bytes,
         label: str,
         geometry: Geometry,
         boot_id: bytes,
         ledger: Ledger | None,
-        model: str,
+        *,
+        temporary: bool = False,
     ) -> Namespace:
         buffer = self._make_buffer(ns_id.hex(), directory_bytes(geometry.num_slots))
         base = self._keeping.generation_base if self._keeping is not None else 0
         directory = DirectoryWriter.create(
             buffer, geometry.num_slots, ns_id, boot_id, ledger, base, geometry.blocks_per_chunk
         )
-        table = ChunkTable(directory, geometry, self.pool, self.config, model)
-        namespace = Namespace(ns_id, label, table, buffer)
-        self._open[ns_id] = namespace
+        model = "" if temporary else label
+        table = ChunkTable(directory, geometry, self.pool, self.policy, self.reuse_threshold, model)
+        namespace = self._open[ns_id] = Namespace(ns_id, label, table, temporary)
         return namespace
 
     @property
@@ -298,13 +270,7 @@ class Namespaces:
         namespace.table.space.active = not namespace.temporary
 
     def detach_engine(self, namespace: Namespace) -> None:
-        """An engine is gone. With the last one the chunks stay until others need the room.
-
-        Raises:
-            ValueError: no engine is attached.
-        """
-        if not namespace.engines:
-            raise ValueError(f"no engine is attached to {namespace!r}")
+        """An engine is gone. With the last one the chunks stay until others need the room."""
         namespace.engines -= 1
         namespace.table.space.active = namespace.engines > 0 and not namespace.temporary
 
@@ -337,7 +303,7 @@ class Namespaces:
         return [namespace for namespace in self.closable() if namespace.temporary]
 
     def close(self, namespace: Namespace) -> None:
-        """Drop a namespace and its chunks, and let go of its buffer.
+        """Drop a namespace and its chunks, and release its memory.
 
         Raises:
             Refused: BAD_STATE where engines are attached or something is under way.

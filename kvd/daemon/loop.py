@@ -203,8 +203,6 @@ class Service:
                 cpu_bytes,
                 policy=self.settings.policy,
                 reuse_threshold=self.settings.reuse_threshold,
-                lease_seconds=self.settings.lease_seconds,
-                ticket_seconds=self.settings.ticket_seconds,
                 quotas=self.settings.quotas(cpu_bytes),
                 limit=self.settings.max_namespaces,
                 make_buffer=self._directories.make,

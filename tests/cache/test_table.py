@@ -269,10 +269,10 @@ def test_given_up_slots_wait_for_the_lanes() -> None:
 
 def test_deadlines() -> None:
     """Leases and tickets end when their time has come, not a moment before."""
-    table = make(4, lease_seconds=10, ticket_seconds=20)
+    table = make(4)
     store(table, [b"a"])
-    table.prepare_store([b"b"], 1, 0.0)
-    lease = table.prepare_load([b"a"], 1, 0.0, 99.0)
+    table.prepare_store([b"b"], 1, 0.0, seconds=20.0)
+    lease = table.prepare_load([b"a"], 1, 0.0, 10.0)
     assert table.expire(9.9) == []
     assert table.slots.stats()["pinned"] == 1
     assert table.expire(10.0) == []
