@@ -53,8 +53,6 @@ def open_pool(
         cpu_bytes,
         make_buffer=make_buffer,
         policy=settings.policy,
-        lease_seconds=settings.lease_seconds,
-        ticket_seconds=settings.ticket_seconds,
         limit=settings.max_namespaces,
     )
     return broker.pool_opened(namespaces, 0.0, explanation)
