@@ -62,11 +62,6 @@ def test_index_load(num_slots: int) -> None:
     assert header.total_bytes - HEADER_BYTES <= 102 * num_slots + 64
 
 
-def test_bytes_per_chunk() -> None:
-    """A million chunks cost less than 110 bytes each."""
-    assert directory_bytes(1_000_000) / 1_000_000 < 110
-
-
 def test_creation_touches_one_page() -> None:
     """Making a directory writes its header and nothing else."""
     buffer, _ = make(1000)

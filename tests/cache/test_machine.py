@@ -417,10 +417,11 @@ class TableMachine(RuleBasedStateMachine):
             slots = [chunk.slot for chunk in chunks]
             model.leases[decision.lease_id] = Lease(owner, self.now + seconds, slots)
 
-    @rule(space=st.sampled_from(SPACES), number=st.integers(1, 9), owner=st.sampled_from(OWNERS))
-    def complete_load(self, space: int, number: int, owner: int) -> None:
+    @rule(space=st.sampled_from(SPACES), data=st.data(), owner=st.sampled_from(OWNERS))
+    def complete_load(self, space: int, data: st.DataObject, owner: int) -> None:
         """A lease is given back, perhaps by somebody who does not hold it."""
         model = self.models[space]
+        number = data.draw(st.sampled_from([0, *sorted(model.leases)]))
         mine = number in model.leases and model.leases[number].owner == owner
         assert model.table.complete_load(number, owner) == mine
         if mine:

@@ -8,9 +8,7 @@ from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.errors import PoolError
 from kvd.pool.filling import MAX_PIECE_BYTES, FillOrder
 from kvd_proto.answers import StoreAnswer
-
-MIB = 2**20
-PAGE = 4096
+from tests.cache.tables import MIB, PAGE, add, finish, make_namespaces, names, store
 
 
 @given(nbytes=st.integers(1, 400), piece=st.integers(1, 60))
@@ -48,17 +46,8 @@ def filling(ranks: int, pieces: int = 16) -> tuple[Namespaces, Namespace]:
     """A pool of 16 pieces with room for 64 chunks."""
     cpu_bytes = 64 * PAGE * ranks
     fill = FillOrder(cpu_bytes, cpu_bytes // pieces)
-    namespaces = Namespaces(cpu_bytes, make_buffer=lambda _, size: bytearray(size), fill=fill)
-    namespace = namespaces.open(
-        bytes(16), (PAGE,) * ranks, world_size=ranks, replicated=False, boot_id=bytes(16)
-    )
-    namespaces.attach_engine(namespace)
-    return namespaces, namespace
-
-
-def keys(first: int, count: int) -> list[bytes]:
-    """Names of chunks."""
-    return [f"key {number}".encode() for number in range(first, first + count)]
+    namespaces = make_namespaces(cpu_bytes, fill=fill)
+    return namespaces, add(namespaces, 0, *(PAGE,) * ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -73,7 +62,7 @@ def test_chunks_become_usable_piece_by_piece(ranks: int) -> None:
         begin, end = fill.span(piece)
         done += end - begin
         usable = done if done < fill.nbytes else None
-        decision = table.prepare_store(keys(offered, 64), 1, 0.0, usable)
+        decision = table.prepare_store(names(64, offered), 1, 0.0, usable)
         offered += 64
         for slot in decision.slots.tolist():
             for first, after in namespace.geometry.shares(slot):
@@ -91,13 +80,13 @@ def test_nothing_is_evicted_while_the_pool_is_filling() -> None:
     """What does not fit what is there is refused; nothing goes for it."""
     namespaces, namespace = filling(1)
     table, usable = namespace.table, namespaces.pool.fill.filled_with[0]
-    ready = table.prepare_store(keys(0, 64), 1, 0.0, usable)
+    ready = table.prepare_store(names(64), 1, 0.0, usable)
     held = len(ready.slots)
     assert 0 < held < 64
     assert ready.answers.tolist().count(StoreAnswer.FULL) == 64 - held
-    table.share_done(1, 0, ready.slots, ready.generations, [0] * held, [1] * held, ok=True)
-    assert not table.prepare_store(keys(100, 5), 1, 0.0, usable).evicted
-    assert table.prepare_store(keys(200, 64), 1, 0.0).slots.size == 64
+    finish(table, ready)
+    assert not table.prepare_store(names(5, 100), 1, 0.0, usable).evicted
+    assert table.prepare_store(names(64, 200), 1, 0.0).slots.size == 64
     namespaces.check_integrity()
 
 
@@ -105,13 +94,11 @@ def test_a_load_beyond_what_is_there_is_a_miss() -> None:
     """A READY chunk whose bytes a lane cannot reach yet is missed, not waited for."""
     namespaces, namespace = filling(2)
     table = namespace.table
-    stored = table.prepare_store(keys(0, 64), 1, 0.0)
-    for rank in range(2):
-        table.share_done(1, rank, stored.slots, stored.generations, [0] * 64, [1] * 64, ok=True)
+    store(table, names(64))
     fill = namespaces.pool.fill
     usable = fill.filled_with[fill.order[1]]
-    some = table.prepare_load(keys(0, 64), 1, 0.0, 9.0, usable)
+    some = table.prepare_load(names(64), 1, 0.0, 9.0, usable)
     assert 0 < some.found.sum() < 64
     for slot in some.slots.tolist():
         assert all(fill.needed(*share) <= usable for share in namespace.geometry.shares(slot))
-    assert table.prepare_load(keys(0, 64), 1, 0.0, 9.0).found.all()
+    assert table.prepare_load(names(64), 1, 0.0, 9.0).found.all()

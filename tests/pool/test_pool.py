@@ -1,7 +1,5 @@
 """Namespaces that share one pool, and the geometry below them."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,49 +7,20 @@ from hypothesis import strategies as st
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.quota import Quota
 from kvd.errors import IntegrityError, Refused
-from kvd.pool.geometry import MAX_EXTENTS, PAGE, Extents, Geometry
-from kvd_proto.answers import StoreAnswer
+from kvd.pool.geometry import MAX_EXTENTS, Extents, Geometry
 from kvd_proto.messages import ErrorCode
-
-MIB = 2**20
-
-
-def pool(cpu_bytes: int, **config: Any) -> Namespaces:
-    """Namespaces whose directories are bytearrays."""
-    return Namespaces(cpu_bytes, make_buffer=lambda _, size: bytearray(size), **config)
-
-
-def add(
-    namespaces: Namespaces,
-    number: int,
-    *slot_bytes: int,
-    replicated: bool = False,
-    temporary: bool = False,
-) -> Namespace:
-    """A namespace with one engine."""
-    namespace = namespaces.open(
-        bytes([number]) * 16,
-        slot_bytes,
-        world_size=2 if replicated else len(slot_bytes),
-        replicated=replicated,
-        boot_id=bytes(16),
-        label=f"model {number}",
-        temporary=temporary,
-    )
-    namespaces.attach_engine(namespace)
-    return namespace
+from tests.cache import tables
+from tests.cache.tables import MIB, PAGE, add, make_namespaces, names
 
 
 def store(namespace: Namespace, first: int, count: int) -> int:
     """Store keys by number, all ranks; how many were accepted."""
-    keys = [b"%d" % number for number in range(first, first + count)]
-    decision = namespace.table.prepare_store(keys, 1, 0.0)
-    n = len(decision.slots)
-    for rank in range(namespace.geometry.world_size):
-        namespace.table.share_done(
-            1, rank, decision.slots, decision.generations, [0] * n, [1] * n, ok=True
-        )
-    return n
+    return len(tables.store(namespace.table, names(count, first)).slots)
+
+
+def held(namespaces: Namespaces, namespace: Namespace) -> int:
+    """Bytes of the pool that a namespace holds."""
+    return namespaces.pool.held_bytes(namespace.table.space)
 
 
 sizes = st.lists(st.integers(1, 40).map(lambda pages: pages * PAGE), min_size=1, max_size=5)
@@ -83,7 +52,7 @@ def test_alone_it_reaches_the_budget(pages: int, slot_bytes: list[int]) -> None:
     """A single namespace holds exactly cpu_bytes // bytes_per_chunk chunks."""
     chunks = pages * PAGE // sum(slot_bytes)
     if chunks:
-        namespaces = pool(pages * PAGE)
+        namespaces = make_namespaces(pages * PAGE)
         namespace = add(namespaces, 1, *slot_bytes)
         assert store(namespace, 0, chunks + 5) == chunks
         namespaces.check_integrity()
@@ -91,7 +60,7 @@ def test_alone_it_reaches_the_budget(pages: int, slot_bytes: list[int]) -> None:
 
 def test_two_settle_at_their_fair_shares() -> None:
     """A newcomer takes from a namespace that holds everything, up to its half and no further."""
-    namespaces = pool(16 * MIB)
+    namespaces = make_namespaces(16 * MIB)
     old = add(namespaces, 1, 8192, 8192)
     assert store(old, 0, 1024) == 1024
     new = add(namespaces, 2, 12288)
@@ -111,48 +80,20 @@ def test_two_settle_at_their_fair_shares() -> None:
 
 def test_the_coldest_column_goes_first() -> None:
     """A newcomer's first column costs the chunks that were used longest ago."""
-    namespaces = pool(MIB)
+    namespaces = make_namespaces(MIB)
     old = add(namespaces, 1, PAGE)
     for first in range(0, 256, 2):
         store(old, first, 2)
-    old.table.finished([b"%d" % number for number in range(4)])
+    old.table.finished([b"key %d" % number for number in range(4)])
     new = add(namespaces, 2, PAGE)
     assert store(new, 0, 2) == 2
-    gone = [n for n in range(256) if old.directory.find(b"%d" % n) < 0]
+    gone = [n for n in range(256) if old.directory.find(b"key %d" % n) < 0]
     assert gone == [4, 5]
-
-
-def test_pinned_and_written_chunks_are_not_taken() -> None:
-    """A newcomer gets nothing while everything is pinned or being written."""
-    namespaces = pool(MIB)
-    old = add(namespaces, 1, PAGE)
-    store(old, 0, 200)
-    old.table.prepare_store([b"w%d" % n for n in range(56)], 1, 0.0)
-    lease = old.table.prepare_load([b"%d" % n for n in range(200)], 1, 0.0, 10.0)
-    new = add(namespaces, 2, 8192)
-    assert store(new, 0, 10) == 0
-    assert new.table.counters()["full"] == 10
-    assert old.table.complete_load(lease.lease_id, 1)
-    assert store(new, 0, 10) == 10
-    namespaces.check_integrity()
-
-
-def test_detached_namespaces_give_everything() -> None:
-    """Chunks of a namespace without engines stay until others need all of the room."""
-    namespaces = pool(MIB)
-    old = add(namespaces, 1, PAGE)
-    store(old, 0, 256)
-    namespaces.detach_engine(old)
-    new = add(namespaces, 2, 8192)
-    assert old.table.slots.stats()["ready"] == 256
-    assert store(new, 0, 128) == 128
-    assert old.table.slots.stats()["ready"] == 0
-    namespaces.check_integrity()
 
 
 def test_empty_columns_are_lent() -> None:
     """Room that its owner does not use is taken before anything is evicted."""
-    namespaces = pool(MIB)
+    namespaces = make_namespaces(MIB)
     old = add(namespaces, 1, PAGE)
     decision = old.table.prepare_store([b"%d" % n for n in range(256)], 1, 0.0)
     refs = old.table.drop_owner(1)
@@ -164,7 +105,7 @@ def test_empty_columns_are_lent() -> None:
 
 def test_a_chunk_larger_than_a_fair_share() -> None:
     """A namespace whose one chunk fills the pool is served, in turns with the other."""
-    namespaces = pool(MIB)
+    namespaces = make_namespaces(MIB)
     small, large = add(namespaces, 1, PAGE), add(namespaces, 2, MIB)
     assert store(small, 0, 300) == 256
     assert store(large, 0, 2) == 1
@@ -179,7 +120,7 @@ def test_a_chunk_larger_than_a_fair_share() -> None:
 )
 def test_no_byte_has_two_owners(shapes: list[tuple[list[int], int]], pages: int) -> None:
     """Whatever the chunk sizes, chunks of different namespaces never overlap."""
-    namespaces = pool(pages * PAGE)
+    namespaces = make_namespaces(pages * PAGE)
     members = [
         (add(namespaces, number, *slot_bytes), count)
         for number, (slot_bytes, count) in enumerate(shapes)
@@ -193,7 +134,7 @@ def test_no_byte_has_two_owners(shapes: list[tuple[list[int], int]], pages: int)
 
 def test_stats() -> None:
     """Bytes are told by namespace and by state, and add up."""
-    namespaces = pool(MIB)
+    namespaces = make_namespaces(MIB)
     namespace = add(namespaces, 1, PAGE, PAGE)
     store(namespace, 0, 3)
     namespace.table.prepare_store([b"w"], 1, 0.0)
@@ -207,7 +148,7 @@ def test_stats() -> None:
 
 def test_open_is_idempotent() -> None:
     """The same id and figures give the same namespace, other figures are refused."""
-    namespaces = pool(MIB)
+    namespaces = make_namespaces(MIB)
     first = add(namespaces, 1, PAGE)
     store(first, 0, 2)
     assert add(namespaces, 1, PAGE) is first
@@ -221,21 +162,21 @@ def test_open_is_idempotent() -> None:
 def test_impossible_figures(slot_bytes: tuple[int, ...]) -> None:
     """Slots without bytes and chunks larger than the budget are refused with the figures."""
     with pytest.raises(Refused) as refused:
-        add(pool(MIB), 1, *slot_bytes)
+        add(make_namespaces(MIB), 1, *slot_bytes)
     assert refused.value.code == ErrorCode.BAD_LAYOUT
 
 
 def test_replicated_needs_one_size() -> None:
     """Replicated shares have one arena, whatever the world size."""
-    namespace = add(pool(MIB), 1, PAGE, replicated=True)
+    namespace = add(make_namespaces(MIB), 1, PAGE, replicated=True)
     assert (namespace.geometry.num_slots, namespace.geometry.arena_base(0)) == (256, 0)
     with pytest.raises(Refused, match="same bytes"):
-        add(pool(MIB), 1, PAGE, PAGE, replicated=True)
+        add(make_namespaces(MIB), 1, PAGE, PAGE, replicated=True)
 
 
 def test_limit_and_close() -> None:
     """At the limit a new namespace is refused, until an idle one is closed and its room is free."""
-    namespaces = pool(MIB, limit=1)
+    namespaces = make_namespaces(MIB, limit=1)
     old = add(namespaces, 1, PAGE)
     store(old, 0, 10)
     with pytest.raises(Refused) as refused:
@@ -254,7 +195,7 @@ def test_limit_and_close() -> None:
 
 def test_damage_is_noticed() -> None:
     """An extent with two owners does not go unseen."""
-    namespaces = pool(MIB)
+    namespaces = make_namespaces(MIB)
     one, two = add(namespaces, 1, PAGE), add(namespaces, 2, PAGE)
     store(one, 0, 1)
     store(two, 0, 1)
@@ -265,7 +206,7 @@ def test_damage_is_noticed() -> None:
 
 def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> None:
     """It costs the column over one extent, and the fair share of others stays what it was."""
-    namespaces = pool(16 * MIB)
+    namespaces = make_namespaces(16 * MIB)
     size = namespaces.pool.extents.size
     old = add(namespaces, 1, PAGE)
     full = old.geometry.num_slots
@@ -281,18 +222,18 @@ def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> 
 
 def test_a_temporary_namespace_takes_what_is_free() -> None:
     """Free room may be had beyond the first column."""
-    namespaces = pool(16 * MIB)
+    namespaces = make_namespaces(16 * MIB)
     passing = add(namespaces, 1, PAGE, temporary=True)
     assert store(passing, 0, 100) == 100
 
 
 def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
     """Not before, not while something is pinned there, and no other kind ever."""
-    namespaces = pool(16 * MIB)
+    namespaces = make_namespaces(16 * MIB)
     lasting = add(namespaces, 1, PAGE)
     passing = add(namespaces, 2, PAGE, temporary=True)
     store(passing, 0, 4)
-    lease = passing.table.prepare_load([b"0"], 1, 0.0, 10.0).lease_id
+    lease = passing.table.prepare_load([b"key 0"], 1, 0.0, 10.0).lease_id
     assert namespaces.over() == []
     namespaces.detach_engine(passing)
     namespaces.detach_engine(lasting)
@@ -304,60 +245,9 @@ def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
     namespaces.check_integrity()
 
 
-def held(namespaces: Namespaces, namespace: Namespace) -> int:
-    """Bytes of the pool that a namespace holds."""
-    return namespaces.pool.held_bytes(namespace.table.space)
-
-
-def test_a_capped_model_evicts_its_own_and_leaves_the_rest_free() -> None:
-    """At its cap a model's new chunks cost its own old ones, however much is free."""
-    namespaces = pool(16 * MIB, quotas={"model 1": Quota(cap_bytes=4 * MIB)})
-    capped = add(namespaces, 1, 8192, 8192)
-    for turn in range(20):
-        assert store(capped, 100 * turn, 50) == 50
-        assert held(namespaces, capped) <= 4 * MIB
-    assert held(namespaces, capped) > 3.9 * MIB
-    assert namespaces.pool.free_bytes >= 12 * MIB
-    counters = capped.table.counters()
-    assert counters["evicted"] == 1000 - capped.table.slots.stats()["ready"]
-    assert counters["quota"] == counters["full"] == 0
-    namespaces.check_integrity()
-
-
-def test_what_a_cap_refuses_is_counted_as_that() -> None:
-    """With all it may hold pinned, a capped model's keys are turned away for its quota."""
-    namespaces = pool(16 * MIB, quotas={"model 1": Quota(cap_bytes=MIB)})
-    capped = add(namespaces, 1, 8192, 8192)
-    fits = store(capped, 0, 500)
-    assert 0 < fits <= 64
-    assert capped.table.counters()["quota"] == 500 - fits
-    kept = [b"%d" % number for number in range(fits)]
-    assert sum(capped.table.prepare_load(kept, 1, 0.0, 60.0).found) == fits
-    decision = capped.table.prepare_store([b"more"], 1, 0.0)
-    assert decision.answers.tolist() == [StoreAnswer.QUOTA]
-    assert capped.table.counters()["quota"] == 501 - fits
-    namespaces.check_integrity()
-
-
-def test_a_floor_outlasts_its_engines_and_any_flood() -> None:
-    """Others take what is above the floor and never what is below, with and without engines."""
-    namespaces = pool(16 * MIB, quotas={"model 1": Quota(floor_bytes=4 * MIB)})
-    quiet, greedy = add(namespaces, 1, 8192, 8192), add(namespaces, 2, 12288)
-    assert store(quiet, 0, 600) == 600
-    for attached in (True, False):
-        for turn in range(40):
-            store(greedy, 100 * turn + 10_000 * attached, 100)
-            assert held(namespaces, quiet) >= 4 * MIB
-        namespaces.check_integrity()
-        if attached:
-            namespaces.detach_engine(quiet)
-    assert held(namespaces, quiet) < 4.2 * MIB
-    assert quiet.table.slots.stats()["ready"] >= 250
-
-
 def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:
     """A floor above the even share is reached, though others were there first."""
-    namespaces = pool(16 * MIB, quotas={"model 3": Quota(floor_bytes=10 * MIB)})
+    namespaces = make_namespaces(16 * MIB, quotas={"model 3": Quota(floor_bytes=10 * MIB)})
     early = [add(namespaces, number, 12288) for number in (1, 2)]
     for namespace in early:
         store(namespace, 0, 2000)
@@ -375,19 +265,11 @@ def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:
 
 def test_two_layouts_of_one_model_share_its_quota() -> None:
     """After a change of the layout the new namespace gets room inside the cap, from the old one."""
-    namespaces = pool(16 * MIB, quotas={"model": Quota(MIB, 4 * MIB)})
+    namespaces = make_namespaces(16 * MIB, quotas={"model": Quota(MIB, 4 * MIB)})
     old, new = (
-        namespaces.open(
-            bytes([number]) * 16,
-            (size,),
-            world_size=1,
-            replicated=False,
-            boot_id=bytes(16),
-            label="model",
-        )
-        for number, size in ((1, 8192), (2, 12288))
+        add(namespaces, number, size, label="model") for number, size in ((1, 8192), (2, 12288))
     )
-    namespaces.attach_engine(old)
+    namespaces.detach_engine(new)
     store(old, 0, 1000)
     assert held(namespaces, old) > 3.9 * MIB
     namespaces.detach_engine(old)
@@ -401,10 +283,10 @@ def test_two_layouts_of_one_model_share_its_quota() -> None:
 
 def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
     """The chunks used longest ago go; pinned ones stay until their leases end."""
-    namespaces = pool(16 * MIB)
+    namespaces = make_namespaces(16 * MIB)
     model = add(namespaces, 1, 8192)
     store(model, 0, 2048)
-    recent = [b"%d" % number for number in range(64)]
+    recent = names(64)
     lease = model.table.prepare_load(recent, 1, 0.0, 60.0)
     namespaces.pool.set_quotas({"model 1": Quota(cap_bytes=256 * 1024)})
     assert 256 * 1024 < held(namespaces, model) <= MIB
@@ -417,7 +299,7 @@ def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
 
 def test_a_namespace_on_its_floor_is_not_closed_for_a_new_one() -> None:
     """Where no more may be open, one without a floor goes; where there is none, the new one."""
-    namespaces = pool(MIB, limit=2, quotas={"model 1": Quota(floor_bytes=MIB // 2)})
+    namespaces = make_namespaces(MIB, limit=2, quotas={"model 1": Quota(floor_bytes=MIB // 2)})
     floored, other = add(namespaces, 1, PAGE), add(namespaces, 2, PAGE)
     for namespace in (floored, other):
         store(namespace, 0, 20)
@@ -427,7 +309,7 @@ def test_a_namespace_on_its_floor_is_not_closed_for_a_new_one() -> None:
 
 def test_space_moves_back_and_forth_without_fragments() -> None:
     """Chunks of three sizes fill the pool in turn, again and again, and each gets all of it."""
-    namespaces = pool(8 * MIB)
+    namespaces = make_namespaces(8 * MIB)
     models = [
         add(namespaces, 1, 8192, 8192),
         add(namespaces, 2, 12288),
@@ -449,7 +331,7 @@ def test_space_moves_back_and_forth_without_fragments() -> None:
 
 def test_a_model_that_is_gone_gives_its_space_to_those_that_stay() -> None:
     """When the engines of one of three models leave, the other two come to half the pool each."""
-    namespaces = pool(12 * MIB)
+    namespaces = make_namespaces(12 * MIB)
     models = [add(namespaces, 1, 8192), add(namespaces, 2, 12288), add(namespaces, 3, 16384)]
     for turn in range(60):
         for model in models:

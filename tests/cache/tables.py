@@ -1,0 +1,66 @@
+"""Namespaces in plain memory, and chunks stored at once."""
+
+from typing import Any
+
+from kvd.cache.chunks import ChunkTable
+from kvd.cache.decisions import StoreDecision
+from kvd.cache.namespaces import Namespace, Namespaces
+
+PAGE = 4096
+MIB = 2**20
+
+
+def make_namespaces(cpu_bytes: int, **options: Any) -> Namespaces:
+    """Return namespaces whose directories are bytearrays."""
+    return Namespaces(cpu_bytes, make_buffer=lambda _, size: bytearray(size), **options)
+
+
+def add(
+    namespaces: Namespaces,
+    number: int = 0,
+    *slot_bytes: int,
+    world_size: int | None = None,
+    replicated: bool = False,
+    **options: Any,
+) -> Namespace:
+    """Open a namespace of "model <number>", or another label, with one engine."""
+    options.setdefault("label", f"model {number}")
+    namespace = namespaces.open(
+        bytes([number]) * 16,
+        slot_bytes,
+        world_size=world_size or (2 if replicated else len(slot_bytes)),
+        replicated=replicated,
+        boot_id=bytes(16),
+        **options,
+    )
+    namespaces.attach_engine(namespace)
+    return namespace
+
+
+def make_table(chunks: int, ranks: int = 1, **options: Any) -> ChunkTable:
+    """Return the table of the only namespace in a pool of `chunks` chunks of four blocks."""
+    namespaces = make_namespaces(chunks * ranks * PAGE, **options)
+    return add(namespaces, 0, *(PAGE,) * ranks, blocks_per_chunk=4).table
+
+
+def names(count: int, first: int = 0) -> list[bytes]:
+    """Return keys with numbers."""
+    return [b"key %d" % number for number in range(first, first + count)]
+
+
+def store(table: ChunkTable, keys: list[bytes], now: float = 0.0) -> StoreDecision:
+    """Store as many whole chunks as are accepted, the shares of all ranks at once."""
+    decision = table.prepare_store(keys, 1, now)
+    finish(table, decision)
+    return decision
+
+
+def finish(
+    table: ChunkTable, decision: StoreDecision, first: int = 0, count: int | None = None
+) -> None:
+    """Report all shares of what was accepted, with these blocks or all."""
+    n, count = len(decision.slots), count or table.directory.blocks_per_chunk
+    for rank in range(table.space.geometry.world_size):
+        table.share_done(
+            1, rank, decision.slots, decision.generations, [first] * n, [count] * n, ok=True
+        )
