@@ -68,7 +68,7 @@ def _steps(ranks: int) -> dict[str, float]:
     """Milliseconds of each step for the last of `ranks` ranks."""
     settings = Settings(runtime_dir="/nowhere", cpu_bytes=2**33)
     broker = Broker(Loaded(settings), boot_id=bytes(16), version="bench", pid=1, devices=["host"])
-    broker.pool_opened(Namespaces(2**33, make_buffer=lambda _, size: bytearray(size)), 0.0)
+    broker.pool_opened(Namespaces(2**33, make_buffer=lambda _, size: bytearray(size)))
     ready = LaneReady(
         device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62
     )
@@ -80,11 +80,10 @@ def _steps(ranks: int) -> dict[str, float]:
             kind="worker", engine="e", pid=1, protocol_min=1, protocol_max=1, client="bench"
         )
         broker.request(session, 1, hello, 0.0)
-        broker.descriptors(session, 0, 2, 0.0)
         frame = WIRE.encode(largest(rank, ranks))
         started = time.process_time()
         _, message = WIRE.decode(frame)
-        broker.request(session, 2, message, 0.0)
+        broker.request(session, 2, message, 0.0, 2)
         arrived = time.process_time()
         _write(broker.work())
         looked_at = time.process_time()

@@ -7,6 +7,7 @@ side, which belongs to the keeper. It never reconnects; a new one is made.
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -14,11 +15,12 @@ import zmq
 from kvd_client.control_socket import ControlSocket
 from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
 from kvd_proto.codec import NO_ID, WIRE
-from kvd_proto.errors import DecodeError
+from kvd_proto.errors import DecodeError, Oversize
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     REPLY_OF,
     Error,
+    ErrorCode,
     Greeting,
     Hello,
     Kind,
@@ -123,15 +125,31 @@ class Connection:
             raise
         self.daemon = welcome.daemon
 
-    def exchange(self, message: Message, end: float, *, boot_id: bytes | None = None) -> Message:
+    def exchange(
+        self,
+        message: Message,
+        end: float,
+        *,
+        boot_id: bytes | None = None,
+        fds: Sequence[int] = (),
+    ) -> Message:
         """Send a request and wait for its reply, which is of the type that belongs or `Error`.
+
+        Args:
+            message: the request.
+            end: `time.monotonic()` when to give up.
+            boot_id: the daemon's, where that differs from the connection's.
+            fds: descriptors to send with it, over the control socket.
 
         Raises:
             DaemonSilent: no reply until `end` (monotonic).
             DaemonLost: the daemon died meanwhile, has restarted, or answers nonsense; also when
                 the session is being closed.
         """
-        request_id = self._send(message, boot_id)
+        try:
+            request_id = self._send(message, boot_id, fds, end)
+        except Oversize as error:
+            return Error.of(ErrorCode.BAD_LAYOUT, str(error))
         while True:
             ready = dict(self._poller.poll(max(0, round((end - time.monotonic()) * 1000))))
             if self._dealer in ready:
@@ -159,7 +177,7 @@ class Connection:
             DaemonLost: as `exchange`.
         """
         if not self._probe:
-            self._probe = self._send(Ping(), None)
+            self._probe = self._send(Ping())
         while True:
             try:
                 answer = self._receive(self._probe, zmq.NOBLOCK)
@@ -169,14 +187,19 @@ class Connection:
                 self._probe = 0
                 return True
 
-    def send_handles(self, fds: list[int], end: float) -> None:
-        """See `Control socket.send_handles`."""
-        self.control_socket.send_handles(fds, boot_id=self.boot_id, session=self.token, end=end)
-
-    def _send(self, message: Message, boot_id: bytes | None) -> int:
+    def _send(
+        self,
+        message: Message,
+        boot_id: bytes | None = None,
+        fds: Sequence[int] = (),
+        end: float = 0.0,
+    ) -> int:
         self._ids += 1
         own = self.boot_id if boot_id is None else boot_id
         frame = WIRE.encode(message, self._ids, own, self.token)
+        if fds:
+            self.control_socket.send(frame, fds, end)
+            return self._ids
         try:
             self._dealer.send(frame, zmq.NOBLOCK)
         except zmq.Again as error:

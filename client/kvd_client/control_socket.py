@@ -4,6 +4,7 @@ Notices and descriptors travel here; its end of file means that the other
 process is gone, which the kernel says at once and without fail.
 """
 
+import errno
 import os
 import select
 import socket
@@ -14,12 +15,10 @@ from pathlib import Path
 
 from kvd_client.errors import DaemonLost, DaemonSilent
 from kvd_proto.codec import WIRE, Header
-from kvd_proto.errors import DecodeError
-from kvd_proto.messages import Handles, Message
+from kvd_proto.errors import DecodeError, Oversize
+from kvd_proto.messages import MAX_DESCRIPTORS, Message
 
 MAX_NOTICE_BYTES = 64 * 2**10
-MAX_FDS = 250
-FDS_PER_NOTICE = 64
 SOCKET_BUFFER_BYTES = 2**20
 
 
@@ -73,7 +72,7 @@ class ControlSocket:
         """
         try:
             frame, fds, flags, _ = socket.recv_fds(
-                self._sock, MAX_NOTICE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                self._sock, MAX_NOTICE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return None
@@ -115,27 +114,28 @@ class ControlSocket:
                 raise DaemonLost("this session is being closed")
         return notice
 
-    def send_handles(
-        self, fds: Sequence[int], *, boot_id: bytes, session: bytes, end: float
-    ) -> None:
-        """Send descriptors, numbered from 0 in this order.
+    def send(self, frame: bytes, fds: Sequence[int], end: float) -> None:
+        """Send a frame with descriptors, numbered from 0 in this order.
 
         Raises:
+            Oversize: the frame is larger than a datagram may be.
             DaemonSilent: the daemon takes nothing until `end`.
             DaemonLost: it is gone.
         """
-        for first in range(0, len(fds), FDS_PER_NOTICE):
-            some = fds[first : first + FDS_PER_NOTICE]
-            notice = Handles(first=first, count=len(some))
-            frame = WIRE.encode(notice, boot_id=boot_id, session=session)
-            while True:
-                try:
-                    socket.send_fds(self._sock, [frame], list(some), socket.MSG_NOSIGNAL)
-                    break
-                except BlockingIOError:
-                    self._wait_for_room(end)
-                except OSError as error:
-                    raise DaemonLost(f"the control socket broke: {error}") from error
+        while True:
+            try:
+                socket.send_fds(self._sock, [frame], list(fds), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._wait_for_room(end)
+            except OSError as error:
+                if error.errno == errno.EMSGSIZE:
+                    raise Oversize(
+                        f"{len(frame)} bytes do not fit one datagram here; put tensors into fewer"
+                        " storages or groups, or raise the sysctl net.core.wmem_max"
+                    ) from error
+                raise DaemonLost(f"the control socket broke: {error}") from error
+            else:
+                return
 
     def _wait_for_room(self, end: float) -> None:
         poller = select.poll()

@@ -6,7 +6,6 @@ from typing import TypeAlias
 
 from kvd_client.arguments import declared, shown
 from kvd_client.control import ControlPage
-from kvd_client.control_socket import MAX_FDS
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import UsageError
 from kvd_client.memory import HostMemory
@@ -14,7 +13,7 @@ from kvd_proto.codec import WIRE
 from kvd_proto.devices import means_device
 from kvd_proto.errors import LayoutError, ProtoError
 from kvd_proto.layout import RankLayout, validate_layout
-from kvd_proto.messages import Error, Fingerprint, Handle, Register
+from kvd_proto.messages import MAX_DESCRIPTORS, Error, Fingerprint, Handle, Register
 from kvd_proto.printable import unprintable
 
 Memory: TypeAlias = HostMemory | DeviceMemory
@@ -92,9 +91,10 @@ def wanted_registration(
             if number > len(kept):  # parts of one file or allocation are mapped once
                 kept.append(part.duplicate())
         handles.append(part.handle(number))
-    if len(kept) >= MAX_FDS:
+    if len(kept) >= MAX_DESCRIPTORS:
         raise UsageError(
-            f"{len(kept) + 1} descriptors, {MAX_FDS} at most; put tensors into fewer storages"
+            f"{len(kept) + 1} descriptors, {MAX_DESCRIPTORS} at most; put tensors into fewer"
+            " storages"
         )
     message = Register(
         rank=rank,

@@ -156,14 +156,21 @@ class Session:
         if self._closed:
             raise UsageError(f"{self._closed}; make a new object")
 
-    def request(self, message: Message, seconds: float | None = None) -> Message | None:
+    def request(
+        self, message: Message, seconds: float | None = None, fds: Sequence[int] = ()
+    ) -> Message | None:
         """Ask the broker; the reply (its own type or `Error`), or None where there is none.
+
+        Args:
+            message: the request.
+            seconds: that it may take; None: the session's deadline.
+            fds: descriptors to send with it.
 
         Raises:
             UsageError: the session is closed.
         """
         self.check_open()
-        return self._ask(message, self.deadline if seconds is None else seconds)
+        return self._ask(message, self.deadline if seconds is None else seconds, fds=fds)
 
     def settle(self, message: Message) -> Message | None:
         """As `request`; what cannot be sent now is sent when this daemon speaks again.
@@ -174,7 +181,9 @@ class Session:
         self.check_open()
         return self._ask(message, self.deadline, owed=True)
 
-    def _ask(self, message: Message, seconds: float, *, owed: bool = False) -> Message | None:
+    def _ask(
+        self, message: Message, seconds: float, *, owed: bool = False, fds: Sequence[int] = ()
+    ) -> Message | None:
         connection = self._connection
         if connection is None:
             return None
@@ -186,7 +195,7 @@ class Session:
                     connection.owed.append(message)
                     self.wake()
                 return None
-            reply = connection.exchange(message, end)
+            reply = connection.exchange(message, end, fds=fds)
         except DaemonSilent as error:
             log.warning("%s within its deadline; treated as a miss until the daemon answers", error)
             self._silent = True
@@ -205,19 +214,6 @@ class Session:
                 return None
             log.log(_LEVELS.get(reply.code, logging.DEBUG), "%s: %s", reply.code, reply.text)
         return reply
-
-    def send_handles(self, fds: Sequence[int], seconds: float) -> bool:
-        """Send descriptors over the control socket, numbered from 0; return whether all went."""
-        connection = self._connection
-        if connection is None or self._silent:
-            return False
-        try:
-            with self._lock:
-                connection.send_handles(list(fds), time.monotonic() + seconds)
-        except (DaemonLost, DaemonSilent) as error:
-            self._drop(connection, str(error))
-            return False
-        return True
 
     def reset(self, why: str) -> None:
         """Give the present connection up; the keeper makes a new one."""

@@ -524,9 +524,7 @@ class Worker:
         wanted = self._wanted
         if wanted is None or self._registered:
             return True
-        if not self._session.send_handles(wanted.fds, self._session.deadline):
-            return False
-        reply = self._session.request(wanted.message, REGISTER_SECONDS)
+        reply = self._session.request(wanted.message, REGISTER_SECONDS, wanted.fds)
         with self._changed:
             if isinstance(reply, Registered):
                 self._registered = True

@@ -8,7 +8,7 @@ from kvd.cache.namespaces import Namespace
 from kvd.errors import Refused
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import compare_ranks, validate_layout
-from kvd_proto.messages import ErrorCode, Register
+from kvd_proto.messages import ErrorCode, Register, fd_index
 from kvd_proto.printable import unprintable
 from kvd_proto.sizes import size_pool
 
@@ -58,6 +58,21 @@ def check_rank(engine: Engine, message: Register, others: Mapping[int, Session])
                 f"rank {message.rank} has another fingerprint than the engine's other ranks:"
                 f" {message.fingerprint} against {other.fingerprint}",
             )
+
+
+def check_descriptors(message: Register, count: int) -> None:
+    """Every descriptor that the handles name, and the control page, came with the registration.
+
+    Raises:
+        Refused: some did not.
+    """
+    needed = 1 + max((fd_index(handle) for handle in message.handles), default=0)
+    if count < needed:
+        raise Refused(
+            ErrorCode.BAD_LAYOUT,
+            f"{count} descriptors came with the registration, its handles name {needed}; send it"
+            " over the control socket, with them",
+        )
 
 
 def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:

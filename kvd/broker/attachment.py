@@ -136,6 +136,7 @@ def import_worker(session: Session, registration: Register) -> ToLane:
             world_size=registration.world_size,
             layout=registration.layout,
             handles=registration.handles,
+            attempt=session.attempt,
         ),
         SessionFds(session.number),
     )

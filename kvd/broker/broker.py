@@ -8,7 +8,7 @@ with its code), or leaves a note in the state that a later event answers.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvd.broker.admission import check_names, refused
+from kvd.broker.admission import check_descriptors, check_names, refused
 from kvd.broker.attachment import attached_notice
 from kvd.broker.caching import Caching
 from kvd.broker.effects import DropEngine, Effect, Event, Notify, Reply, ToLane
@@ -46,8 +46,6 @@ from kvd_proto.messages import (
 )
 from kvd_proto.sizes import format_size
 from kvd_proto.states import SessionEvent, SessionState
-
-MAX_DESCRIPTORS = 250
 
 
 class Broker:
@@ -103,18 +101,15 @@ class Broker:
 
     # ----------------------------------------------------------- the daemon
 
-    def pool_opened(
-        self, namespaces: Namespaces, now: float, explanation: str = ""
-    ) -> list[Effect]:
+    def pool_opened(self, namespaces: Namespaces, explanation: str = "") -> list[Effect]:
         """The pool has a size, and its memory is being allocated.
 
         Args:
             namespaces: over the pool.
-            now: monotonic seconds.
             explanation: of the size, where `OpenPool` asked for it.
         """
         self.state.namespaces = namespaces
-        return self._registration.pool_opened(now, explanation)
+        return self._registration.pool_opened(explanation)
 
     def pool_refused(self, refusal: Refused) -> list[Effect]:
         """The pool that `OpenPool` asked for cannot be had."""
@@ -171,30 +166,6 @@ class Broker:
         session = registry.connect(token, peer)
         return session, [Notify(session.number, Greeting(pid=self.pid))]
 
-    def descriptors(self, session: Session, first: int, count: int, now: float) -> list[Effect]:
-        """`count` descriptors arrived over the control socket.
-
-        Raises:
-            Refused: out of order or too many.
-        """
-        last = first + count - 1
-        if first != session.descriptors:
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"descriptors {first}..{last} after {session.descriptors} others; they must follow"
-                " each other",
-            )
-        if last >= MAX_DESCRIPTORS:
-            self.state.measures.reached("descriptors")
-            raise Refused(
-                ErrorCode.LIMIT,
-                f"descriptors {first}..{last}: a session has {MAX_DESCRIPTORS} at most; put"
-                " several tensors into one storage",
-                limit="descriptors",
-            )
-        session.descriptors += count
-        return self._registration.descriptors_came(session, now)
-
     def lost(self, session: Session) -> list[Effect]:
         """The session's control socket is closed: its process is gone."""
         if session.number not in self.state.registry.sessions:
@@ -217,9 +188,17 @@ class Broker:
     # ------------------------------------------------------------- requests
 
     def request(
-        self, session: Session, request_id: int, message: Message, now: float
+        self,
+        session: Session,
+        request_id: int,
+        message: Message,
+        now: float,
+        descriptors: int = 0,
     ) -> list[Effect]:
-        """Serve one request; a refusal becomes its ERROR reply."""
+        """Serve one request, which came with so many descriptors.
+
+        A refusal becomes its ERROR reply.
+        """
         self.state.measures.requests[type(message).__name__] += 1
         handler = self._handlers.get(type(message))
         try:
@@ -229,6 +208,8 @@ class Broker:
                 )
             if session.state is SessionState.CONNECTED and type(message) not in (Hello, Ping):
                 raise Refused(ErrorCode.BAD_STATE, "say HELLO first")
+            if isinstance(message, Register):
+                check_descriptors(message, descriptors)
             return handler(session, request_id, message, now)
         except Refused as refusal:
             self.state.measures.reached(refusal.limit)

@@ -92,7 +92,6 @@ def lane_ended(state: BrokerState, lane: Lane, *, served: bool) -> list[Effect]:
                 effects.append(Reply(session.number, session.pending.request_id, refusal))
                 effects.append(DropFds(session.number))
             session.pending = None
-            session.descriptors = 0
         waiting = []
     if not waiting and not state.workers_of(lane.device):
         del state.lanes[lane.device]

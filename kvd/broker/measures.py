@@ -18,7 +18,6 @@ LIMITS = (
     "max_leases",
     "cuda_lanes",
     "sweeps",
-    "descriptors",
 )
 """Settings and bounds at which somebody is turned away."""
 

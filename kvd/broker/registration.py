@@ -1,9 +1,8 @@
 """A worker's memory: register, import, attach the engine, and let go again.
 
 A registration is answered once the lane has mapped the memory. It may have to
-wait for descriptors (the control socket and the request socket are not ordered against
-each other), for the pool's size (``auto``), or for a lane that is being
-restarted; it waits to a deadline and is then refused with the reason.
+wait for the pool's size (``auto``), or for a lane that is being restarted; it
+waits to a deadline and is then refused with the reason.
 """
 
 from collections import deque
@@ -32,12 +31,10 @@ from kvd_proto.messages import (
     Register,
     Registered,
     Unregistered,
-    fd_index,
 )
 from kvd_proto.states import SessionEvent, SessionState
 
 REGISTER_SECONDS = 20.0
-DESCRIPTOR_SECONDS = 2.0
 AT_ONCE = 1024  # tensors and groups of a layout that is looked at in the turn in which it comes
 
 
@@ -46,12 +43,12 @@ class Registration:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
-        self._large: deque[tuple[Session, PendingRegister, float]] = deque()
+        self._large: deque[tuple[Session, PendingRegister]] = deque()
         self._opening: Engine | None = None  # whose ranks decide the pool's size
 
     # ---------------------------------------------------------------- pool
 
-    def pool_opened(self, now: float, explanation: str) -> list[Effect]:
+    def pool_opened(self, explanation: str) -> list[Effect]:
         """Go on with the registrations that waited for the pool."""
         state, effects = self._state, list[Effect]()
         if self._opening is not None and state.pool_bytes is not None:
@@ -60,7 +57,7 @@ class Registration:
             effects.append(Event(f"cpu_bytes auto: {explanation}"))
             effects += [Event(f"quota: {text}", "warning") for text in wrong]
         for session in state.registry.sessions.values():
-            effects += self.advance(session, now)
+            effects += self.advance(session)
         return effects
 
     def pool_refused(self, refusal: Refused) -> list[Effect]:
@@ -100,10 +97,10 @@ class Registration:
         pending = PendingRegister(request_id, message, now + REGISTER_SECONDS, unchecked=True)
         session.pending = pending
         if len(message.layout.tensors) + len(message.layout.groups) > AT_ONCE:
-            self._large.append((session, pending, now))
+            self._large.append((session, pending))
             return want_lane(self._state, message.device)
         try:
-            return self._check(session, engine, pending, now)
+            return self._check(session, engine, pending)
         except Refused:
             session.pending = None
             raise
@@ -117,19 +114,17 @@ class Registration:
         """Go on with one large registration: to decode it was enough for the turn before."""
         if not self._large:
             return []
-        session, pending, now = self._large.popleft()
+        session, pending = self._large.popleft()
         engine = session.engine
         if session.pending is not pending or engine is None:
             return []  # it has gone meanwhile
         try:
-            return self._check(session, engine, pending, now)
+            return self._check(session, engine, pending)
         except Refused as refusal:
             told = refused(session, pending.message, str(refusal))
             return [*told, *self._refuse_pending(session, self._refused(refusal))]
 
-    def _check(
-        self, session: Session, engine: Engine, pending: PendingRegister, now: float
-    ) -> list[Effect]:
+    def _check(self, session: Session, engine: Engine, pending: PendingRegister) -> list[Effect]:
         """Look at the layout, and move the registration on.
 
         Raises:
@@ -141,21 +136,15 @@ class Registration:
         check_layout(pending.message, others, self._state.settings.pool_bytes)
         pending.unchecked = False
         effects = want_lane(self._state, pending.message.device)
-        return effects + (self._open_pool(engine) if unsized else self.advance(session, now))
+        return effects + (self._open_pool(engine) if unsized else self.advance(session))
 
-    def advance(self, session: Session, now: float) -> list[Effect]:
+    def advance(self, session: Session) -> list[Effect]:
         """Move a pending registration on if what it waited for is there."""
         pending = session.pending
         if pending is None or pending.importing or pending.unchecked:
             return []
         if self._state.namespaces is None:
             return []
-        needed = 1 + max((fd_index(h) for h in pending.message.handles), default=0)
-        if session.descriptors < needed:
-            if pending.descriptors_by is None:
-                pending.descriptors_by = now + DESCRIPTOR_SECONDS
-            return []
-        pending.descriptors_by = None
         lane = self._state.lanes[pending.message.device]
         if not lane.up or not (lane.usable_bytes or lane.pool_error):
             return []
@@ -164,12 +153,6 @@ class Registration:
             lane_up(session, lane),
             import_worker(session, pending.message),
         ]
-
-    def descriptors_came(self, session: Session, now: float) -> list[Effect]:
-        """Go on with what waited for descriptors; the others may follow."""
-        if session.pending is not None:
-            session.pending.descriptors_by = None
-        return self.advance(session, now)
 
     def unregister(self, session: Session, request_id: int) -> list[Effect]:
         """Let go of the session's memory; answered when nothing touches it.
@@ -193,11 +176,10 @@ class Registration:
 
     # ---------------------------------------------------------- lane's words
 
-    def imported(self, message: Imported, now: float) -> list[Effect]:
+    def imported(self, message: Imported) -> list[Effect]:
         """A lane has mapped a worker's memory, or says why not."""
-        del now
         session = self._state.registry.sessions.get(message.session)
-        if session is None:
+        if session is None or message.attempt != session.attempt:
             return []
         if session.pending is None or not session.pending.importing:
             return self._reimported(session, message)
@@ -207,7 +189,7 @@ class Registration:
             return [
                 *refused(session, pending.message, message.error),
                 Reply(session.number, pending.request_id, _refusal(message.error)),
-                *self._forget_descriptors(session),
+                DropFds(session.number),
             ]
         engine = session.engine
         if engine is None:
@@ -220,7 +202,7 @@ class Registration:
                 ToLane(pending.message.device, ReleaseWorker(session=session.number)),
                 *refused(session, pending.message, str(refusal)),
                 Reply(session.number, pending.request_id, Error.of(refusal.code, str(refusal))),
-                *self._forget_descriptors(session),
+                DropFds(session.number),
             ]
         session.machine.fire(SessionEvent.REGISTER)
         session.registration = pending.message
@@ -249,7 +231,7 @@ class Registration:
                 ToLane(lane.device, ReleaseWorker(session=session.number)),
                 *refused(session, pending.message, str(error)),
                 Reply(session.number, pending.request_id, self._refused(error)),
-                *self._forget_descriptors(session),
+                DropFds(session.number),
                 *made,
             ]
         return [Reply(session.number, pending.request_id, reply), *effects, *made]
@@ -262,7 +244,7 @@ class Registration:
         (request_id, _), session.releasing = session.releasing, None
         return [
             Reply(session.number, request_id, Unregistered()),
-            *self._forget_descriptors(session),
+            DropFds(session.number),
         ]
 
     def lane_ready(self, lane: Lane, message: LaneReady, now: float) -> list[Effect]:
@@ -288,10 +270,10 @@ class Registration:
                 effects.append(lane_up(session, lane))
                 effects.append(import_worker(session, registration))
             else:
-                effects += self.advance(session, now)
+                effects += self.advance(session)
         return effects
 
-    def pool_usable(self, lane: Lane, message: PoolUsable, now: float) -> list[Effect]:
+    def pool_usable(self, lane: Lane, message: PoolUsable) -> list[Effect]:
         """A lane can copy more of the pool, or knows that it never will."""
         lane.usable_bytes = message.usable_bytes
         effects: list[Effect] = []
@@ -299,7 +281,7 @@ class Registration:
             lane.pool_error = message.error
             effects.append(Event(f"lane {lane.device}: {message.error}", "error", lane.fields))
         for session in self._state.waiting_for(lane.device):
-            effects += self.advance(session, now)
+            effects += self.advance(session)
         return effects
 
     # ------------------------------------------------------------- departure
@@ -329,9 +311,7 @@ class Registration:
         effects: list[Effect] = []
         for session in self._state.registry.sessions.values():
             pending = session.pending
-            if pending is None or session.receiving:
-                continue
-            if now < min(pending.deadline, pending.descriptors_by or pending.deadline):
+            if pending is None or now < pending.deadline:
                 continue
             if self._state.namespaces is None:
                 text = (
@@ -345,20 +325,15 @@ class Registration:
             elif not self._state.lanes[pending.message.device].up:
                 text = f"lane {pending.message.device} is not up; try again"
                 code = ErrorCode.LANE_LOST
-            elif not self._state.lanes[pending.message.device].usable_bytes:
+            else:
                 text = f"lane {pending.message.device} has nothing of the pool yet; try again"
                 code = ErrorCode.NOT_READY
-            else:
-                text = (
-                    f"{session.descriptors} descriptors arrived, the handles name"
-                    f" more; send HANDLES before REGISTER"
-                )
-                code = ErrorCode.BAD_LAYOUT
             session.pending = None
             effects += refused(session, pending.message, text)
             effects.append(Reply(session.number, pending.request_id, Error.of(code, text)))
-            effects += self._forget_descriptors(session)
+            effects.append(DropFds(session.number))
             if pending.importing and self._state.lanes[pending.message.device].up:
+                session.attempt += 1
                 effects.append(
                     ToLane(pending.message.device, ReleaseWorker(session=session.number))
                 )
@@ -382,7 +357,7 @@ class Registration:
             return []
         return [
             Reply(session.number, pending.request_id, error),
-            *self._forget_descriptors(session),
+            DropFds(session.number),
         ]
 
     def _reimported(self, session: Session, message: Imported) -> list[Effect]:
@@ -413,10 +388,6 @@ class Registration:
             self._state.measures.reached(error.limit)
             return Error.of(error.code, str(error))
         return _refusal(str(error))
-
-    def _forget_descriptors(self, session: Session) -> list[Effect]:
-        session.descriptors = 0
-        return [DropFds(session.number)]
 
 
 def in_words(freed: int) -> str:

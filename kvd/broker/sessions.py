@@ -26,16 +26,14 @@ class Peer:
 
 @dataclass(slots=True)
 class PendingRegister:
-    """A registration that waits for the pool's size, descriptors, its lane, or the import.
+    """A registration that waits for the pool's size, its lane, or the import.
 
     unchecked: its layout is large, and is looked at in a turn of its own.
-    descriptors_by: when those that are missing must have come; None: none is known to be missing.
     """
 
     request_id: int
     message: Register
     deadline: float
-    descriptors_by: float | None = None
     importing: bool = False
     unchecked: bool = False
 
@@ -53,11 +51,10 @@ class Session:
     kind: str = ""
     client: str = ""
     engine: "Engine | None" = None
-    descriptors: int = 0
-    receiving: bool = False  # some are being received, for which there is a limit of its own
     pending: PendingRegister | None = None
     registration: Register | None = None
     imported: bool = False
+    attempt: int = 0  # how many registrations were given up while a lane mapped the memory
     releasing: tuple[int, str] | None = None  # an Unregister in progress: request id, device
     since: float = 0.0  # when it said HELLO
     lookups: LookupTotals = field(default_factory=LookupTotals)  # as it said last
@@ -72,6 +69,11 @@ class Session:
     def said(self) -> Register | None:
         """What the rank has registered, or wants to."""
         return self.registration or (self.pending.message if self.pending is not None else None)
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether the descriptors of a registration, or of what is left of one, are needed."""
+        return self.said is not None or self.releasing is not None
 
     @property
     def who(self) -> Who:

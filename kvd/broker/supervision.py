@@ -46,9 +46,9 @@ class Supervision:
             case LaneReady():
                 return self._registration.lane_ready(lane, message, now)
             case PoolUsable():
-                return self._registration.pool_usable(lane, message, now)
+                return self._registration.pool_usable(lane, message)
             case Imported():
-                return self._registration.imported(message, now)
+                return self._registration.imported(message)
             case Released():
                 return self._registration.released(message)
             case Revoked():

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import zmq
 
@@ -13,11 +13,12 @@ from kvd.broker.effects import Effect, Event, FdName, Notify
 from kvd.broker.sessions import Peer, Session
 from kvd.daemon.control_socket import Connection, ControlSocket
 from kvd.daemon.descriptors import Receiver, Taken
+from kvd.daemon.request_socket import Requests
 from kvd.errors import BadDatagram, ChannelFull, Refused
 from kvd.wire.seqpacket import close_all
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import Error, ErrorCode, Handles
+from kvd_proto.messages import TAGS, Error, ErrorCode, Register
 
 log = logging.getLogger("kvd.daemon")
 AT_ONCE = 32
@@ -29,12 +30,10 @@ class Connections:
 
     Args:
         control socket: where they come from.
-        core: who is told of comings, descriptors and goings.
+        core: who is told of comings and goings.
         poller: where their descriptors are registered.
         carry_out: does what the core wants done.
-        receiver: receives the descriptors that they send.
-
-    `on_leave` is told of everybody whose session has ended.
+        requests: serves what comes with them, and is told whose session has ended.
     """
 
     def __init__(
@@ -43,16 +42,16 @@ class Connections:
         core: Broker,
         poller: zmq.Poller,
         carry_out: Callable[[list[Effect]], None],
-        receiver: Receiver,
+        requests: Requests,
     ) -> None:
-        self._receiver = receiver
+        self._requests = requests
+        self._receiver = Receiver(poller)
         self.open: dict[int, Connection] = {}
         self._by_fd: dict[int, Connection] = {}
         self._control_socket = control_socket
         self._core = core
         self._poller = poller
         self._carry_out = carry_out
-        self.on_leave: Callable[[Connection], None] = lambda _connection: None
 
     def accept(
         self, turned_away: Callable[[Connection], bool], own: Callable[[Peer], bool]
@@ -97,11 +96,12 @@ class Connections:
         connection.tell(WIRE.encode(error, 0, self._core.state.boot_id))
         self._hang_up(connection)
 
-    def turn(self, ready: Iterable[object]) -> None:
+    def turn(self, ready: dict[object, int], now: float) -> None:
         """Hear those whose descriptors are ready; show out those who have gone or talk nonsense."""
         for fd in ready:
             if isinstance(fd, int) and fd in self._by_fd:
                 self._hear(self._by_fd[fd])
+        self._receiver.turn(ready, now)
 
     def _hear(self, connection: Connection) -> None:
         session = connection.session
@@ -110,8 +110,7 @@ class Connections:
         try:
             if connection.pidfd >= 0 and _readable(connection.pidfd):
                 raise EOFError
-            if not session.receiving and (frame := connection.channel.peek()) is not None:
-                _handles(frame)
+            if not connection.receiving and connection.channel.waiting_bytes():
                 self._receive(connection, session)
         except EOFError:
             self._leave(connection)
@@ -125,28 +124,33 @@ class Connections:
             if session.number not in self.open:
                 close_all(outcome[1] if isinstance(outcome, tuple) else ())
                 return
-            session.receiving = False
+            connection.receiving = False
             self._poller.register(connection.channel.fileno(), zmq.POLLIN)
             try:
                 self._take(connection, session, outcome)
             except (DecodeError, Refused) as error:
                 self._send_away(connection, session, error)
 
-        self._receiver.read(connection.channel.fileno(), connection.peer.uid, take)
-        session.receiving = True
+        self._receiver.read(connection.channel.duplicate(), connection.peer.uid, take)
+        connection.receiving = True
         self._poller.unregister(connection.channel.fileno())
 
     def _take(self, connection: Connection, session: Session, outcome: Taken | Refused) -> None:
         if isinstance(outcome, Refused):
             raise outcome
         frame, fds = outcome
-        connection.fds += fds
-        message = _handles(frame)
-        if message.count != len(fds):
-            text = f"Handles of {message.count} descriptors with {len(fds)}"
+        if connection.fds:  # of a registration that there is, so this one is refused
+            close_all(fds)
+        else:
+            connection.fds = list(fds)
+        header = WIRE.decode_header(frame)
+        if TAGS.get(header.tag) is not Register:
+            text = f"tag 0x{header.tag:02x}, which is no message for this socket"
             raise Refused(ErrorCode.BAD_MESSAGE, text)
         now = time.monotonic()
-        self._carry_out(self._core.descriptors(session, message.first, message.count, now))
+        self._carry_out(self._requests.serve(session, header, frame, now, len(fds)))
+        if not session.holds_memory:
+            connection.drop_fds()
 
     def _send_away(self, connection: Connection, session: Session, error: Exception) -> None:
         """End a session for what it has sent, and say why."""
@@ -172,7 +176,7 @@ class Connections:
                 with contextlib.suppress(KeyError):  # what is being received is not polled
                     self._poller.unregister(fd)
         self._carry_out(self._core.lost(session))
-        self.on_leave(connection)
+        self._requests.forget(session)
         self._hang_up(connection)
 
     def notify(self, effect: Notify, resolve: Callable[[FdName | None], list[int]]) -> None:
@@ -212,23 +216,10 @@ class Connections:
         """Close every connection."""
         for connection in list(self.open.values()):
             self._hang_up(connection)
+        self._receiver.close()
 
     def __repr__(self) -> str:
         return f"<Connections {len(self.open)} open>"
-
-
-def _handles(frame: bytes) -> Handles:
-    """The only message that clients send here.
-
-    Raises:
-        DecodeError: it is none.
-        Refused: it is another one.
-    """
-    _, message = WIRE.decode(frame)
-    if not isinstance(message, Handles):
-        text = f"{type(message).__name__}, which is no message for this socket"
-        raise Refused(ErrorCode.BAD_MESSAGE, text)
-    return message
 
 
 def _readable(fd: int) -> bool:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvd.broker.sessions import Peer, Session
-from kvd.daemon.receiver import MAX_FRAME_BYTES
 from kvd.daemon.runtime_dir import no_socket
 from kvd.errors import KvdError
 from kvd.wire.seqpacket import Channel
@@ -30,14 +29,17 @@ _MAX_GROUPS = 65536  # the kernel's own limit, NGROUPS_MAX
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One open connection: its channel, its session, and what it has sent."""
+    """One open connection: its channel, its session, and the descriptors of its registration.
+
+    receiving: a frame of it is being received, until which nothing else is read.
+    """
 
     channel: Channel
     peer: Peer
     pidfd: int = -1
     session: Session | None = None
     fds: list[int] = field(default_factory=list)
-    identity: bytes = b""
+    receiving: bool = False
 
     def drop_fds(self) -> None:
         """Close the descriptors that it sent."""
@@ -104,8 +106,7 @@ class ControlSocket:
         if pid > 0:  # 0: the peer's pid namespace is not visible from here
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(pid)
-        channel = Channel(connection, max_received_bytes=MAX_FRAME_BYTES)
-        return Connection(channel, Peer(pid, uid, gid, _groups(connection)), pidfd)
+        return Connection(Channel(connection), Peer(pid, uid, gid, _groups(connection)), pidfd)
 
     def _turn_away(self) -> None:
         log.error("no file descriptor is left for a new session; raise LimitNOFILE")

@@ -8,7 +8,6 @@ already sends no more.
 
 import contextlib
 import logging
-import os
 import socket
 from collections import Counter, deque
 from collections.abc import Callable
@@ -17,10 +16,10 @@ from dataclasses import dataclass
 import zmq
 
 from kvd.daemon.child import ChildProcess
-from kvd.daemon.receiver import DROP, FOREIGN, MAX_FRAME_BYTES, READ, TAKEN
+from kvd.daemon.receiver import DROP, FOREIGN, READ, TAKEN
 from kvd.errors import BadDatagram, KvdError, Refused
 from kvd.machine.sealed import HOW
-from kvd.wire.seqpacket import Channel, close_all
+from kvd.wire.seqpacket import MAX_DATAGRAM_BYTES, Channel, close_all
 from kvd_proto.messages import ErrorCode
 
 log = logging.getLogger("kvd.daemon")
@@ -41,7 +40,7 @@ Taken = tuple[bytes, tuple[int, ...]]
 class _Order:
     """A connection that is to be read, of which user, and who takes what was there."""
 
-    connection: int
+    connection: socket.socket
     uid: int
     take: Callable[[Taken | Refused], None]
 
@@ -60,30 +59,32 @@ class Receiver:
         self._link: Channel | None = None
         self._orders: deque[_Order] = deque()
         self._until = 0.0  # when the first of these is given up; 0: it has not been sent
+        self._frame = b""  # of that one
         self._answered = False  # the process has read a connection, so it runs
         self._leaving: dict[ChildProcess, int] = {}  # with the user whose descriptor is why
         self._held: Counter[int] = Counter()
 
-    def read(self, connection: int, uid: int, take: Callable[[Taken | Refused], None]) -> None:
-        """Read one frame with descriptors from a connection, which is kept open until then.
+    def read(
+        self, connection: socket.socket, uid: int, take: Callable[[Taken | Refused], None]
+    ) -> None:
+        """Read one frame with descriptors from a connection, which is closed afterwards.
 
         Args:
-            connection: its descriptor; there is a frame to be read.
+            connection: a descriptor of its own; there is a frame to be read.
             uid: whose it is.
             take: gets the frame and descriptors, or why not; in a later turn.
 
         Raises:
             Refused: this user's file systems hold too many processes.
-            OSError: no descriptor is left.
         """
         if self._held[uid] >= MAX_HELD:
+            connection.close()
             raise Refused(
                 ErrorCode.LIMIT,
                 f"{self._held[uid]} processes wait for file systems of uid {uid}, of which they"
                 " were sent descriptors: no more are received until these answer",
-                limit="descriptors",
             )
-        self._orders.append(_Order(os.dup(connection), uid, take))
+        self._orders.append(_Order(connection, uid, take))
 
     def drop(self, connection: socket.socket) -> None:
         """Close a connection that has descriptors which nobody has read: not in this process."""
@@ -122,7 +123,7 @@ class Receiver:
             else:
                 log.warning("process %d waits for a file system of uid %d", child.pid, uid)
         for order in self._orders:
-            os.close(order.connection)
+            order.connection.close()
 
     def _start(self) -> None:
         self._started = True
@@ -139,7 +140,7 @@ class Receiver:
                 log.error("descriptors cannot be received: %s", error)  # noqa: TRY400  # the reason is said
                 ours.close()
                 return
-        self._child, self._link = child, Channel(ours, max_received_bytes=2 * MAX_FRAME_BYTES)
+        self._child, self._link = child, Channel(ours)
         self._answered = False
         self._poller.register(ours.fileno(), zmq.POLLIN)
 
@@ -148,8 +149,10 @@ class Receiver:
             text = "no process or descriptor is left to receive descriptors; raise LimitNOFILE"
             self._done(Refused(ErrorCode.LIMIT, text))
             return
+        connection = self._orders[0].connection
+        self._frame = connection.recv(MAX_DATAGRAM_BYTES, socket.MSG_PEEK)
         try:
-            self._link.send(READ, [self._orders[0].connection])
+            self._link.send(READ, [connection.fileno()])
         except EOFError:
             self._end(None)
         else:
@@ -164,7 +167,7 @@ class Receiver:
         frame, fds = received
         self._answered = True
         if frame.startswith(TAKEN):
-            self._done((frame[1:], fds))
+            self._done((self._frame, fds))
             return
         close_all(fds)
         uid = self._orders[0].uid if self._until else None
@@ -184,8 +187,8 @@ class Receiver:
 
     def _done(self, outcome: Taken | Refused) -> None:
         order = self._orders.popleft()
-        os.close(order.connection)
-        self._until = 0.0
+        order.connection.close()
+        self._until, self._frame = 0.0, b""
         order.take(outcome)
 
     def _end(self, uid: int | None) -> None:

@@ -143,7 +143,8 @@ class Lanes:
             if not isinstance(effect.message, ImportWorker):
                 raise
             text = f"the layout is too large to hand to the lane: {error}"
-            refusal = Imported(session=effect.message.session, error=text)
+            order = effect.message
+            refusal = Imported(session=order.session, error=text, attempt=order.attempt)
             self._carry_out(self._core.supervision.heard(effect.device, refusal, time.monotonic()))
         except (ChannelFull, EOFError, OSError) as error:
             lane = {"lane": effect.device}

@@ -44,7 +44,6 @@ from kvd.daemon.allowed import allow_list
 from kvd.daemon.config_reader import ConfigReader
 from kvd.daemon.connections import Connections
 from kvd.daemon.control_socket import Connection, ControlSocket
-from kvd.daemon.descriptors import Receiver
 from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.kept_pool import Keep
 from kvd.daemon.lane_processes import Lanes
@@ -116,17 +115,15 @@ class Service:
             surroundings=lambda: self._figures.read(self._requests.dropped),
         )
         if settings.pool_bytes is not None:
-            self.core.pool_opened(self._open_pool(settings.pool_bytes), time.monotonic())
+            self.core.pool_opened(self._open_pool(settings.pool_bytes))
         self._lanes = Lanes(self._runtime.path, self.core, self._poller, self._carry_out)
         for device in DEVICES:
             self._lanes.add(device)
         self._control_socket = ControlSocket(self._runtime.control_socket)
-        self._receiver = Receiver(self._poller)
+        self._requests = Requests(self._runtime.broker_socket, self.core)
         self._connections = Connections(
-            self._control_socket, self.core, self._poller, self._carry_out, self._receiver
+            self._control_socket, self.core, self._poller, self._carry_out, self._requests
         )
-        self._requests = Requests(self._runtime.broker_socket, self.core, self._connections.open)
-        self._connections.on_leave = self._requests.forget
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         for fd in (self._requests.router.fileno(), self._control_socket.fileno(), self._wake_read):
             self._poller.register(fd, zmq.POLLIN)
@@ -168,8 +165,7 @@ class Service:
         if self._requests.router.fileno() in ready or self._requests.router.pending:
             for effects in self._requests.receive(now):
                 self._carry_out(effects)
-        self._connections.turn(ready)
-        self._receiver.turn(ready, now)
+        self._connections.turn(ready, now)
         if self._control_socket.fileno() in ready:
             self._connections.accept(self._turned_away, lambda peer: peer.pid == self._http.pid)
         if self._wake_read in ready:
@@ -234,7 +230,7 @@ class Service:
         except PoolError as error:
             self._carry_out(self.core.pool_refused(Refused(ErrorCode.NOT_READY, str(error))))
         else:
-            self._carry_out(self.core.pool_opened(namespaces, time.monotonic(), explanation))
+            self._carry_out(self.core.pool_opened(namespaces, explanation))
 
     def _pool_turn(self, pool: PoolMemory) -> None:
         if pool.error:
@@ -336,7 +332,6 @@ class Service:
         self._notifier.stopping(0.0)
         self._connections.close()
         self._control_socket.close()
-        self._receiver.close()
         self._requests.close()
         self._lanes.close()
         self._directories.close()

@@ -9,10 +9,10 @@ It says what is harmless without asking a file system: a memory file, which the 
 by its seals; a device, such as CUDA's, or an object of the kernel without a name. Whether
 that is the memory that it should be is for a lane to find out.
 
-The broker sends connections over the link. For one to READ a datagram comes back: TAKEN and
-the frame that was read there, with its descriptors; FOREIGN and the number of the descriptor
-that was none of these; or NOTHING that could be read. One to DROP is closed, and what nobody
-has read goes with it.
+The broker sends connections over the link. Of one to READ the next datagram is taken, whose
+bytes the broker has seen already. The answer is TAKEN, with its descriptors; FOREIGN and the
+number of the descriptor that was none of these; or NOTHING that could be read. One to DROP is
+closed, and what nobody has read goes with it.
 """
 
 import contextlib
@@ -26,7 +26,6 @@ import sys
 
 from kvd.machine.parent_death import tie_to_parent
 
-MAX_FRAME_BYTES = 2048
 MAX_DESCRIPTORS = 253  # the kernel's own limit, SCM_MAX_FD
 READ, DROP = b"r", b"d"
 TAKEN, FOREIGN, NOTHING = b"+", b"-", b"!"
@@ -76,11 +75,8 @@ def serve(link: socket.socket) -> None:
                 _drain(connection)
                 continue
             try:
-                frame, fds, flags, _ = socket.recv_fds(
-                    connection,
-                    MAX_FRAME_BYTES,
-                    MAX_DESCRIPTORS,
-                    socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT,
+                _, fds, flags, _ = socket.recv_fds(
+                    connection, 1, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
                 )
             except OSError:
                 link.send(NOTHING)
@@ -89,10 +85,10 @@ def serve(link: socket.socket) -> None:
         if foreign:
             link.send(FOREIGN + str(foreign[0]).encode())
             return
-        if not frame or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & socket.MSG_CTRUNC:
             link.send(NOTHING)
         else:
-            socket.send_fds(link, [TAKEN + frame], fds)
+            socket.send_fds(link, [TAKEN], fds)
         for fd in fds:
             os.close(fd)
 

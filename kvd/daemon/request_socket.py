@@ -1,11 +1,12 @@
 """The request socket: frames in, exactly one reply each out."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Reply
+from kvd.broker.sessions import Session
 from kvd.daemon.control_socket import Connection
 from kvd.daemon.runtime_dir import no_socket
 from kvd.wire.router import LIMITS, Router
@@ -23,17 +24,16 @@ class Requests:
     Args:
         path: where to listen.
         core: who decides.
-        connections: open sessions by number; each learns its socket identity here.
     """
 
-    def __init__(self, path: Path, core: Broker, connections: Mapping[int, Connection]) -> None:
+    def __init__(self, path: Path, core: Broker) -> None:
         try:
             self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
         except OSError as error:
             raise no_socket(path, error) from error
         self._core = core
         core.limits_reached(dict.fromkeys(LIMITS, 0))
-        self._connections = connections
+        self._identities: dict[int, bytes] = {}  # of the sessions' sockets
         self._dropped = 0
         self._warned = 0
 
@@ -54,7 +54,7 @@ class Requests:
             except DecodeError:  # nobody to answer: not even a request id
                 self._dropped += 1
                 continue
-            yield self._serve(received.identity, header, received.frame, now)
+            yield self._received(received.identity, header, received.frame, now)
         self._account()
 
     def _account(self) -> None:
@@ -65,29 +65,44 @@ class Requests:
             self._warned = self.dropped
             log.warning("%d frames dropped that are no kvd messages", self.dropped)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, session: Session) -> None:
         """The session has ended: its socket gives way to newcomers like any other."""
-        if connection.identity:
-            self.router.disown(connection.identity)
+        identity = self._identities.pop(session.number, None)
+        if identity is not None:
+            self.router.disown(identity)
 
-    def _serve(self, identity: bytes, header: Header, frame: bytes, now: float) -> list[Effect]:
+    def _received(self, identity: bytes, header: Header, frame: bytes, now: float) -> list[Effect]:
         boot_id = self._core.state.boot_id
         if header.boot_id not in (boot_id, NO_ID):
             return self._refuse(
                 identity, header, ErrorCode.STALE_BOOT, "the daemon has restarted; reconnect"
             )
         session = self._core.state.registry.by_token.get(header.session)
-        connection = self._connections.get(session.number) if session is not None else None
-        if session is None or connection is None or connection.identity not in (b"", identity):
+        if session is None or self._identities.get(session.number, identity) != identity:
             return self._refuse(
                 identity,
                 header,
                 ErrorCode.BAD_SESSION,
                 "no such session; connect at the control socket first",
             )
-        if not connection.identity:
-            connection.identity = identity
+        if session.number not in self._identities:
+            self._identities[session.number] = identity
             self.router.prove(identity)
+        return self.serve(session, header, frame, now)
+
+    def serve(
+        self, session: Session, header: Header, frame: bytes, now: float, descriptors: int = 0
+    ) -> list[Effect]:
+        """Serve one request of a session; the effects.
+
+        Args:
+            session: whose request it is.
+            header: of the frame.
+            frame: header and body.
+            now: seconds of the monotonic clock.
+            descriptors: how many came with it.
+        """
+        identity = self._identities.get(session.number, b"")
         try:
             message = WIRE.decode_body(header, frame)
         except DecodeError as error:
@@ -96,7 +111,7 @@ class Requests:
                 code = ErrorCode.BAD_VERSION
             return self._refuse(identity, header, code, str(error))
         try:
-            return self._core.request(session, header.request_id, message, now)
+            return self._core.request(session, header.request_id, message, now, descriptors)
         except Exception:
             name, who = type(message).__name__, session.who
             log.exception("%s: %s could not be served", who, name, extra=who.fields)
@@ -117,10 +132,10 @@ class Requests:
 
     def reply(self, effect: Reply) -> None:
         """Send a reply to a session, if it is still here."""
-        connection = self._connections.get(effect.session)
-        if connection is not None and connection.session is not None:
-            token = connection.session.token
-            self._send(connection.identity, effect.message, effect.request_id, token)
+        session = self._core.state.registry.sessions.get(effect.session)
+        if session is not None:
+            identity = self._identities.get(session.number, b"")
+            self._send(identity, effect.message, effect.request_id, session.token)
 
     def _send(self, identity: bytes, message: Message, request_id: int, token: bytes) -> None:
         if isinstance(message, Error):

@@ -117,7 +117,8 @@ class Orders:
             error = str(problem)[:TEXT_LIMIT]
             who = who_is(message)
             _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
-        self._reports.tell_broker(Imported(session=message.session, error=error))
+        answer = Imported(session=message.session, error=error, attempt=message.attempt)
+        self._reports.tell_broker(answer)
 
     def _bind(self, message: BindWorker, fds: tuple[int, ...]) -> None:
         worker = self._workers.by_session(message.session)

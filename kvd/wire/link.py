@@ -60,9 +60,10 @@ class LaneFailed(Message, frozen=True):
 class ImportWorker(Message, frozen=True):
     """Broker → lane: map this worker's memory. Carries control page, then the storages' memory.
 
-    The attached descriptors are those that the client sent over the control socket, in
-    its numbering: number 0 is the control page, `handles[i].fd_index` is the
-    memory of storage i.
+    The attached descriptors are those that came with Register, in its numbering:
+    number 0 is the control page, `handles[i].fd_index` is the memory of storage i.
+
+    attempt: comes back with the answer.
     """
 
     session: Count
@@ -73,6 +74,7 @@ class ImportWorker(Message, frozen=True):
     world_size: Count
     layout: RankLayout
     handles: tuple[Handle, ...]
+    attempt: Count = 0
 
 
 class Imported(Message, frozen=True):
@@ -80,6 +82,7 @@ class Imported(Message, frozen=True):
 
     session: Count
     error: Text
+    attempt: Count = 0
 
 
 class BindWorker(Message, frozen=True):

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd.errors import BadDatagram, ChannelFull
+from kvd_proto.messages import MAX_DESCRIPTORS
 
 SOCKET_BUFFER_BYTES = 2**20  # asked for; the kernel clamps it to net.core.wmem_max
 MAX_DATAGRAM_BYTES = 2**20
-MAX_DESCRIPTORS = 250  # the kernel's own limit is 253
 MAX_QUEUED_BYTES = 8 * 2**20
 MAX_QUEUED_FRAMES = 8192
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
@@ -44,22 +44,16 @@ class Channel:
     Args:
         sock: a connected SOCK_SEQPACKET socket; made non-blocking here.
         max_queued_bytes: what may wait to be sent, in bytes of frames.
-        max_received_bytes: of a frame that comes in; a buffer of this size is kept.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
-        max_received_bytes: int = MAX_DATAGRAM_BYTES,
-    ) -> None:
+    def __init__(self, sock: socket.socket, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
         if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
             raise ValueError(f"a channel needs a Unix SOCK_SEQPACKET socket, got {sock}")
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         self._sock = sock
-        self._buffer = bytearray(max_received_bytes)
+        self._buffer = bytearray()  # for `recv`, from its first call on
         self._queue: deque[_Pending] = deque()
         self._queued_bytes = 0
         self._max_queued_bytes = max_queued_bytes
@@ -110,26 +104,32 @@ class Channel:
             self._drop_head()
         return True
 
-    def peek(self) -> bytes | None:
-        """The next frame, which stays where it is; its descriptors are not received.
+    def duplicate(self) -> socket.socket:
+        """Return a second descriptor of the socket, which is the caller's.
 
-        None where nothing has arrived.
+        Raises:
+            OSError: no descriptor is left.
+        """
+        return self._sock.dup()
+
+    def waiting_bytes(self) -> int:
+        """Return the size of the next frame that has arrived; 0 where there is none.
 
         Raises:
             EOFError: the peer has closed its end, or died.
             BadDatagram: a datagram above the limit.
         """
         try:
-            size, _, flags, _ = self._sock.recvmsg_into([self._buffer], 0, socket.MSG_PEEK)
+            size = self._sock.recv_into(bytearray(1), 1, socket.MSG_PEEK | socket.MSG_TRUNC)
         except BlockingIOError:
-            return None
+            return 0
         except ConnectionError as error:
             raise EOFError("the peer is gone") from error
-        if flags & socket.MSG_TRUNC:
-            raise BadDatagram(f"a datagram above {len(self._buffer)} bytes")
+        if size > MAX_DATAGRAM_BYTES:
+            raise BadDatagram(f"a datagram of {size} bytes, the limit is {MAX_DATAGRAM_BYTES}")
         if size == 0:
             raise EOFError("the peer has closed its end")
-        return bytes(memoryview(self._buffer)[:size])
+        return size
 
     def hang_up(self) -> socket.socket:
         """Say no more and let nothing more come; the socket, which the caller closes."""
@@ -146,6 +146,8 @@ class Channel:
             EOFError: the peer has closed its end, or died.
             BadDatagram: a datagram above the limits; it is consumed, its descriptors are closed.
         """
+        if not self._buffer:
+            self._buffer = bytearray(MAX_DATAGRAM_BYTES)
         try:
             size, ancillary, flags, _ = self._sock.recvmsg_into(
                 [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC

@@ -41,7 +41,7 @@ from kvd_proto.messages import PROTOCOL_VERSION, TAGS, Message, Register
 MAGIC = b"kvd\x00"
 NO_ID = bytes(16)
 MAX_MESSAGE_BYTES = 16 * 2**20
-MAX_REGISTER_BYTES = 2 * 2**20  # half as much again as the largest layout takes
+MAX_REGISTER_BYTES = 2**20  # of one datagram; net.core.wmem_max may let less pass
 MAX_MAP_ITEMS = 1024
 _HEADER = struct.Struct("<4sHHQ16s16s")
 HEADER_BYTES = _HEADER.size

@@ -24,6 +24,7 @@ PROTOCOL_VERSION = 1
 MAX_KEYS = 65536
 MAX_KEY_BYTES = 48
 MAX_RANKS = 64
+MAX_DESCRIPTORS = 253  # of one datagram: the kernel's own limit, SCM_MAX_FD
 MAX_TEXT = 4096
 
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -182,7 +183,9 @@ def fd_index(handle: Handle) -> int:
 
 
 class Register(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's KV memory. Its descriptors are sent with Handles, number 0 is the control page.
+    """A worker's KV memory; sent over the control socket, with its descriptors attached.
+
+    Descriptor number 0 is the control page.
 
     rank: this worker's index among those that hold shares of a chunk; below world_size.
     world_size: how many workers these are.
@@ -677,17 +680,6 @@ class Greeting(Message, frozen=True):
     pid: Count
 
 
-class Handles(Message, frozen=True):
-    """Client to broker: descriptors of the worker's memory are attached.
-
-    first: number of the first of them; the next after those sent before, 0 at first.
-    count: how many descriptors are attached.
-    """
-
-    first: Count
-    count: Annotated[int, Meta(ge=1, le=64)]
-
-
 class Attached(Message, frozen=True):
     """Broker to every session of an engine whose ranks are all registered and served by lanes.
 
@@ -761,10 +753,9 @@ TAGS: dict[int, type[Message]] = {
     0x33: StatusReport,
     0x3F: Error,
     0x40: Greeting,
-    0x41: Handles,
-    0x42: Attached,
-    0x43: Detached,
-    0x44: LaneUp,
+    0x41: Attached,
+    0x42: Detached,
+    0x43: LaneUp,
     0x50: Drain,
     0x51: Drained,
     0x52: Resume,

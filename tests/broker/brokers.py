@@ -55,7 +55,7 @@ def open_pool(
         policy=settings.policy,
         limit=settings.max_namespaces,
     )
-    return broker.pool_opened(namespaces, 0.0, explanation)
+    return broker.pool_opened(namespaces, explanation)
 
 
 def size_pool(

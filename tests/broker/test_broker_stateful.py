@@ -124,12 +124,13 @@ class BrokerMachine(RuleBasedStateMachine):
                     assert effect.device not in self.up
                     self.wanted.remove(effect.device)
 
-    def ask(self, session: Session, message: Message) -> Message | None:
+    def ask(self, session: Session, message: Message, descriptors: int = 0) -> Message | None:
         """Make a request; its reply, if there is one already."""
         self.request_id += 1
         key = (session.number, self.request_id)
         self.asked[key] += 1
-        self.carry_out(self.broker.request(session, self.request_id, message, self.now))
+        effects = self.broker.request(session, self.request_id, message, self.now, descriptors)
+        self.carry_out(effects)
         return self.replies.get(key)
 
     def alive(self, session: Session) -> bool:
@@ -176,8 +177,8 @@ class BrokerMachine(RuleBasedStateMachine):
                 return
             answer: Message | None = None
             match inbox.pop(0):
-                case ImportWorker(session=session):
-                    answer = Imported(session=session, error="")
+                case ImportWorker(session=session, attempt=attempt):
+                    answer = Imported(session=session, error="", attempt=attempt)
                 case ReleaseWorker(session=session):
                     answer = Released(session=session)
                 case Revoke(namespace=namespace, slots=slots, generations=generations):
@@ -228,7 +229,7 @@ class BrokerMachine(RuleBasedStateMachine):
             if rank not in engine.workers:
                 worker = self.connect(name, "worker")
                 device = CUDA if (name, rank) == ("b", 0) else "host"
-                self.register(session=worker, rank=rank, device=device, descriptors=True)
+                self.register(session=worker, rank=rank, device=device, descriptors=2)
                 came.append(worker)
         self.lanes_work()
         return came
@@ -239,15 +240,15 @@ class BrokerMachine(RuleBasedStateMachine):
             self.start_lane(device)
             self.lane_works(device, 10_000)
 
-    @rule(session=sessions, rank=st.integers(0, WORLD), device=DEVICE, descriptors=st.booleans())
-    def register(self, session: Session, rank: int, device: str, descriptors: bool) -> None:
-        """A worker registers, its descriptors before or after."""
+    @rule(
+        session=sessions, rank=st.integers(0, WORLD), device=DEVICE, descriptors=st.integers(1, 2)
+    )
+    def register(self, session: Session, rank: int, device: str, descriptors: int) -> None:
+        """A worker registers, perhaps without all descriptors."""
         if not self.alive(session):
             return
         name = session.engine.name if session.engine is not None else ""
         pages = 2 if name == "b" else 1
-        if descriptors and session.descriptors == 0:
-            self.carry_out(self.broker.descriptors(session, 0, 2, self.now))
         self.ask(
             session,
             Register(
@@ -259,13 +260,8 @@ class BrokerMachine(RuleBasedStateMachine):
                 handles=(HostHandle(fd_index=1),),
                 temporary=name == "t",
             ),
+            descriptors,
         )
-
-    @rule(session=sessions)
-    def late_descriptors(self, session: Session) -> None:
-        """The descriptors arrive after the registration."""
-        if self.alive(session) and session.descriptors == 0:
-            self.carry_out(self.broker.descriptors(session, 0, 2, self.now))
 
     @rule(session=sessions)
     def unregister(self, session: Session) -> None:

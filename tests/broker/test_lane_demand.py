@@ -48,10 +48,8 @@ def broker() -> Broker:
 
 
 def worker(broker: Broker, name: str = "e") -> Session:
-    """A session of kind worker whose control page has come."""
-    session = join(broker, engine=name)
-    broker.descriptors(session, 0, 1, 0.0)
-    return session
+    """A session of kind worker."""
+    return join(broker, engine=name)
 
 
 def register(device: str = CUDA) -> Register:
@@ -73,7 +71,7 @@ def answers(effects: list[Effect]) -> list[type[Message]]:
 
 def serve(broker: Broker, session: Session, incarnation: int = 2) -> None:
     """Register on CUDA with a lane that starts and maps the memory."""
-    effects = broker.request(session, 2, register(), 0.0)
+    effects = broker.request(session, 2, register(), 0.0, 2)
     assert StartLane(CUDA) in effects
     lane_up(broker, CUDA, incarnation=incarnation)
     done = broker.supervision.heard(CUDA, Imported(session=session.number, error=""), 0.0)
@@ -83,7 +81,7 @@ def serve(broker: Broker, session: Session, incarnation: int = 2) -> None:
 def test_the_first_worker_of_a_device_starts_its_lane(broker: Broker) -> None:
     """One lane for all workers of a device; the daemon stays ready while it starts."""
     serve(broker, worker(broker, "one"))
-    again = broker.request(worker(broker, "two"), 2, register(), 0.0)
+    again = broker.request(worker(broker, "two"), 2, register(), 0.0, 2)
     assert not [effect for effect in again if isinstance(effect, StartLane)]
     assert list(broker.state.lanes) == ["host", CUDA]
 
@@ -92,14 +90,14 @@ def test_a_registration_that_cannot_be_served_takes_no_device_away(broker: Broke
     """Refused for its layout as the first of a device, it leaves the lane to who comes next."""
     wrong = replace(register(), layout=replace(register().layout, hash_block_size=7))
     session = worker(broker)
-    assert "hash block size 7" in refusal(broker.request(session, 2, wrong, 0.0)).text
+    assert "hash block size 7" in refusal(broker.request(session, 2, wrong, 0.0, 2)).text
     serve(broker, session)
 
 
 def test_a_starting_lane_does_not_unready_the_daemon(broker: Broker) -> None:
     """A lane that nobody is served by yet is no reason not to be ready; a lost one is."""
     session = worker(broker)
-    broker.request(session, 2, register(), 0.0)
+    broker.request(session, 2, register(), 0.0, 2)
     seen = [broker.state.ready]
     lane_up(broker, CUDA, incarnation=2)
     broker.supervision.heard(CUDA, Imported(session=session.number, error=""), 0.0)
@@ -113,7 +111,7 @@ def test_a_starting_lane_does_not_unready_the_daemon(broker: Broker) -> None:
 @pytest.mark.parametrize("device", ["cuda:0", "gpu", "cuda", f"cuda:{'0F' * 16}", f"{CUDA}0"])
 def test_a_device_without_a_uuid_is_refused(broker: Broker, device: str) -> None:
     """An index, or what is no device at all, is refused with the remedy."""
-    error = refusal(broker.request(worker(broker), 2, register(device), 0.0))
+    error = refusal(broker.request(worker(broker), 2, register(device), 0.0, 2))
     assert error.code is ErrorCode.BAD_LAYOUT
     assert repr(device) in error.text
     assert "nvidia-smi -L" in error.text
@@ -124,7 +122,7 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> No
     """Everybody who waits is refused with the lane's sentence; who asks soon after, too."""
     sessions = [worker(broker, name) for name in ("one", "two")]
     for session in sessions:
-        assert not replies(broker.request(session, 2, register(), 0.0))
+        assert not replies(broker.request(session, 2, register(), 0.0, 2))
     effects = broker.supervision.heard(CUDA, LaneFailed(error="no such device"), 0.0)
     assert KillLane(CUDA) in effects
     effects = broker.supervision.lost(CUDA, "exit status 1")
@@ -134,15 +132,14 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> No
     assert [line.partition(" (")[0] for line in lines] == ["engine one worker", "engine two worker"]
     assert effects[-1] == DropLane(CUDA)
     assert list(broker.state.lanes) == ["host"]
-    broker.descriptors(sessions[0], 0, 1, 1.0)  # counted anew
-    again = refusal(broker.request(sessions[0], 3, register(), 1.0))
+    again = refusal(broker.request(sessions[0], 3, register(), 1.0, 2))
     assert again.text == "no such device"  # at once, without a process
-    assert StartLane(CUDA) in broker.request(sessions[0], 4, register(), FAILED_SECONDS + 1)
+    assert StartLane(CUDA) in broker.request(sessions[0], 4, register(), FAILED_SECONDS + 1, 2)
 
 
 def test_a_lane_that_dies_at_its_start_may_be_tried_again(broker: Broker) -> None:
     """Without a word of its own the refusal says how it ended, and that is no verdict."""
-    broker.request(worker(broker), 2, register(), 0.0)
+    broker.request(worker(broker), 2, register(), 0.0, 2)
     error = refusal(broker.supervision.lost(CUDA, "killed by signal 11"))
     assert error.code is ErrorCode.LANE_LOST
     assert "killed by signal 11" in error.text
@@ -167,7 +164,7 @@ def test_a_release_ends_with_its_lane(broker: Broker) -> None:
     """A worker that leaves while its lane dies is answered once, and the lane is let go."""
     session = worker(broker)
     serve(broker, session)
-    assert not replies(broker.request(session, 3, Unregister(), 0.0))
+    assert not replies(broker.request(session, 3, Unregister(), 0.0, 2))
     effects = broker.supervision.lost(CUDA, "killed by signal 9")
     assert answers(effects) == [Unregistered]
     assert effects[-1] == DropLane(CUDA)
@@ -177,7 +174,7 @@ def test_a_release_does_not_end_with_another_lane(broker: Broker) -> None:
     """A worker that leaves is answered when its own lane has let go of its memory."""
     session = worker(broker)
     serve(broker, session)
-    assert not replies(broker.request(session, 3, Unregister(), 0.0))
+    assert not replies(broker.request(session, 3, Unregister(), 0.0, 2))
     assert not replies(broker.supervision.lost("host", "killed by signal 9"))
     released = broker.supervision.heard(CUDA, Released(session=session.number), 0.0)
     assert answers(released) == [Unregistered]
@@ -191,7 +188,7 @@ def test_a_worker_that_leaves_while_the_next_lane_maps_is_released_there(
     serve(broker, session)
     broker.supervision.lost(CUDA, "killed by signal 9")
     lane_up(broker, CUDA, incarnation=3)
-    effects = broker.request(session, 3, Unregister(), 0.0)
+    effects = broker.request(session, 3, Unregister(), 0.0, 2)
     assert not replies(effects)
     assert ToLane(CUDA, ReleaseWorker(session=session.number)) in effects
     broker.supervision.heard(CUDA, Imported(session=session.number, error=""), 0.0)
@@ -205,13 +202,15 @@ def test_a_late_answer_to_a_registration_is_not_that_of_the_next(
 ) -> None:
     """A lane that maps too late maps for nobody: the memory that comes next is not there yet."""
     session = worker(broker)
-    broker.request(session, 2, register(), 0.0)
+    broker.request(session, 2, register(), 0.0, 2)
     lane_up(broker, CUDA, incarnation=2)
     assert "did not map the memory in time" in refusal(broker.tick(100.0)).text
-    assert not replies(broker.request(session, 3, register(), 100.0))  # its descriptors are to come
+    assert not replies(broker.request(session, 3, register(), 100.0, 2))
     late = broker.supervision.heard(CUDA, Imported(session=session.number, error=""), 100.0)
     assert not replies(late)
     assert session.registration is None
+    answer = Imported(session=session.number, error="", attempt=1)
+    assert replies(broker.supervision.heard(CUDA, answer, 101.0))
 
 
 def test_workers_that_were_served_wait_for_a_lane_that_fails(broker: Broker) -> None:
@@ -219,7 +218,7 @@ def test_workers_that_were_served_wait_for_a_lane_that_fails(broker: Broker) -> 
     serve(broker, worker(broker, "old"))
     broker.supervision.lost(CUDA, "killed by signal 9")
     new = worker(broker, "new")
-    assert not replies(broker.request(new, 2, register(), 0.0))
+    assert not replies(broker.request(new, 2, register(), 0.0, 2))
     broker.supervision.heard(CUDA, LaneFailed(error="the device is lost"), 0.0)
     effects = broker.supervision.lost(CUDA, "exit status 1")
     assert refusal(effects).text == "the device is lost"
@@ -232,9 +231,9 @@ def test_the_number_of_lanes_is_bounded(broker: Broker) -> None:
     for index in range(MAX_CUDA_LANES):
         device = f"cuda:{index:032x}"
         assert StartLane(device) in broker.request(
-            worker(broker, f"e{index}"), 2, register(device), 0.0
+            worker(broker, f"e{index}"), 2, register(device), 0.0, 2
         )
-    error = refusal(broker.request(worker(broker, "more"), 2, register(), 0.0))
+    error = refusal(broker.request(worker(broker, "more"), 2, register(), 0.0, 2))
     assert error.code is ErrorCode.LIMIT
     assert CUDA in error.text
 

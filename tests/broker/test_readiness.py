@@ -30,7 +30,6 @@ def lane_comes(broker: Broker, device: str, usable: int = POOL, *, pins: bool = 
 def engine_comes(broker: Broker, device: str) -> None:
     """An engine of one rank registers memory of `device`, whose lane comes up and pins."""
     session = brokers.join(broker)
-    broker.descriptors(session, 0, 2, 0.0)
     register = Register(
         rank=0,
         world_size=1,
@@ -39,7 +38,7 @@ def engine_comes(broker: Broker, device: str) -> None:
         layout=brokers.one_tensor(),
         handles=(IpcHandle(handle=bytes(64), allocation=2**20),),
     )
-    broker.request(session, 2, register, 0.0)
+    broker.request(session, 2, register, 0.0, 2)
     lane_comes(broker, device, usable=POOL // 8, pins=True)
     broker.supervision.heard(device, Imported(session=session.number, error=""), 0.0)
     assert broker.state.workers_of(device)

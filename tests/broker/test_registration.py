@@ -55,10 +55,8 @@ def unsized() -> Broker:
 
 
 def worker(broker: Broker, engine: str = "e") -> Session:
-    """A session of kind worker that has sent its descriptors."""
-    session = join(broker, engine=engine)
-    broker.descriptors(session, 0, 2, 0.0)
-    return session
+    """A session of kind worker."""
+    return join(broker, engine=engine)
 
 
 def register(rank: int = 0, world_size: int = 2, layers: int = 1) -> Register:
@@ -94,11 +92,11 @@ def test_auto_opens_a_pool_for_all_ranks_of_an_engine() -> None:
     """Nothing is decided before the last rank has come; then both go on, and the log says why."""
     broker = unsized()
     first, last = worker(broker), worker(broker)
-    early = broker.request(first, 2, register(), 0.0)
+    early = broker.request(first, 2, register(), 0.0, 2)
     assert not opened(early)
     assert not imports(early)
     assert not replies(early)
-    effects = broker.request(last, 2, register(rank=1), 0.0)
+    effects = broker.request(last, 2, register(rank=1), 0.0, 2)
     assert len(opened(effects)) == 1
     assert not replies(effects)
     after = size_pool(broker, effects)
@@ -113,7 +111,7 @@ def test_auto_sums_stages_of_different_size_in_any_order(order: tuple[int, int])
     """Stages of one and three layers make one size, whichever registers first."""
     broker = unsized()
     effects = [
-        broker.request(worker(broker), 2, register(rank=rank, layers=1 + 2 * rank), 0.0)
+        broker.request(worker(broker), 2, register(rank=rank, layers=1 + 2 * rank), 0.0, 2)
         for rank in order
     ]
     assert [len(opened(each)) for each in effects] == [0, 1]
@@ -125,14 +123,14 @@ def test_a_rank_whose_engine_never_completes_decides_nothing() -> None:
     """It is refused for now, with the ranks that lack; another engine's ranks decide."""
     broker = unsized()
     alone = worker(broker, "alone")
-    assert not opened(broker.request(alone, 2, register(layers=50), 0.0))
-    assert not opened(broker.request(worker(broker, "other"), 2, register(rank=1), 0.0))
+    assert not opened(broker.request(alone, 2, register(layers=50), 0.0, 2))
+    assert not opened(broker.request(worker(broker, "other"), 2, register(rank=1), 0.0, 2))
     (late, _) = replies(broker.tick(30.0))
     assert isinstance(late.message, Error)
     assert late.message.code is ErrorCode.NOT_READY
     assert "missing: [1]" in late.message.text
     assert broker.state.namespaces is None
-    size_pool(broker, broker.request(worker(broker, "whole"), 2, register(world_size=1), 31.0))
+    size_pool(broker, broker.request(worker(broker, "whole"), 2, register(world_size=1), 31.0, 2))
     assert broker.state.pool_bytes == 2 * BLOCKS * PAGE
     broker.state.check_integrity()
 
@@ -140,23 +138,23 @@ def test_a_rank_whose_engine_never_completes_decides_nothing() -> None:
 def test_ranks_that_contradict_each_other_do_not_size_the_pool() -> None:
     """While they wait, too, the odd one is refused with both figures, and a rank that is taken."""
     broker = unsized()
-    broker.request(worker(broker), 2, register(), 0.0)
+    broker.request(worker(broker), 2, register(), 0.0, 2)
     for wrong, text in (
         (register(rank=1, world_size=3), "world size 3"),
         (register(), "rank 0 of engine 'e' is held by pid 1"),
     ):
-        (reply,) = replies(broker.request(worker(broker), 2, wrong, 0.0))
+        (reply,) = replies(broker.request(worker(broker), 2, wrong, 0.0, 2))
         assert isinstance(reply.message, Error)
         assert text in reply.message.text
     assert broker.state.namespaces is None
-    assert opened(broker.request(worker(broker), 2, register(rank=1), 0.0))
+    assert opened(broker.request(worker(broker), 2, register(rank=1), 0.0, 2))
 
 
 @pytest.mark.parametrize(("kept", "size"), [(550_000, 550_000), (900_000, 524_288)])
 def test_auto_takes_a_kept_pool_of_about_its_size(kept: int, size: int) -> None:
     """Up to a tenth more or less is no reason to drop the chunks of the daemon before."""
     broker = unsized()
-    asked = broker.request(worker(broker), 2, register(world_size=1), 0.0)
+    asked = broker.request(worker(broker), 2, register(world_size=1), 0.0, 2)
     lines = events(size_pool(broker, asked, kept=kept))
     assert broker.state.pool_bytes == size
     assert ("the kept pool" in lines[0]) == (size == kept)
@@ -167,8 +165,8 @@ def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
     broker = unsized()
     sessions = (worker(broker), worker(broker))
     for request_id in (2, 3):
-        assert not replies(broker.request(sessions[0], request_id, register(), 0.0))
-        asked = broker.request(sessions[1], request_id, register(rank=1), 0.0)
+        assert not replies(broker.request(sessions[0], request_id, register(), 0.0, 2))
+        asked = broker.request(sessions[1], request_id, register(rank=1), 0.0, 2)
         refused = replies(size_pool(broker, asked, available=PAGE))
         assert [reply.session for reply in refused] == [s.number for s in sessions]
         for reply in refused:
@@ -179,39 +177,11 @@ def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
     assert not replies(broker.tick(1000.0))
 
 
-def test_a_registration_that_waits_too_long_is_refused_once() -> None:
-    """Descriptors that never come: one ERROR at the deadline, and a late arrival does nothing."""
-    broker = make_broker()
-    lane_up(broker)
-    session = join(broker)
-    assert not replies(broker.request(session, 2, register(world_size=1), 0.0))
-    (reply,) = replies(broker.tick(100.0))
-    assert reply.request_id == 2
-    assert isinstance(reply.message, Error)
-    assert not replies(broker.descriptors(session, 0, 2, 101.0))
-    assert not replies(broker.tick(200.0))
-
-
-def test_descriptors_that_are_being_received_are_waited_for() -> None:
-    """Whoever receives them may still be starting: that is not held against the worker."""
-    broker = make_broker()
-    lane_up(broker)
-    session = join(broker)
-    broker.request(session, 2, register(world_size=1), 0.0)
-    session.receiving = True
-    assert not replies(broker.tick(10.0))
-    session.receiving = False
-    assert not imports(broker.descriptors(session, 0, 1, 10.0))
-    assert not replies(broker.tick(10.1))  # the next ones are looked for in the next turn
-    assert imports(broker.descriptors(session, 1, 1, 11.0)) == [session.number]
-    assert not replies(broker.tick(19.0))  # the lane has all of its time
-
-
 def attached(cpu_bytes: int) -> tuple[Broker, Session]:
     """A broker whose one engine of one rank is attached, and the rank's session."""
     broker = make_broker(cpu_bytes, allocated=0)
     session = worker(broker)
-    broker.request(session, 2, register(world_size=1), 0.0)
+    broker.request(session, 2, register(world_size=1), 0.0, 2)
     return broker, session
 
 
@@ -238,7 +208,7 @@ def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
     ask = PrepareStore(keys=(b"k" * 8,))
 
     def answer() -> Message:
-        (reply,) = [e for e in broker.request(session, 9, ask, 0.0) if isinstance(e, Reply)]
+        (reply,) = [e for e in broker.request(session, 9, ask, 0.0, 2) if isinstance(e, Reply)]
         return reply.message
 
     early = answer()
@@ -280,7 +250,7 @@ def test_a_large_registration_takes_a_turn_for_each_step(monkeypatch: pytest.Mon
     open_pool(broker, 2**30)
     sessions = [worker(broker), worker(broker)]
     for rank, session in enumerate(sessions):
-        assert not imports(broker.request(session, 2, large(rank, 2), 0.0))
+        assert not imports(broker.request(session, 2, large(rank, 2), 0.0, 2))
     assert not looks
     for rank, session in enumerate(sessions):
         assert broker.busy
@@ -297,7 +267,7 @@ def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> 
     wrong = msgspec.structs.replace(wrong, layout=layout)
     gone, session = worker(broker, "gone"), worker(broker)
     for each in (gone, session):
-        assert not replies(broker.request(each, 2, wrong, 0.0))
+        assert not replies(broker.request(each, 2, wrong, 0.0, 2))
     broker.lost(gone)
     assert not broker.work()
     (reply,) = replies(broker.work())
@@ -305,8 +275,7 @@ def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> 
     assert "no multiple of the hash block size 7" in reply.message.text
     assert session.pending is None
     assert not broker.busy
-    broker.descriptors(session, 0, 2, 0.0)
-    broker.request(session, 3, large(), 0.0)
+    broker.request(session, 3, large(), 0.0, 2)
     assert broker.state.namespaces is None
     assert opened(broker.work())
 
@@ -315,7 +284,7 @@ def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:
     """With auto it is refused until another engine has; nothing is opened."""
     broker = unsized()
     message = msgspec.structs.replace(register(), temporary=True)
-    (reply,) = replies(broker.request(worker(broker), 2, message, 0.0))
+    (reply,) = replies(broker.request(worker(broker), 2, message, 0.0, 2))
     assert isinstance(reply.message, Error)
     assert reply.message.code is ErrorCode.BAD_STATE
     assert broker.state.namespaces is None
@@ -357,9 +326,7 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
     session = worker(broker)
     message = register(world_size=1)
     for request_id, refused in ((2, True), (3, False)):
-        if not session.descriptors:
-            broker.descriptors(session, 0, 2, 0.0)
-        broker.request(session, request_id, message, 0.0)
+        broker.request(session, request_id, message, 0.0, 2)
         effects = broker.supervision.heard("host", Imported(session=session.number, error=""), 0.0)
         (reply,) = replies(effects)
         dropped = {each.namespace for each in effects if isinstance(each, DropDirectory)}
@@ -382,7 +349,7 @@ def two_lanes() -> tuple[Broker, tuple[Session, Session]]:
     for rank, device in enumerate(("host", CUDA)):
         lane_up(broker, device)
         asked = msgspec.structs.replace(register(), rank=rank, device=device)
-        broker.request(ranks[rank], 2, asked, 0.0)
+        broker.request(ranks[rank], 2, asked, 0.0, 2)
     return broker, ranks
 
 
@@ -429,7 +396,7 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
     late, _ = broker.connected(b"late".ljust(16), Peer(1, 0, 0))
     assert notified(broker.request(late, 1, hello("scheduler"), 0.0)) == set()
     for message in (PrepareStore(keys=(b"k",)), PrepareLoad(keys=(b"k",), lease_ms=1000)):
-        (reply,) = replies(broker.request(late, 2, message, 0.0))
+        (reply,) = replies(broker.request(late, 2, message, 0.0, 2))
         assert isinstance(reply.message, Error)
         assert reply.message.code is ErrorCode.LANE_LOST
         assert f"lane {device} of rank" in reply.message.text
@@ -437,7 +404,7 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
     assert notified(lane_up(broker, device)) == {(LaneUp, back.number)}
     served = broker.supervision.heard(device, Imported(session=back.number, error=""), 0.0)
     assert notified(served) == {(Attached, session.number) for session in (*ranks, late)}
-    (reply,) = replies(broker.request(late, 3, PrepareStore(keys=(b"k",)), 0.0))
+    (reply,) = replies(broker.request(late, 3, PrepareStore(keys=(b"k",)), 0.0, 2))
     assert isinstance(reply.message, StorePrepared)
 
 
@@ -449,7 +416,7 @@ def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
     message = msgspec.structs.replace(
         register(), fingerprint=msgspec.structs.replace(Fingerprint(model="m"), **{field: name})
     )
-    (reply,) = replies(broker.request(worker(broker), 2, message, 0.0))
+    (reply,) = replies(broker.request(worker(broker), 2, message, 0.0, 2))
     assert isinstance(reply.message, Error)
     assert reply.message.code is ErrorCode.BAD_LAYOUT
     odd = next(character for character in name if not character.isprintable())
@@ -474,7 +441,7 @@ def test_a_refused_registration_is_one_line_of_the_log() -> None:
     lines = []
     for request_id, device in enumerate(["tpu:0", "tpu:0", "tpu:0", "tpu:1"], 2):
         message = msgspec.structs.replace(register(), device=device)
-        effects = broker.request(session, request_id, message, 0.0)
+        effects = broker.request(session, request_id, message, 0.0, 2)
         assert len(replies(effects)) == 1
         lines += events(effects)
     assert [line.split(" is refused")[0] for line in lines] == [

@@ -127,9 +127,6 @@ static void do_register(struct engine *engine) {
   struct body body;
   engine->control = shared_memory(CONTROL_BYTES, &fds[0]);
   engine->memory = shared_memory(MEMORY, &fds[1]);
-  send_handles(&engine->worker, fds, 2);
-  close(fds[0]);
-  close(fds[1]);
   body_begin(&body, 6);
   put_number(&body, "rank", 0);
   put_number(&body, "world_size", 1);
@@ -148,7 +145,9 @@ static void do_register(struct engine *engine) {
     put_number(&body, "fd_index", 1);
     put_number(&body, "offset", layer * STORAGE);
   }
-  struct message reply = exchange(&engine->worker, REGISTER, &body, REGISTERED);
+  struct message reply = exchange_with_fds(&engine->worker, REGISTER, &body, fds, 2, REGISTERED);
+  close(fds[0]);
+  close(fds[1]);
   message_free(&reply);
   await_notice(&engine->worker, &engine->worker.lifeline, -1);
   lane_open(&engine->lane, &engine->worker);

@@ -289,6 +289,28 @@ struct message exchange(struct session *session, enum tag tag, struct body *body
   return answer(session, session->requests, session->last_id, reply);
 }
 
+struct message exchange_with_fds(struct session *session, enum tag tag, struct body *body,
+                                 const int *fds, size_t count, enum tag reply) {
+  uint8_t head[HEADER_BYTES];
+  union {
+    struct cmsghdr header;
+    char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
+  } control = {0};
+  if (count > MAX_FDS) die("%zu descriptors in one datagram", count);
+  frame_header(head, tag, ++session->last_id, session->boot_id, session->token);
+  struct iovec parts[2] = {{head, sizeof head}, {body->buffer.data, body->buffer.size}};
+  struct msghdr header = {.msg_iov = parts, .msg_iovlen = 2, .msg_control = &control,
+                          .msg_controllen = CMSG_SPACE(count * sizeof(int))};
+  struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+  rights->cmsg_level = SOL_SOCKET;
+  rights->cmsg_type = SCM_RIGHTS;
+  rights->cmsg_len = CMSG_LEN(count * sizeof(int));
+  memcpy(CMSG_DATA(rights), fds, count * sizeof(int));
+  if (sendmsg(session->control, &header, MSG_NOSIGNAL) < 0) die("sendmsg: %s", strerror(errno));
+  msgpack_sbuffer_destroy(&body->buffer);
+  return answer(session, session->requests, session->last_id, reply);
+}
+
 struct message exchange_lane(struct lane *lane, enum tag tag, struct body *body,
                              enum tag reply) {
   uint64_t id = ask_lane(lane, tag, body);
@@ -324,30 +346,6 @@ void session_open(struct session *session, const char *runtime_dir, const char *
   struct message welcome = exchange(session, HELLO, &hello, WELCOME);
   if (number(&welcome, "protocol") != PROTOCOL_VERSION) die("another version of the protocol");
   message_free(&welcome);
-}
-
-void send_handles(struct session *session, const int *fds, size_t count) {
-  struct body body;
-  uint8_t head[HEADER_BYTES];
-  union {
-    struct cmsghdr header;
-    char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
-  } control = {0};
-  if (count > MAX_FDS) die("%zu descriptors in one notice", count);
-  body_begin(&body, 2);
-  put_number(&body, "first", 0);
-  put_number(&body, "count", count);
-  frame_header(head, HANDLES, 0, session->boot_id, session->token);
-  struct iovec parts[2] = {{head, sizeof head}, {body.buffer.data, body.buffer.size}};
-  struct msghdr header = {.msg_iov = parts, .msg_iovlen = 2, .msg_control = &control,
-                          .msg_controllen = CMSG_SPACE(count * sizeof(int))};
-  struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
-  rights->cmsg_level = SOL_SOCKET;
-  rights->cmsg_type = SCM_RIGHTS;
-  rights->cmsg_len = CMSG_LEN(count * sizeof(int));
-  memcpy(CMSG_DATA(rights), fds, count * sizeof(int));
-  if (sendmsg(session->control, &header, MSG_NOSIGNAL) < 0) die("sendmsg: %s", strerror(errno));
-  msgpack_sbuffer_destroy(&body.buffer);
 }
 
 void session_close(struct session *session) {

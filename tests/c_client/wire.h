@@ -15,7 +15,7 @@ enum tag {
   RESET, RESET_DONE,
   STORE = 0x20, LOAD, DONE,
   PING = 0x30, PONG,
-  ERROR = 0x3F, GREETING, HANDLES, ATTACHED, DETACHED, LANE_UP,
+  ERROR = 0x3F, GREETING, ATTACHED, DETACHED, LANE_UP,
 };
 
 // Says what went wrong on stderr and exits with status 1.
@@ -74,8 +74,6 @@ struct session {
 void session_open(struct session *session, const char *runtime_dir, const char *kind,
                   const char *engine);
 void session_close(struct session *session);
-// Sends descriptors, numbered from 0.
-void send_handles(struct session *session, const int *fds, size_t count);
 // Reads notices until `*what` is no longer `before`.
 void await_notice(struct session *session, const int *what, int before);
 
@@ -94,4 +92,7 @@ uint64_t ask_lane(struct lane *lane, enum tag tag, struct body *body);
 struct message answer(struct session *session, void *socket, uint64_t id, enum tag tag);
 // Both at once, for the broker and for a lane.
 struct message exchange(struct session *session, enum tag tag, struct body *body, enum tag reply);
+// A request with descriptors, which goes over the control socket; its reply does not.
+struct message exchange_with_fds(struct session *session, enum tag tag, struct body *body,
+                                 const int *fds, size_t count, enum tag reply);
 struct message exchange_lane(struct lane *lane, enum tag tag, struct body *body, enum tag reply);

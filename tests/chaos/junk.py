@@ -11,7 +11,7 @@ import zmq
 
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import PROTOCOL_VERSION, Handles, Hello, Ping, Reset, Status
+from kvd_proto.messages import PROTOCOL_VERSION, CancelDone, Hello, Ping, Reset, Status
 
 MOST_CLIENTS = 8
 MOST_FRAMES = 30
@@ -75,7 +75,7 @@ def _frames(chance: random.Random, boot_id: bytes, token: bytes) -> Iterator[byt
         client="junk",
     )
     for number in range(1, chance.randint(2, MOST_FRAMES)):
-        message = chance.choice([hello, Status(), Ping(), Reset(), Handles(first=0, count=3)])
+        message = chance.choice([hello, Status(), Ping(), Reset(), CancelDone(stopped=1)])
         frame = WIRE.encode(message, number, boot_id, token)
         way = chance.randrange(4)
         if way == 0:

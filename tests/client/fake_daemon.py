@@ -24,6 +24,7 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.directory import DirectoryHeader
 from kvd_proto.messages import (
+    MAX_DESCRIPTORS,
     Attached,
     Cancel,
     CancelDone,
@@ -33,7 +34,6 @@ from kvd_proto.messages import (
     Error,
     ErrorCode,
     Greeting,
-    Handles,
     Hello,
     Job,
     JobStatus,
@@ -97,6 +97,7 @@ class Connection:
 
     sock: socket.socket
     token: bytes
+    identity: bytes = b""
     hello: Hello | None = None
     fds: list[int] = field(default_factory=list)
 
@@ -316,7 +317,7 @@ class FakeDaemon:
     def _hear(self, fd: int) -> None:
         connection = self.connections[fd]
         try:
-            frame, fds, _, _ = socket.recv_fds(connection.sock, 2**16, 250)
+            frame, fds, _, _ = socket.recv_fds(connection.sock, 2**20, MAX_DESCRIPTORS)
         except ConnectionResetError:  # it has left without reading all
             frame, fds = b"", []
         if not frame:
@@ -325,17 +326,10 @@ class FakeDaemon:
             for one in connection.fds:
                 os.close(one)
             return
-        _, message = WIRE.decode(frame)
-        assert isinstance(message, Handles)
-        with self._noting(message):
-            connection.fds += fds
-        assert message.first + message.count == len(connection.fds)
-
-    def _hear_out(self, connection: Connection) -> None:
-        """Take what came over its control socket: polling may tell of a later request first."""
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while connection.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                self._hear(connection.sock.fileno())
+        header, message = WIRE.decode(frame)
+        assert isinstance(message, Register)
+        connection.fds += fds
+        self._answer(connection, header, message)
 
     def _notify(self, connection: Connection, message: Message, fds: tuple[int, ...] = ()) -> None:
         frame = WIRE.encode(message, 0, self.boot_id, connection.token)
@@ -367,10 +361,12 @@ class FakeDaemon:
         connection = next((v for v in self.connections.values() if v.token == header.session), None)
         if connection is None:
             return
+        connection.identity = identity
+        self._answer(connection, header, message)
+
+    def _answer(self, connection: Connection, header: Header, message: Message) -> None:
         if isinstance(message, Hello):
             connection.hello = message
-        if isinstance(message, Register):
-            self._hear_out(connection)
         reply = self.replies[type(message)](message)
         with self._noting(message):
             if isinstance(reply, Registered):
@@ -378,7 +374,7 @@ class FakeDaemon:
                 reply = msgspec.structs.replace(reply, incarnation=self.incarnation)
             if reply is not None:
                 frame = WIRE.encode(reply, header.request_id, self.boot_id, header.session)
-                self._router.send_multipart([identity, frame])
+                self._router.send_multipart([connection.identity, frame])
 
     def _job(self, identity: bytes, frame: bytes) -> None:
         header, message = WIRE.decode(frame)

@@ -30,7 +30,6 @@ from kvd_proto.messages import (
     Detached,
     Error,
     ErrorCode,
-    Handles,
     Hello,
     HostHandle,
     LaneUp,
@@ -77,7 +76,6 @@ def test_registration_carries_the_memory(
     register = daemon.wait_for(Register)[0]
     assert (register.rank, register.world_size, register.device) == (0, 1, "host")
     assert register.handles == (HostHandle(fd_index=1),)
-    assert daemon.wait_for(Handles)[0].count == 2
     control, storage = daemon.worker_fds()
     worker.timeline.signal(worker.timeline.reserve())
     assert mmap.mmap(control, 4096)[:16] == bytes([1, *[0] * 15])
@@ -688,8 +686,8 @@ def test_storages_in_one_file_send_one_descriptor(daemon: FakeDaemon) -> None:
     assert whole.array[4096] == 7
 
 
-def test_many_storages_go_in_several_notices(daemon: FakeDaemon) -> None:
-    """More descriptors than one notice takes are numbered on."""
+def test_many_storages_are_sent_at_once(daemon: FakeDaemon) -> None:
+    """Each has its descriptor."""
     memory = [HostMemory.allocate(512) for _ in range(70)]
     layout = msgspec.structs.replace(
         LAYOUT,
@@ -699,6 +697,21 @@ def test_many_storages_go_in_several_notices(daemon: FakeDaemon) -> None:
     )
     with Worker(daemon.runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker:
         assert worker.register(memory, layout, FINGERPRINT)
-    assert [(h.first, h.count) for h in daemon.wait_for(Handles, 2)] == [(0, 64), (64, 7)]
+        assert len(daemon.worker_fds()) == 71
     for one in memory:
         one.close()
+
+
+def test_a_registration_above_a_datagram_is_refused(
+    daemon: FakeDaemon, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what makes it smaller, or the limit larger; nobody asks the daemon."""
+    monkeypatch.setattr("kvd_client.control_socket.SOCKET_BUFFER_BYTES", 4096)
+    tensors = LAYOUT.tensors * 400
+    layout = msgspec.structs.replace(LAYOUT, tensors=tensors)
+    with (
+        Worker(daemon.runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker,
+        pytest.raises(RegistrationError, match=r"fewer storages .* net\.core\.wmem_max"),
+    ):
+        worker.register([memory], layout, FINGERPRINT)
+    assert not [m for m in daemon.received if isinstance(m, Register)]

@@ -1,13 +1,24 @@
-"""A session with a daemon whose messages are written by hand, for tests."""
+"""A client that speaks the protocol by hand, and may speak it wrongly."""
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
 from kvd_proto.codec import WIRE
-from kvd_proto.messages import Error, ErrorCode, Greeting, Hello, Message
+from kvd_proto.messages import (
+    Error,
+    ErrorCode,
+    Fingerprint,
+    Greeting,
+    Hello,
+    HostHandle,
+    Message,
+    Register,
+)
+from tests.daemon.engines import make_layout
 from tests.waiting import PATIENCE
 
 
@@ -50,6 +61,21 @@ class RawClient:
         assert request_id == self.request_id
         return reply
 
+    def register(self, message: Message, fds: Sequence[int]) -> Message:
+        """Send a registration with its descriptors, which are closed here; the reply."""
+        self.send_with(message, fds)
+        for fd in fds:
+            os.close(fd)
+        request_id, reply = self.answer()
+        assert request_id == self.request_id
+        return reply
+
+    def send_with(self, message: Message, fds: Sequence[int]) -> None:
+        """Send a request over the control socket, with descriptors."""
+        self.request_id += 1
+        frame = WIRE.encode(message, self.request_id, self.boot_id, self.token)
+        socket.send_fds(self.control_socket, [frame], list(fds))
+
     def hello(self, kind: str = "scheduler", engine: str = "raw", protocol: int = 1) -> Message:
         """The handshake."""
         return self.ask(
@@ -88,3 +114,15 @@ def said_at_the_end(client: RawClient) -> str:
     while frame := client.control_socket.recv(65536):
         said = text_of(WIRE.decode(frame)[1])
     return said
+
+
+def registration() -> Register:
+    """Register the only rank of an engine, with two storages of memory."""
+    return Register(
+        rank=0,
+        world_size=1,
+        device="host",
+        fingerprint=Fingerprint(model="m"),
+        layout=make_layout(),
+        handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
+    )

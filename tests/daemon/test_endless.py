@@ -8,12 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from kvd.broker.broker import MAX_DESCRIPTORS
-from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
-from kvd_proto.messages import Handles, Ping, Pong
+from kvd_proto.codec import MAX_MESSAGE_BYTES
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.raw_client import RawClient, said_at_the_end
 from tests.waiting import eventually
 from tests.wire.raw_zmtp import connect, part, unfinished
 
@@ -104,23 +101,3 @@ def test_unfinished_messages_of_many_connections_are_bounded(
         counted(daemon, where, "kept_bytes")
         assert own_memory(process) < before + 256 * MIB + ROOM
         assert engine.store(keys_of("after", 2))
-
-
-def test_one_descriptor_too_many_ends_the_session_and_is_counted(daemon: Daemon) -> None:
-    """Above the bound the sender is shown out, its descriptors are closed, others stay."""
-    greedy, other = RawClient(daemon.runtime_dir), RawClient(daemon.runtime_dir)
-    greedy.hello()
-    other.hello()
-    process = psutil.Process(daemon.process.pid)
-    before = process.num_fds()
-    with Path("/dev/null").open("rb") as null:
-        for first in range(0, MAX_DESCRIPTORS + 1, 50):
-            count = min(50, MAX_DESCRIPTORS + 1 - first)
-            frame = WIRE.encode(Handles(first=first, count=count), 0, greedy.boot_id, greedy.token)
-            socket.send_fds(greedy.control_socket, [frame], [null.fileno()] * count)
-    assert "at most" in said_at_the_end(greedy)
-    counted(daemon, "broker", "descriptors")
-    eventually(lambda: process.num_fds() <= before)
-    assert isinstance(other.ask(Ping()), Pong)
-    greedy.close()
-    other.close()

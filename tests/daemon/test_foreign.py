@@ -13,11 +13,10 @@ import pytest
 
 from kvd.daemon.receiver import READ, serve
 from kvd_client import sealed
-from kvd_proto.codec import WIRE
-from kvd_proto.messages import ErrorCode, Handles, Ping, Pong
+from kvd_proto.messages import ErrorCode, Ping, Pong
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.raw_client import RawClient, code_of, said_at_the_end
+from tests.daemon.raw_client import RawClient, code_of, registration, said_at_the_end
 from tests.daemon.users import as_user, needs_root
 from tests.descriptors import open_on
 from tests.processes import children_running
@@ -37,8 +36,7 @@ def hostile(daemon: Daemon, slow: SlowFilesystem) -> Iterator[RawClient]:
         client = RawClient(daemon.runtime_dir)
     client.hello(kind="worker", engine="hostile")
     file = os.open(slow.file, os.O_RDWR)
-    frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
-    socket.send_fds(client.control_socket, [frame], [file, file])
+    client.send_with(registration(), [file, file])
     os.close(file)  # before a process is started that would inherit it, and be held
     try:
         yield client
@@ -140,8 +138,7 @@ def test_what_is_neither_memory_nor_device_is_named_and_ends_its_session(
     for one in (client, other):
         one.hello(kind="worker")
     fds = [os.memfd_create("good"), make()]
-    frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
-    socket.send_fds(client.control_socket, [frame], fds)
+    client.send_with(registration(), fds)
     said = said_at_the_end(client)
     assert "descriptor 1 of those that were sent is neither a memory file nor a device" in said
     assert "F_ADD_SEALS, F_SEAL_SHRINK" in said
@@ -192,7 +189,7 @@ def test_memory_and_devices_are_passed_on() -> None:
         ours.shutdown(socket.SHUT_WR)
         serve(link)
         frame, passed, _, _ = socket.recv_fds(ours, 100, 10)
-        assert frame == b"+frame"
+        assert frame == b"+"
         assert [os.fstat(fd).st_ino for fd in passed] == [os.fstat(fd).st_ino for fd in fds]
         for fd in (*fds, *passed):
             os.close(fd)

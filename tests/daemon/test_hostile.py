@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -28,29 +29,29 @@ from kvd_client import (
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import (
+    Detached,
     Error,
     ErrorCode,
     Fingerprint,
-    Handles,
-    Hello,
     HostHandle,
-    Message,
     Ping,
     Pong,
     PrepareStore,
     Register,
+    Registered,
     Reset,
     Status,
+    Unregister,
+    Unregistered,
     Welcome,
 )
 from kvd_proto.vectors import EXAMPLES, vector
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, keys_of, make_layout, wait_hit
-from tests.daemon.raw_client import RawClient, code_of, said_at_the_end, text_of
+from tests.daemon.raw_client import RawClient, code_of, registration, said_at_the_end, text_of
 from tests.daemon.serving import wait_state
 from tests.descriptors import open_files
 from tests.waiting import DEADLINE, PATIENCE, eventually
-from tests.wire.raw_zmtp import connect, message
 
 
 @pytest.fixture
@@ -113,9 +114,7 @@ def test_a_tool_changes_nothing(client: RawClient) -> None:
     assert not isinstance(client.ask(Status()), Error)
 
 
-@pytest.mark.parametrize(
-    "junk", [b"junk", vector(EXAMPLES[0]), WIRE.encode(Handles(first=0, count=3))]
-)
+@pytest.mark.parametrize("junk", [b"junk", vector(EXAMPLES[0]), WIRE.encode(Detached(reason="x"))])
 def test_junk_at_the_control_socket_ends_that_session_only(
     client: RawClient, daemon: Daemon, junk: bytes
 ) -> None:
@@ -130,27 +129,42 @@ def test_junk_at_the_control_socket_ends_that_session_only(
 
 
 def test_a_registration_without_descriptors_is_refused(client: RawClient) -> None:
-    """Handles that name descriptors which never come: an error that says how many came."""
+    """On the request socket, or with too few: an error that says how many are missing."""
     client.hello(kind="worker")
-    layout = make_layout()
-    register = Register(
-        rank=0,
-        world_size=1,
-        device="host",
-        fingerprint=Fingerprint(model="m"),
-        layout=layout,
-        handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
-    )
-    reply = client.ask(register)
-    assert code_of(reply) is ErrorCode.BAD_LAYOUT
-    assert "0 descriptors arrived" in text_of(reply)
+    few = [os.memfd_create("test"), os.memfd_create("test")]
+    for count, reply in (0, client.ask(registration())), (2, client.register(registration(), few)):
+        assert code_of(reply) is ErrorCode.BAD_LAYOUT
+        assert f"{count} descriptors came with the registration" in text_of(reply)
+        assert "name 3; send it over the control socket" in text_of(reply)
+    body = WIRE.encode(registration(), 7, client.boot_id, client.token)[:-9]
+    client.control_socket.send(body)
+    request_id, reply = client.answer()
+    assert (request_id, code_of(reply)) == (7, ErrorCode.BAD_MESSAGE)
+    assert isinstance(client.ask(Ping()), Pong)
+
+
+def test_the_descriptors_of_a_second_registration_are_closed(
+    client: RawClient, daemon: Daemon
+) -> None:
+    """It is refused, those of the first one stay until Unregister, and then none is left."""
+    client.hello(kind="worker")
+    sizes = (CONTROL_BYTES, *make_layout().storages)
+
+    def held(name: str) -> int:
+        return list(open_files(daemon.process.pid).values()).count(f"/memfd:{name} (deleted)")
+
+    for name, kind in (("kvd-test-first", Registered), ("kvd-test-second", Error)):
+        fds = [sealed.make(name, size) for size in sizes]
+        assert isinstance(client.register(registration(), fds), kind)
+    assert (held("kvd-test-first"), held("kvd-test-second")) == (3, 0)
+    assert isinstance(client.ask(Unregister()), Unregistered)
+    assert held("kvd-test-first") == 0
 
 
 def test_a_control_socket_that_is_sent_through_itself_holds_nobody_in(client: RawClient) -> None:
     """A socket is no memory: whoever sends his own end is shown out, and not kept by it."""
     client.hello()
-    frame = WIRE.encode(Handles(first=0, count=1), 0, client.boot_id, client.token)
-    socket.send_fds(client.control_socket, [frame], [client.control_socket.fileno()])
+    client.send_with(registration(), [client.control_socket.fileno()])
     assert "descriptor 0" in said_at_the_end(client)
     assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
 
@@ -169,53 +183,27 @@ def on_tmpfs(nbytes: int) -> int:
         return os.dup(file.fileno())
 
 
-def register_with(client: RawClient, fds: list[int]) -> Message:
-    """The answer to a registration of two storages of memory with these descriptors."""
-    frame = WIRE.encode(Handles(first=0, count=len(fds)), 0, client.boot_id, client.token)
-    socket.send_fds(client.control_socket, [frame], fds)
-    for fd in fds:
-        os.close(fd)
-    return client.ask(registration())
-
-
-def registration() -> Register:
-    """The only rank of an engine, with two storages of memory."""
-    return Register(
-        rank=0,
-        world_size=1,
-        device="host",
-        fingerprint=Fingerprint(model="m"),
-        layout=make_layout(),
-        handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
-    )
-
-
 def test_a_worker_that_ends_while_it_registers_ends_nothing_else(daemon: Daemon) -> None:
     """Its control socket is closed before a lane is asked to map its memory, which is let go."""
     raw = RawClient(daemon.runtime_dir)
+    raw.hello(kind="worker")
     sizes = (CONTROL_BYTES, *make_layout().storages)
     fds = [sealed.make("kvd-test-going", size) for size in sizes]
-    frame = WIRE.encode(Handles(first=0, count=len(fds)), 0, raw.boot_id, raw.token)
-    socket.send_fds(raw.control_socket, [frame], fds)
-    for fd in fds:
-        os.close(fd)
     broker = psutil.Process(daemon.process.pid)
-    going = "/memfd:kvd-test-going (deleted)"
-    eventually(lambda: going in open_files(broker.pid).values())
-    hello = Hello(kind="worker", engine="raw", pid=1, protocol_min=1, protocol_max=1, client="raw")
-    with connect(daemon.runtime_dir / "broker.sock") as sock:
-        daemon.process.send_signal(signal.SIGSTOP)
-        try:
-            eventually(broker.status, lambda status: status == psutil.STATUS_STOPPED)
-            for number, request in enumerate((hello, registration()), 1):
-                sock.sendall(message(WIRE.encode(request, number, raw.boot_id, raw.token)))
-            raw.close()
-        finally:
-            daemon.process.send_signal(signal.SIGCONT)
-        other = RawClient(daemon.runtime_dir)
-        assert isinstance(other.hello(), Welcome)
-        other.close()
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        eventually(broker.status, lambda status: status == psutil.STATUS_STOPPED)
+        raw.send_with(registration(), fds)
+        raw.close()
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+        for fd in fds:
+            os.close(fd)
+    other = RawClient(daemon.runtime_dir)
+    assert isinstance(other.hello(), Welcome)
+    other.close()
     assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
+    going = "/memfd:kvd-test-going (deleted)"
     eventually(lambda: going not in open_files(broker.pid).values())
 
 
@@ -223,8 +211,9 @@ def test_memory_smaller_than_claimed_is_refused(client: RawClient) -> None:
     """A descriptor whose file is shorter than the layout says is refused with both sizes."""
     client.hello(kind="worker")
     first, second = make_layout().storages
-    reply = register_with(
-        client, [sealed.make("test", size) for size in (CONTROL_BYTES, first, second - 4096)]
+    reply = client.register(
+        registration(),
+        [sealed.make("test", size) for size in (CONTROL_BYTES, first, second - 4096)],
     )
     assert code_of(reply) is ErrorCode.BAD_LAYOUT
     assert str(second) in text_of(reply)
@@ -240,7 +229,7 @@ def test_memory_that_could_be_shortened_is_refused(
     client.hello(kind="worker")
     sizes = (CONTROL_BYTES, *make_layout().storages)
     fds = [make(n) if i == which else sealed.make("test", n) for i, n in enumerate(sizes)]
-    reply = register_with(client, fds)
+    reply = client.register(registration(), fds)
     assert code_of(reply) is ErrorCode.BAD_LAYOUT
     assert f"descriptor {which}" in text_of(reply)
     assert "could be shortened" in text_of(reply)
@@ -251,17 +240,8 @@ def test_memory_that_could_be_shortened_is_refused(
 def test_an_unknown_device_is_named(client: RawClient) -> None:
     """A device without a lane is refused, and those that are served are listed."""
     client.hello(kind="worker")
-    layout = make_layout()
-    reply = client.ask(
-        Register(
-            rank=0,
-            world_size=1,
-            device="GPU-1234",
-            fingerprint=Fingerprint(model="m"),
-            layout=layout,
-            handles=tuple(HostHandle(fd_index=i + 1) for i in range(2)),
-        )
-    )
+    request = msgspec.structs.replace(registration(), device="GPU-1234")
+    reply = client.register(request, [os.memfd_create("test") for _ in range(3)])
     assert code_of(reply) is ErrorCode.BAD_LAYOUT
     assert "'GPU-1234'" in text_of(reply)
     assert "host" in text_of(reply)
@@ -424,11 +404,6 @@ def test_a_layout_of_absurd_size_is_refused(client: RawClient, daemon: Daemon) -
     """Sixty thousand tensors are refused before they are looked at: an error, and all goes on."""
     client.hello(kind="worker")
     count = 60_000
-    fds = [sealed.make("test", CONTROL_BYTES), sealed.make("test", 4096 * count)]
-    frame = WIRE.encode(Handles(first=0, count=2), 0, client.boot_id, client.token)
-    socket.send_fds(client.control_socket, [frame], fds)
-    for fd in fds:
-        os.close(fd)
     layout = RankLayout(
         num_blocks=1,
         blocks_per_chunk=1,

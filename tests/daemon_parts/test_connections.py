@@ -4,8 +4,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import zmq
@@ -13,6 +11,7 @@ import zmq
 from kvd.broker.effects import Notify
 from kvd.daemon.connections import AT_ONCE, Connections
 from kvd.daemon.control_socket import ControlSocket
+from kvd.daemon.request_socket import Requests
 from kvd_proto.messages import Detached
 from tests.broker.brokers import make_broker
 
@@ -24,8 +23,11 @@ def connections(tmp_path: Path) -> Iterator[Connections]:
     """Nobody is there yet."""
     core = make_broker(devices=[])
     control_socket = ControlSocket(tmp_path / "control.sock")
-    receiver: Any = SimpleNamespace(drop=lambda connection: connection.close())
-    yield Connections(control_socket, core, zmq.Poller(), lambda _: None, receiver)
+    requests = Requests(tmp_path / "broker.sock", core)
+    connections = Connections(control_socket, core, zmq.Poller(), lambda _: None, requests)
+    yield connections
+    connections.close()
+    requests.close()
     control_socket.close()
 
 
@@ -62,4 +64,3 @@ def test_a_crowd_at_the_control_socket_takes_a_bounded_turn(
         assert len(connections.open) == AT_ONCE
         connections.accept(lambda _: False, lambda _: False)
         assert len(connections.open) == 2 * AT_ONCE
-        connections.close()

@@ -75,7 +75,7 @@ class Rig:
         client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with client, connection:
             socket.send_fds(client, [b"frame"], [fd])
-            self.receiver.read(connection.fileno(), uid, self.outcomes.append)
+            self.receiver.read(connection.dup(), uid, self.outcomes.append)
         self.turn()
 
     def outcome(self) -> Any:

@@ -6,7 +6,7 @@ from collections import Counter
 from kvd.broker.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
 from kvd.broker.sessions import Peer, Session
 from kvd.broker.status_report import status_report
-from kvd.errors import IntegrityError, Refused
+from kvd.errors import IntegrityError
 from kvd.wire.link import (
     BindWorker,
     Imported,
@@ -22,9 +22,9 @@ from kvd.wire.link import (
     ShareDone,
 )
 from kvd_proto.arrays import IntArray
-from kvd_proto.codec import NO_ID, WIRE
+from kvd_proto.codec import NO_ID, WIRE, Header
 from kvd_proto.errors import DecodeError, ProtoError
-from kvd_proto.messages import Handles, Message, Store
+from kvd_proto.messages import TAGS, Message, Register, Store
 from tests.broker.brokers import lane_ready, make_broker
 from tests.fuzz.script import Marks, Script, Step
 from tests.fuzz.target import Finding
@@ -118,17 +118,16 @@ class _Play:
         session = self.actors.get(step.actor)
         if session is None:
             return
+        frame = self.marks.resolve(step.parts[0] if step.parts else b"")
         try:
-            frame = self.marks.resolve(step.parts[0] if step.parts else b"")
-            _, message = WIRE.decode(frame)
-            if not isinstance(message, Handles) or message.count != len(step.fds):
-                self._close(step.actor)
-                return
-            effects = self.broker.descriptors(session, message.first, message.count, self.now)
-        except (DecodeError, Refused):
+            header = WIRE.decode_header(frame)
+        except DecodeError:
             self._close(step.actor)
-        else:
-            self._carry_out(effects)
+            return
+        if TAGS.get(header.tag) is not Register:
+            self._close(step.actor)
+            return
+        self._serve(session, header, frame, len(step.fds))
 
     def _request(self, step: Step) -> None:
         """As `kvd.daemon.request_socket` has it."""
@@ -140,11 +139,15 @@ class _Play:
             session = self.broker.state.registry.by_token.get(header.session)
             if header.boot_id not in (BOOT_ID, NO_ID):
                 return
-            if session is None or session is not self.actors.get(step.actor):
-                return
+            if session is not None and session is self.actors.get(step.actor):
+                self._serve(session, header, frame)
+
+    def _serve(self, session: Session, header: Header, frame: bytes, descriptors: int = 0) -> None:
+        with contextlib.suppress(DecodeError):
             message = WIRE.decode_body(header, frame)
-            self.asked[session.number, header.request_id] += 1
-            self._carry_out(self.broker.request(session, header.request_id, message, self.now))
+            number = header.request_id
+            self.asked[session.number, number] += 1
+            self._carry_out(self.broker.request(session, number, message, self.now, descriptors))
             if self.broker.reloading.begin():
                 loaded = self.broker.reloading.loaded
                 self._carry_out(self.broker.reloading.read(loaded))
@@ -210,9 +213,9 @@ class _Play:
 
     def _told(self, effect: ToLane) -> None:
         match effect.message:
-            case ImportWorker(session=session, rank=rank):
+            case ImportWorker(session=session, rank=rank, attempt=attempt):
                 error = "it cannot be mapped" if rank == 3 else ""
-                self._lane_says(Imported(session=session, error=error))
+                self._lane_says(Imported(session=session, error=error, attempt=attempt))
             case BindWorker(session=session):
                 self.bound[session] = effect.message
             case ReleaseWorker(session=session):

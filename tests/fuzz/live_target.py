@@ -131,7 +131,9 @@ class LiveTarget:
             eventually(lambda: actor.knows_lane(marks))
         parts = [marks.resolve(part) for part in step.parts]
         if step.where == "control socket":
-            actor.say(b"".join(parts), step.fds)
+            frame = b"".join(parts)
+            if actor.say(frame, step.fds):
+                self._hear_reply(actor, "broker", frame, marks)
         elif actor.send(step.where, parts) and len(parts) == 1:
             self._hear_reply(actor, step.where, parts[0], marks)
         actor.hear(marks)

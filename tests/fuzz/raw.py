@@ -14,11 +14,10 @@ import zmq
 from kvd_client import sealed
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import Error, ErrorCode, LaneUp, Message
+from kvd_proto.messages import MAX_DESCRIPTORS, Error, ErrorCode, LaneUp, Message
 from tests.fuzz.script import Marks
 from tests.fuzz.target import Finding
 
-MAX_FDS = 250
 PATIENCE_MS = 30_000
 
 
@@ -83,13 +82,17 @@ class Actor:
             raise Finding(f"an answer of the {where} too many: {header}, {message}")
         return header, message
 
-    def say(self, frame: bytes, fds: tuple[str, ...]) -> None:
-        """Send a datagram over the control socket; one that the kernel refuses is not sent."""
+    def say(self, frame: bytes, fds: tuple[str, ...]) -> bool:
+        """Send a datagram over the control socket; whether its reply may come from the broker."""
         with (
             descriptors(fds, self.control_socket) as numbers,
             contextlib.suppress(OSError, ValueError),
         ):
-            socket.send_fds(self.control_socket, [frame], numbers[:MAX_FDS])
+            socket.send_fds(self.control_socket, [frame], numbers[:MAX_DESCRIPTORS])
+            with contextlib.suppress(DecodeError):
+                self._owed["broker", WIRE.decode_header(frame).request_id] += 1
+                return True
+        return False
 
     def hear(self, marks: Marks) -> None:
         """Take in what the control socket has said; descriptors that come are closed.

@@ -16,7 +16,6 @@ from kvd_proto.messages import (
     CompleteStore,
     EvictOlderThan,
     Fingerprint,
-    Handles,
     Hello,
     HostHandle,
     Kind,
@@ -57,8 +56,8 @@ class _Writer:
         )
         self.ask(actor, hello)
 
-    def descriptors(self, actor: int, fds: tuple[str, ...]) -> None:
-        frame = request(actor, "control socket", Handles(first=0, count=len(fds)), 0).parts
+    def register(self, actor: int, message: Register, fds: tuple[str, ...]) -> None:
+        frame = request(actor, "control socket", message, next(self._ids)).parts
         self.steps.append(Step(actor, "control socket", frame, fds))
 
 
@@ -150,8 +149,7 @@ def _register(
 ) -> None:
     actor = 1 + rank
     out.enter(actor, "worker", name)
-    out.descriptors(actor, (f"mem:{CONTROL_BYTES}", *(f"mem:{size}" for size in layout.storages)))
-    out.ask(
+    out.register(
         actor,
         Register(
             rank=rank,
@@ -162,6 +160,7 @@ def _register(
             handles=tuple(HostHandle(fd_index=i + 1) for i in range(len(layout.storages))),
             temporary=rng.random() < 0.05,
         ),
+        (f"mem:{CONTROL_BYTES}", *(f"mem:{size}" for size in layout.storages)),
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvd.broker.sessions import Registry
 from kvd.cache.chunks import ChunkTable
-from kvd_proto.messages import REPLY_OF, TAGS, Handles
+from kvd_proto.messages import REPLY_OF, TAGS
 from tests.fuzz.codec_target import CodecTarget
 from tests.fuzz.core_target import CoreTarget
 from tests.fuzz.live_target import LiveTarget
@@ -135,4 +135,4 @@ def test_every_request_is_generated() -> None:
     scripts = [session(random.Random(seed)) for seed in range(300)]
     frames = [part for script in scripts for step in script for part in step.parts]
     sent = {TAGS[int.from_bytes(frame[6:8], "little")] for frame in frames}
-    assert sent == {*REPLY_OF, Handles}
+    assert sent == {*REPLY_OF}

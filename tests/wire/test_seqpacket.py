@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.errors import BadDatagram, ChannelFull
-from kvd.wire.seqpacket import MAX_DATAGRAM_BYTES, MAX_DESCRIPTORS, Channel, close_all
+from kvd.wire.seqpacket import MAX_DATAGRAM_BYTES, Channel, close_all
+from kvd_proto.messages import MAX_DESCRIPTORS
 from tests.descriptors import open_on
 
 Pair = tuple[Channel, Channel]
@@ -115,13 +116,15 @@ def test_a_stream_socket_is_refused() -> None:
         Channel(left)
 
 
-def test_a_look_at_a_frame_receives_no_descriptor(pair: tuple[Channel, Channel]) -> None:
-    """It says what comes next and leaves it where it is, with its descriptors."""
+def test_the_size_of_the_next_frame_is_known_before_it_is_received(
+    pair: tuple[Channel, Channel],
+) -> None:
+    """It stays where it is, with its descriptors; the end of the other side is seen so, too."""
     near, far = pair
     read, write = os.pipe()
-    assert far.peek() is None
+    assert not far.waiting_bytes()
     near.send(b"frame", [read, write])
-    assert far.peek() == far.peek() == b"frame"
+    assert far.waiting_bytes() == far.waiting_bytes() == 5
     assert open_on(read, write) == {read, write}
     received = far.recv()
     assert received is not None
@@ -131,4 +134,4 @@ def test_a_look_at_a_frame_receives_no_descriptor(pair: tuple[Channel, Channel])
         os.close(fd)
     near.close()
     with pytest.raises(EOFError):
-        far.peek()
+        far.waiting_bytes()
