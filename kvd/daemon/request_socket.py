@@ -69,7 +69,7 @@ class Requests:
         """The session has ended: its socket gives way to newcomers like any other."""
         identity = self._identities.pop(session.number, None)
         if identity is not None:
-            self.router.disown(identity)
+            self.router.unprove(identity)
 
     def _received(self, identity: bytes, header: Header, frame: bytes, now: float) -> list[Effect]:
         boot_id = self._core.state.boot_id

@@ -1,20 +1,16 @@
 """Connections of ZeroMQ's DEALER sockets to one Unix socket, each within bounds.
 
-Everybody who connects gets his turn: one message each, round after round. What is
-kept of all of them together, unfinished messages and replies that nobody reads, is
-bounded; above that whoever has most kept is shown out. Who does not read his
-replies is not read either.
+Connections take turns: one message each, round after round. What is buffered for all of
+them together, unfinished messages and unread replies, is bounded; above that the
+connection with most of it is closed. A peer that does not read its replies is not read.
 
-What a peer has sent and nobody has read is lost when its connection is closed, and
-it would wait for an answer that never comes. So newcomers do not displace just
-anybody who has not shown yet who he is, but one of the process that has most such
-connections.
+What a peer has sent and nobody has read is lost when its connection is closed. So a new
+connection displaces none but an unproven one (without a session yet) of the process that
+has most of these.
 """
 
 import contextlib
-import errno
 import logging
-import os
 import select
 import socket
 import struct
@@ -25,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvd.errors import BadFrame
+from kvd.wire.listener import Listener, NoDescriptor
 from kvd.wire.zmtp import MAX_PINGS, Incoming, frame_header, opening
 
 READ_BYTES = 256 * 1024
@@ -33,46 +30,37 @@ MAX_KEPT_BYTES = 256 * 2**20
 MAX_UNPROVEN = 1024
 MAX_CONNECTIONS = 8192
 AT_ONCE = 32
-"""Newcomers that are let in, and peers that are heard without a message, before others' turn."""
+"""Connections that are accepted, and peers that are read without a message, in one turn."""
 FEW = 8
-"""Connections without a token that a process may have, before one gives way to a newcomer."""
-BACKLOG = 1024
+"""Unproven connections that a process may have before one is closed for want of descriptors."""
 LIMITS = ("message_bytes", "message_parts", "kept_bytes", "connections", "open_files")
 """Bounds above which connections are closed."""
 _UCRED = struct.Struct("iII")
 
-log = logging.getLogger("kvd.wire.router")
+log = logging.getLogger("kvd.router")
 
 
 class Received(NamedTuple):
-    """A message, and what to call its sender when it is answered."""
+    """A message, and its sender's identity, for the reply."""
 
     identity: bytes
     frame: bytes
 
 
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Pid and uid of the process that connected; its pid is 0 where it cannot be seen from here."""
-    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return pid, uid
-
-
-def _has_something_to_say(sock: socket.socket) -> bool:
-    """Whether there is anything to read; the end of the connection is not."""
-    try:
-        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except OSError:
-        return False
-
-
 class _Connection:
-    """One peer: its socket, what it has begun to say, and what it has not read."""
+    """One peer: its socket, the message it has begun to send, and the replies it has not read.
+
+    Attributes:
+        pid, uid: of the process that connected; pid is 0 where it cannot be seen from here.
+        unread: bytes of replies in `outgoing`.
+        kept: bytes that are counted as buffered for it.
+        proven: it belongs to a session.
+    """
 
     __slots__ = (
-        "deadline",
+        "identity",
         "incoming",
         "kept",
-        "number",
         "outgoing",
         "pid",
         "proven",
@@ -82,22 +70,22 @@ class _Connection:
     )
 
     def __init__(self, number: int, sock: socket.socket, max_bytes: int) -> None:
-        self.number = number
+        self.identity = number.to_bytes(8, "little")
         self.sock = sock
-        self.pid, self.uid = _peer(sock)
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        self.pid, self.uid, _ = _UCRED.unpack(credentials)
         self.incoming = Incoming(max_bytes)
         self.outgoing: list[memoryview] = []
         self.unread = 0
         self.kept = 0
         self.proven = False
-        self.deadline = 0.0  # when it is given up if nothing comes; 0: never
 
     @property
-    def identity(self) -> bytes:
-        return self.number.to_bytes(8, "little")
+    def closed(self) -> bool:
+        return self.sock.fileno() < 0
 
     def __repr__(self) -> str:
-        return f"<_Connection {self.number}, {self.kept} bytes kept>"
+        return f"<_Connection of pid {self.pid}, {self.kept} bytes kept>"
 
 
 class Router:
@@ -107,7 +95,7 @@ class Router:
         path: where to listen; a file there is replaced.
         max_bytes: of a message.
         max_kept: bytes of unfinished messages and unread replies, all peers together.
-        max_unproven: connections that have not been called proven; above, one of them goes.
+        max_unproven: connections without a session; above, one of them is closed.
 
     Raises:
         OSError: the address cannot be had.
@@ -125,40 +113,33 @@ class Router:
         self._max_bytes = max_bytes
         self._max_kept = max_kept
         self._max_unproven = max_unproven
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._listener.setblocking(False)  # the socket API's own form
         path.unlink(missing_ok=True)
-        self._listener.bind(str(path))
-        path.chmod(0o660)
+        self._listener = Listener(path)
         self._inode = path.stat().st_ino
-        self._listener.listen(BACKLOG)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
-        # Given up to close a connection that no descriptor is left for.
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._by_fd: dict[int, _Connection] = {}
         self._by_identity: dict[bytes, _Connection] = {}
-        self._unproven: OrderedDict[int, _Connection] = OrderedDict()
-        self._strangers: Counter[int] = Counter()  # how many of these, by their process
-        self._hot: OrderedDict[int, _Connection] = OrderedDict()
-        self._mortal: dict[int, _Connection] = {}  # those with a deadline
+        self._unproven: OrderedDict[bytes, _Connection] = OrderedDict()  # the oldest first
+        self._unproven_of: Counter[int] = Counter()  # how many of these, by pid
+        self._readable: OrderedDict[bytes, _Connection] = OrderedDict()  # in the order of turns
         self._kept = 0
         self._next = 1
         self._opening = opening(b"ROUTER")
         self._scratch = memoryview(bytearray(READ_BYTES))
         self.dropped = 0
-        """Messages of several parts."""
+        """Messages of several parts, and what is no ZMTP."""
         self.limits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
         """Connections that were closed, by the bound that they were above."""
 
     def fileno(self) -> int:
-        """For polling: readable where `look` has something to do."""
+        """Return a descriptor for polling: readable where `look` has something to do."""
         return self._epoll.fileno()
 
     @property
     def pending(self) -> bool:
-        """Some peers are still to be heard, of whom polling may know nothing."""
-        return bool(self._hot)
+        """Whether some peers are still to be read, of which polling may know nothing."""
+        return bool(self._readable)
 
     @property
     def kept_bytes(self) -> int:
@@ -169,7 +150,7 @@ class Router:
         return len(self._by_fd)
 
     def look(self) -> None:
-        """Let in who has come, send on what waited, and see who has something to say."""
+        """Accept connections, send on what waited, and note which peers can be read."""
         for fd, events in self._epoll.poll(0):
             connection = self._by_fd.get(fd)
             if connection is None:
@@ -178,66 +159,43 @@ class Router:
                 continue
             if events & select.EPOLLOUT:
                 self._flush(connection)
-            if events & ~select.EPOLLOUT and connection.sock.fileno() >= 0:
-                self._hot[connection.number] = connection
-        if self._mortal:
-            self._bury()
+            if events & ~select.EPOLLOUT and not connection.closed:
+                self._readable[connection.identity] = connection
 
     def take(self) -> Received | None:
-        """The next message of those who have something to say, who take turns.
+        """Return the next message; peers take turns.
 
         None where a few of them had none; the others are `pending`.
         """
         for _ in range(AT_ONCE):
-            if not self._hot:
+            if not self._readable:
                 break
-            _, connection = self._hot.popitem(last=False)
+            _, connection = self._readable.popitem(last=False)
             try:
-                frame = connection.incoming.take()
-                if (
-                    frame is None
-                    and not connection.incoming.more
-                    and len(connection.incoming.pongs) < MAX_PINGS
-                    and self._read(connection)
-                ):
-                    frame = connection.incoming.take()
-                self._weigh(connection)
+                frame = self._next_frame(connection)
             except BadFrame as error:
-                self._give_up(connection, str(error), error.limit)
+                self._disconnect(connection, str(error), error.limit)
                 continue
-            pinged = bool(connection.incoming.pongs)
-            if pinged and connection.sock.fileno() >= 0:
-                self._answer_pings(connection)
-            if connection.incoming.dropped:
-                self.dropped += connection.incoming.dropped
-                connection.incoming.dropped = 0
-            if (
-                (pinged or connection.incoming.more or frame is not None)
-                and len(connection.incoming)
-                and connection.unread <= UNREAD_BYTES
-                and connection.sock.fileno() >= 0
-            ):
-                self._hot[connection.number] = connection
             if frame is not None:
                 return Received(connection.identity, frame)
         return None
 
     def prove(self, identity: bytes) -> None:
-        """This peer has shown who it is: it does not give way to newcomers."""
+        """This connection belongs to a session: new connections do not displace it."""
         connection = self._by_identity.get(identity)
         if connection is not None and not connection.proven:
             connection.proven = True
-            self._know(connection)
+            self._remove_unproven(connection)
 
-    def disown(self, identity: bytes) -> None:
-        """Undo `prove`."""
+    def unprove(self, identity: bytes) -> None:
+        """Undo `prove`: its session has ended."""
         connection = self._by_identity.get(identity)
         if connection is not None and connection.proven:
             connection.proven = False
-            self._meet(connection)
+            self._add_unproven(connection)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send a message of one part; false where the peer is gone, or reads nothing."""
+        """Send a message of one part; return False where the peer is gone, or reads nothing."""
         connection = self._by_identity.get(identity)
         if connection is None or connection.unread > UNREAD_BYTES + self._max_bytes:
             return False
@@ -249,7 +207,7 @@ class Router:
             return
         end = time.monotonic() + linger
         self._epoll.unregister(self._listener)
-        self._listener.close()  # first: whoever is hung up on comes again at once
+        self._listener.close()  # first: a peer that is disconnected connects again at once
         while any(c.outgoing for c in self._by_fd.values()):
             left = end - time.monotonic()
             if left <= 0:
@@ -262,42 +220,37 @@ class Router:
                     self._flush(connection)
                 elif events & (select.EPOLLHUP | select.EPOLLERR):
                     self._close(connection)
-                else:  # what it says is not heard any more
+                else:  # requests are not read any more
                     self._epoll.modify(fd, select.EPOLLOUT)
         for connection in list(self._by_fd.values()):
             self._close(connection)
         self._epoll.close()
-        if self._spare >= 0:
-            os.close(self._spare)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if self._path.stat().st_ino == self._inode:  # another daemon may listen there by now
                 self._path.unlink()
-        except FileNotFoundError:
-            pass
 
     # ------------------------------------------------------------ connections
 
     def _accept(self) -> None:
         for _ in range(AT_ONCE):
             try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
+                sock = self._listener.accept()
+            except NoDescriptor:
                 if not self._make_room("open_files", few=FEW):
-                    self._refuse_one()
+                    self.limits["open_files"] += 1
+                    self._listener.refuse()
+                return
+            if sock is None:
                 return
             if len(self._by_fd) >= MAX_CONNECTIONS:
                 self.limits["connections"] += 1
                 sock.close()
                 continue
-            self._welcome(sock)
+            self._add(sock)
             if len(self._unproven) > self._max_unproven:
                 self._make_room("connections", few=0)
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _add(self, sock: socket.socket) -> None:
         sock.setblocking(False)  # the socket API's own form
         try:
             sock.send(self._opening, socket.MSG_NOSIGNAL)  # a new socket has room for 100 bytes
@@ -307,44 +260,62 @@ class Router:
         connection = _Connection(self._next, sock, self._max_bytes)
         self._next += 1
         self._by_fd[sock.fileno()] = self._by_identity[connection.identity] = connection
-        self._meet(connection)
+        self._add_unproven(connection)
         self._epoll.register(sock, select.EPOLLIN)
 
-    def _meet(self, connection: _Connection) -> None:
-        self._unproven[connection.number] = connection
-        self._strangers[connection.pid] += 1
+    def _add_unproven(self, connection: _Connection) -> None:
+        self._unproven[connection.identity] = connection
+        self._unproven_of[connection.pid] += 1
 
-    def _know(self, connection: _Connection) -> None:
-        if self._unproven.pop(connection.number, None) is not None:
-            self._strangers[connection.pid] -= 1
-            if not self._strangers[connection.pid]:
-                del self._strangers[connection.pid]
+    def _remove_unproven(self, connection: _Connection) -> None:
+        if self._unproven.pop(connection.identity, None) is not None:
+            self._unproven_of[connection.pid] -= 1
+            if not self._unproven_of[connection.pid]:
+                del self._unproven_of[connection.pid]
 
     def _make_room(self, limit: str, *, few: int) -> bool:
-        """Show out the oldest stranger of the process with most of them; whether one had to go.
+        """Close the oldest unproven connection of the process with most of them.
 
-        Nobody goes where no process has more than a few.
+        Returns:
+            False where no process has more than a few.
         """
-        pid, count = max(self._strangers.items(), key=itemgetter(1), default=(0, 0))
+        pid, count = max(self._unproven_of.items(), key=itemgetter(1), default=(0, 0))
         if count <= few:
             return False
         oldest = next(one for one in self._unproven.values() if one.pid == pid)
-        self._give_up(oldest, "others want its place, and it has shown no token", limit)
+        self._disconnect(oldest, "it has no session, and others want its place", limit)
         return True
 
-    def _refuse_one(self) -> None:
-        self.limits["open_files"] += 1
-        log.error("no file descriptor is left for a connection; raise LimitNOFILE")
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
-        with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
-        with contextlib.suppress(OSError):  # somebody else was faster; then without one
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    # ---------------------------------------------------------------- reading
+
+    def _next_frame(self, connection: _Connection) -> bytes | None:
+        """Return the peer's next message, if it has arrived; read the socket once for it.
+
+        Raises:
+            BadFrame: it is no ZMTP, or above a bound.
+        """
+        incoming = connection.incoming
+        frame = incoming.take()
+        may_read = frame is None and not incoming.more and len(incoming.pongs) < MAX_PINGS
+        if may_read and self._read(connection):
+            frame = incoming.take()
+        self._count_kept(connection)
+        pongs, incoming.pongs = incoming.pongs, []
+        if pongs and not connection.closed:
+            self._send(connection, *pongs)
+        self.dropped += incoming.dropped
+        incoming.dropped = 0
+        if (
+            (pongs or incoming.more or frame is not None)
+            and len(incoming)
+            and connection.unread <= UNREAD_BYTES
+            and not connection.closed
+        ):
+            self._readable[connection.identity] = connection
+        return frame
 
     def _read(self, connection: _Connection) -> bool:
-        """Read once; whether anything has come. Whoever has hung up is forgotten."""
+        """Read once; return whether anything has come. At its end the connection is closed."""
         try:
             count = connection.sock.recv_into(self._scratch)
         except BlockingIOError:
@@ -355,14 +326,14 @@ class Router:
             self._close(connection)
             return False
         connection.incoming.feed(self._scratch[:count])
-        if connection.number in self._mortal:
-            self._await(connection)
         if count == READ_BYTES:  # else epoll tells of what comes later
-            self._hot[connection.number] = connection
+            self._readable[connection.identity] = connection
         return True
 
+    # ---------------------------------------------------------------- writing
+
     def _send(self, connection: _Connection, *parts: bytes) -> bool:
-        """Send now what the socket takes, the rest later; false where the peer is gone."""
+        """Send now what the socket takes, the rest later; return False where the peer is gone."""
         sent = 0
         if not connection.outgoing:
             try:
@@ -375,35 +346,8 @@ class Router:
         rest = sum(map(len, parts)) - sent
         if rest:
             connection.outgoing.append(memoryview(b"".join(parts))[sent:])
-            self._waits(connection, rest)
-            self._weigh(connection)
+            self._count_unread(connection, rest)
         return True
-
-    def _answer_pings(self, connection: _Connection) -> None:
-        """Send the PONGs, and note how long the peer wants to be waited for."""
-        pongs, connection.incoming.pongs = connection.incoming.pongs, []
-        self._await(connection)
-        self._send(connection, *pongs)
-
-    def _await(self, connection: _Connection) -> None:
-        """Something has come: the time to wait for more starts anew, where the peer has set one."""
-        ttl = connection.incoming.ttl
-        if ttl:
-            connection.deadline = time.monotonic() + ttl
-            self._mortal[connection.number] = connection
-        else:
-            self._mortal.pop(connection.number, None)
-
-    def _bury(self) -> None:
-        """Close the connections of those that were silent for as long as they said themselves."""
-        now = time.monotonic()
-        for connection in [one for one in self._mortal.values() if one.deadline < now]:
-            if _has_something_to_say(connection.sock):
-                self._await(connection)
-                continue
-            text = "a connection of pid %d (uid %d) is closed: nothing came for %g s, its own limit"
-            log.info(text, connection.pid, connection.uid, connection.incoming.ttl)
-            self._close(connection)
 
     def _flush(self, connection: _Connection) -> None:
         while connection.outgoing:
@@ -419,10 +363,11 @@ class Router:
                 connection.outgoing[0] = head[sent:]
             else:
                 del connection.outgoing[0]
-            self._waits(connection, -sent)
-            self._weigh(connection)
+            self._count_unread(connection, -sent)
 
-    def _waits(self, connection: _Connection, change: int) -> None:
+    # ----------------------------------------------------------------- bounds
+
+    def _count_unread(self, connection: _Connection, change: int) -> None:
         """So many bytes more wait for the peer to read."""
         connection.unread += change
         events = 0 if connection.unread > UNREAD_BYTES else select.EPOLLIN
@@ -430,13 +375,14 @@ class Router:
             events |= select.EPOLLOUT
         self._epoll.modify(connection.sock, events)
         if not events & select.EPOLLIN:
-            self._hot.pop(connection.number, None)
+            self._readable.pop(connection.identity, None)
         elif len(connection.incoming):
-            self._hot[connection.number] = connection
+            self._readable[connection.identity] = connection
+        self._count_kept(connection)
 
-    def _weigh(self, connection: _Connection) -> None:
-        """Count what is kept of a peer; above the bound whoever has most kept goes."""
-        if connection.sock.fileno() < 0:
+    def _count_kept(self, connection: _Connection) -> None:
+        """Count what is buffered for a peer; above the bound the one with most is disconnected."""
+        if connection.closed:
             return
         kept = len(connection.incoming) + connection.unread
         self._kept += kept - connection.kept
@@ -444,9 +390,9 @@ class Router:
         while self._kept > self._max_kept:
             most = max(self._by_fd.values(), key=lambda other: other.kept)
             text = f"it has {most.kept} bytes of {self._kept} that are kept of all"
-            self._give_up(most, text, "kept_bytes")
+            self._disconnect(most, text, "kept_bytes")
 
-    def _give_up(self, connection: _Connection, why: str, limit: str) -> None:
+    def _disconnect(self, connection: _Connection, why: str, limit: str) -> None:
         if limit:
             self.limits[limit] += 1
         else:
@@ -456,15 +402,14 @@ class Router:
         self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
-        fd = connection.sock.fileno()
-        if fd < 0:
+        if connection.closed:
             return
+        fd = connection.sock.fileno()
         self._epoll.unregister(fd)
         del self._by_fd[fd]
         del self._by_identity[connection.identity]
-        self._know(connection)
-        self._hot.pop(connection.number, None)
-        self._mortal.pop(connection.number, None)
+        self._remove_unproven(connection)
+        self._readable.pop(connection.identity, None)
         self._kept -= connection.kept
         connection.sock.close()
 

@@ -1,12 +1,12 @@
-"""ZMTP 3.1, the bytes of ZeroMQ's sockets, as one server connection hears and speaks them. No I/O.
+"""ZMTP 3.1, the bytes of ZeroMQ's sockets, for one connection of a server. No I/O.
 
 libzmq puts a message of several parts together before it hands it over, however
 many there are, and has a bound for the part alone: one client could fill the
 daemon's memory. Messages of kvd have one part. So here a part that others follow is
 skipped as it arrives, and what is kept of a connection is one unfinished frame.
 
-A peer that sends PING gets its PONG, and may say with it after how much silence it is to be
-given up. This side sends no PING: the end of a Unix socket's peer is seen without one.
+A peer that sends PING gets its PONG; the time to live that it may set with it is not needed:
+the end of a Unix socket's peer is seen without. For the same reason this side sends no PING.
 
 Specification: https://rfc.zeromq.org/spec/37/ (ZMTP 3.1, NULL mechanism).
 """
@@ -57,7 +57,7 @@ class _State(Enum):
 
 
 class Incoming:
-    """What one peer says, from its first byte on.
+    """Decoder of what one peer sends, from its first byte on.
 
     Args:
         max_bytes: of a message.
@@ -77,8 +77,6 @@ class Incoming:
         """`take` stopped before it had looked at all that is kept: it is to be asked again."""
         self.pongs: list[bytes] = []
         """Answers to PINGs, for whoever reads these to send and to clear."""
-        self.ttl = 0.0
-        """Seconds of silence after which the peer, as it said last, is to be given up; 0: never."""
 
     def __len__(self) -> int:
         """Bytes that are kept."""
@@ -175,7 +173,6 @@ class Incoming:
     def _ping(self, body: bytes) -> None:
         if not _TTL_BYTES <= len(body) <= _TTL_BYTES + _MAX_CONTEXT_BYTES:
             raise BadFrame(f"a PING with {len(body)} bytes, it has 2 to 18")
-        self.ttl = int.from_bytes(body[:_TTL_BYTES], "big") / 10
         self.pongs.append(_command(_PONG, body[_TTL_BYTES:]))
 
     def _pass_over(self, flags: int, size: int, start: int) -> None:

@@ -1,7 +1,6 @@
 """The daemon's request sockets: libzmq's clients are served, nobody is kept beyond a bound."""
 
 import gc
-import logging
 import os
 import resource
 import select
@@ -12,14 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import zmq
 
 from kvd.wire import router as router_module
 from kvd.wire.router import AT_ONCE, UNREAD_BYTES, Received, Router
-from kvd.wire.zmtp import FRAMES_AT_ONCE, MAX_PARTS, MAX_PINGS
+from kvd.wire.zmtp import FRAMES_AT_ONCE, MAX_PARTS
 from tests.waiting import PATIENCE
 from tests.wire.raw_zmtp import connect, message, part, unfinished
 
@@ -142,24 +140,6 @@ def test_a_crowd_of_newcomers_takes_a_bounded_turn(make: Make, tmp_path: Path) -
         router.look()
         assert len(router) == AT_ONCE
         until(router, lambda: len(router) == 3 * AT_ONCE)
-
-
-def test_who_has_gone_is_not_buried_for_its_silence(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A peer that sets itself a time to live and leaves with PINGs unanswered is forgotten."""
-    clock = SimpleNamespace(monotonic=lambda: 0.0)
-    monkeypatch.setattr(router_module, "time", clock)
-    caplog.set_level(logging.INFO)
-    router = make()
-    with connect(tmp_path / "socket") as sock:
-        sock.sendall(b"\x04\x07\x04PING\0\x01" * (MAX_PINGS + 1))
-        sock.shutdown(socket.SHUT_WR)
-        until(router, lambda: len(router) == 1)
-        until(router, lambda: len(router) == 0)
-        clock.monotonic = lambda: 100.0
-        router.look()
-    assert "is closed" not in caplog.text
 
 
 @pytest.mark.parametrize("nbytes", [1, MIB])

@@ -108,14 +108,13 @@ def command(name: bytes, body: bytes) -> bytes:
 
 @pytest.mark.parametrize("context", [b"", b"c", b"0123456789abcdef"])
 def test_a_ping_is_owed_a_pong_with_its_context(context: bytes) -> None:
-    """The answer repeats what came with it, its time to live is kept, messages are whole."""
+    """The answer repeats what came with it, and messages are whole."""
     incoming = Incoming(LIMIT)
     incoming.feed(
         HELLO + part(b"before") + command(b"PING", b"\x00\x19" + context) + part(b"after")
     )
     assert everything(incoming) == [b"before", b"after"]
     assert incoming.pongs == [command(b"PONG", context)]
-    assert incoming.ttl == 2.5
 
 
 def test_pings_are_taken_in_a_bounded_number_at_a_time() -> None:

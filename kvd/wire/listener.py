@@ -1,0 +1,81 @@
+"""A listening Unix socket that can refuse a connection when no descriptor is left for it."""
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+from pathlib import Path
+
+BACKLOG = 1024
+
+log = logging.getLogger("kvd.wire")
+
+
+class NoDescriptor(OSError):
+    """A connection waits, and this process may open no more files."""
+
+
+class Listener:
+    """A listening socket, not blocking; its group may connect.
+
+    Args:
+        path: where to listen; nothing may be there.
+        kind: SOCK_STREAM or SOCK_SEQPACKET.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+
+    def __init__(self, path: Path, kind: int = socket.SOCK_STREAM) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
+        try:
+            self.socket.bind(str(path))
+            path.chmod(0o660)
+            self.socket.listen(BACKLOG)
+            # Closed to accept, and close, a connection for which no descriptor is left.
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.socket.close()
+            raise
+        self.socket.setblocking(False)  # the socket API's own form
+
+    def fileno(self) -> int:
+        """Return the descriptor, for polling."""
+        return self.socket.fileno()
+
+    def accept(self) -> socket.socket | None:
+        """Return the next connection; None where none waits.
+
+        Raises:
+            NoDescriptor: one waits, and there is no descriptor for it.
+        """
+        try:
+            return self.socket.accept()[0]
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoDescriptor(*error.args) from error
+            raise
+
+    def refuse(self) -> None:
+        """Close the next connection, for which there is no descriptor."""
+        log.error("no file descriptor is left for a connection; raise LimitNOFILE")
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        with contextlib.suppress(OSError):
+            self.socket.accept()[0].close()
+        with contextlib.suppress(OSError):  # taken by another thread; then without one
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.socket.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
+    def __repr__(self) -> str:
+        return f"<Listener {self.fileno()}>"
