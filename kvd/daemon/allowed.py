@@ -1,26 +1,60 @@
-"""The settings `allow_users` and `allow_groups` as ids of this machine."""
+"""Who may connect: the settings `allow_users` and `allow_groups`.
+
+The file rights of the runtime directory come first: whoever cannot open the sockets is
+never seen here. A list makes the circle smaller.
+"""
 
 import grp
 import os
 import pwd
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from kvd.broker.entry import AllowList
+from kvd.broker.sessions import Peer
 from kvd.config.values import names_in
 from kvd.errors import ConfigError
 
+ROOT = 0
 
-def allow_list(users: str, groups: str) -> AllowList:
-    """Who may come in, by this machine's lists of users and groups.
 
-    Raises:
-        ConfigError: a name that this machine does not know.
+@dataclass(frozen=True, slots=True)
+class AllowList:
+    """The users and groups that may connect; everybody where both are empty.
+
+    Attributes:
+        own: the daemon's uid; its own processes always may, and so may root, who can do anything.
+        users, groups: ids. A peer's supplementary groups count.
     """
-    return AllowList(
-        os.geteuid(),
-        _ids("allow_users", users, lambda name: pwd.getpwnam(name).pw_uid),
-        _ids("allow_groups", groups, lambda name: grp.getgrnam(name).gr_gid),
-    )
+
+    own: int
+    users: frozenset[int] = frozenset()
+    groups: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, users: str, groups: str) -> "AllowList":
+        """Return the list for these settings, with this machine's users and groups.
+
+        Raises:
+            ConfigError: a name that this machine does not know.
+        """
+        return cls(
+            os.geteuid(),
+            _ids("allow_users", users, lambda name: pwd.getpwnam(name).pw_uid),
+            _ids("allow_groups", groups, lambda name: grp.getgrnam(name).gr_gid),
+        )
+
+    def objection(self, peer: Peer) -> str:
+        """Return why the peer may not connect, for its operator; empty where it may."""
+        if not self.users and not self.groups:
+            return ""
+        if peer.uid in (ROOT, self.own) or peer.uid in self.users:
+            return ""
+        if not self.groups.isdisjoint((peer.gid, *peer.groups)):
+            return ""
+        return (
+            f"uid {peer.uid}, gid {peer.gid} may not use this daemon: its settings allow_users and"
+            " allow_groups name others"
+        )
 
 
 def _ids(key: str, text: str, find: Callable[[str], int]) -> frozenset[int]:

@@ -1,144 +1,185 @@
-"""Who came through the control socket, for as long as they stay."""
+"""Connections to the control socket: one for the whole life of every session.
 
+A connection says who connected (peer credentials), carries registrations with their
+descriptors and notices, and its end of file says that the other process is gone. Where the
+peer's pid is visible here a pidfd says so too, which holds even if a forked child of the
+engine keeps the socket open.
+"""
+
+import array
 import contextlib
+import errno
 import logging
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import zmq
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Event, FdName, Notify
 from kvd.broker.sessions import Peer, Session
-from kvd.daemon.control_socket import Connection, ControlSocket
 from kvd.daemon.descriptors import Receiver, Taken
 from kvd.daemon.request_socket import Requests
-from kvd.errors import BadDatagram, ChannelFull, Refused
-from kvd.wire.seqpacket import close_all
+from kvd.errors import BadDatagram, ChannelFull, KvdError, Refused
+from kvd.wire.listener import Listener, NoDescriptor
+from kvd.wire.seqpacket import Channel, close_all
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import TAGS, Error, ErrorCode, Register
 
 log = logging.getLogger("kvd.daemon")
 AT_ONCE = 32
-"""Connections that are let in before it is others' turn."""
+"""Connections that are accepted in one turn."""
+_UCRED = struct.Struct("iII")
+_SO_PEERGROUPS = 59  # asm-generic/socket.h; not in Python's socket
+_MAX_GROUPS = 65536  # the kernel's own limit, NGROUPS_MAX
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One open connection, and the descriptors of its registration.
+
+    receiving: a frame of it is being received, until which nothing else is read.
+    """
+
+    channel: Channel
+    peer: Peer
+    session: Session
+    pidfd: int = -1
+    fds: list[int] = field(default_factory=list)
+    receiving: bool = False
+
+    def drop_fds(self) -> None:
+        """Close the descriptors of its registration."""
+        close_all(self.fds)
+        self.fds.clear()
+
+    def __repr__(self) -> str:
+        return f"<Connection pid {self.peer.pid}, {len(self.fds)} descriptors, {self.session!r}>"
 
 
 class Connections:
     """Open connections, by the numbers of their sessions in `open`.
 
     Args:
-        control socket: where they come from.
-        core: who is told of comings and goings.
-        poller: where their descriptors are registered.
+        listener: of the control socket.
+        core: is told of sessions that begin and end.
+        poller: where descriptors are registered.
         carry_out: does what the core wants done.
-        requests: serves what comes with them, and is told whose session has ended.
+        requests: serves registrations, and is told whose session has ended.
+        objection: why a peer may not connect; empty where it may.
+        own: whether a peer is a process of this daemon, for which there is always room.
     """
 
     def __init__(
         self,
-        control_socket: ControlSocket,
+        listener: Listener,
         core: Broker,
         poller: zmq.Poller,
         carry_out: Callable[[list[Effect]], None],
+        *,
         requests: Requests,
+        objection: Callable[[Peer], str],
+        own: Callable[[Peer], bool],
     ) -> None:
-        self._requests = requests
-        self._receiver = Receiver(poller)
         self.open: dict[int, Connection] = {}
         self._by_fd: dict[int, Connection] = {}
-        self._control_socket = control_socket
+        self._listener = listener
         self._core = core
         self._poller = poller
         self._carry_out = carry_out
+        self._requests = requests
+        self._objection = objection
+        self._own = own
+        self._receiver = Receiver(poller)
+        poller.register(listener.fileno(), zmq.POLLIN)
 
-    def accept(
-        self, turned_away: Callable[[Connection], bool], own: Callable[[Peer], bool]
-    ) -> None:
-        """Let in who waits at the control socket, some of them where they are many.
+    # ------------------------------------------------------------------ begin
 
-        Args:
-            turned_away: tells a connection that he may not come in, if so.
-            own: whether it is a process of this daemon, for which there is always room.
-        """
+    def _accept(self) -> None:
         for _ in range(AT_ONCE):
-            connection = self._control_socket.accept()
-            if connection is None:
-                break
-            if turned_away(connection):
-                self._hang_up(connection)
-                continue
-            peer = connection.peer
             try:
-                session, effects = self._core.connected(os.urandom(16), peer, own=own(peer))
-            except Refused as refusal:
-                self._no_room(connection, refusal)
-                continue
-            connection.session = session
-            self.open[session.number] = connection
-            for fd in (connection.channel.fileno(), connection.pidfd):
-                if fd >= 0:
-                    self._by_fd[fd] = connection
-                    self._poller.register(fd, zmq.POLLIN)
-            self._carry_out(effects)
+                sock = self._listener.accept()
+            except NoDescriptor:
+                self._listener.refuse()
+                self._core.limits_reached({"open_files": 1})
+                return
+            if sock is None:
+                return
+            self._begin(Channel(sock), peer_of(sock))
 
-        if self._control_socket.turned_away:
-            self._core.limits_reached({"open_files": self._control_socket.turned_away})
-            self._control_socket.turned_away = 0
+    def _begin(self, channel: Channel, peer: Peer) -> None:
+        """Begin a session, or tell the peer why not."""
+        try:
+            if objection := self._objection(peer):
+                self._core.error_sent(ErrorCode.FORBIDDEN)
+                raise Refused(ErrorCode.FORBIDDEN, objection)
+            token = os.urandom(16)
+            session, effects = self._core.connected(token, peer, own=self._own(peer))
+        except Refused as refusal:
+            text = f"connection of pid {peer.pid} refused: {refusal}"
+            self._carry_out([Event(text, "warning", {"pid": peer.pid})])
+            self._say_why(channel, refusal)
+            self._receiver.drop(channel.hang_up())
+            return
+        connection = Connection(channel, peer, session)
+        if peer.pid > 0:  # 0: the peer's pid namespace is not visible from here
+            with contextlib.suppress(OSError):
+                connection.pidfd = os.pidfd_open(peer.pid)
+        self.open[session.number] = connection
+        for fd in (channel.fileno(), connection.pidfd):
+            if fd >= 0:
+                self._by_fd[fd] = connection
+                self._poller.register(fd, zmq.POLLIN)
+        self._carry_out(effects)
 
-    def _no_room(self, connection: Connection, refusal: Refused) -> None:
-        """Tell a process that there is no room for it, and what would make some."""
-        pid = connection.peer.pid
-        text = f"connection of pid {pid} refused: {refusal}"
-        self._carry_out([Event(text, "warning", {"pid": pid})])
-        error = Error.of(refusal.code, str(refusal))
-        connection.tell(WIRE.encode(error, 0, self._core.state.boot_id))
-        self._hang_up(connection)
+    # ---------------------------------------------------------------- receive
 
     def turn(self, ready: dict[object, int], now: float) -> None:
-        """Hear those whose descriptors are ready; show out those who have gone or talk nonsense."""
+        """Serve what has arrived, end sessions whose process is gone, accept connections."""
         for fd in ready:
             if isinstance(fd, int) and fd in self._by_fd:
-                self._hear(self._by_fd[fd])
+                self._read(self._by_fd[fd], ready)
         self._receiver.turn(ready, now)
+        if self._listener.fileno() in ready:
+            self._accept()
 
-    def _hear(self, connection: Connection) -> None:
-        session = connection.session
-        if session is None or session.number not in self.open:
-            return
+    def _read(self, connection: Connection, ready: dict[object, int]) -> None:
         try:
-            if connection.pidfd >= 0 and _readable(connection.pidfd):
+            if connection.pidfd in ready:
                 raise EOFError
             if not connection.receiving and connection.channel.waiting_bytes():
-                self._receive(connection, session)
+                self._receive(connection)
         except EOFError:
-            self._leave(connection)
-        except (BadDatagram, DecodeError, Refused, OSError) as error:
-            self._send_away(connection, session, error)
+            self._end(connection)
+        except (BadDatagram, Refused, OSError) as error:
+            self._disconnect(connection, error)
 
-    def _receive(self, connection: Connection, session: Session) -> None:
-        """Have the next frame received with its descriptors; until then nothing else is heard."""
+    def _receive(self, connection: Connection) -> None:
+        """Have the next frame received with its descriptors; until then nothing else is read."""
 
         def take(outcome: Taken | Refused) -> None:
-            if session.number not in self.open:
+            if connection.session.number not in self.open:
                 close_all(outcome[1] if isinstance(outcome, tuple) else ())
                 return
             connection.receiving = False
             self._poller.register(connection.channel.fileno(), zmq.POLLIN)
             try:
-                self._take(connection, session, outcome)
+                if isinstance(outcome, Refused):
+                    raise outcome
+                self._serve(connection, *outcome)
             except (DecodeError, Refused) as error:
-                self._send_away(connection, session, error)
+                self._disconnect(connection, error)
 
         self._receiver.read(connection.channel.duplicate(), connection.peer.uid, take)
         connection.receiving = True
         self._poller.unregister(connection.channel.fileno())
 
-    def _take(self, connection: Connection, session: Session, outcome: Taken | Refused) -> None:
-        if isinstance(outcome, Refused):
-            raise outcome
-        frame, fds = outcome
+    def _serve(self, connection: Connection, frame: bytes, fds: tuple[int, ...]) -> None:
         if connection.fds:  # of a registration that there is, so this one is refused
             close_all(fds)
         else:
@@ -147,61 +188,31 @@ class Connections:
         if TAGS.get(header.tag) is not Register:
             text = f"tag 0x{header.tag:02x}, which is no message for this socket"
             raise Refused(ErrorCode.BAD_MESSAGE, text)
-        now = time.monotonic()
+        now, session = time.monotonic(), connection.session
         self._carry_out(self._requests.serve(session, header, frame, now, len(fds)))
         if not session.holds_memory:
             connection.drop_fds()
 
-    def _send_away(self, connection: Connection, session: Session, error: Exception) -> None:
-        """End a session for what it has sent, and say why."""
-        who = session.who
-        log.warning("%s is disconnected: %s", who, error, extra=who.fields)
-        if isinstance(error, Refused):
-            notice = Error.of(error.code, str(error))
-            connection.tell(WIRE.encode(notice, 0, self._core.state.boot_id, session.token))
-        self._leave(connection)
-
-    def _hang_up(self, connection: Connection) -> None:
-        """Close a connection; what was sent and not read may be a foreign file system's."""
-        self._receiver.drop(connection.channel.hang_up())
-        connection.close()
-
-    def _leave(self, connection: Connection) -> None:
-        session = connection.session
-        if session is None or self.open.pop(session.number, None) is None:
-            return
-        for fd in (connection.channel.fileno(), connection.pidfd):
-            if fd >= 0:
-                del self._by_fd[fd]
-                with contextlib.suppress(KeyError):  # what is being received is not polled
-                    self._poller.unregister(fd)
-        self._carry_out(self._core.lost(session))
-        self._requests.forget(session)
-        self._hang_up(connection)
+    # ------------------------------------------------------------------- send
 
     def notify(self, effect: Notify, resolve: Callable[[FdName | None], list[int]]) -> None:
-        """Send a notice, with the descriptors that are named; whoever does not listen leaves.
+        """Send a notice with the descriptors that are named.
+
+        A peer that does not read its notices is disconnected.
 
         Args:
             effect: what to send to whom.
             resolve: the descriptors of a name.
         """
         connection = self.open.get(effect.session)
-        if connection is None or connection.session is None:
+        if connection is None:
             return
-        session = connection.session
-        frame = WIRE.encode(effect.message, 0, self._core.state.boot_id, session.token)
+        token = connection.session.token
+        frame = WIRE.encode(effect.message, 0, self._core.state.boot_id, token)
         try:
             connection.channel.send(frame, resolve(effect.fd))
         except (ChannelFull, EOFError, OSError) as error:
-            log.warning("%s does not listen (%s)", session.who, error, extra=session.who.fields)
-            self._leave(connection)
-
-    def drop_fds(self, session: int) -> None:
-        """Close what a session has sent."""
-        connection = self.open.get(session)
-        if connection is not None:
-            connection.drop_fds()
+            self._disconnect(connection, error)
 
     def flush(self) -> None:
         """Send on what did not go at once."""
@@ -210,19 +221,72 @@ class Connections:
                 try:
                     connection.channel.flush()
                 except EOFError:
-                    self._leave(connection)
+                    self._end(connection)
+
+    def drop_fds(self, session: int) -> None:
+        """Close the descriptors of a session's registration."""
+        connection = self.open.get(session)
+        if connection is not None:
+            connection.drop_fds()
+
+    # -------------------------------------------------------------------- end
+
+    def _disconnect(self, connection: Connection, error: Exception) -> None:
+        """End a session, and say why in the log and to its process."""
+        who = connection.session.who
+        log.warning("%s is disconnected: %s", who, error, extra=who.fields)
+        if isinstance(error, Refused):
+            self._say_why(connection.channel, error, connection.session.token)
+        self._end(connection)
+
+    def _say_why(self, channel: Channel, refusal: Refused, *token: bytes) -> None:
+        notice = Error.of(refusal.code, str(refusal))
+        with contextlib.suppress(KvdError, EOFError, OSError):  # a peer that reads nothing
+            channel.send(WIRE.encode(notice, 0, self._core.state.boot_id, *token))
+
+    def _end(self, connection: Connection) -> None:
+        session = connection.session
+        if self.open.pop(session.number, None) is None:
+            return
+        for fd in (connection.channel.fileno(), connection.pidfd):
+            if fd >= 0:
+                del self._by_fd[fd]
+                with contextlib.suppress(KeyError):  # what is being received is not polled
+                    self._poller.unregister(fd)
+        self._carry_out(self._core.lost(session))
+        self._requests.forget(session)
+        self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        """Close it; what was sent and not read may be of a foreign file system."""
+        self._receiver.drop(connection.channel.hang_up())
+        connection.drop_fds()
+        if connection.pidfd >= 0:
+            os.close(connection.pidfd)
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close every connection, and the control socket."""
         for connection in list(self.open.values()):
-            self._hang_up(connection)
+            self._close(connection)
+        self._listener.close()
         self._receiver.close()
 
     def __repr__(self) -> str:
         return f"<Connections {len(self.open)} open>"
 
 
-def _readable(fd: int) -> bool:
-    poller = zmq.Poller()
-    poller.register(fd, zmq.POLLIN)
-    return bool(poller.poll(0))
+def peer_of(sock: socket.socket) -> Peer:
+    """Return the process that connected, with its groups as they were then."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, gid = _UCRED.unpack(credentials)
+    groups = array.array("I")
+    for limit in (64, _MAX_GROUPS):
+        try:
+            length = limit * groups.itemsize
+            groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, length))
+        except OSError as error:
+            if error.errno != errno.ERANGE:
+                raise
+        else:
+            break
+    return Peer(pid, uid, gid, tuple(groups))

@@ -20,7 +20,7 @@ import zmq
 
 from kvd.config.values import Listen, parse_listen
 from kvd.daemon.child import ChildProcess
-from kvd.daemon.runtime_dir import no_socket
+from kvd.daemon.runtime_dir import listen as listen_unix
 from kvd.errors import ConfigError
 
 log = logging.getLogger("kvd.daemon")
@@ -51,7 +51,7 @@ class HttpProcess:
         address = parse_listen(listen)
         self._host = address.host if address is not None else ""
         self._tcp = bind_tcp(address) if address is not None else None
-        self._unix = _bind_unix(unix_path)
+        self._unix = listen_unix(unix_path, socket.SOCK_STREAM)
         self._child = ChildProcess("kvd.report.http", _PAUSE_SECONDS)
         self._beat = -1
         self._heard = 0.0
@@ -180,18 +180,5 @@ def bind_tcp(listen: Listen) -> socket.socket:
             f"http_listen = {listen}: {reason}; choose another with --http-listen HOST:PORT,"
             " or --http-listen off"
         ) from error
-    listener.setblocking(False)  # the socket API's own form
-    return listener
-
-
-def _bind_unix(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        listener.bind(str(path))
-        path.chmod(0o660)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise no_socket(path, error) from error
     listener.setblocking(False)  # the socket API's own form
     return listener

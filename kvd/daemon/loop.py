@@ -1,14 +1,15 @@
 """The broker's loop: everything that touches the outside, around kvd.broker.
 
 startup → loop → drain → shutdown. One thread; it polls the request socket,
-the control socket and who came in (`connections`), the lanes, the pool's allocator and
-signals, turns each into a call of the core, and carries the effects out.
+the connections of sessions, the lanes, the pool's allocator and signals, turns each into a
+call of the core, and carries the effects out.
 """
 
 import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from types import FrameType
@@ -40,10 +41,9 @@ from kvd.broker.sizing import auto_size
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.loaded import Loaded
 from kvd.config.sources import Sources
-from kvd.daemon.allowed import allow_list
+from kvd.daemon.allowed import AllowList
 from kvd.daemon.config_reader import ConfigReader
 from kvd.daemon.connections import Connections
-from kvd.daemon.control_socket import Connection, ControlSocket
 from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.kept_pool import Keep
 from kvd.daemon.lane_processes import Lanes
@@ -52,9 +52,9 @@ from kvd.daemon.notify import Notifier
 from kvd.daemon.ready_pipes import ReadyPipes
 from kvd.daemon.reopen import open_pool
 from kvd.daemon.request_socket import Requests
-from kvd.daemon.runtime_dir import RuntimeDir
+from kvd.daemon.runtime_dir import RuntimeDir, listen
 from kvd.errors import PoolError, Refused
-from kvd.machine.available import available_bytes
+from kvd.machine.cgroup import available_bytes
 from kvd.machine.process_usage import OwnFigures
 from kvd.machine.standstill import Standstill
 from kvd.pool.filling import FillOrder
@@ -86,7 +86,7 @@ class Service:
     ) -> None:
         self.settings = settings = loaded.settings
         self._config = ConfigReader(sources)
-        self._allowed = allow_list(settings.allow_users, settings.allow_groups)
+        allowed = AllowList.of(settings.allow_users, settings.allow_groups)
         self._notifier = Notifier.from_environment(os.environ)
         self._runtime = RuntimeDir(Path(settings.runtime_dir))
         self._runtime.lock()
@@ -119,13 +119,18 @@ class Service:
         self._lanes = Lanes(self._runtime.path, self.core, self._poller, self._carry_out)
         for device in DEVICES:
             self._lanes.add(device)
-        self._control_socket = ControlSocket(self._runtime.control_socket)
         self._requests = Requests(self._runtime.broker_socket, self.core)
         self._connections = Connections(
-            self._control_socket, self.core, self._poller, self._carry_out, self._requests
+            listen(self._runtime.control_socket, socket.SOCK_SEQPACKET),
+            self.core,
+            self._poller,
+            self._carry_out,
+            requests=self._requests,
+            objection=allowed.objection,
+            own=lambda peer: peer.pid == self._http.pid,
         )
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        for fd in (self._requests.router.fileno(), self._control_socket.fileno(), self._wake_read):
+        for fd in (self._requests.router.fileno(), self._wake_read):
             self._poller.register(fd, zmq.POLLIN)
 
     # ----------------------------------------------------------------- loop
@@ -166,8 +171,6 @@ class Service:
             for effects in self._requests.receive(now):
                 self._carry_out(effects)
         self._connections.turn(ready, now)
-        if self._control_socket.fileno() in ready:
-            self._connections.accept(self._turned_away, lambda peer: peer.pid == self._http.pid)
         if self._wake_read in ready:
             os.read(self._wake_read, 512)
         if pool is not None and not self.core.state.pool_ready:
@@ -243,12 +246,6 @@ class Service:
             self._poller.unregister(pool.done_fd)
 
     # -------------------------------------------------------------- effects
-
-    def _turned_away(self, connection: Connection) -> bool:
-        objection = self._allowed.objection(connection.peer)
-        if objection:
-            self._requests.forbid(connection, objection)
-        return bool(objection)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -331,7 +328,6 @@ class Service:
         self._http.close()
         self._notifier.stopping(0.0)
         self._connections.close()
-        self._control_socket.close()
         self._requests.close()
         self._lanes.close()
         self._directories.close()

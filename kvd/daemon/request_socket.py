@@ -7,7 +7,6 @@ from pathlib import Path
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Reply
 from kvd.broker.sessions import Session
-from kvd.daemon.control_socket import Connection
 from kvd.daemon.runtime_dir import no_socket
 from kvd.wire.router import LIMITS, Router
 from kvd_proto.codec import MAX_MESSAGE_BYTES, NO_ID, WIRE, Header
@@ -58,7 +57,7 @@ class Requests:
         self._account()
 
     def _account(self) -> None:
-        """Count who was shown out for which bound, and say how much is dropped."""
+        """Count the connections that were closed for a bound, and log how much is dropped."""
         self._core.limits_reached(self.router.limits)
         self.router.limits.clear()
         if self.dropped >= 2 * self._warned + 1:
@@ -121,14 +120,6 @@ class Requests:
     def _refuse(self, identity: bytes, header: Header, code: ErrorCode, text: str) -> list[Effect]:
         self._send(identity, Error.of(code, text), header.request_id, header.session)
         return []
-
-    def forbid(self, connection: Connection, text: str) -> None:
-        """Refuse a connection: one error to the peer, one line of the log."""
-        peer = connection.peer
-        log.warning("pid %d is turned away: %s", peer.pid, text, extra={"pid": peer.pid})
-        self._core.error_sent(ErrorCode.FORBIDDEN)
-        error = Error.of(ErrorCode.FORBIDDEN, text)
-        connection.tell(WIRE.encode(error, 0, self._core.state.boot_id))
 
     def reply(self, effect: Reply) -> None:
         """Send a reply to a session, if it is still here."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvd.errors import AlreadyRunning, ConfigError
 from kvd.machine.places import check_place
+from kvd.wire.listener import Listener
 
 log = logging.getLogger("kvd.daemon")
 
@@ -119,8 +120,20 @@ class RuntimeDir:
         return f"<RuntimeDir {self.path} {'locked' if self._lock_fd >= 0 else 'free'}>"
 
 
+def listen(path: Path, kind: int) -> Listener:
+    """Listen on a socket of the directory.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        return Listener(path, kind)
+    except OSError as error:
+        raise no_socket(path, error) from error
+
+
 def no_socket(path: Path, error: OSError) -> ConfigError:
-    """Says that a socket cannot be made."""
+    """Return the error for a socket that cannot be made."""
     return ConfigError(
         f"{path}: {error.strerror}; choose a directory that this user may write, with --runtime-dir"
     )

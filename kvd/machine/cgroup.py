@@ -1,7 +1,9 @@
-"""The memory limit of a process's control group, in both versions of the kernel's interface."""
+"""Memory that is left to a process: its control group's limit, in both versions, and the rest."""
 
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 _ROOT = Path("/sys/fs/cgroup")
 _V1_UNLIMITED = 2**62  # version 1 writes "no limit" as the largest number of whole pages
@@ -50,6 +52,15 @@ def memory_limit(
                 found.append(MemoryLimit(group, int(text), int(current)))
             group = group.parent
     return min(found, key=lambda each: each.room, default=None)
+
+
+def available_bytes(pool_dir: Path) -> int:
+    """Return the least of available memory, what the control group leaves, room in `pool_dir`."""
+    limits = [int(psutil.virtual_memory().available), int(psutil.disk_usage(str(pool_dir)).free)]
+    group = memory_limit()
+    if group is not None:
+        limits.append(group.room)
+    return min(limits)
 
 
 def _read(path: Path) -> str:

@@ -2,10 +2,9 @@
 
 import pytest
 
-from kvd.broker.entry import AllowList
 from kvd.broker.identity import namespace_id
 from kvd.broker.sessions import Peer, Registry
-from kvd.daemon.allowed import allow_list
+from kvd.daemon.allowed import AllowList
 from kvd.errors import ConfigError, Refused
 from kvd_proto.messages import ErrorCode
 from tests.broker.test_registration import register
@@ -34,15 +33,15 @@ def test_a_list_lets_in_its_users_groups_root_and_the_daemon(peer: Peer, *, allo
 
 def test_without_a_list_the_file_rights_alone_decide() -> None:
     """Two empty settings turn nobody away."""
-    assert allow_list("", " ").objection(Peer(1, 4711, 4711)) == ""
+    assert AllowList.of("", " ").objection(Peer(1, 4711, 4711)) == ""
 
 
 def test_names_are_looked_up_on_this_machine() -> None:
     """Names and numbers mix; an unknown name is refused with the key and the remedy."""
-    allowed = allow_list("root, 1234", "root")
+    allowed = AllowList.of("root, 1234", "root")
     assert (allowed.users, allowed.groups) == (frozenset({0, 1234}), frozenset({0}))
     with pytest.raises(ConfigError, match=r"allow_groups.*'no-such-group'.*not known"):
-        allow_list("", "no-such-group")
+        AllowList.of("", "no-such-group")
 
 
 def test_an_engines_name_belongs_to_one_user() -> None:

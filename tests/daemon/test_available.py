@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.machine import available
 from kvd.machine import cgroup as cgroup_module
-from kvd.machine.available import available_bytes
+from kvd.machine.cgroup import available_bytes, memory_limit
 
 
 @pytest.fixture
@@ -16,9 +15,7 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("1:name=systemd:/\n0::/outer/inner\n")
     (tmp_path / "outer" / "inner").mkdir(parents=True)
-    monkeypatch.setattr(
-        available, "memory_limit", lambda: cgroup_module.memory_limit(None, tmp_path, proc)
-    )
+    monkeypatch.setattr(cgroup_module, "memory_limit", lambda: memory_limit(None, tmp_path, proc))
     return tmp_path
 
 
@@ -60,8 +57,8 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
     (inner / "memory.usage_in_bytes").write_text(f"{2**20}\n")
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text(f"{2**20}\n")
-    found = cgroup_module.memory_limit(41, tmp_path, tmp_path / "proc")
+    found = memory_limit(41, tmp_path, tmp_path / "proc")
     assert found is not None
     assert (found.group, found.room) == (inner, 2**30 - 2**20)
     (inner / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert cgroup_module.memory_limit(41, tmp_path, tmp_path / "proc") is None
+    assert memory_limit(41, tmp_path, tmp_path / "proc") is None

@@ -114,7 +114,7 @@ def test_generated_documentation_is_current() -> None:
         (frame_of(0x16, {"lease": -1}), WrongType),
         (frame_of(0x16, {"lease": 2**63}), WrongType),
         (frame_of(0x16, {"lease": 1.0}), WrongType),
-        (frame_of(0x41, {"first": 0, "count": 65}), WrongType),
+        (frame_of(0x14, {"keys": [], "lease_ms": 0}), WrongType),
     ],
 )
 def test_each_fault_has_its_own_error(frame: bytes, error: type[DecodeError]) -> None:
