@@ -1,9 +1,12 @@
 """A process that the broker starts, watches and starts again."""
 
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from kvd.wire.seqpacket import Channel
 
 _FIRST_DELAY = 0.05
 _LONGEST_DELAY = 5.0
@@ -61,6 +64,27 @@ class ChildProcess:
             self._process.wait()
             self._process = None
             raise
+
+    def spawn_linked(
+        self, arguments: Callable[[int], Sequence[str]], fds: Sequence[int] = ()
+    ) -> Channel:
+        """Start the module at the other end of a channel; return this end.
+
+        Args:
+            arguments: those of the module, from the number of its end's descriptor.
+            fds: further descriptors that it gets.
+
+        Raises:
+            OSError: no process or descriptor is to be had now.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self.spawn(arguments(theirs.fileno()), (theirs.fileno(), *fds), {})
+            except OSError:
+                ours.close()
+                raise
+        return Channel(ours)
 
     def kill(self) -> None:
         """End it without asking."""

@@ -100,7 +100,7 @@ class Receiver:
         for child in [child for child in self._leaving if child.pidfd in ready]:
             self._reap(child, now)
         if self._link is not None and self._link.fileno() in ready:
-            self._hear()
+            self._receive_answer()
         elif self._until and now >= self._until:
             self._end(self._orders[0].uid)
             self._done(Refused(ErrorCode.BAD_LAYOUT, "a descriptor could not be received in time"))
@@ -113,7 +113,7 @@ class Receiver:
                 self._link.flush()
 
     def close(self) -> None:
-        """End the processes, and wait for none that somebody else holds."""
+        """End the processes; wait for none that a file system holds."""
         self._end(None)
         for child, uid in self._leaving.items():
             poller = zmq.Poller()
@@ -129,20 +129,13 @@ class Receiver:
         self._started = True
         child = ChildProcess("kvd.daemon.receiver")
         try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._link = child.spawn_linked(lambda fd: [str(fd)])
         except OSError as error:
             log.error("descriptors cannot be received: %s", error)  # noqa: TRY400  # the reason is said
             return
-        with theirs:
-            try:
-                child.spawn([str(theirs.fileno())], (theirs.fileno(),), {})
-            except OSError as error:
-                log.error("descriptors cannot be received: %s", error)  # noqa: TRY400  # the reason is said
-                ours.close()
-                return
-        self._child, self._link = child, Channel(ours)
+        self._child = child
         self._answered = False
-        self._poller.register(ours.fileno(), zmq.POLLIN)
+        self._poller.register(self._link.fileno(), zmq.POLLIN)
 
     def _send(self, now: float) -> None:
         if self._link is None:
@@ -150,7 +143,11 @@ class Receiver:
             self._done(Refused(ErrorCode.LIMIT, text))
             return
         connection = self._orders[0].connection
-        self._frame = connection.recv(MAX_DATAGRAM_BYTES, socket.MSG_PEEK)
+        try:
+            self._frame = connection.recv(MAX_DATAGRAM_BYTES, socket.MSG_PEEK)
+        except OSError as error:  # its peer is gone, with notices unread
+            self._done(Refused(ErrorCode.BAD_LAYOUT, f"nothing can be received: {error}"))
+            return
         try:
             self._link.send(READ, [connection.fileno()])
         except EOFError:
@@ -158,7 +155,7 @@ class Receiver:
         else:
             self._until = now + (SECONDS if self._answered else FIRST_SECONDS)
 
-    def _hear(self) -> None:
+    def _receive_answer(self) -> None:
         received: Taken | None = b"", ()
         with contextlib.suppress(EOFError, BadDatagram):
             received = self._link.recv() if self._link is not None else None
@@ -192,7 +189,7 @@ class Receiver:
         order.take(outcome)
 
     def _end(self, uid: int | None) -> None:
-        """Part with the process; it ends now, or when a file system of this user lets it."""
+        """Kill the process; it ends now, or when a file system of this user answers."""
         if self._child is None or self._link is None:
             return
         self._poller.unregister(self._link.fileno())

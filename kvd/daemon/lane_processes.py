@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,17 +58,10 @@ class LaneProcess(ChildProcess):
             OSError: no process or descriptor is to be had now.
         """
         self.incarnation = next(self._incarnations)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.ExitStack() as undo, theirs:
-            undo.callback(ours.close)
-            arguments = ["--device", self.device, "--incarnation", str(self.incarnation)]
-            arguments += ["--runtime-dir", str(self._runtime_dir)]
-            arguments += ["--link-fd", str(theirs.fileno())]
-            arguments += ["--pool-fd", str(pool_fd), "--pool-bytes", str(pool_bytes)]
-            arguments += self._limits
-            self.spawn(arguments, (theirs.fileno(), pool_fd), {})
-            undo.pop_all()
-        self.channel = Channel(ours)
+        arguments = ["--device", self.device, "--incarnation", str(self.incarnation)]
+        arguments += ["--runtime-dir", str(self._runtime_dir), *self._limits]
+        arguments += ["--pool-fd", str(pool_fd), "--pool-bytes", str(pool_bytes)]
+        self.channel = self.spawn_linked(lambda fd: [*arguments, "--link-fd", str(fd)], [pool_fd])
 
     def reap(self, now: float) -> str:
         """Collect the ended process; why it ended. Sets when the next may start."""
@@ -97,7 +89,7 @@ class Lanes:
 
     Args:
         runtime_dir: where their sockets go.
-        core: who is told of what they say, and of their ends.
+        core: is told of what they send, and of their ends.
         poller: where their descriptors are registered.
         carry_out: does what the core wants done.
     """
@@ -156,16 +148,16 @@ class Lanes:
             self._poller.register(process.pidfd, zmq.POLLIN)
 
     def turn(self, ready: dict[object, int], now: float) -> None:
-        """Hear what lanes say, and notice those that have ended."""
+        """Read what lanes have sent, and notice those that have ended."""
         for process in list(self._processes.values()):
-            self._hear(process, ready, now)
+            self._read(process, ready, now)
 
-    def _hear(self, process: LaneProcess, ready: dict[object, int], now: float) -> None:
+    def _read(self, process: LaneProcess, ready: dict[object, int], now: float) -> None:
         channel = process.channel
         if channel is None:
             return
         if channel.wants_write:
-            with contextlib.suppress(EOFError):  # what it said before is heard, and its end
+            with contextlib.suppress(EOFError):  # what it sent before is read, and its end
                 channel.flush()
         if channel.fileno() in ready:
             try:
@@ -199,7 +191,7 @@ class Lanes:
         self._carry_out(self._core.supervision.heard(process.device, message, now))
 
     def send(self, effect: ToLane, resolve: Callable[[FdName | None], list[int]]) -> None:
-        """Write to a lane, with the descriptors that are named; one that does not listen is ended.
+        """Write to a lane, with the descriptors that are named; one that does not read is killed.
 
         Args:
             effect: what to send to whom.
@@ -219,7 +211,7 @@ class Lanes:
             self._carry_out(self._core.supervision.heard(effect.device, refusal, time.monotonic()))
         except (ChannelFull, EOFError, OSError) as error:
             lane = {"lane": effect.device}
-            log.error("lane %s does not listen (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the reason is said
+            log.error("lane %s does not read (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the reason is said
             process.kill()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import zmq
 
 from kvd.daemon import descriptors as receiver
 from kvd.daemon import receiver as process
+from kvd.daemon.child import ChildProcess
 from kvd.daemon.descriptors import FIRST_SECONDS, MAX_HELD, SECONDS, Receiver, Taken
 from kvd.errors import Refused
 from kvd_client import sealed
@@ -26,6 +27,7 @@ class Child:
 
     all: list["Child"] = []  # noqa: RUF012  # emptied by the fixture
     deaf = False
+    spawn_linked = ChildProcess.spawn_linked
 
     def __init__(self, module: str) -> None:
         assert module == "kvd.daemon.receiver"
