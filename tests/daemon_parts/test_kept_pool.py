@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import psutil
@@ -424,55 +424,45 @@ def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_p
     assert life.pool.ready
 
 
-def test_a_shortage_of_descriptors_loses_no_chunk(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+def no_descriptor(*_: object) -> NoReturn:
+    """As a system call fails."""
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def no_ledger(path: Path, flags: int, mode: int = 0o777) -> int:
+    """As os.open fails, for ledgers only."""
+    if str(path).endswith(".ledger"):
+        no_descriptor()
+    return OPEN(path, flags, mode)
+
+
+def no_directory(*_: object) -> NoReturn:
+    """As a directory cannot be made."""
+    raise Refused(ErrorCode.NOT_READY, "no directory can be made now")
+
+
+OPEN = os.open
+SHORTAGES: dict[str, tuple[object, str, Callable[..., int], str]] = {
+    "ledger": (os, "open", no_ledger, r"Too many open files; raise .* stays as it was"),
+    "directory": (DirectoryMemory, "make", no_directory, "no directory can be made now"),
+    "pipe": (os, "pipe2", no_descriptor, "Too many open files"),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "fails", "said"), SHORTAGES.values(), ids=SHORTAGES)
+def test_a_shortage_at_the_start_loses_no_chunk_and_no_descriptor(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    owner: object,
+    name: str,
+    fails: Callable[..., int],
+    said: str,
 ) -> None:
-    """A ledger that cannot be opened for want of a descriptor is not taken for damaged."""
+    """The error says what is short; the start after that has every chunk."""
     held = kept_chunks(start)
-    opens = os.open
-
-    def none_left(path: Any, flags: int, mode: int = 0o777) -> int:
-        if str(path).endswith(".ledger"):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return opens(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", none_left)
-    with pytest.raises(PoolError, match=r"Too many open files; raise .* stays as it was"):
-        start()
-    monkeypatch.undo()
-    assert set().union(*start().held) == held
-
-
-def test_without_room_for_a_directory_the_pool_is_let_go_and_kept(
-    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It is tried again at the next registration: no descriptor of the first try stays open."""
-    held = kept_chunks(start)
-
-    def none_left(*_: object) -> NoReturn:
-        raise Refused(ErrorCode.NOT_READY, "no directory can be made now")
-
-    monkeypatch.setattr(DirectoryMemory, "make", none_left)
-    with pytest.raises(Refused):
-        start()
-    monkeypatch.undo()
-    pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)
-    assert open_on(pool) == {pool}
-    os.close(pool)
-    assert set().union(*start().held) == held
-
-
-def test_a_pool_without_a_descriptor_for_its_pipe_is_let_go_and_kept(
-    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The start says why, and no descriptor stays open."""
-    held = kept_chunks(start)
-
-    def none_left(_: int) -> NoReturn:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "pipe2", none_left)
-    with pytest.raises(PoolError, match="Too many open files"):
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises((PoolError, Refused), match=said):
         start()
     monkeypatch.undo()
     pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)
@@ -553,40 +543,16 @@ def ledger_of(place: Path) -> Path:
     return ledger
 
 
-def flip(file: Path, at: int) -> None:
-    """Change one bit."""
+def flip(file: Path, where: int | bytes, beside: int = 0) -> None:
+    """Change one bit, at a number or so far from where some bytes are."""
     data = bytearray(file.read_bytes())
-    data[at] ^= 1
+    at = where if isinstance(where, int) else data.index(where)
+    data[at + beside] ^= 1
     file.write_bytes(data)
 
 
-def damaged_magic(place: Path) -> None:
-    """Another magic word."""
-    flip(ledger_of(place), 0)
-
-
-def damaged_figures(place: Path) -> None:
-    """Another number of slots."""
-    flip(ledger_of(place), 17)
-
-
-def damaged_description(place: Path) -> None:
-    """Another label."""
-    flip(ledger_of(place), 60)
-
-
-def damaged_key(place: Path) -> None:
-    """A bit of a key."""
-    flip(ledger_of(place), ledger_of(place).read_bytes().index(b"k 3"))
-
-
-def damaged_generation(place: Path) -> None:
-    """A bit of a generation."""
-    flip(ledger_of(place), ledger_of(place).read_bytes().index(b"k 3") - 24)
-
-
-def moved_record(place: Path) -> None:
-    """The record of one slot in the place of another."""
+def move_record(place: Path) -> None:
+    """Put the record of one slot in the place of another."""
     ledger = ledger_of(place)
     data = bytearray(ledger.read_bytes())
     at = data.index(b"k 3") - 24
@@ -594,111 +560,78 @@ def moved_record(place: Path) -> None:
     ledger.write_bytes(data)
 
 
-def cut_ledger(place: Path) -> None:
-    """It lacks its end."""
-    os.truncate(ledger_of(place), ledger_of(place).stat().st_size // 2)
+def link_ledger(place: Path) -> None:
+    """Put a link in its place."""
+    ledger = ledger_of(place).rename(place / "elsewhere")
+    (place / f"{NAMES[0].hex()}.ledger").symlink_to(ledger)
 
 
-def other_name(place: Path) -> None:
-    """It has the name of another namespace."""
-    ledger_of(place).rename(place / f"{NAMES[1].hex()}.ledger")
-
-
-def linked_ledger(place: Path) -> None:
-    """It is a link."""
-    ledger = ledger_of(place)
-    ledger.rename(place / "elsewhere")
-    ledger.symlink_to(place / "elsewhere")
-
-
-def folder_for_ledger(place: Path) -> None:
-    """It is a folder."""
-    ledger = ledger_of(place)
-    ledger.unlink()
-    ledger.mkdir()
-
-
-def damaged_manifest(place: Path) -> None:
-    """No JSON."""
-    (place / "manifest.json").write_bytes(b"{")
-
-
-def other_version(place: Path) -> None:
-    """A newer daemon's."""
+def edit_manifest(place: Path, old: str, new: str) -> None:
+    """Replace a part of it."""
     file = place / "manifest.json"
-    file.write_text(file.read_text().replace(f'"version":{VERSION}', '"version":99'))
+    file.write_text(file.read_text().replace(old, new))
 
 
-def other_boot(place: Path) -> None:
-    """Before the machine was started anew."""
-    file = place / "manifest.json"
-    file.write_text(file.read_text().replace('"kernel":"', '"kernel":"x'))
+def replace_by_folder(file: Path) -> None:
+    """Put a folder in its place."""
+    file.unlink()
+    file.mkdir()
 
 
-def other_pool(place: Path) -> None:
-    """Another file of the same size."""
+def exchange_pool(place: Path) -> None:
+    """Put another file of the same size in its place."""
     (place / "pool").rename(place / "old")
     with (place / "pool").open("wb") as file:
         file.truncate(SIZE)
 
 
-def no_pool(place: Path) -> None:
-    """Gone."""
-    (place / "pool").unlink()
+def empty(file: Path, size: int = 0) -> None:
+    """Leave only so many zeros."""
+    os.truncate(file, 0)
+    os.truncate(file, size)
 
 
-def folder_for_pool(place: Path) -> None:
-    """A folder."""
-    no_pool(place)
-    (place / "pool").mkdir()
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "ledger's magic word": (lambda at: flip(ledger_of(at), 0), "no ledger"),
+    "ledger's figures": (lambda at: flip(ledger_of(at), 17), "header is damaged"),
+    "ledger's description": (lambda at: flip(ledger_of(at), 60), "header is damaged"),
+    "a key": (lambda at: flip(ledger_of(at), b"k 3"), "1 of 9 records are damaged"),
+    "a generation": (lambda at: flip(ledger_of(at), b"k 3", -24), "1 of 9 records are damaged"),
+    "a record elsewhere": (move_record, "records are damaged"),
+    "ledger's end": (lambda at: os.truncate(ledger_of(at), 5000), "cannot hold a ledger"),
+    "ledger of another namespace": (
+        lambda at: ledger_of(at).rename(at / f"{NAMES[1].hex()}.ledger"),
+        "it is that of namespace",
+    ),
+    "a link": (link_ledger, "cannot be opened"),
+    "a folder for a ledger": (lambda at: replace_by_folder(ledger_of(at)), "cannot be opened"),
+    "an empty ledger": (lambda at: empty(ledger_of(at)), "is empty: its namespace starts without"),
+    "a zeroed ledger": (
+        lambda at: empty(ledger_of(at), ledger_of(at).stat().st_size),
+        "is empty: its namespace starts without chunks",
+    ),
+    "manifest": (lambda at: (at / "manifest.json").write_bytes(b"{"), "cannot be read"),
+    "another version": (
+        lambda at: edit_manifest(at, f'"version":{VERSION}', '"version":99'),
+        "version 99",
+    ),
+    "another boot": (lambda at: edit_manifest(at, '"kernel":"', '"kernel":"x'), "started anew"),
+    "no manifest": (
+        lambda at: (at / "manifest.json").unlink(),
+        "there is no manifest.json; the cache starts empty",
+    ),
+    "another pool": (exchange_pool, "another file"),
+    "no pool": (lambda at: (at / "pool").unlink(), "cannot be found"),
+    "a folder for the pool": (lambda at: replace_by_folder(at / "pool"), "no file of this user's"),
+}
 
 
-def no_manifest(place: Path) -> None:
-    """Ledgers and a pool that nothing speaks of."""
-    (place / "manifest.json").unlink()
-
-
-def empty_ledger(place: Path) -> None:
-    """Nothing is in it."""
-    os.truncate(ledger_of(place), 0)
-
-
-def zeroed_ledger(place: Path) -> None:
-    """Zeros, as of one whose making was cut short."""
-    size = ledger_of(place).stat().st_size
-    os.truncate(ledger_of(place), 0)
-    os.truncate(ledger_of(place), size)
-
-
-HARMS: list[tuple[Callable[[Path], None], str]] = [
-    (damaged_magic, "no ledger"),
-    (damaged_figures, "header is damaged"),
-    (damaged_description, "header is damaged"),
-    (damaged_key, "1 of 9 records are damaged"),
-    (damaged_generation, "1 of 9 records are damaged"),
-    (moved_record, "records are damaged"),
-    (cut_ledger, "cannot hold a ledger"),
-    (other_name, "it is that of namespace"),
-    (linked_ledger, "cannot be opened"),
-    (folder_for_ledger, "cannot be opened"),
-    (damaged_manifest, "cannot be read"),
-    (other_version, "version 99"),
-    (other_boot, "started anew"),
-    (other_pool, "another file"),
-    (no_pool, "cannot be found"),
-    (folder_for_pool, "no file of this user's"),
-    (no_manifest, "there is no manifest.json; the cache starts empty"),
-    (empty_ledger, "is empty: its namespace starts without chunks"),
-    (zeroed_ledger, "is empty: its namespace starts without chunks"),
-]
-
-
-@pytest.mark.parametrize(("harm", "said"), HARMS, ids=[harm.__name__ for harm, _ in HARMS])
+@pytest.mark.parametrize(("harm", "said"), HARMS.values(), ids=HARMS)
 def test_what_is_damaged_or_foreign_is_not_believed(
     start: Start,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    harm: Callable[[Path], None],
+    harm: Callable[[Path], object],
     said: str,
 ) -> None:
     """The daemon says so, starts empty and serves; the start after that is a warm one again."""
