@@ -1,11 +1,8 @@
 """File descriptors, memory for tables and room for ledgers run out: nobody is disturbed."""
 
-import contextlib
-import os
 import resource
 import socket
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.full import fill_up
 from tests.waiting import PATIENCE
 
 
@@ -26,13 +24,6 @@ def descriptors_limited(pid: int, more: int) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-
-
-def fill_up(path: Path) -> None:
-    """Write to a file until its filesystem has no page left."""
-    with path.open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while filler.write(bytes(4096)):
-            pass
 
 
 @pytest.mark.parametrize("more", [0, 1, 2, 3, 9])
@@ -65,59 +56,45 @@ def test_whoever_is_here_works_on_without_descriptors(daemon: Daemon, more: int)
         stack.close()
         with Engine(daemon.runtime_dir, name="another").wait_attached() as another:
             assert another.load(keys) == (4, 0)
-        assert daemon.status()["lanes"][0]["pid"] == lane["pid"]
+        report = daemon.status()
+        assert report["lanes"][0]["pid"] == lane["pid"]
+        assert report["broker"]["limits"]["open_files"] >= 1
     assert daemon.process.poll() is None
     assert "Traceback" not in daemon.log.read_text()
 
 
 def test_a_ledger_that_finds_no_room_refuses_its_engine(
-    start_daemon: StartDaemon, tmp_path: Path
+    start_daemon: StartDaemon, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
 ) -> None:
     """No room for its ledger: the engine waits without a cache, others work; then it has one."""
-    pool_dir = tmp_path / "pool"
-    pool_dir.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=12M", "tmpfs", str(pool_dir)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("no tmpfs can be mounted here")
-    try:
-        daemon = start_daemon("--pool-dir", str(pool_dir), "--keep-pool", "yes", cpu_bytes="8MiB")
-        with Engine(daemon.runtime_dir).wait_attached() as engine:
-            fill_up(pool_dir / "filler")
-            keys = keys_of("kept", 4)
-            assert engine.store(keys) == keys
-            with Engine(daemon.runtime_dir, name="other", model="other") as other:
-                assert not other.scheduler.wait_attached(0.5)
-                wait_hit(engine, keys)
-                assert engine.load(keys) == (4, 0)
-                (pool_dir / "filler").unlink()
-                other.wait_attached()
-                assert other.store(keys_of("late", 2))
-            assert daemon.process.poll() is None
-        daemon.stop()
-    finally:
-        subprocess.run(["umount", "--lazy", str(pool_dir)], check=False)
+    small_tmpfs(tmp_path, 12 * 2**20)
+    daemon = start_daemon("--pool-dir", str(tmp_path), "--keep-pool", "yes", cpu_bytes="8MiB")
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        filler = fill_up(tmp_path)
+        keys = keys_of("kept", 4)
+        assert engine.store(keys) == keys
+        with Engine(daemon.runtime_dir, name="other", model="other") as other:
+            assert not other.scheduler.wait_attached(0.5)
+            wait_hit(engine, keys)
+            assert engine.load(keys) == (4, 0)
+            filler.unlink()
+            other.wait_attached()
+            assert other.store(keys_of("late", 2))
+        assert daemon.process.poll() is None
 
 
 def test_a_daemon_without_room_for_its_manifest_says_so(
-    start_daemon: StartDaemon, tmp_path: Path
+    start_daemon: StartDaemon, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
 ) -> None:
     """The pool fits, the manifest does not: one sentence with the remedy, and status 1."""
-    pool_dir = tmp_path / "pool"
-    pool_dir.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4M", "tmpfs", str(pool_dir)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("no tmpfs can be mounted here")
-    try:
-        extra = ("--pool-dir", str(pool_dir), "--keep-pool", "yes")
-        daemon = start_daemon(*extra, cpu_bytes="2MiB")
-        daemon.stop()
-        (area,) = pool_dir.iterdir()
-        (area / "manifest.json").unlink()
-        fill_up(pool_dir / "filler")
-        daemon = start_daemon(*extra, cpu_bytes="2MiB", ready=False)
-        assert daemon.process.wait(PATIENCE) == 1
-        said = daemon.log.read_text()
-        assert "cannot be written: No space left on device; make room there" in said
-        assert "Traceback" not in said
-    finally:
-        subprocess.run(["umount", "--lazy", str(pool_dir)], check=False)
+    small_tmpfs(tmp_path, 4 * 2**20)
+    extra = ("--pool-dir", str(tmp_path), "--keep-pool", "yes")
+    start_daemon(*extra, cpu_bytes="2MiB").stop()
+    (area,) = tmp_path.glob("kvd-*")
+    (area / "manifest.json").unlink()
+    fill_up(tmp_path)
+    daemon = start_daemon(*extra, cpu_bytes="2MiB", ready=False)
+    assert daemon.process.wait(PATIENCE) == 1
+    said = daemon.log.read_text()
+    assert "cannot be written: No space left on device; make room there" in said
+    assert "Traceback" not in said

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import LookupResult, StoreAnswer, Worker
+from kvd_client import LookupResult
 from kvd_client.session import ABSENT_SECONDS
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
@@ -167,42 +167,6 @@ def test_a_killed_daemon_is_a_cache_that_misses(daemon: Daemon, start_daemon: St
         assert engine.load(keys) == (4, 0)
 
 
-def test_a_frozen_daemon_costs_one_deadline(daemon: Daemon) -> None:
-    """SIGSTOP of the broker: one call waits for its deadline, the next return at once."""
-    with Engine(daemon.runtime_dir, deadline=5.0).wait_attached() as engine:
-        keys = keys_of("frozen", 4)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        daemon.process.send_signal(signal.SIGSTOP)
-        try:
-            assert not engine.scheduler.prepare_load(keys).keys
-            start = time.monotonic()
-            for _ in range(100):
-                assert not engine.scheduler.prepare_load(keys).keys
-            assert time.monotonic() - start < 250  # half of what a deadline each would take
-        finally:
-            daemon.process.send_signal(signal.SIGCONT)
-        eventually(lambda: engine.scheduler.connected)
-        assert engine.load(keys) == (4, 0)
-
-
-def test_wait_that_runs_out_of_time_voids_the_store(daemon: Daemon) -> None:
-    """A store whose blocks were handed back early can never become a hit."""
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-        keys = keys_of("void", 2)
-        ticket = engine.scheduler.prepare_store(keys)
-        blocks = engine.fill(keys, 1)
-        worker = engine.workers[0]
-        later = worker.timeline.reserve()
-        worker.submit_store(7, blocks, [4, 0], [0, 0], ticket.slots, ticket.generations, later)
-        assert not worker.wait([7], 0.2)
-        engine.poison(blocks)
-        worker.timeline.signal(later)
-        wait_state(daemon, writing=0, draining=0, ready=0)
-        assert engine.scheduler.lookup_many(keys) == [LookupResult.MISS] * 2
-        assert [result.success for result in worker.get_finished()] == [False]
-
-
 def test_wait_that_runs_out_of_time_leaves_other_jobs_alone(daemon: Daemon) -> None:
     """A load and another store of the worker end as they would have without it."""
     with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
@@ -230,17 +194,6 @@ def test_wait_that_runs_out_of_time_leaves_other_jobs_alone(daemon: Daemon) -> N
         wait_state(daemon, writing=0, draining=0, ready=4)
         assert engine.scheduler.lookup_many(lost) == [LookupResult.MISS] * 2
         assert engine.load(kept) == (2, 0)
-
-
-def test_a_store_that_is_given_up_frees_its_slots(daemon: Daemon) -> None:
-    """complete_store without success: the keys are misses and may be offered again."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("given-up", 3)
-        assert engine.scheduler.prepare_store(keys).keys
-        assert engine.scheduler.prepare_store(keys).answers == (StoreAnswer.PENDING,) * 3
-        engine.scheduler.complete_store(keys, success=False)
-        wait_state(daemon, writing=0, draining=0)
-        assert engine.store(keys) == keys
 
 
 def test_a_ticket_that_is_never_used_runs_out(start_daemon: StartDaemon, tmp_path: Path) -> None:
@@ -320,19 +273,3 @@ def test_an_engine_may_start_before_its_daemon(
         engine.wait_attached()
         assert time.monotonic() - ready < 20.0  # not one request's deadline later
         assert engine.store(keys_of("late", 2))
-
-
-def test_a_rank_is_held_by_one_process(daemon: Daemon) -> None:
-    """A second worker of the same rank is refused; the first is not disturbed."""
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-        from kvd_client import Fingerprint, HostMemory, RegistrationError  # noqa: PLC0415
-
-        memory = [HostMemory.allocate(size) for size in engine.layout.storages]
-        with (
-            Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as second,
-            pytest.raises(RegistrationError, match=f"rank 0 .* held by pid {os.getpid()}"),
-        ):
-            second.register(memory, engine.layout, Fingerprint(model="model"))
-        assert engine.store(keys_of("undisturbed", 2))
-        for item in memory:
-            item.close()

@@ -3,23 +3,18 @@
 import gc
 import mmap
 import os
-import random
-import resource
 import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import psutil
 import pytest
 
 from kvd_client import (
     GroupSpec,
     HostMemory,
-    LookupResult,
     RankLayout,
     TensorRef,
     TensorSpec,
@@ -33,11 +28,9 @@ from kvd_proto.messages import (
     Error,
     ErrorCode,
     Fingerprint,
-    HostHandle,
     Ping,
     Pong,
     PrepareStore,
-    Register,
     Registered,
     Reset,
     Status,
@@ -51,7 +44,7 @@ from tests.daemon.engines import POISON, Engine, keys_of, make_layout, wait_hit
 from tests.daemon.raw_client import RawClient, code_of, registration, said_at_the_end, text_of
 from tests.daemon.serving import wait_state
 from tests.descriptors import open_files
-from tests.waiting import DEADLINE, PATIENCE, eventually
+from tests.waiting import DEADLINE, eventually
 
 
 @pytest.fixture
@@ -237,37 +230,6 @@ def test_memory_that_could_be_shortened_is_refused(
     assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
 
 
-def test_an_unknown_device_is_named(client: RawClient) -> None:
-    """A device without a lane is refused, and those that are served are listed."""
-    client.hello(kind="worker")
-    request = msgspec.structs.replace(registration(), device="GPU-1234")
-    reply = client.register(request, [os.memfd_create("test") for _ in range(3)])
-    assert code_of(reply) is ErrorCode.BAD_LAYOUT
-    assert "'GPU-1234'" in text_of(reply)
-    assert "host" in text_of(reply)
-
-
-def test_mutated_requests_never_stop_the_daemon(client: RawClient, daemon: Daemon) -> None:
-    """Hundreds of broken variants of every message; the daemon answers on, the lane lives."""
-    seed = 20
-    generator = random.Random(seed)
-    client.hello()
-    boot_and_token = client.boot_id + client.token
-    for _ in range(600):
-        frame = bytearray(vector(generator.choice(EXAMPLES)))
-        frame[16:48] = boot_and_token
-        for _ in range(generator.randint(1, 4)):
-            place = generator.choice([6, *range(HEADER_BYTES, len(frame))])
-            frame[place % len(frame)] = generator.randrange(256)
-        client.socket.send(bytes(frame))
-    last = 2**32 - 1  # no id of the examples'
-    request_id, reply = client.raw(WIRE.encode(Ping(), last, client.boot_id, client.token))
-    while request_id != last:  # those before it are answered before it
-        request_id, reply = client.answer()
-    assert isinstance(reply, Pong)
-    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
-
-
 def test_a_forged_job_moves_nothing(daemon: Daemon) -> None:
     """Slots that were never granted, of another engine or of another generation are refused."""
     with (
@@ -329,52 +291,6 @@ def test_the_directory_cannot_be_written_by_clients(daemon: Daemon) -> None:
         client.close()
 
 
-def test_too_many_keys_are_refused_as_a_message(client: RawClient) -> None:
-    """One key above the limit: an error, not a truncated answer."""
-    client.hello()
-    head = WIRE.encode(Ping(), 77, client.boot_id, client.token)[:HEADER_BYTES]
-    count = 65537
-    body = b"\x81\xa4keys\xdd" + count.to_bytes(4, "big") + b"\xc4\x01k" * count
-    request_id, reply = client.raw(head[:6] + b"\x10\x00" + head[8:] + body)
-    assert (request_id, code_of(reply)) == (77, ErrorCode.BAD_MESSAGE)
-
-
-def test_absurd_arguments_are_misses_not_exceptions(daemon: Daemon) -> None:
-    """Keys that nobody stored, twice the same, or thousands of them: plain misses."""
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-        keys = [np.random.default_rng(i).bytes(36) for i in range(5000)]
-        assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.MISS}
-        assert not engine.scheduler.prepare_load(keys).keys
-        assert engine.scheduler.request_finished(keys + keys) == 0
-
-
-def test_running_out_of_descriptors_turns_newcomers_away(start_daemon: StartDaemon) -> None:
-    """At the limit new sessions are refused, the others go on, and later there is room again."""
-    daemon = start_daemon()
-    used = len(list(Path(f"/proc/{daemon.process.pid}/fd").iterdir()))
-    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (used + 8, used + 8))
-    first = RawClient(daemon.runtime_dir)
-    first.hello()
-    crowd = []
-    for _ in range(40):  # more than there is room for, whatever was open for a moment above
-        control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        control_socket.settimeout(PATIENCE)
-        control_socket.connect(str(daemon.runtime_dir / "control.sock"))
-        crowd.append(control_socket)
-    greeted = [control_socket.recv(65536) != b"" for control_socket in crowd]
-    assert True in greeted
-    assert False in greeted
-    assert isinstance(first.ask(Ping()), Pong)
-    for control_socket in crowd:
-        control_socket.close()
-    assert isinstance(first.ask(Ping()), Pong)
-    assert daemon.wait_ready()["broker"]["limits"]["open_files"] >= 1
-    again = RawClient(daemon.runtime_dir)
-    again.hello()
-    for raw in (again, first):
-        raw.close()
-
-
 def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: StartDaemon) -> None:
     """A scheduler that dies with 20,000 chunks in writing costs nobody anything."""
     daemon = start_daemon(cpu_bytes="96MiB")
@@ -398,29 +314,3 @@ def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: Sta
     assert daemon.status()["lanes"][0]["restarts"] == 0
     engine.close()
     memory[0].close()
-
-
-def test_a_layout_of_absurd_size_is_refused(client: RawClient, daemon: Daemon) -> None:
-    """Sixty thousand tensors are refused before they are looked at: an error, and all goes on."""
-    client.hello(kind="worker")
-    count = 60_000
-    layout = RankLayout(
-        num_blocks=1,
-        blocks_per_chunk=1,
-        hash_block_size=16,
-        storages=(4096 * count,),
-        tensors=tuple(TensorSpec(0, 4096 * i, 4096, 4096) for i in range(count)),
-        groups=(GroupSpec((TensorRef(0, 4096),), 16),),
-    )
-    reply = client.ask(
-        Register(
-            rank=0,
-            world_size=1,
-            device="host",
-            fingerprint=Fingerprint(model="m"),
-            layout=layout,
-            handles=(HostHandle(fd_index=1),),
-        )
-    )
-    assert code_of(reply) is ErrorCode.BAD_MESSAGE
-    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0

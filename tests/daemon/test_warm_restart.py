@@ -13,7 +13,6 @@ from kvd.daemon.kept_pool import area_name
 from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
-from tests.full import fill_up
 from tests.processes import children_running, has_ended
 from tests.soak.restart_loop import run
 from tests.waiting import PATIENCE, eventually
@@ -90,27 +89,6 @@ def test_an_engine_that_stays_hits_again(warm: Daemon, start_daemon: StartDaemon
         assert hits(engine, keys) == 10
 
 
-def test_what_was_in_writing_is_gone(warm: Daemon, start_daemon: StartDaemon) -> None:
-    """A chunk of which a share was missing at the kill is a miss, and its slot is used again."""
-    with Engine(warm.runtime_dir).wait_attached() as engine:
-        ready, half = keys_of("ready", 3), keys_of("half", 5)
-        stored(engine, ready)
-        ticket = engine.scheduler.prepare_store(half)
-        engine.results(
-            engine.submit("store", [0], engine.fill(half, 1), ticket.slots, ticket.generations)
-        )
-        generation = int(ticket.generations.max())
-        warm.stop(signal.SIGKILL)
-    second = start_daemon(*KEEP)
-    with Engine(second.runtime_dir).wait_attached() as engine:
-        assert looked_up(engine, ready + half) == [LookupResult.HIT] * 3 + [LookupResult.MISS] * 5
-        again = engine.scheduler.prepare_store(half)
-        assert int(again.generations.min()) > generation
-        assert not set(again.slots.tolist()) & set(
-            engine.scheduler.prepare_load(ready).slots.tolist()
-        )
-
-
 def test_auto_finds_the_kept_pool(start_daemon: StartDaemon) -> None:
     """cpu_bytes auto: the same engine gets its pool with its chunks, a larger one a new pool."""
     auto = {"cpu_bytes": "auto"}
@@ -169,26 +147,6 @@ def test_another_size_that_fits_is_served(warm: Daemon, start_daemon: StartDaemo
             stored(engine, keys_of("kept", 10))
             assert (area(warm) / "pool").stat().st_size == cpu_bytes * 2**20
     warm.wait_log("the new pool is there")
-
-
-def test_a_full_filesystem_hinders_no_restart(
-    start_daemon: StartDaemon, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
-) -> None:
-    """The pool is there, and a daemon that starts with it needs no room; its chunks are hits."""
-    small_tmpfs(tmp_path, 70 * 2**20)
-    place = (*KEEP, "--pool-dir", str(tmp_path))
-    keys = keys_of("kept", 20)
-    first = start_daemon(*place)
-    with Engine(first.runtime_dir).wait_attached() as engine:
-        stored(engine, keys)
-        first.stop()
-        fill_up(tmp_path)
-        second = start_daemon(*place)
-        engine.wait_attached(second)
-        assert hits(engine, keys) == 20
-        second.stop(signal.SIGKILL)
-        engine.wait_attached(start_daemon(*place))
-        assert hits(engine, keys) == 20
 
 
 @pytest.mark.slow
