@@ -20,8 +20,7 @@ from harness import Figures, median
 
 from kvd.broker.identity import namespace_id
 from kvd.cache.namespaces import Keeping, Namespaces
-from kvd.daemon.kept_pool import Keep
-from kvd.daemon.memory import PoolMemory
+from kvd.daemon.kept_pool import KeptPool
 from kvd.errors import KvdError
 from kvd.pool.filling import FillOrder
 from kvd.wire.tool import Control
@@ -69,15 +68,13 @@ def key(number: int) -> bytes:
 
 def fill(place: Place, chunks: int) -> None:
     """Leave a pool with so many READY chunks, as a daemon does that is killed."""
-    keep = Keep(place.pool_dir, place.runtime_dir, keeps=True)
-    found = keep.open(place.cpu_bytes)
-    pool = PoolMemory(keep.pool_file, place.cpu_bytes)
-    keep.commit(found, place.cpu_bytes, pool)
+    kept = KeptPool(place.pool_dir, place.runtime_dir, keeps=True)
+    pool, found = kept.open(place.cpu_bytes)
     pool.close()
     namespaces = Namespaces(
         place.cpu_bytes,
         make_buffer=lambda _, size: bytearray(size),
-        keeping=Keeping(keep.make_ledger, found.pool, found.generation_base),
+        keeping=Keeping(kept.make_ledger, found.pool, found.generation_base),
         fill=FillOrder.of(place.cpu_bytes),
     )
     registration = Register(
@@ -99,7 +96,7 @@ def fill(place: Place, chunks: int) -> None:
         opened.table.share_done(
             1, 0, ready.slots, ready.generations, [0] * len(ones), ones, ok=True
         )
-    keep.close()
+    kept.close()
 
 
 def status(place: Place) -> dict[str, Any]:

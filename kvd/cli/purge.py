@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvd.cli.options import settings_options, sources
-from kvd.daemon.kept_pool import Keep, area_name
+from kvd.daemon.kept_pool import KeptPool, area_name
 from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.errors import ConfigError, KvdError
 from kvd_proto.sizes import format_size
@@ -31,9 +31,9 @@ def purge(*, config: Path | None, **options: str | None) -> None:
         runtime.lock()
         try:
             _check_owner(Path(settings.pool_dir) / area_name(runtime.path))
-            keep = Keep.of(settings, runtime.path)
-            freed = keep.remove()
-            keep.close()
+            kept = KeptPool.of(settings, runtime.path)
+            freed = kept.remove()
+            kept.close()
         finally:
             runtime.release()
     except KvdError as error:
@@ -42,7 +42,7 @@ def purge(*, config: Path | None, **options: str | None) -> None:
 
 
 def _check_owner(area: Path) -> None:
-    """Somebody else's pool is nothing that this command would find."""
+    """Refuse the pool of another user."""
     owner = area.lstat().st_uid if area.exists() else os.geteuid()
     if owner != os.geteuid():
         raise ConfigError(

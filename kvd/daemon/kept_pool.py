@@ -60,7 +60,7 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 @dataclass(slots=True)
 class Found:
-    """What is there to go on with: ledgers by namespace in hex; `pool` names the pool."""
+    """Chunks to go on with: ledgers by namespace in hex; `pool` names the pool."""
 
     pool: str
     epoch: int
@@ -72,8 +72,8 @@ class Found:
         return self.epoch << _EPOCH_SHIFT
 
 
-class Keep:
-    """The kept files of one runtime directory; only its daemon may use this.
+class KeptPool:
+    """The files of one runtime directory's pool; only its daemon may use this.
 
     Args:
         pool_dir: where the pool goes.
@@ -128,31 +128,58 @@ class Keep:
         self._new: tuple[Manifest, PoolMemory] | None = None  # not there yet
 
     @classmethod
-    def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "Keep":
-        """As the settings say; see above."""
+    def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "KeptPool":
+        """Return the one that the settings name; see above."""
         keeps = settings.keep_pool == "yes"
         return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold)
 
     # ---------------------------------------------------------------- start
 
     def kept_bytes(self) -> int | None:
-        """`cpu_bytes` of the pool that is there and can be used again; None without one."""
+        """Return `cpu_bytes` of the pool that is there and can be used again; None without one."""
         manifest = self._usable
         return manifest.cpu_bytes if manifest is not None else None
 
     def held_bytes(self) -> int:
-        """Memory that the pool's file takes now, which this daemon uses again or gives back."""
+        """Return the memory that the pool's file takes now, which this daemon uses or frees."""
         try:
             return self.pool_file.lstat().st_blocks * 512
         except OSError:
             return 0
 
-    def open(self, cpu_bytes: int) -> Found:
-        """Find what a pool of `cpu_bytes` can go on with; what it cannot stays until `settle`.
+    def open(self, cpu_bytes: int) -> tuple[PoolMemory, Found]:
+        """Open a pool of `cpu_bytes`; return its memory and the chunks it goes on with.
+
+        What it does not go on with stays until `settle`.
 
         Raises:
-            PoolError: no descriptor or memory is left to look; nothing is lost.
+            PoolError: the memory cannot be had, or no descriptor is left; nothing is lost.
         """
+        found = self._find(cpu_bytes)
+        try:
+            pool = PoolMemory(self.pool_file, cpu_bytes)
+        except PoolError as error:
+            raise PoolError(f"{error}{self.what_stays}") from error
+        manifest = Manifest(
+            version=VERSION,
+            pool=found.pool,
+            cpu_bytes=cpu_bytes,
+            bytes=pool.nbytes,
+            inode=os.fstat(pool.fd).st_ino,
+            kernel=kernel_boot(),
+            epoch=found.epoch,
+        )
+        self._new = manifest, pool
+        if self._goes_on or pool.fresh:  # nothing is given up for it
+            try:
+                self.settle()
+            except PoolError:
+                pool.close()
+                raise
+        return pool, found
+
+    def _find(self, cpu_bytes: int) -> Found:
+        """Return what a pool of `cpu_bytes` can go on with."""
         self._undo()
         manifest = self._usable
         if manifest is not None and manifest.cpu_bytes != cpu_bytes:
@@ -184,31 +211,13 @@ class Keep:
             log.info("the kept pool of %s is used again; it has no chunks", format_size(cpu_bytes))
         return found
 
-    def commit(self, found: Found, cpu_bytes: int, pool: PoolMemory) -> None:
-        """This daemon's pool, for the next one to go on with: at once, or from `settle` on.
+    def settle(self) -> None:
+        """Give up what this daemon does not go on with: the new pool is there, and is its own.
 
-        Call it when its file is there and before any chunk is kept.
+        Does nothing where that is done.
 
         Raises:
             PoolError: there is no room for the manifest.
-        """
-        manifest = Manifest(
-            version=VERSION,
-            pool=found.pool,
-            cpu_bytes=cpu_bytes,
-            bytes=pool.nbytes,
-            inode=os.fstat(pool.fd).st_ino,
-            kernel=kernel_boot(),
-            epoch=found.epoch,
-        )
-        self._new = manifest, pool
-        if self._goes_on or pool.fresh:  # nothing is given up for it
-            self.settle()
-
-    def settle(self) -> None:
-        """All that is certain to fit is there, and nobody else writes there: give up the rest.
-
-        Does nothing where that is done.
         """
         if self._new is None:
             return
@@ -225,13 +234,13 @@ class Keep:
         pool.settle()
 
     def failed(self) -> None:
-        """The pool cannot be had after all: what this daemon made goes with it."""
+        """The pool cannot be allocated: what this daemon made goes with it."""
         if self._own:
             self.keeps = False  # it will not fit next time either
 
     @property
     def what_stays(self) -> str:
-        """What a start that fails leaves, for the end of a sentence; empty for nothing."""
+        """What a start that fails leaves, for the end of an error; empty for nothing."""
         if self._before is None or self._own:
             return ""
         return f"; the kept pool of {format_size(self._before.cpu_bytes)} stays as it was"
@@ -260,17 +269,17 @@ class Keep:
             ) from error
 
     def drop_ledger(self, name: str) -> None:
-        """The namespace is closed."""
+        """Remove the ledger of a namespace that is closed."""
         self._ledger_file(name).unlink(missing_ok=True)
 
     def set_aside(self, name: str, reason: LedgerDamaged | str) -> None:
-        """The ledger of a namespace cannot be believed: keep it under another name, to look at."""
+        """Rename a ledger that is damaged, so that it can be looked at."""
         self._set_aside(self._notes / f"{name}{_LEDGER}", str(reason))
 
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """Leave everything to the next daemon, or remove it; close the pool's memory before."""
+        """Leave the files to the next daemon, or remove them; close the pool's memory before."""
         if self._new is not None:
             self._undo()
         elif self._own and not self.keeps:
@@ -281,7 +290,7 @@ class Keep:
         os.close(self._lock_fd)
 
     def remove(self) -> int:
-        """Give everything back; how many bytes that were."""
+        """Remove all files; return how many bytes the pool had."""
         held = self.held_bytes()
         for place in {self._place, self._notes}:
             _remove_tree(place)
@@ -389,7 +398,7 @@ class Keep:
         log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
 
     def __repr__(self) -> str:
-        return f"<Keep {self._place}{'' if self.keeps else ', not kept'}>"
+        return f"<KeptPool {self._place}{'' if self.keeps else ', not kept'}>"
 
 
 def area_name(*paths: Path) -> str:

@@ -45,7 +45,7 @@ from kvd.daemon.allowed import AllowList
 from kvd.daemon.config_reader import ConfigReader
 from kvd.daemon.connections import Connections
 from kvd.daemon.http_process import HttpProcess
-from kvd.daemon.kept_pool import Keep
+from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.lane_processes import Lanes
 from kvd.daemon.memory import DirectoryMemory, PoolMemory
 from kvd.daemon.notify import Notifier
@@ -90,7 +90,7 @@ class Service:
         self._notifier = Notifier.from_environment(os.environ)
         self._runtime = RuntimeDir(Path(settings.runtime_dir))
         self._runtime.lock()
-        self._keep = Keep.of(settings, self._runtime.path, cold=cold)
+        self._kept_pool = KeptPool.of(settings, self._runtime.path, cold=cold)
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen
         )
@@ -155,7 +155,7 @@ class Service:
         now = time.monotonic()
         pool = self._pool
         if pool is not None and pool.may_be_written and not self.core.state.stopping:
-            self._keep.settle()
+            self._kept_pool.settle()
             self._lanes.start_due(pool, now)
         if self._polled:
             self.core.loop_turned(time.monotonic() - self._polled, now)
@@ -210,10 +210,10 @@ class Service:
             )
 
         try:
-            self._pool, namespaces = open_pool(self._keep, cpu_bytes, self._boot_id, make)
+            self._pool, namespaces = open_pool(self._kept_pool, cpu_bytes, self._boot_id, make)
         except PoolError:
             if self.settings.pool_bytes is not None:  # this daemon does not start
-                self._keep.close()
+                self._kept_pool.close()
             raise
         self._pool.start()
         self._poller.register(self._pool.done_fd, zmq.POLLIN)
@@ -222,10 +222,10 @@ class Service:
 
     def _open_sized(self, effect: OpenPool) -> None:
         """Open a pool whose size the ranks of an engine decide."""
-        available = available_bytes(Path(self.settings.pool_dir)) + self._keep.held_bytes()
+        available = available_bytes(Path(self.settings.pool_dir)) + self._kept_pool.held_bytes()
         try:
             cpu_bytes, explanation = auto_size(
-                self.settings, effect.layouts, available, self._keep.kept_bytes()
+                self.settings, effect.layouts, available, self._kept_pool.kept_bytes()
             )
             namespaces = self._open_pool(cpu_bytes)
         except Refused as refusal:
@@ -237,8 +237,8 @@ class Service:
 
     def _pool_turn(self, pool: PoolMemory) -> None:
         if pool.error:
-            self._keep.failed()
-            raise PoolError(f"{pool.error}{self._keep.what_stays}")
+            self._kept_pool.failed()
+            raise PoolError(f"{pool.error}{self._kept_pool.what_stays}")
         with contextlib.suppress(BlockingIOError):
             os.read(pool.done_fd, 512)
         self._carry_out(self.core.pool_allocated(pool.allocated))
@@ -276,7 +276,7 @@ class Service:
                 self._connections.drop_fds(effect.session)
             case DropDirectory():
                 self._directories.drop(effect.namespace.hex())
-                self._keep.drop_ledger(effect.namespace.hex())
+                self._kept_pool.drop_ledger(effect.namespace.hex())
             case ChunksReady():
                 self._ready_pipes.tell(effect.engine)
             case DropEngine():
@@ -334,7 +334,7 @@ class Service:
         self._ready_pipes.close()
         if self._pool is not None:
             self._pool.close()
-        self._keep.close()
+        self._kept_pool.close()
         self._runtime.release()  # last: the next daemon may start from here on
         os.close(self._wake_read)
         os.close(self._wake_write)

@@ -1,4 +1,4 @@
-"""Open the pool, with what the daemon before this one left in it."""
+"""Open the pool, with the chunks that the daemon before this one kept in it."""
 
 import logging
 import time
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
-from kvd.daemon.kept_pool import Found, Keep
+from kvd.daemon.kept_pool import Found, KeptPool
 from kvd.daemon.memory import PoolMemory
-from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refused
+from kvd.errors import IntegrityError, LedgerDamaged, Refused
 from kvd.pool.filling import FillOrder
 from kvd_proto.sizes import format_size
 
@@ -18,12 +18,12 @@ MakeNamespaces = Callable[[Keeping | None, FillOrder], Namespaces]
 
 
 def open_pool(
-    keep: Keep, cpu_bytes: int, boot_id: bytes, make_namespaces: MakeNamespaces
+    kept: KeptPool, cpu_bytes: int, boot_id: bytes, make_namespaces: MakeNamespaces
 ) -> tuple[PoolMemory, Namespaces]:
-    """The pool's memory, and its namespaces with every chunk that can be believed.
+    """Return the pool's memory, and its namespaces with every chunk that is undamaged.
 
     Args:
-        keep: the kept files.
+        kept: its files.
         cpu_bytes: the budget.
         boot_id: this daemon's.
         make_namespaces: makes them without any namespace; called again where one is damaged.
@@ -32,29 +32,20 @@ def open_pool(
         PoolError: the memory cannot be had.
         Refused: a directory cannot be made now.
     """
-    found = keep.open(cpu_bytes)
-    try:
-        pool = PoolMemory(keep.pool_file, cpu_bytes)
-    except PoolError as error:
-        raise PoolError(f"{error}{keep.what_stays}") from error
-    try:
-        keep.commit(found, cpu_bytes, pool)
-    except PoolError:
-        pool.close()
-        raise
-    keeping = Keeping(keep.make_ledger, found.pool, found.generation_base) if keep.keeps else None
+    pool, found = kept.open(cpu_bytes)
+    keeping = Keeping(kept.make_ledger, found.pool, found.generation_base) if kept.keeps else None
     try:
         while True:
             namespaces = make_namespaces(keeping, pool.fill)
-            if _restore(keep, found, namespaces, boot_id):
+            if _restore(kept, found, namespaces, boot_id):
                 return pool, namespaces
     except Refused:
         pool.close()
         raise
 
 
-def _restore(keep: Keep, found: Found, namespaces: Namespaces, boot_id: bytes) -> bool:
-    """Reopen every ledger; False where one was set aside and all must begin again."""
+def _restore(kept: KeptPool, found: Found, namespaces: Namespaces, boot_id: bytes) -> bool:
+    """Reopen every ledger; return False where one was set aside and all must begin again."""
     for name, buffer in list(found.ledgers.items()):
         began = time.perf_counter()
         try:
@@ -62,18 +53,18 @@ def _restore(keep: Keep, found: Found, namespaces: Namespaces, boot_id: bytes) -
             if ledger.kept.namespace != name:
                 raise LedgerDamaged(f"it is that of namespace {ledger.kept.namespace}")
             if not len(ledger):
-                keep.drop_ledger(name)
+                kept.drop_ledger(name)
                 del found.ledgers[name]
                 continue
             namespace = namespaces.reopen(ledger, boot_id)
         except LedgerDamaged as error:
-            keep.set_aside(name, error)
+            kept.set_aside(name, error)
             del found.ledgers[name]
             return False
         except IntegrityError as error:
-            # Two ledgers name the same bytes, and nothing says which of them is right.
+            # Two ledgers name the same bytes; either may be wrong.
             for other in found.ledgers:
-                keep.set_aside(other, str(error))
+                kept.set_aside(other, str(error))
             found.ledgers.clear()
             return False
         ready = namespace.table.slots.stats()["ready"]

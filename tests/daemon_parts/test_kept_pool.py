@@ -19,7 +19,7 @@ from kvd.cache.chunks import ChunkTable
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.daemon import kept_pool as keep
 from kvd.daemon import memory
-from kvd.daemon.kept_pool import Keep, area_name
+from kvd.daemon.kept_pool import KeptPool, area_name
 from kvd.daemon.manifest import VERSION
 from kvd.daemon.memory import DirectoryMemory, PoolMemory
 from kvd.daemon.reopen import open_pool
@@ -47,7 +47,7 @@ SHAPES: tuple[tuple[tuple[int, ...], int, bool], ...] = (
 class Life:
     """One daemon's life with its pool: from its start to a kill."""
 
-    keep: Keep
+    keep: KeptPool
     pool: PoolMemory
     namespaces: Namespaces
     directories: DirectoryMemory
@@ -127,7 +127,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 fill=fill,
             )
 
-        kept = Keep(tmp_path, RUNTIME, keeps=keeps, cold=cold)
+        kept = KeptPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
         try:
             pool, namespaces = open_pool(kept, cpu_bytes, bytes([9]) * 16, make)
         except (PoolError, Refused):
@@ -527,10 +527,9 @@ def test_another_pool_dir_leaves_what_is_kept(start: Start, tmp_path: Path) -> N
     before = contents(area(tmp_path))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    other = Keep(elsewhere, RUNTIME, keeps=True)
+    other = KeptPool(elsewhere, RUNTIME, keeps=True)
     assert other.kept_bytes() is None
-    pool = PoolMemory(other.pool_file, SIZE)
-    other.commit(other.open(SIZE), SIZE, pool)
+    pool, _ = other.open(SIZE)
     pool.close()
     other.close()
     assert contents(area(tmp_path)) == before
@@ -712,7 +711,7 @@ def test_an_area_in_use_is_refused(start: Start, tmp_path: Path) -> None:
     """Two daemons never share a pool, also where the runtime directory's lock was removed."""
     start()
     with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
-        Keep(tmp_path, RUNTIME, keeps=True)
+        KeptPool(tmp_path, RUNTIME, keeps=True)
 
 
 def test_a_foreign_area_is_left_alone(
@@ -738,7 +737,7 @@ def test_a_foreign_area_is_left_alone(
 def test_a_pool_dir_that_is_none_is_named(tmp_path: Path) -> None:
     """The message has the setting and the remedy."""
     with pytest.raises(ConfigError, match=r"pool_dir = .*nowhere: no such directory"):
-        Keep(tmp_path / "nowhere", RUNTIME, keeps=True)
+        KeptPool(tmp_path / "nowhere", RUNTIME, keeps=True)
 
 
 def test_a_pool_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
@@ -775,18 +774,17 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     found = Filesystem.of(huge)
     assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
     assert found.whole_pages(2**21 + 1) == 2**22
-    kept = Keep(huge, RUNTIME, keeps=True)
+    kept = KeptPool(huge, RUNTIME, keeps=True)
     assert kept.pool_file == huge / area_name(RUNTIME) / "pool"
-    pool = PoolMemory(kept.pool_file, 2**21 + 1)
+    pool, _ = kept.open(2**21 + 1)
     assert pool.nbytes == pool.fill.nbytes == 2**22
     assert pool.fill.piece_bytes % 2**21 == 0
-    kept.commit(kept.open(2**21 + 1), 2**21 + 1, pool)
     assert (notes / area_name(RUNTIME, huge) / "manifest.json").exists()
     assert kept.kept_bytes() == 2**21 + 1
     with pytest.raises(PoolError, match=r"reserve 4 huge pages of 2 MiB \(sysctl vm.nr_hugepages"):
         PoolMemory(huge / "large", 7 * 2**20)
     pool.close()
-    beside = Keep(notes, RUNTIME, keeps=True)  # a pool where the notes of the other one lie
+    beside = KeptPool(notes, RUNTIME, keeps=True)  # a pool where the notes of the other one lie
     assert beside.kept_bytes() is None
     beside.close()
     assert kept.kept_bytes() == 2**21 + 1

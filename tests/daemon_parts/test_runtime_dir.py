@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.daemon.kept_pool import Keep
+from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.errors import AlreadyRunning, ConfigError
 
@@ -95,7 +95,7 @@ def test_a_directory_that_every_user_may_write_is_refused(runtime_dir: Path, mod
     with pytest.raises(ConfigError, match=f"runtime_dir = .*{remedy}"):
         RuntimeDir(runtime_dir).lock()
     with pytest.raises(ConfigError, match=f"pool_dir = .*{remedy}"):
-        Keep(runtime_dir, Path("/run/some"), keeps=True)
+        KeptPool(runtime_dir, Path("/run/some"), keeps=True)
     assert list(runtime_dir.iterdir()) == []
 
 
@@ -109,7 +109,7 @@ def test_a_directory_whose_files_others_cannot_replace_is_taken(
     runtime = RuntimeDir(runtime_dir)
     runtime.lock()
     runtime.release()
-    Keep(runtime_dir, Path("/run/some"), keeps=False).close()
+    KeptPool(runtime_dir, Path("/run/some"), keeps=False).close()
 
 
 def folder(place: Path) -> None:
