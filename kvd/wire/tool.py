@@ -11,13 +11,13 @@ import zmq
 
 from kvd.errors import NotRunning, Refused
 from kvd.version import VERSION
-from kvd.wire.seqpacket import Channel, close_all
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, StatusReport
 from kvd_proto.printable import printable, printable_tree
 
 M = TypeVar("M", bound=Message)
+_MAX_NOTICE_BYTES = 64 * 1024
 
 
 class Control:
@@ -33,22 +33,35 @@ class Control:
         self._timeout = timeout
         self._request_id = 0
         self._context = zmq.Context()
-        control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._control_socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
+        )
         try:
-            control_socket.settimeout(
-                timeout
-            )  # a daemon that hangs stops accepting, and connect waits
-            control_socket.connect(str(self._runtime_dir / "control.sock"))
-            self._control_socket = Channel(control_socket)
-            greeting = self._greeting()
-            header, greeted = self._decode(greeting)
-            if isinstance(greeted, Error):
-                raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
-            self.boot_id, self._session = header.boot_id, header.session
-            self._socket = self._context.socket(zmq.DEALER)
-            self._socket.linger = 0
-            self._socket.connect(f"ipc://{self._runtime_dir / 'broker.sock'}")
-            welcome = self.request(
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        try:
+            # A daemon that hangs accepts nothing, and connect waits.
+            self._control_socket.settimeout(self._timeout)
+            self._control_socket.connect(str(self._runtime_dir / "control.sock"))
+            greeting = self._control_socket.recv(_MAX_NOTICE_BYTES)
+        except OSError as error:
+            raise NotRunning(
+                f"no daemon answers in {self._runtime_dir} ({error}); start one with:"
+                f" kvd serve --runtime-dir {self._runtime_dir}"
+            ) from error
+        if not greeting:
+            raise NotRunning(f"the daemon in {self._runtime_dir} has closed the connection")
+        header, greeted = self._decode(greeting)
+        self.boot_id, self._session = header.boot_id, header.session
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(f"ipc://{self._runtime_dir / 'broker.sock'}")
+        if not isinstance(greeted, Error):
+            greeted = self.request(
                 Hello(
                     kind="tool",
                     engine=f"tool-{os.getpid()}",
@@ -58,21 +71,11 @@ class Control:
                     client=f"kvd {VERSION}",
                 )
             )
-            if isinstance(welcome, Error):
-                raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {welcome.text}")
-        except (OSError, EOFError) as error:
-            control_socket.close()
-            self._context.destroy(0)
-            raise NotRunning(
-                f"no daemon answers in {self._runtime_dir} ({error}); start one with:"
-                f" kvd serve --runtime-dir {self._runtime_dir}"
-            ) from error
-        except NotRunning:
-            self.close()
-            raise
+        if isinstance(greeted, Error):
+            raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
 
     def request(self, message: Message, timeout: float | None = None) -> Message:
-        """Send a request; its reply, or the daemon's ERROR as it is.
+        """Send a request; return its reply, or the daemon's ERROR as it is.
 
         Args:
             message: what to ask.
@@ -95,15 +98,15 @@ class Control:
                 header, reply = self._decode(self._socket.recv())
                 if header.request_id == self._request_id:
                     return reply
-            elif self._control_socket.fileno() in ready:
-                self._hear()
+            elif ready and self._closed():
+                raise NotRunning(f"the daemon in {self._runtime_dir} has closed the connection")
         raise NotRunning(
             f"the daemon in {self._runtime_dir} did not answer {type(message).__name__} within"
             f" {seconds:g} s"
         )
 
     def ask(self, message: Message, kind: type[M], timeout: float | None = None) -> M:
-        """Send a request; its reply, which is of this type.
+        """Send a request; return its reply, which is of this type.
 
         Raises:
             NotRunning: no reply in time, or one of another type.
@@ -124,35 +127,20 @@ class Control:
             header, message = WIRE.decode(frame)
         except DecodeError as error:
             raise NotRunning(
-                f"the daemon in {self._runtime_dir} says what kvd {VERSION} does not understand"
+                f"the daemon in {self._runtime_dir} sent what kvd {VERSION} does not understand"
                 f" ({error}); is it of another version?"
             ) from error
         return header, _showable(message)
 
-    def _hear(self) -> None:
-        """Read the control socket: notices, which tools ignore, or the daemon's end."""
+    def _closed(self) -> bool:
+        """Read the control socket: a notice, which tools ignore, or the daemon's end."""
         try:
-            received = self._control_socket.recv()
-        except EOFError as error:
-            raise NotRunning(f"the daemon in {self._runtime_dir} has hung up") from error
-        if received is not None:
-            close_all(received[1])
-
-    def _greeting(self) -> bytes:
-        poller = zmq.Poller()
-        poller.register(self._control_socket.fileno(), zmq.POLLIN)
-        if not poller.poll(int(self._timeout * 1000)):
-            raise NotRunning(
-                f"the daemon in {self._runtime_dir} did not greet within {self._timeout:g} s"
-            )
-        received = self._control_socket.recv()
-        if received is None:
-            raise EOFError("no greeting")
-        close_all(received[1])
-        return received[0]
+            return not self._control_socket.recv(_MAX_NOTICE_BYTES)
+        except OSError:
+            return True
 
     def close(self) -> None:
-        """Leave."""
+        """End the session."""
         self._control_socket.close()
         self._context.destroy(0)
 
@@ -172,7 +160,7 @@ class Control:
 
 
 def _showable(message: Message) -> Message:
-    """The message with printable text only: what daemons say goes to terminals and monitors."""
+    """Return the message with printable text only: it is shown on terminals and in monitors."""
     if isinstance(message, StatusReport):
         return StatusReport(status=printable_tree(message.status))
     if isinstance(message, Error):
