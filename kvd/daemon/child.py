@@ -34,7 +34,7 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """A process exists that has not been reaped."""
+        """Whether a process has not been reaped."""
         return self._process is not None
 
     @property
@@ -97,7 +97,7 @@ class ChildProcess:
         self.start_at = now + self._delay
 
     def reap(self, now: float) -> str:
-        """Collect the ended process; why it ended. Sets when the next may start."""
+        """Reap the ended process and set when the next may start; return why it ended."""
         if self._process is None:
             return ""
         code = self._process.wait()

@@ -12,7 +12,7 @@ from kvd.logs.setup import set_level
 
 
 class ConfigReader:
-    """SIGHUP and readings on their way to the core.
+    """Passes SIGHUP and what was read on to the broker's decisions.
 
     Args:
         sources: where to read.
@@ -29,7 +29,7 @@ class ConfigReader:
         self._hung_up = True
 
     def turn(self, core: Reloading) -> list[Effect]:
-        """One turn of the broker's loop: what was read goes to the core, and begin to read."""
+        """One turn of the loop: pass on what was read, begin to read where that is wanted."""
         effects: list[Effect] = []
         outcome, self._outcome = self._outcome, None
         if outcome is not None:
@@ -47,7 +47,7 @@ class ConfigReader:
             self._outcome = self._sources.load()
         except ConfigError as error:
             self._outcome = error
-        except Exception as error:  # noqa: BLE001  # whoever waits for this must hear of it
+        except Exception as error:  # noqa: BLE001  # whoever waits gets an answer
             self._outcome = ConfigError(f"the configuration cannot be read: {error!r}")
 
     def __repr__(self) -> str:

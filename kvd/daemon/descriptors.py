@@ -1,9 +1,9 @@
 """Descriptors of clients, received by a process that may be lost; see `kvd.daemon.receiver`.
 
-One connection at a time is read, in the order of asking. A process that met a descriptor of
-a foreign file system ends, which may take as long as the owner of that file system likes; it is
-not waited for, and the next connection gets a new one. A user whose file systems hold some
-already sends no more.
+One connection at a time is read, in order. A process that has received a descriptor of a
+foreign file system ends, which may take as long as the owner of that file system likes; it is
+not waited for, and the next connection gets a new process. From a user whose file systems hold
+some already nothing more is received.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class Receiver:
         self._orders.append(_Order(connection, uid, take))
 
     def drop(self, connection: socket.socket) -> None:
-        """Close a connection that has descriptors which nobody has read: not in this process."""
+        """Close a connection, in the other process: it may hold descriptors not received."""
         if self._link is None:
             self._start()
         if self._link is not None:
@@ -96,7 +96,7 @@ class Receiver:
         connection.close()
 
     def turn(self, ready: dict[object, int], now: float) -> None:
-        """Take what has come, give up what takes too long, send the next order."""
+        """Take answers, give up what takes too long, send the next order."""
         for child in [child for child in self._leaving if child.pidfd in ready]:
             self._reap(child, now)
         if self._link is not None and self._link.fileno() in ready:
@@ -131,7 +131,7 @@ class Receiver:
         try:
             self._link = child.spawn_linked(lambda fd: [str(fd)])
         except OSError as error:
-            log.error("descriptors cannot be received: %s", error)  # noqa: TRY400  # the reason is said
+            log.error("descriptors cannot be received: %s", error)  # noqa: TRY400  # the text has the reason
             return
         self._child = child
         self._answered = False

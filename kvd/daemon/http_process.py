@@ -1,12 +1,11 @@
 """The addresses that HTTP is served on, and the process that serves them.
 
 The broker binds the addresses and keeps them; it accepts nothing itself. The
-process that does inherits them, so that its end loses no address: whoever
-connects meanwhile waits in the kernel's queue for the next one.
+process that does inherits them, so that its end loses no address: clients that
+connect meanwhile wait in the kernel's queue for the next one.
 
-The process starts a little after the broker, which has better things to do at
-first, or as soon as somebody connects. It says every second that it is alive;
-one that falls silent is killed, and another follows.
+The process starts two seconds after the broker, or with the first connection. It
+writes a byte to a pipe every second; one that stops doing so is killed and replaced.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ class HttpProcess:
         runtime_dir: the directory of the daemon.
         unix_path: the Unix socket, which is always there.
         listen: the setting `http_listen`. With ``off`` the process starts only
-            when somebody connects to the Unix socket.
+            with the first connection to the Unix socket.
 
     Raises:
         ConfigError: an address cannot be had; names it and the remedy.
@@ -71,7 +70,7 @@ class HttpProcess:
 
     @property
     def pid(self) -> int:
-        """The process that serves now; -1 where none does."""
+        """The pid of the process that serves now; -1 where none does."""
         return self._child.pid
 
     def turn(self, poller: zmq.Poller, ready: dict[object, int], now: float) -> None:

@@ -1,20 +1,20 @@
-"""What a daemon leaves to the next one: the pool's file, the ledgers, a manifest.
+"""The kept pool: what a daemon leaves to the next one in files.
 
-They lie in a directory of their own (mode 0700) that the runtime directory's path
-names, so that a daemon finds what its predecessor left, and nobody else's::
+They lie in a directory of their own (mode 0700) that is named after the runtime
+directory's path, so that a daemon finds what its predecessor left, and no other's::
 
     <pool_dir>/kvd-<digest>/pool               the bytes of all chunks
     <pool_dir>/kvd-<digest>/manifest.json      which pool this is
     <pool_dir>/kvd-<digest>/<namespace>.ledger its READY chunks, see kvd.cache.ledger
 
 On hugetlbfs, where files cannot be written, only the pool lies there; the rest is in a
-directory of /dev/shm. What cannot be believed is set aside under another name, the latest
-of it only; a pool never is, since two do not fit into memory: its file is used again.
+directory of /dev/shm. A damaged ledger or manifest is renamed, and the latest one stays; a
+pool never is, since two do not fit into memory: its file is used again.
 
-A pool that this daemon does not go on with is given up when the new one is there, and not
-before: the file grows beside the old bytes, new ledgers have names of their own, and no lane
-writes until then. The manifest decides: written anew, it says that the old pool is no more.
-A start that fails or is killed before leaves everything as it was.
+A pool that this daemon does not go on with is given up only when the new one is allocated:
+the file grows beside the old bytes, new ledgers have names of their own, and no lane writes
+until then. The new manifest is the moment at which the old pool is gone. A start that fails
+or is killed before leaves everything as it was.
 """
 
 import contextlib
@@ -319,7 +319,7 @@ class KeptPool:
 
     @cached_property
     def _before(self) -> Manifest | None:
-        """The manifest, where the pool it speaks of is there; this daemon's once it is settled."""
+        """The manifest of the pool that is there; this daemon's own once it is settled."""
         try:
             manifest = manifests.read(self._manifest_file)
         except FileNotFoundError:
@@ -341,11 +341,11 @@ class KeptPool:
 
     @property
     def _usable(self) -> Manifest | None:
-        """The same where this daemon may go on with it."""
+        """The same, where this daemon may go on with it."""
         return self._before if self.keeps and not self._cold else None
 
     def _undo(self) -> None:
-        """Remove what a start has made that did not come to its end, this one's or another's."""
+        """Remove what an unfinished start has made, this one's or another's."""
         self._new = None
         for draft in self._notes.glob(f"*{_LEDGER}{_DRAFT}"):
             _remove_tree(draft)
@@ -354,7 +354,7 @@ class KeptPool:
                 os.truncate(self.pool_file, self._before.bytes)
 
     def _clear_pool_path(self) -> None:
-        """What is no file of ours holds no pool; a file is used again, for its memory."""
+        """Remove what is no file of this user's; a file is used again, for its memory."""
         with contextlib.suppress(OSError):
             status = self.pool_file.lstat()
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
@@ -369,7 +369,7 @@ class KeptPool:
         """Map a ledger; one whose making was cut short by a kill never held anything.
 
         Raises:
-            OSError: no descriptor or memory is left, which says nothing of the ledger.
+            OSError: no descriptor or memory is left; the ledger may be sound.
         """
         try:
             fd = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

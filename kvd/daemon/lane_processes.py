@@ -64,7 +64,7 @@ class LaneProcess(ChildProcess):
         self.channel = self.spawn_linked(lambda fd: [*arguments, "--link-fd", str(fd)], [pool_fd])
 
     def reap(self, now: float) -> str:
-        """Collect the ended process; why it ended. Sets when the next may start."""
+        """Reap the ended process and set when the next may start; return why it ended."""
         if not self.running:
             return ""
         reason = super().reap(now)
@@ -110,17 +110,17 @@ class Lanes:
 
     @property
     def running(self) -> bool:
-        """Some process has not been reaped."""
+        """Whether a process has not been reaped."""
         return any(process.running for process in self._processes.values())
 
     def add(self, device: str) -> None:
-        """Serve a device from now on."""
+        """Serve a device."""
         self._processes[device] = LaneProcess(
             device, self._runtime_dir, self._incarnations, self._core.state.settings
         )
 
     def drop(self, device: str) -> None:
-        """Serve it no more; its process has ended."""
+        """Stop serving a device; its process has ended."""
         del self._processes[device]
 
     def kill(self, device: str) -> None:
@@ -128,7 +128,7 @@ class Lanes:
         self._processes[device].kill()
 
     def lifeline(self, device: str) -> int:
-        """The descriptor whose end of file says that nothing of this lane moves bytes."""
+        """Return the descriptor that reads end of file once nothing of this lane moves bytes."""
         return self._processes[device].lifeline
 
     def start_due(self, pool: PoolMemory, now: float) -> None:
@@ -140,7 +140,7 @@ class Lanes:
                 process.start(pool.fd, pool.nbytes)
             except OSError as error:
                 text, lane = "lane %s cannot be started: %s", {"lane": process.device}
-                log.error(text, process.device, error, extra=lane)  # noqa: TRY400  # the reason is said
+                log.error(text, process.device, error, extra=lane)  # noqa: TRY400  # the text has the reason
                 process.put_off(now)
                 continue
             if process.channel is not None:
@@ -211,7 +211,7 @@ class Lanes:
             self._carry_out(self._core.supervision.heard(effect.device, refusal, time.monotonic()))
         except (ChannelFull, EOFError, OSError) as error:
             lane = {"lane": effect.device}
-            log.error("lane %s does not read (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the reason is said
+            log.error("lane %s does not read (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the text has the reason
             process.kill()
 
     def close(self) -> None:

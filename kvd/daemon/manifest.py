@@ -32,7 +32,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(file: Path) -> Manifest:
-    """What the file says.
+    """Return what the file holds.
 
     Raises:
         OSError: it cannot be read.
@@ -42,7 +42,7 @@ def read(file: Path) -> Manifest:
 
 
 def write(file: Path, manifest: Manifest) -> None:
-    """All of it or nothing, whenever this process is killed.
+    """Write the file: all of it or nothing, whenever this process is killed.
 
     Over a manifest that is there it takes no room: the filesystem may be full. One write within
     a page is done or not done at every kill.
@@ -71,7 +71,7 @@ def write(file: Path, manifest: Manifest) -> None:
 
 
 def objection(manifest: Manifest, pool_file: Path) -> str:
-    """Why the pool that a manifest speaks of cannot be used; empty where it can."""
+    """Return why the pool of a manifest cannot be used; empty where it can."""
     if manifest.version != VERSION:
         return f"it has version {manifest.version}, this daemon reads {VERSION}"
     if not 0 <= manifest.epoch < _LAST_EPOCH:
@@ -93,5 +93,5 @@ def objection(manifest: Manifest, pool_file: Path) -> str:
 
 
 def kernel_boot() -> str:
-    """Names the machine's boot."""
+    """Return the id of the machine's boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -2,7 +2,7 @@
 
 The watchdog is fed at the end of a turn of the loop and nowhere else, so a
 loop that stands still is seen. A manager that does not read never holds the
-loop up: what cannot be sent waits for the next turn. What nobody takes is dropped.
+loop up: what cannot be sent waits for the next turn. Where no manager listens it is dropped.
 """
 
 import logging
@@ -25,7 +25,7 @@ class Notifier:
 
     Args:
         address: a path, or ``@`` and a name in the abstract namespace; empty for none.
-        notices: what is to be said when.
+        notices: decides what is sent when.
     """
 
     def __init__(self, address: str, notices: Notices) -> None:
@@ -43,7 +43,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> "Notifier":
-        """As sd_notify(3) and sd_watchdog_enabled(3) say; the variables are taken away.
+        """Read and remove the variables of sd_notify(3) and sd_watchdog_enabled(3).
 
         Raises:
             ConfigError: WATCHDOG_USEC is no number of microseconds.
@@ -80,7 +80,7 @@ class Notifier:
         self._say(self.notices.stopping(seconds))
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -108,7 +108,7 @@ class Notifier:
             self._waiting.popleft()
 
     def __repr__(self) -> str:
-        where = self.address if self._socket is not None else "nobody"
+        where = self.address if self._socket is not None else "no manager"
         return f"<Notifier to {where}, {len(self._waiting)} waiting: {self.notices!r}>"
 
 

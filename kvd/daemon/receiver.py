@@ -5,14 +5,14 @@ every close), and even SIGKILL does not end such a wait. A descriptor that has b
 has to be closed, so a process that must go on receives none of unknown kind. This one may
 be lost: it receives, passes on what is harmless to have, and ends where something is not.
 
-It says what is harmless without asking a file system: a memory file, which the kernel tells
-by its seals; a device, such as CUDA's, or an object of the kernel without a name. Whether
-that is the memory that it should be is for a lane to find out.
+What is harmless it finds out without asking a file system: a memory file, by its seals; a
+device, such as CUDA's; or an object of the kernel without a name. Whether it is the right
+memory is checked by the lane.
 
 The broker sends connections over the link. Of one to READ the next datagram is taken, whose
 bytes the broker has seen already. The answer is TAKEN, with its descriptors; FOREIGN and the
 number of the descriptor that was none of these; or NOTHING that could be read. One to DROP is
-closed, and what nobody has read goes with it.
+closed, with what was not read.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_harmless(fd: int) -> bool:
-    """Whether closing the descriptor is the kernel's business alone."""
+    """Return whether the kernel alone closes the descriptor."""
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -45,7 +45,7 @@ def is_harmless(fd: int) -> bool:
 
 
 def _is_device(fd: int) -> bool:
-    """By what the kernel has in memory; nobody is asked for what is newer."""
+    """Answered from the kernel's memory; the file system is not asked for newer attributes."""
     found = ctypes.create_string_buffer(_STATX_BYTES)
     if _libc.statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, 0, found):
         return False
@@ -58,14 +58,14 @@ def _has_no_name(fd: int) -> bool:
 
 
 def _drain(connection: socket.socket) -> None:
-    """Read what is left and keep nothing of it; a peer would be told of a reset otherwise."""
+    """Read and drop what is left; the peer would get a connection reset otherwise."""
     with contextlib.suppress(OSError):
         while connection.recv(1, socket.MSG_DONTWAIT):
             pass
 
 
 def serve(link: socket.socket) -> None:
-    """Read where the broker says, until it hangs up or something is to be kept from it."""
+    """Serve orders until the link closes, or a descriptor must not be closed here."""
     while True:
         order, connections, _, _ = socket.recv_fds(link, 16, 1, socket.MSG_CMSG_CLOEXEC)
         if not order:

@@ -38,11 +38,11 @@ class Requests:
 
     @property
     def dropped(self) -> int:
-        """Frames that were no messages, and replies that nobody read."""
+        """Frames that were no messages, and replies that were not read."""
         return self._dropped + self.router.dropped
 
     def receive(self, now: float) -> Iterator[list[Effect]]:
-        """Serve what has arrived, a batch at most; the effects of each request."""
+        """Serve what has arrived, a batch at most; yield the effects of each request."""
         self.router.look()
         for _ in range(_BATCH):
             received = self.router.take()
@@ -50,7 +50,7 @@ class Requests:
                 break
             try:
                 header = WIRE.decode_header(received.frame)
-            except DecodeError:  # nobody to answer: not even a request id
+            except DecodeError:  # without a header there is no id to answer to
                 self._dropped += 1
                 continue
             yield self._received(received.identity, header, received.frame, now)
@@ -65,7 +65,7 @@ class Requests:
             log.warning("%d frames dropped that are no kvd messages", self.dropped)
 
     def forget(self, session: Session) -> None:
-        """The session has ended: its socket gives way to newcomers like any other."""
+        """The session has ended: new connections may displace its socket."""
         identity = self._identities.pop(session.number, None)
         if identity is not None:
             self.router.unprove(identity)
@@ -92,7 +92,7 @@ class Requests:
     def serve(
         self, session: Session, header: Header, frame: bytes, now: float, descriptors: int = 0
     ) -> list[Effect]:
-        """Serve one request of a session; the effects.
+        """Serve one request of a session; return the effects.
 
         Args:
             session: whose request it is.
@@ -122,7 +122,7 @@ class Requests:
         return []
 
     def reply(self, effect: Reply) -> None:
-        """Send a reply to a session, if it is still here."""
+        """Send a reply to a session, if it has not ended."""
         session = self._core.state.registry.sessions.get(effect.session)
         if session is not None:
             identity = self._identities.get(session.number, b"")
@@ -141,7 +141,7 @@ class Requests:
                 token,
             )
         if not self.router.send(identity, frame):
-            self._dropped += 1  # who does not read loses its replies, nobody else does
+            self._dropped += 1  # a peer that does not read loses its own replies only
 
     def close(self) -> None:
         """Close the socket."""

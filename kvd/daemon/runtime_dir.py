@@ -1,8 +1,8 @@
-"""The runtime directory: one daemon at a time, and no litter of a dead one.
+"""The runtime directory: one daemon at a time, without the sockets of a dead one.
 
 The lock is an flock on ``kvd.lock``: the kernel drops it with the process, so
 a SIGKILLed daemon never keeps its successor out. A daemon that ends removes the
-file, so whoever gets a lock looks whether its file is still the one at that path.
+file, so after locking it is checked whether the file is still the one at that path.
 The file is written to, perhaps by root: no link is followed to it, and nothing but a
 file that has this one name is taken.
 """
@@ -69,7 +69,7 @@ class RuntimeDir:
         self._own(fd)
 
     def holder(self) -> str:
-        """The pid of the daemon that has the lock, as that daemon sees itself."""
+        """Return the pid of the daemon that has the lock, as that daemon sees itself."""
         try:
             fd = _opened(self.lock_file, os.O_RDONLY)
         except (OSError, ConfigError):
@@ -107,7 +107,7 @@ class RuntimeDir:
                 path.unlink(missing_ok=True)
 
     def _at_sockets(self) -> list[tuple[Path, int]]:
-        """What lies where this directory's sockets belong, and its mode."""
+        """Return what lies in the places of this directory's sockets, with its mode."""
         places = [self.broker_socket, self.control_socket, self.http_socket]
         places += self.path.glob("lane-*.sock")
         found = []

@@ -1,4 +1,4 @@
-"""What ties a child process to its broker."""
+"""A child process ends with its broker."""
 
 import ctypes
 import os
@@ -8,7 +8,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def tie_to_parent() -> None:
-    """Die with the broker, however that ends; and let nobody else end this process.
+    """Die with the broker, however that ends; ignore signals to end.
 
     Signals that reach the whole process group or cgroup are for the broker,
     which lets its children finish first.

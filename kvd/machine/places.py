@@ -1,8 +1,8 @@
 """Directories that a daemon may put its files in.
 
-Where every user may rename and remove what lies in a directory, somebody can put a link or
-a file of his own in the place of the daemon's, which may be root's. The sticky bit keeps
-users from each other's files, as on /tmp and /dev/shm.
+Where every user may rename and remove files in a directory, any user can replace the
+daemon's, which may run as root, by a link or another file. The sticky bit prevents that, as
+on /tmp and /dev/shm.
 """
 
 import stat
@@ -12,7 +12,7 @@ from kvd.errors import ConfigError
 
 
 def danger(path: Path, mode: int) -> str:
-    """What is wrong with a directory of this mode, and the remedy; empty where nothing is."""
+    """Return what is wrong with a directory of this mode, and the remedy; empty for nothing."""
     if not mode & stat.S_IWOTH or mode & stat.S_ISVTX:
         return ""
     return (
@@ -22,7 +22,7 @@ def danger(path: Path, mode: int) -> str:
 
 
 def check_place(name: str, path: Path) -> None:
-    """Only the daemon's user, its group and root replace what the daemon puts there.
+    """Check that only the daemon's user, its group and root can replace its files there.
 
     Args:
         name: the setting that names the directory.

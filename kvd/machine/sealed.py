@@ -1,7 +1,7 @@
 """Files that a worker shares, as far as the daemon may trust them.
 
 Only a memory file that is sealed against shrinking is mapped. A file that loses its pages
-under a mapping ends whoever touches them, and a file of any other kind is served by a
+under a mapping ends the process that touches them, and a file of any other kind is served by a
 file system whose owner may answer late or never: it is asked nothing, not even its size.
 """
 
@@ -14,7 +14,7 @@ HOW = "memfd_create(MFD_ALLOW_SEALING), ftruncate, then fcntl(F_ADD_SEALS, F_SEA
 
 
 def size_of(fd: int, what: str) -> int:
-    """Bytes of a file that cannot become fewer.
+    """Return the size of a file that cannot be shortened.
 
     Args:
         fd: the worker's descriptor.

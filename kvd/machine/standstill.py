@@ -1,4 +1,4 @@
-"""Notices that a loop stood still: one turn took too long, or its process did not run."""
+"""Detects that a loop stood still: one turn took too long, or its process did not run."""
 
 LONGEST_SECONDS = 1.0  # a turn takes milliseconds
 
@@ -30,7 +30,7 @@ class Standstill:
             cpu: processor seconds of this thread.
 
         Returns:
-            A line for the log; empty where nobody would have noticed.
+            A line for the log; empty for less than a second.
         """
         turn = self._waits - self._woke if self._woke is not None else 0.0
         late = max(0.0, now - self._until) if self._until is not None else 0.0
@@ -43,10 +43,12 @@ class Standstill:
             f"the {self._whose}'s loop stood still for {still:.1f} s, {worked:.1f} s of it at work"
         )
         if worked > still / 2:
-            return f"{line}: a turn took that long, and all who ask waited; a bug in kvd, report it"
+            return (
+                f"{line}: a turn took that long, and all requests waited; a bug in kvd, report it"
+            )
         return (
             f"{line}: the process did not run or waited for the system; see whether the machine"
-            " swaps or is overloaded, or whether somebody froze the process"
+            " swaps or is overloaded, or whether the process was stopped"
         )
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 They travel over a SOCK_SEQPACKET socket pair that the broker makes before it
 starts the lane, in the wire's own frame format with tags of their own, one
-message per datagram, descriptors attached where the docstring says so. The link's end of
+message per datagram, descriptors attached where a docstring names them. The link's end of
 file tells each side that the other process is gone.
 """
 

@@ -4,7 +4,7 @@ Connections take turns: one message each, round after round. What is buffered fo
 them together, unfinished messages and unread replies, is bounded; above that the
 connection with most of it is closed. A peer that does not read its replies is not read.
 
-What a peer has sent and nobody has read is lost when its connection is closed. So a new
+What a peer has sent and was not read is lost when its connection is closed. So a new
 connection displaces none but an unproven one (without a session yet) of the process that
 has most of these.
 """

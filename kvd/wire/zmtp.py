@@ -39,14 +39,14 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 def opening(kind: bytes) -> bytes:
-    """What one side says first: version 3.1, no mechanism, and the kind of its socket."""
+    """Return what one side sends first: version 3.1, no mechanism, and the kind of its socket."""
     signature = b"\xff" + bytes(8) + b"\x7f"
     greeting = signature + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
     return greeting + _command(b"READY", _property(b"Socket-Type", kind))
 
 
 def frame_header(nbytes: int) -> bytes:
-    """What goes before a message of one part."""
+    """Return what goes before a message of one part."""
     return bytes((0, nbytes)) if nbytes < 256 else struct.pack(">BQ", _LONG, nbytes)
 
 
@@ -74,16 +74,16 @@ class Incoming:
         self.dropped = 0
         """Messages of several parts, none of which was kept."""
         self.more = False
-        """`take` stopped before it had looked at all that is kept: it is to be asked again."""
+        """`take` has not looked at all that is kept: call it again."""
         self.pongs: list[bytes] = []
-        """Answers to PINGs, for whoever reads these to send and to clear."""
+        """Answers to PINGs; the caller sends and clears them."""
 
     def __len__(self) -> int:
         """Bytes that are kept."""
         return len(self._buffer) - self._at
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Bytes that have arrived."""
+        """Add bytes that have arrived."""
         if self._at:
             del self._buffer[: self._at]
             self._at = 0
@@ -94,11 +94,10 @@ class Incoming:
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """The next message; None where it has not arrived in full, or too much came before it.
+        """Return the next message; None where it is incomplete, or too much came before it.
 
         Raises:
-            BadFrame: this is no ZMTP, or a message above its bounds; the connection is of no
-                use any more.
+            BadFrame: this is no ZMTP, or a message above its bounds; close the connection.
         """
         if self._state is _State.GREETING and not self._greeted():
             return None
@@ -132,7 +131,7 @@ class Incoming:
         return None
 
     def _head(self) -> tuple[int, int, int] | None:
-        """Flags, size and place of the next frame's body; None where they have not arrived."""
+        """Return flags, size and place of the next frame's body; None where they are to come."""
         buffer, at = self._buffer, self._at
         have = len(buffer) - at
         if have < 2:
@@ -156,7 +155,7 @@ class Incoming:
         return whole
 
     def _command(self, flags: int, size: int, start: int) -> bool:
-        """Take a command in; false where it has not arrived in full."""
+        """Take a command in; return False where it has not arrived in full."""
         if size > _MAX_COMMAND_BYTES or flags & _MORE:
             raise BadFrame(f"a command of {size} bytes, flags 0x{flags:02x}")
         if len(self._buffer) - start < size:

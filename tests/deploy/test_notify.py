@@ -190,4 +190,4 @@ def test_an_address_of_another_kind_is_not_used(caplog: pytest.LogCaptureFixture
     notifier = Notifier("vsock:2:1234", Notices(None))
     notifier.stopping(1.0)
     assert "vsock:2:1234" in caplog.text
-    assert "Notifier to nobody" in repr(notifier)
+    assert "Notifier to no manager" in repr(notifier)
