@@ -1,18 +1,16 @@
 """Clients that say too much at the request sockets: of the broker, and of a lane."""
 
 import socket
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from kvd_proto.codec import MAX_MESSAGE_BYTES
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.waiting import eventually
-from tests.wire.raw_zmtp import connect, part, unfinished
+from tests.wire.raw_zmtp import connect, part
 
 MIB = 2**20
 ROOM = 64 * MIB  # for what else a process may need meanwhile
@@ -71,33 +69,3 @@ def test_a_message_of_endless_parts_costs_its_sender_the_connection(
         counted(daemon, where, "message_parts")
         assert own_memory(process) < before + ROOM
         assert engine.load(keys) == (4, 0)
-
-
-@pytest.mark.parametrize("where", ["broker", "lane"])
-def test_a_message_above_the_largest_size_costs_its_sender_the_connection(
-    start_daemon: StartDaemon, where: str
-) -> None:
-    """The length that it announces is enough; it is counted and others are served."""
-    daemon = start_daemon()
-    path, _ = place(daemon, where)
-    with connect(path) as large, Engine(daemon.runtime_dir).wait_attached() as engine:
-        pour(large, unfinished(MAX_MESSAGE_BYTES + 1, 0), 1)
-        counted(daemon, where, "message_bytes")
-        assert engine.store(keys_of("after", 2))
-
-
-@pytest.mark.parametrize("where", ["broker", "lane"])
-def test_unfinished_messages_of_many_connections_are_bounded(
-    start_daemon: StartDaemon, where: str
-) -> None:
-    """Forty messages of 15 MiB that nobody ends: 256 MiB of them are kept at most."""
-    daemon = start_daemon()
-    path, process = place(daemon, where)
-    with Engine(daemon.runtime_dir).wait_attached() as engine, ExitStack() as crowd:
-        before = own_memory(process)
-        for _ in range(40):
-            sock = crowd.enter_context(connect(path))
-            pour(sock, unfinished(MAX_MESSAGE_BYTES, 15 * MIB), 1)
-        counted(daemon, where, "kept_bytes")
-        assert own_memory(process) < before + 256 * MIB + ROOM
-        assert engine.store(keys_of("after", 2))

@@ -85,19 +85,6 @@ def test_a_lost_rank_that_comes_back_completes_the_engine(
         assert engine.load(keys) == (4, 0)
 
 
-def test_a_dead_scheduler_leaves_no_lease(daemon: Daemon) -> None:
-    """When the scheduler's session ends its pins and its tickets go."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("pinned", 4)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        assert engine.scheduler.prepare_load(keys).keys
-        assert engine.scheduler.prepare_store(keys_of("open", 3)).keys
-        assert wait_state(daemon, pinned=4, writing=3)
-        engine.scheduler.close()
-        assert wait_state(daemon, pinned=0, writing=0, draining=0, ready=4)
-
-
 LATE_LANE = """
 import os, sys, time
 while "kvd.lane" in sys.orig_argv and os.path.exists(os.environ["NO_LANE"]):
@@ -194,23 +181,6 @@ def test_wait_that_runs_out_of_time_leaves_other_jobs_alone(daemon: Daemon) -> N
         wait_state(daemon, writing=0, draining=0, ready=4)
         assert engine.scheduler.lookup_many(lost) == [LookupResult.MISS] * 2
         assert engine.load(kept) == (2, 0)
-
-
-def test_a_ticket_that_is_never_used_runs_out(start_daemon: StartDaemon, tmp_path: Path) -> None:
-    """Slots that nobody writes are freed at the ticket's deadline, leases at theirs."""
-    config = tmp_path / "kvd.toml"
-    config.write_text("")
-    daemon = start_daemon("--config", str(config))
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("slow", 3)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        config.write_text("ticket_seconds = 0.5\nlease_seconds = 0.5\n")
-        daemon.process.send_signal(signal.SIGHUP)
-        daemon.wait_log("configuration reloaded")
-        assert engine.scheduler.prepare_load(keys).keys
-        assert engine.scheduler.prepare_store(keys_of("unused", 3)).keys
-        wait_state(daemon, writing=0, pinned=0, draining=0, ready=3)
 
 
 def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there(

@@ -11,28 +11,20 @@ from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.messages import (
     Done,
-    Hello,
     Job,
     JobStatus,
     Load,
     Message,
     Ping,
     Pong,
-    PrepareStore,
-    Status,
-    StatusReport,
     Store,
-    StorePrepared,
-    Welcome,
 )
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
-from tests.daemon.raw_client import RawClient
 from tests.wire.raw_zmtp import connect, message
 
 PAGE = 64 * 1024
 STORES = 300
-FLOOD = 400
 OTHER_IDS = 1_000_000
 
 
@@ -68,59 +60,6 @@ class Speaker:
                 assert data, found
                 self._incoming.feed(data)
         return found
-
-
-@contextmanager
-def greeted(raw: RawClient, kind: str, engine: str) -> Iterator[Speaker]:
-    """A request socket spoken by hand, of a session that has said HELLO on it."""
-    speaker = Speaker(raw.runtime_dir / "broker.sock")
-    hello = Hello(
-        kind=kind,  # type: ignore[arg-type]
-        engine=engine,
-        pid=os.getpid(),
-        protocol_min=1,
-        protocol_max=1,
-        client="raw",
-    )
-    with speaker.sock:
-        speaker.say([WIRE.encode(hello, 1, raw.boot_id, raw.token)])
-        assert isinstance(speaker.answers(1)[0], Welcome)
-        yield speaker
-
-
-def test_a_flood_of_stores_at_the_broker_delays_nobody_elses_request(
-    start_daemon: StartDaemon,
-) -> None:
-    """Of 400 requests for room that came before, a handful is served before another's PING."""
-    daemon = start_daemon()
-    keys = tuple(keys_of("flood", 2))
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-        flooding, asking = RawClient(daemon.runtime_dir), RawClient(daemon.runtime_dir)
-        with (
-            greeted(flooding, "scheduler", "engine") as flood,
-            greeted(asking, "tool", "tool") as quiet,
-        ):
-            stores = [
-                WIRE.encode(PrepareStore(keys=keys), i, flooding.boot_id, flooding.token)
-                for i in range(2, FLOOD + 2)
-            ]
-            requests = [
-                WIRE.encode(request, 2, asking.boot_id, asking.token)
-                for request in (Ping(), Status())
-            ]
-            with frozen(daemon.process.pid):
-                flood.say(stores)
-                quiet.say(requests)
-            pong, report = quiet.answers(2)
-            assert isinstance(pong, Pong)
-            assert isinstance(report, StatusReport)
-            assert report.status["broker"]["requests"].get("PrepareStore", 0) < FLOOD / 4
-            # None of the flood is lost.
-            assert {type(answer) for answer in flood.answers(FLOOD)} == {StorePrepared}
-        # Before the other scheduler leaves, whose end gives up all that the engine writes.
-        assert engine.store(keys_of("after", 2))
-        for raw in (flooding, asking):
-            raw.close()
 
 
 def test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load(

@@ -260,18 +260,6 @@ def test_generations_and_stamps_grow_over_restarts(start: Start) -> None:
         assert stamps.min() >= 5e6 - 10
 
 
-def test_recency_decides_after_the_restart(start: Start) -> None:
-    """The chunks used last before it are evicted last after it."""
-    life = start()
-    table = life.open().table
-    keys = keys_of("k", 128)
-    store(table, keys)
-    table.finished(keys[:100])
-    life = start()
-    decision = life.table().prepare_store(keys_of("new", 28), 1, 0.0)
-    assert set(decision.evicted) == set(keys[100:])
-
-
 def test_what_was_evicted_reset_or_yielded_stays_away(start: Start) -> None:
     """Every way to free a slot is known to the next daemon, also of chunks pinned meanwhile."""
     life = start()

@@ -45,25 +45,17 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(
     second.release()
 
 
-def _linked(lock: Path, other: Path) -> None:
-    lock.symlink_to(other)
+PLANTS: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda lock, other: lock.symlink_to(other),
+    "second name": lambda lock, other: lock.hardlink_to(other),
+    "pipe": lambda lock, _: os.mkfifo(lock),
+    "folder": lambda lock, _: lock.mkdir(),
+}
 
 
-def _second_name(lock: Path, other: Path) -> None:
-    lock.hardlink_to(other)
-
-
-def _fifo(lock: Path, _other: Path) -> None:
-    os.mkfifo(lock)
-
-
-def _folder(lock: Path, _other: Path) -> None:
-    lock.mkdir()
-
-
-@pytest.mark.parametrize("plant", [_linked, _second_name, _fifo, _folder])
+@pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_is_written(
-    runtime_dir: Path, tmp_path: Path, plant: Callable[[Path, Path], None]
+    runtime_dir: Path, tmp_path: Path, plant: Callable[[Path, Path], object]
 ) -> None:
     """A link, another file's second name, a pipe or a directory: one sentence with the remedy."""
     other = tmp_path / "other"
@@ -112,26 +104,17 @@ def test_a_directory_whose_files_others_cannot_replace_is_taken(
     KeptPool(runtime_dir, Path("/run/some"), keeps=False).close()
 
 
-def folder(place: Path) -> None:
-    """A directory."""
-    place.mkdir()
-
-
-def file(place: Path) -> None:
-    """A file that somebody may want."""
-    place.write_text("precious")
-
-
-def link(place: Path) -> None:
-    """A link to a file."""
-    file(place.with_name("elsewhere"))
-    place.symlink_to("elsewhere")
+PUT: dict[str, Callable[[Path], object]] = {
+    "folder": Path.mkdir,
+    "file": lambda place: place.write_text("precious"),
+    "link": lambda place: place.symlink_to("elsewhere"),
+}
 
 
 @pytest.mark.parametrize("name", ["broker.sock", "control.sock", "http.sock", "lane-host-3.sock"])
-@pytest.mark.parametrize("put", [folder, file, link])
+@pytest.mark.parametrize("put", PUT.values(), ids=PUT)
 def test_what_is_no_socket_is_left_and_named(
-    runtime_dir: Path, name: str, put: Callable[[Path], None]
+    runtime_dir: Path, name: str, put: Callable[[Path], object]
 ) -> None:
     """A daemon does not start over it, removes nothing, and holds no lock afterwards."""
     runtime_dir.mkdir()

@@ -11,10 +11,6 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvd.wire.router import Router
-from kvd_proto.codec import WIRE
-from kvd_proto.messages import Hello, Ping, Pong, Welcome
-from tests.conftest import Daemon
-from tests.daemon.raw_client import RawClient
 from tests.waiting import PATIENCE
 from tests.wire.raw_zmtp import connect, message
 
@@ -77,38 +73,6 @@ def test_pipelined_requests_between_silences_keep_their_connection(tmp_path: Pat
                 dealer.send(one)
             assert [dealer.recv() for _ in asked] == asked
             assert not lost(monitor, 0 if turn else SILENCE_MS)
-
-
-def test_a_client_with_heartbeats_comes_back_after_a_restart(tmp_path: Path) -> None:
-    """The end of one listener is seen; at the next one the same socket is served."""
-    path = tmp_path / "socket"
-    with beating(path) as (dealer, monitor):
-        with echoing(path):
-            dealer.send(b"one")
-            assert dealer.recv() == b"one"
-        assert lost(monitor, int(PATIENCE * 1000))
-        with echoing(path):
-            dealer.send(b"two")
-            assert dealer.recv() == b"two"
-            assert not lost(monitor, 0)
-
-
-def test_a_daemons_session_outlives_a_silence(daemon: Daemon) -> None:
-    """Its token is bound to one connection of one socket, which heartbeats do not end."""
-    client = RawClient(daemon.runtime_dir)
-    with beating(daemon.runtime_dir / "broker.sock") as (dealer, monitor):
-
-        def ask(number: int, request: Hello | Ping) -> object:
-            dealer.send(WIRE.encode(request, number, client.boot_id, client.token))
-            return WIRE.decode(dealer.recv())[1]
-
-        hello = Hello(
-            kind="scheduler", engine="beats", pid=1, protocol_min=1, protocol_max=1, client="zmq"
-        )
-        assert isinstance(ask(1, hello), Welcome)
-        assert not lost(monitor, SILENCE_MS)
-        assert isinstance(ask(2, Ping()), Pong)
-    client.close()
 
 
 PING = b"\x04\x0b\x04PING\0\0beat"

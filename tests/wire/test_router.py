@@ -17,9 +17,9 @@ import zmq
 
 from kvd.wire import router as router_module
 from kvd.wire.router import AT_ONCE, UNREAD_BYTES, Received, Router
-from kvd.wire.zmtp import FRAMES_AT_ONCE, MAX_PARTS
+from kvd.wire.zmtp import FRAMES_AT_ONCE
 from tests.waiting import PATIENCE
-from tests.wire.raw_zmtp import connect, message, part, unfinished
+from tests.wire.raw_zmtp import connect, message, unfinished
 
 MIB = 2**20
 FLOOD = 10_000  # messages of two parts, in one read
@@ -140,23 +140,6 @@ def test_a_crowd_of_newcomers_takes_a_bounded_turn(make: Make, tmp_path: Path) -
         router.look()
         assert len(router) == AT_ONCE
         until(router, lambda: len(router) == 3 * AT_ONCE)
-
-
-@pytest.mark.parametrize("nbytes", [1, MIB])
-def test_a_message_without_an_end_ends_its_connection(
-    make: Make, tmp_path: Path, nbytes: int
-) -> None:
-    """The sender is shown out after a bounded number of parts, and counted."""
-    router = make()
-    with connect(tmp_path / "socket") as endless:
-        until(router, lambda: len(router) == 1)
-        sent = 0
-        while push(router, endless, part(nbytes)):
-            sent += 1
-            assert router.kept_bytes <= 16  # a header that was cut
-        assert sent <= 2 * MAX_PARTS
-        assert router.limits["message_parts"] == 1
-        assert len(router) == 0
 
 
 def test_unfinished_messages_of_all_together_are_bounded(make: Make, tmp_path: Path) -> None:
