@@ -28,7 +28,7 @@ def test_ordinary_turns_say_nothing() -> None:
     [
         ((3.2, 3.1, 0.25, 0.25), "3.2 s, 3.1 s of it at work", "a bug in kvd"),
         ((3.2, 0.1, 0.25, 0.25), "3.2 s, 0.1 s of it at work", "swaps"),
-        ((0.0, 0.0, 2.5, 0.5), "2.0 s, 0.0 s of it at work", "froze"),
+        ((0.0, 0.0, 2.5, 0.5), "2.0 s, 0.0 s of it at work", "was stopped"),
         ((0.6, 0.6, 0.9, 0.25), "1.2 s, 0.6 s of it at work", "swaps"),
         ((1.5, 0.0, 3600.0, None), "1.5 s, 0.0 s of it at work", "swaps"),
     ],
