@@ -115,7 +115,6 @@ def bind(worker: Session) -> ToLane:
             namespace=engine.namespace.id,
             owner=engine.number,
             arena_base=geometry.arena_base(arena),
-            slot_bytes=geometry.slot_bytes[arena],
             num_slots=geometry.num_slots,
         ),
         DirectoryFd(engine.namespace.id),

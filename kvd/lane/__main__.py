@@ -1,16 +1,17 @@
 """`python -m kvd.lane`: a lane process, started by the broker and by nobody else."""
 
 import argparse
+import fcntl
 import logging
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
 
-from kvd.errors import ChannelFull, KvdError
+from kvd.errors import ChannelFull, KvdError, LaneError
 from kvd.lane.devices.device import Device
 from kvd.lane.devices.host import HostDevice
-from kvd.lane.lifeline import hold_pool, move_up, open_lifeline
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT
@@ -22,6 +23,7 @@ from kvd.wire.seqpacket import Channel
 from kvd_proto.devices import HOST
 
 log = logging.getLogger("kvd.lane")
+_HIGH_NUMBER = 64
 
 
 def main() -> int:
@@ -81,6 +83,62 @@ def _device(options: argparse.Namespace) -> Device:
     # Lanes that follow this one need not measure the device again.
     chosen = Options(state_dir=options.runtime_dir)
     return CudaDevice(options.device, options.pool_fd, options.pool_bytes, chosen)
+
+
+def open_lifeline() -> int:
+    """Return the read end of the pipe by whose end of file workers know that this process is gone.
+
+    Its write end stays open here alone, for life. The kernel lets go of a dying process's
+    descriptors from the highest number down (seen by timing it), and a device's driver stops
+    its copies when its own descriptors go. So the write end takes the lowest number that is
+    free, before a device is opened, and nothing below it may be closed while the process lives.
+    End of file then means that nothing of this process moves bytes any more.
+
+    Raises:
+        LaneError: no descriptor is left.
+    """
+    read_end, write_end = os.pipe()
+    moved = move_up(read_end)
+    lower = os.dup(write_end)
+    if lower > write_end:
+        os.close(lower)
+    else:
+        os.close(write_end)
+    return moved
+
+
+def hold_pool(pool_fd: int) -> None:
+    """Lock the pool's file for as long as anything of this process can write to it.
+
+    The next daemon waits for that. The lock is on a descriptor of this process's own, opened
+    like the lifeline before a device and with a number as low as there is; never closed.
+
+    Raises:
+        LaneError: a daemon that takes the pool over holds the lock: this one's is gone.
+    """
+    descriptor = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise LaneError("another daemon is taking the pool over") from error
+
+
+def move_up(descriptor: int) -> int:
+    """Give a descriptor that will be closed a high number.
+
+    Raises:
+        LaneError: there is none.
+    """
+    try:
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH_NUMBER)
+    except OSError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise LaneError(
+            f"no file descriptor from {_HIGH_NUMBER} on is to be had, the limit is {limit};"
+            " raise LimitNOFILE, or ulimit -n"
+        ) from error
+    os.close(descriptor)
+    return moved
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ class LaneService:
     def _serve_workers(self) -> None:
         """Serve what has come from workers, some of it where it is much."""
         for _ in range(FRAMES_PER_TURN):
-            received = self._sockets.recv()
+            received = self._sockets.router.take()
             if received is None:
                 return
             if not self._workers.all_bound:  # the order that binds its sender came before it

@@ -56,15 +56,23 @@ class _Entry(Generic[J]):
     started: bool = False
 
 
-@dataclass(slots=True)
-class _Share(Generic[J]):
-    """What one engine has queued and not started."""
+_Line = OrderedDict[J, _Entry[J]]
+_TIERS = ((Urgency.WAITED_FOR, Urgency.LOAD), (Urgency.STORE,))
+"""Within a tier engines take turns."""
+_TIER_OF = {urgency: tier for tier, members in enumerate(_TIERS) for urgency in members}
 
-    loads: int = 0
-    load_bytes: int = 0
+
+@dataclass(slots=True)
+class _Engine(Generic[J]):
+    """One engine's jobs: a line for each worker and urgency, and counts of those not started."""
+
+    lines: tuple[dict[int, _Line[J]], ...] = field(
+        default_factory=lambda: tuple({} for _ in Urgency)
+    )
     jobs: int = 0
     nbytes: int = 0
-    sheddable: "OrderedDict[J, None]" = field(default_factory=OrderedDict)
+    loads: int = 0
+    load_bytes: int = 0
 
     def count(self, entry: _Entry[J], sign: int) -> None:
         self.jobs += sign
@@ -73,12 +81,19 @@ class _Share(Generic[J]):
             self.loads += sign
             self.load_bytes += sign * entry.nbytes
 
+    def heads(self, urgency: Urgency) -> list[_Entry[J]]:
+        """The first job of each worker's line, the oldest in front."""
+        lines = self.lines[urgency].values()
+        return sorted((next(iter(line.values())) for line in lines), key=_by_order)
 
-_Fifo = OrderedDict[J, _Entry[J]]
-_Engines = dict[int, dict[int, _Fifo[J]]]
-_TIERS = ((Urgency.WAITED_FOR, Urgency.LOAD), (Urgency.STORE,))
-"""Within a tier engines take turns."""
-_TIER_OF = {urgency: tier for tier, members in enumerate(_TIERS) for urgency in members}
+    def oldest_store(self) -> _Entry[J] | None:
+        """The oldest store that nobody waits for and that has not started."""
+        lines = self.lines[Urgency.STORE].values()
+        first = (next((e for e in line.values() if not e.started), None) for line in lines)
+        return min((entry for entry in first if entry is not None), key=_by_order, default=None)
+
+    def has(self, tier: int) -> bool:
+        return any(self.lines[urgency] for urgency in _TIERS[tier])
 
 
 class JobQueue(Generic[J]):
@@ -90,40 +105,39 @@ class JobQueue(Generic[J]):
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._entries: dict[J, _Entry[J]] = {}
-        self._classes: tuple[_Engines[J], ...] = tuple({} for _ in Urgency)
+        self._engines: dict[int, _Engine[J]] = {}
         self._turns: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in _TIERS)
-        self._shares: dict[int, _Share[J]] = {}
         self._order = 0
 
     def push(self, job: J, *, engine: int, worker: int, load: bool, nbytes: int) -> list[J]:
-        """Queue a job; the jobs that have no place now, which are no longer in the queue.
+        """Queue a job; return the jobs that have no place now and are no longer in the queue.
 
         The answer may name `job` itself. A job may be pushed once.
         """
         if job in self._entries:
             raise ValueError(f"job {job!r} is queued already")
-        share = self._shares.setdefault(engine, _Share())
-        if load and share.loads and self._above(share.loads + 1, share.load_bytes + nbytes):
+        mine = self._engines.setdefault(engine, _Engine())
+        if load and mine.loads and self._above(mine.loads + 1, mine.load_bytes + nbytes):
             return [job]
         urgency = Urgency.LOAD if load else Urgency.STORE
         entry = _Entry(job, engine, worker, load, nbytes, urgency, self._order)
         self._order += 1
         self._entries[job] = entry
-        share.count(entry, 1)
-        if not load:
-            share.sheddable[job] = None
+        mine.count(entry, 1)
         self._insert(entry)
-        shed = []
-        while share.jobs > 1 and share.sheddable and self._above(share.jobs, share.nbytes):
-            oldest = next(iter(share.sheddable))
-            self.remove(oldest)
-            shed.append(oldest)
+        shed: list[J] = []
+        while mine.jobs > 1 and self._above(mine.jobs, mine.nbytes):
+            oldest = mine.oldest_store()
+            if oldest is None:
+                break
+            self.remove(oldest.job)
+            shed.append(oldest.job)
         return shed
 
     def next(self, ready: Callable[[J], bool], fits: Callable[[J], bool] = _always) -> J | None:
-        """The job whose piece is to be moved now, or None where no job may move.
+        """Return the job whose piece is to be moved now, or None where no job may move.
 
-        Its engine goes to the back of its tier. Asks once per worker and class at most.
+        Its engine goes to the back of its tier. Asks once per worker and urgency at most.
 
         Args:
             ready: whether a job may start.
@@ -131,24 +145,19 @@ class JobQueue(Generic[J]):
         """
         for urgencies, turns in zip(_TIERS, self._turns, strict=True):
             for engine in turns:
-                for head in self._heads(engine, urgencies):
-                    if fits(head.job) and (head.started or ready(head.job)):
-                        turns.move_to_end(engine)
-                        return head.job
+                for urgency in urgencies:
+                    for head in self._engines[engine].heads(urgency):
+                        if fits(head.job) and (head.started or ready(head.job)):
+                            turns.move_to_end(engine)
+                            return head.job
         return None
 
-    def _heads(self, engine: int, urgencies: tuple[Urgency, ...]) -> Iterator[_Entry[J]]:
-        """The first job of each of the engine's workers, the one to be asked first in front."""
-        for urgency in urgencies:
-            workers = self._classes[urgency].get(engine, {})
-            yield from sorted((next(iter(f.values())) for f in workers.values()), key=_by_order)
-
     def start(self, job: J) -> None:
-        """The job has started: it counts no longer against the bounds and is never shed."""
+        """Note that a job has started: it no longer counts against the bounds and is never shed."""
         entry = self._entries[job]
         if not entry.started:
             entry.started = True
-            self._uncount(entry)
+            self._engines[entry.engine].count(entry, -1)
 
     def prioritize(self, job: J) -> None:
         """Put a job that is waited for before all that nobody waits for."""
@@ -158,25 +167,24 @@ class JobQueue(Generic[J]):
         self._take_out(entry)
         entry.urgency = Urgency.WAITED_FOR
         self._insert(entry)
-        self._shares[entry.engine].sheddable.pop(job, None)
 
     def remove(self, job: J) -> None:
-        """The job has ended or needs no more turns. Unknown jobs are fine."""
+        """Take out a job that has ended or needs no more turns; an unknown job is ignored."""
         entry = self._entries.pop(job, None)
         if entry is None:
             return
         self._take_out(entry)
+        mine = self._engines[entry.engine]
         if not entry.started:
-            self._uncount(entry)
-        share = self._shares[entry.engine]
-        if not share.jobs and not any(entry.engine in engines for engines in self._classes):
-            del self._shares[entry.engine]
+            mine.count(entry, -1)
+        if not any(mine.lines):
+            del self._engines[entry.engine]
 
     def full_text(self, engine: int) -> str:
-        """What is said of a job that has no place."""
-        share = self._shares.get(engine) or _Share[J]()
+        """Return the reason why a job has no place."""
+        mine = self._engines.get(engine) or _Engine[J]()
         return (
-            f"the engine's queue is full: {share.jobs} jobs of {share.nbytes} bytes wait; the"
+            f"the engine's queue is full: {mine.jobs} jobs of {mine.nbytes} bytes wait; the"
             f" limits are max_queued_jobs = {self._limits.jobs} and max_queued_bytes ="
             f" {self._limits.nbytes}, and stores go first"
         )
@@ -196,73 +204,52 @@ class JobQueue(Generic[J]):
         Raises:
             IntegrityError: they differ.
         """
-        listed = [
-            entry.job
-            for urgency, engines in zip(Urgency, self._classes, strict=True)
-            for engine, workers in engines.items()
-            for worker, fifo in workers.items()
-            for entry in fifo.values()
-            if (entry.urgency, entry.engine, entry.worker) == (urgency, engine, worker)
-        ]
-        if sorted(map(hash, listed)) != sorted(map(hash, self._entries)):
-            raise IntegrityError(f"{self!r} lists {len(listed)} jobs in its classes")
-        if any(not fifo for e in self._classes for w in e.values() for fifo in w.values()):
-            raise IntegrityError(f"{self!r} keeps an empty line")
-        for urgencies, turns in zip(_TIERS, self._turns, strict=True):
-            if set(turns) != {engine for u in urgencies for engine in self._classes[u]}:
-                raise IntegrityError(f"the engines {list(turns)} take turns at {urgencies}")
-        for engine, share in self._shares.items():
-            waiting = [e for e in self._entries.values() if e.engine == engine and not e.started]
-            loads = [entry for entry in waiting if entry.load]
-            stores = [e.job for e in waiting if not e.load and e.urgency is Urgency.STORE]
-            figures = (share.jobs, share.nbytes, share.loads, share.load_bytes)
-            if figures != (
-                len(waiting),
-                sum(entry.nbytes for entry in waiting),
-                len(loads),
-                sum(entry.nbytes for entry in loads),
-            ) or stores != list(share.sheddable):
-                raise IntegrityError(f"engine {engine} is counted as {share}")
+        for number, mine in self._engines.items():
+            own = [entry for entry in self._entries.values() if entry.engine == number]
+            counted = _Engine[J](mine.lines)
+            for entry in own:
+                counted.count(entry, 0 if entry.started else 1)
+            if counted != mine:
+                raise IntegrityError(f"engine {number} is counted as {mine}, it has {counted}")
+            listed = {
+                (entry.order, urgency, worker)
+                for urgency, lines in zip(Urgency, mine.lines, strict=True)
+                for worker, line in lines.items()
+                for entry in line.values()
+            }
+            if not own or listed != {(e.order, e.urgency, e.worker) for e in own}:
+                raise IntegrityError(f"{self!r} lists other jobs of engine {number} than it has")
+        if {entry.engine for entry in self._entries.values()} - self._engines.keys():
+            raise IntegrityError(f"{self!r} has jobs of an engine that it does not list")
+        for tier, turns in enumerate(self._turns):
+            if set(turns) != {number for number, e in self._engines.items() if e.has(tier)}:
+                raise IntegrityError(f"the engines {list(turns)} take turns in tier {tier}")
 
     def _above(self, jobs: int, nbytes: int) -> bool:
         return jobs > self._limits.jobs or nbytes > self._limits.nbytes
 
-    def _uncount(self, entry: _Entry[J]) -> None:
-        share = self._shares[entry.engine]
-        share.count(entry, -1)
-        share.sheddable.pop(entry.job, None)
-
     def _insert(self, entry: _Entry[J]) -> None:
         self._turns[_TIER_OF[entry.urgency]].setdefault(entry.engine)
-        workers = self._classes[entry.urgency].setdefault(entry.engine, {})
-        fifo = workers.setdefault(entry.worker, OrderedDict())
+        lines = self._engines[entry.engine].lines[entry.urgency]
+        line = lines.setdefault(entry.worker, OrderedDict())
         # A job that is prioritized late may be older than those prioritized before it.
-        younger = [job for job, other in fifo.items() if other.order > entry.order]
-        fifo[entry.job] = entry
+        younger = [job for job, other in line.items() if other.order > entry.order]
+        line[entry.job] = entry
         for job in younger:
-            fifo.move_to_end(job)
+            line.move_to_end(job)
 
     def _take_out(self, entry: _Entry[J]) -> None:
-        engines = self._classes[entry.urgency]
-        workers = engines[entry.engine]
-        fifo = workers[entry.worker]
-        del fifo[entry.job]
-        if not fifo:
-            del workers[entry.worker]
-        if not workers:
-            del engines[entry.engine]
-            tier = _TIER_OF[entry.urgency]
-            if not any(entry.engine in self._classes[urgency] for urgency in _TIERS[tier]):
-                del self._turns[tier][entry.engine]
+        mine, tier = self._engines[entry.engine], _TIER_OF[entry.urgency]
+        line = mine.lines[entry.urgency][entry.worker]
+        del line[entry.job]
+        if not line:
+            del mine.lines[entry.urgency][entry.worker]
+        if not mine.has(tier):
+            del self._turns[tier][entry.engine]
 
     def __repr__(self) -> str:
-        waited, loads, stores = (sum(map(_length, e.values())) for e in self._classes)
-        return f"<JobQueue {waited} waited for, {loads} loads, {stores} stores>"
+        return f"<JobQueue {len(self)} jobs of {len(self._engines)} engines>"
 
 
 def _by_order(entry: _Entry[J]) -> int:
     return entry.order
-
-
-def _length(workers: dict[int, _Fifo[J]]) -> int:
-    return sum(map(len, workers.values()))

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from kvd.wire.router import Received, Router
+from kvd.wire.router import Router
 from kvd.wire.seqpacket import Channel
 from kvd_proto.codec import MAX_MESSAGE_BYTES
 
@@ -32,27 +32,31 @@ class Sockets:
 
     Args:
         endpoint: where to listen, as workers are told.
-        link: the broker.
+        link: to the broker.
+
+    Attributes:
+        router: reads from workers.
+        dropped_replies: those to workers that are gone, or do not read.
     """
 
     def __init__(self, endpoint: str, link: Channel) -> None:
         self.link = link
         self.dropped_replies = 0
-        self._router = Router(Path(endpoint.removeprefix("ipc://")), max_bytes=MAX_MESSAGE_BYTES)
+        self.router = Router(Path(endpoint.removeprefix("ipc://")), max_bytes=MAX_MESSAGE_BYTES)
         self._poll = select.poll()
-        self._poll.register(self._router, select.POLLIN)
+        self._poll.register(self.router, select.POLLIN)
         self._poll.register(link, select.POLLIN)
         self._link_writes = False
 
     @property
     def dropped_messages(self) -> int:
         """Messages of workers that had several parts."""
-        return self._router.dropped
+        return self.router.dropped
 
     @property
     def limits(self) -> Counter[str]:
         """Connections that were closed, by the bound that they were above."""
-        return self._router.limits
+        return self.router.limits
 
     def wait(self, milliseconds: int | None) -> Woken:
         """Wait until there is something to do, at most so long; None: for ever."""
@@ -60,29 +64,21 @@ class Sockets:
             self._link_writes = self.link.wants_write
             mask = select.POLLIN | (select.POLLOUT if self._link_writes else 0)
             self._poll.modify(self.link, mask)
-        waiting = self._router.pending
+        waiting = self.router.pending
         ready = {fd for fd, _ in self._poll.poll(0 if waiting else milliseconds)}
-        if self._router.fileno() in ready:
-            self._router.look()
-        return Woken(self.link.fileno() in ready, self._router.pending)
-
-    def recv(self) -> Received | None:
-        """The next message from a worker; None where there is none."""
-        return self._router.take()
-
-    def prove(self, identity: bytes) -> None:
-        """This peer is a worker of this lane."""
-        self._router.prove(identity)
+        if self.router.fileno() in ready:
+            self.router.look()
+        return Woken(self.link.fileno() in ready, self.router.pending)
 
     def send(self, identity: bytes, frame: bytes) -> None:
         """Send to a worker, or count the reply as dropped: it is gone, or never reads."""
-        if not self._router.send(identity, frame):
+        if not self.router.send(identity, frame):
             self.dropped_replies += 1
             _log.debug("a reply is dropped: its worker is gone, or does not read")
 
     def close(self, *, deliver: bool) -> None:
         """Close both; with `deliver`, replies get half a second to leave."""
-        self._router.close(linger=LINGER_SECONDS if deliver else 0.0)
+        self.router.close(linger=LINGER_SECONDS if deliver else 0.0)
         self.link.close()
 
     def __repr__(self) -> str:

@@ -106,7 +106,7 @@ class Requests:
                 reply, ErrorCode.BAD_SESSION, "no worker of this lane has this token"
             )
             return
-        self._sockets.prove(reply.identity)
+        self._sockets.router.prove(reply.identity)
         if isinstance(message, Ping):
             self._reports.reply(reply, Pong(pid=os.getpid()))
         elif handler is None:

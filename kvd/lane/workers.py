@@ -103,17 +103,12 @@ class Binding:
         """Map the directory and check that the arena lies inside the pool.
 
         Raises:
-            LaneError: it does not, its slots are not the layout's, or the descriptor is no
-                directory for so many slots.
+            LaneError: it does not, or the descriptor is no directory for so many slots.
         """
-        if message.slot_bytes != slot_bytes(layout):
-            raise LaneError(
-                f"slots of {message.slot_bytes} bytes for a layout that needs {slot_bytes(layout)}"
-            )
-        end = message.arena_base + message.slot_bytes * message.num_slots
+        end = message.arena_base + slot_bytes(layout) * message.num_slots
         if end > pool_bytes:
             raise LaneError(
-                f"an arena of {message.num_slots} slots of {message.slot_bytes} bytes from"
+                f"an arena of {message.num_slots} slots of {slot_bytes(layout)} bytes from"
                 f" {message.arena_base} does not lie inside the pool of {pool_bytes} bytes"
             )
         if len(descriptors) != 1:
@@ -131,7 +126,7 @@ class Binding:
             namespace=message.namespace,
             owner=message.owner,
             arena_base=message.arena_base,
-            slot_bytes=message.slot_bytes,
+            slot_bytes=slot_bytes(layout),
             num_slots=message.num_slots,
             directory=view,
         )
@@ -182,8 +177,6 @@ class Workers:
             raise ImportFailed(f"session {message.session} has its memory here already")
         if not descriptors:
             raise ImportFailed("no descriptors came; number 0 is the control page")
-        if not message.rank < message.world_size:
-            raise ImportFailed(f"rank {message.rank} of {message.world_size}")
         sizes = message.layout.storages
         if len(sizes) != len(message.handles):
             raise ImportFailed(f"{len(message.handles)} handles for {len(sizes)} storages")

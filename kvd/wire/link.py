@@ -88,7 +88,8 @@ class Imported(Message, frozen=True):
 class BindWorker(Message, frozen=True):
     """Broker → lane: this worker's chunks live here. Carries the directory, read-only.
 
-    Slot i of the rank's arena is pool bytes [arena_base + i * slot_bytes, + slot_bytes).
+    Slot i of the rank's arena is pool bytes [arena_base + i * slot_bytes, + slot_bytes), with the
+    slot bytes of the worker's layout.
     `owner` is the engine's number in the directory; `rank` of a replicated
     layout writes the slots with slot % world_size == rank.
     """
@@ -97,7 +98,6 @@ class BindWorker(Message, frozen=True):
     namespace: bytes
     owner: Count
     arena_base: Count
-    slot_bytes: Count
     num_slots: Count
 
 

@@ -1,27 +1,23 @@
 """A rank whose KV memory is CUDA memory, in a process of its own: handles do not open at home."""
 
 import ctypes
-import multiprocessing
-import os
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd_client import DeviceMemory, Fingerprint, JobResult, Worker
+from tests.asked import PATIENCE, Asked
 from tests.daemon.engines import PAGE, POISON, TENSORS, content, make_layout, wait_boot
+from tests.fakecuda import cudatensor
 from tests.waiting import DEADLINE
 
 GAP = 512
-GRANULE = 2 * 2**20
-PATIENCE = 60.0
 
 
-class CudaRank:
+class CudaRank(Asked):
     """The process, as the test sees it.
 
     Args:
@@ -47,40 +43,14 @@ class CudaRank:
         page: int = PAGE,
         rank_type: type["Rank"] | None = None,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments: tuple[object, ...] = (str(runtime_dir), engine, rank, world_size)
-        arguments = (rank_type or Rank, theirs, *arguments, kind, device, page)
-        self.process = context.Process(target=_serve, args=arguments, daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def ask(self, name: str, *arguments: object) -> Any:
-        """Call a method of `Rank` there; what it returns, or the exception that it raised."""
-        self._pipe.send((name, arguments))
-        if not self._pipe.poll(PATIENCE):
-            raise TimeoutError(f"the rank does not do {name}")
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        arguments = (str(runtime_dir), engine, rank, world_size, kind, device, page)
+        super().__init__(rank_type or Rank, *arguments)
 
     def result(self, job: int) -> JobResult:
         """Wait for a job's end."""
         result = self.ask("result", job)
         assert isinstance(result, JobResult)
         return result
-
-    def kill(self) -> None:
-        """End the process as SIGKILL does."""
-        self.process.kill()
-        self.process.join(PATIENCE)
-
-    def close(self) -> None:
-        """End the process, in order where it still can."""
-        self._pipe.close()
-        self.process.join(5)
-        self.kill()
 
 
 class Rank:
@@ -96,19 +66,17 @@ class Rank:
         device: int,
         page: int,
     ) -> None:
-        from cuda.bindings import driver  # noqa: PLC0415  # only in this process
-
-        self._driver = driver
         self._rank = rank
         self._results: dict[int, JobResult] = {}
         self._layout = make_layout(page=page)
-        self._call("cuInit", 0)
-        handle = self._call("cuDeviceGet", device)
-        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", handle))
-        self._stream = int(self._call("cuStreamCreateWithPriority", 1, 0))
-        self._others = [int(self._call("cuStreamCreateWithPriority", 1, 0))]
+        cudatensor.use_device(device)
+        self._streams = [int(cudatensor.Stream().handle) for _ in range(2)]
         self._storages = self._make_storages(kind, device)
         self.worker = Worker(Path(runtime_dir), engine, rank, world_size, deadline=DEADLINE)
+
+    def close(self) -> None:
+        """Take the memory back from the daemon."""
+        self.worker.close()
 
     def register(self) -> str:
         """Give the daemon the memory; the device's name."""
@@ -146,13 +114,8 @@ class Rank:
         """Put on a stream: kernels that set every byte of blocks."""
         for block in blocks:
             for tensor in range(TENSORS):
-                self._call(
-                    "cuMemsetD8Async",
-                    self._address(tensor, block),
-                    value,
-                    self._page(tensor),
-                    self._streams[stream],
-                )
+                at, page = self._address(tensor, block), self._page(tensor)
+                cudatensor.call("cuMemsetD8Async", at, value, page, self._streams[stream])
 
     def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Bytes of blocks that are not the keys' content."""
@@ -222,20 +185,16 @@ class Rank:
 
     # -------------------------------------------------------------- driver
 
-    @property
-    def _streams(self) -> list[int]:
-        return [self._stream, *self._others]
-
-    def _call(self, name: str, *arguments: object) -> Any:
-        code, *values = getattr(self._driver, name)(*arguments)
-        assert not int(code), f"{name}: {code}"
-        return values[0] if values else None
-
     def _make_storages(self, kind: str, device: int) -> list[int]:
         """Their addresses; with gaps, in one allocation."""
-        total = sum(self._layout.storages) + TENSORS * GAP
-        make = self._allocate if kind == "ipc" else self._create
-        base = make(total, device, exportable=kind == "vmm")
+        del device
+        nbytes = sum(self._layout.storages) + TENSORS * GAP
+        if kind == "ipc":
+            self._memory: cudatensor.DeviceBytes = cudatensor.DeviceMemory(nbytes)
+        else:
+            nbytes = -(-nbytes // cudatensor.GRANULARITY) * cudatensor.GRANULARITY
+            self._memory = cudatensor.VirtualMemory(nbytes, exportable=kind == "vmm")
+        base = self._memory.address
         found = []
         for size in self._layout.storages:
             found.append(base + GAP)
@@ -249,29 +208,6 @@ class Rank:
             for address, size in zip(self._storages, self._layout.storages, strict=True)
         ]
 
-    def _allocate(self, nbytes: int, device: int, *, exportable: bool) -> int:
-        del device, exportable
-        return int(self._call("cuMemAlloc", nbytes))
-
-    def _create(self, nbytes: int, device: int, *, exportable: bool) -> int:
-        driver = self._driver
-        nbytes = -(-nbytes // GRANULE) * GRANULE
-        kinds = driver.CUmemAllocationHandleType
-        properties = driver.CUmemAllocationProp()
-        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = device
-        if exportable:
-            properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        allocation = self._call("cuMemCreate", nbytes, properties, 0)
-        address = int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0))
-        self._call("cuMemMap", address, nbytes, 0, allocation, 0)
-        access = driver.CUmemAccessDesc()
-        access.location = properties.location
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._call("cuMemSetAccess", address, nbytes, [access], 1)
-        return address
-
     def _page(self, tensor: int) -> int:
         return self._layout.tensors[tensor].page_bytes
 
@@ -282,36 +218,16 @@ class Rank:
         return content(key, self._rank, tensor, inside, self._page(tensor))
 
     def _put(self, tensor: int, block: int, data: npt.NDArray[np.uint8]) -> None:
-        self._call("cuMemcpyHtoD", self._address(tensor, block), data.ctypes.data, data.nbytes)
-        self._call("cuStreamSynchronize", 0)  # it may return before pageable bytes have arrived
+        self._bytes(tensor, block).write(data.tobytes())
+        cudatensor.call("cuStreamSynchronize", 0)  # pageable bytes may arrive later
 
     def _get(self, tensor: int, block: int) -> npt.NDArray[np.uint8]:
-        data = np.empty(self._page(tensor), np.uint8)
-        self._call("cuMemcpyDtoH", data.ctypes.data, self._address(tensor, block), data.nbytes)
-        return data
+        return np.frombuffer(self._bytes(tensor, block).read(), np.uint8)
+
+    def _bytes(self, tensor: int, block: int) -> cudatensor.DeviceBytes:
+        return cudatensor.DeviceBytes(self._address(tensor, block), self._page(tensor))
 
 
 def _places(keys: Sequence[bytes], blocks: Sequence[int]) -> list[tuple[bytes, int, int]]:
     factor = len(blocks) // len(keys)
     return [(keys[at // factor], at % factor, block) for at, block in enumerate(blocks)]
-
-
-def _serve(rank_type: type[Rank], pipe: Connection, *arguments: Any) -> None:
-    """The process: does what it is asked until the other end closes."""
-    try:
-        rank = rank_type(*arguments)
-    except BaseException as error:
-        pipe.send(error)
-        raise
-    while True:
-        try:
-            name, given = pipe.recv()
-        except EOFError:
-            break
-        try:
-            answer = getattr(rank, name)(*given)
-        except Exception as error:  # noqa: BLE001  # the test is to see it
-            answer = RuntimeError(f"{type(error).__name__}: {error}")
-        pipe.send(answer)
-    rank.worker.close()
-    os._exit(0)  # the streams' threads need no farewell

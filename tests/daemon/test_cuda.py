@@ -13,7 +13,7 @@ from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.cuda_engine import CudaEngine, blocks_of, lane_of, wait_lane
 from tests.daemon.cuda_rank import CudaRank
 from tests.daemon.engines import FACTOR, PAGE, POISON, TENSORS, Engine, keys_of, wait_hit
-from tests.fakecuda.harness import calls
+from tests.fakecuda.harness import calls, write_control
 from tests.processes import kill_and_wait
 from tests.waiting import eventually
 
@@ -31,10 +31,8 @@ class Lanes:
     log: Path
 
     def switch(self, text: str) -> None:
-        """Lines of `key=value`; read before the lane's next call of the driver."""
-        fresh = self.control.with_suffix(".new")
-        fresh.write_text(text + "\n")
-        fresh.rename(self.control)
+        """A line of `key=value`; read before the lane's next call of the driver."""
+        write_control(self.control, text)
 
     def wait_hanging(self) -> None:
         """Until a call of the driver hangs."""
@@ -246,41 +244,24 @@ def test_a_lane_killed_in_a_copy_costs_its_jobs(
     engine.store(keys_of("lost", 2), first_block=20)
 
 
-def test_a_lost_context_costs_the_lane_and_not_the_pool(
-    engine: CudaEngine, daemon: Daemon, lanes: Lanes
+@pytest.mark.parametrize(
+    "trouble", ["fail=cuEventQuery:1:700", "hang=cuEventRecord:1"], ids=["lost", "hangs"]
+)
+def test_a_lane_that_loses_its_device_or_hangs_is_replaced(
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes, trouble: str
 ) -> None:
-    """A sticky error of the device ends the lane; jobs fail, and its successor serves."""
+    """A sticky error, or a call that does not return: jobs fail, the pool is as it was."""
     keys = keys_of("kept", 4)
     engine.store(keys)
     pid = lane_of(daemon)["pid"]
     ticket = engine.scheduler.prepare_load(keys)
-    lanes.switch("fail=cuEventQuery:1:700")
+    lanes.switch(trouble)
     job = engine.submit("load", ticket, blocks_of(keys, 33))
     results = [rank.result(job) for rank in engine.ranks.values()]
     assert not all(result.success for result in results)
-    lanes.switch("fail=")
+    lanes.switch(trouble.partition("=")[0] + "=")
     daemon.wait_ready()
     assert wait_lane(daemon, workers=2, restarts=1)["pid"] != pid
-    engine.wait_attached()
-    assert engine.load(keys) == 0
-
-
-def test_a_call_that_hangs_costs_the_lane_and_its_jobs(
-    engine: CudaEngine, daemon: Daemon, lanes: Lanes
-) -> None:
-    """A lane that the driver does not let go is replaced; jobs fail, and the pool is as it was."""
-    keys = keys_of("kept", 4)
-    engine.store(keys)
-    pid = lane_of(daemon)["pid"]
-    ticket = engine.scheduler.prepare_load(keys)
-    lanes.switch("hang=cuEventRecord:1")
-    job = engine.submit("load", ticket, blocks_of(keys, 33))
-    results = [rank.result(job) for rank in engine.ranks.values()]
-    assert not any(result.success for result in results)
-    lanes.switch("hang=")
-    daemon.wait_ready()
-    after = wait_lane(daemon, workers=2, restarts=1)
-    assert after["pid"] != pid
     engine.wait_attached()
     assert engine.load(keys) == 0
 

@@ -13,6 +13,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.cuda_engine import CudaEngine, blocks_of, lane_of, wait_lane
 from tests.daemon.engines import keys_of
 from tests.daemon.test_cuda import in_copy
+from tests.fakecuda.harness import write_control
 
 pytestmark = pytest.mark.fakecuda
 
@@ -32,9 +33,7 @@ class Restarts:
 
     def switch(self, text: str) -> None:
         """A line of `key=value`; read before a lane's next call of the driver."""
-        fresh = self._control.with_suffix(".new")
-        fresh.write_text(f"{text}\n")
-        fresh.rename(self._control)
+        write_control(self._control, text)
 
     def start(self, *, ready: bool = True) -> Daemon:
         """The next daemon, with the pool of the one before; ranks see nothing of the switches."""

@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from kvd_proto.directory import SlotState
 from tests.fakecuda.harness import FakeCuda
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import TestDriver, load, switched
-from tests.lane.support import Lane
+from tests.lane.support import SLOTS, Directory, FakeWorker, Lane, simple_layout
 
 POOL_BYTES = 8 * 2**20
 
@@ -16,6 +17,20 @@ def lane(tmp_path: Path) -> Iterator[Lane]:
     """A real lane process with an 8 MiB pool."""
     with Lane(tmp_path, POOL_BYTES) as running:
         yield running
+
+
+@pytest.fixture
+def directory() -> Directory:
+    """All slots WRITING at generation 1, owned by engine 7."""
+    table = Directory(SLOTS)
+    table.set(range(SLOTS), SlotState.WRITING)
+    return table
+
+
+@pytest.fixture
+def worker(lane: Lane, directory: Directory) -> FakeWorker:
+    """A worker with two tensors of 32 pages of 4 KiB, bound."""
+    return lane.attach(FakeWorker(simple_layout()), directory)
 
 
 @pytest.fixture(scope="session")

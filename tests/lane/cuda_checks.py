@@ -21,14 +21,21 @@ from kvd.lane.devices.device import Direction, MemoryId
 from kvd.lane.jobs import ReplyTo
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Workers
-from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import SlotState
-from kvd_proto.layout import TensorSpec, slot_bytes
+from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig
 from tests.lane.device_contract import Run, drain, pattern, transfer
-from tests.lane.support import EPOCH, NAMESPACE, Directory, Memory, make_job, simple_layout
+from tests.lane.support import (
+    EPOCH,
+    Directory,
+    Memory,
+    bind_message,
+    import_message,
+    make_job,
+    simple_layout,
+)
 from tests.waiting import PATIENCE
 
 SIZES = (65536, 32768)
@@ -301,32 +308,12 @@ class Served:
         self.mark = rig.driver.mark
         self.source = rig.make_worker(layout.storages)
         self._page = Memory(CONTROL_BYTES)
-        workers = Workers(rig.device)
-        descriptors = [self._page.fd, *self.source.descriptors[1:]]
-        self._worker = workers.add(
-            ImportWorker(
-                session=1,
-                token=bytes(16),
-                engine="llama",
-                pid=41,
-                rank=0,
-                world_size=1,
-                layout=layout,
-                handles=self.source.handles,
-            ),
-            descriptors,
-        )
+        known = import_message(layout, self.source.handles)
+        fds = [self._page.fd, *self.source.descriptors[1:]]
+        self._worker = Workers(rig.device).add(known, fds)
         self._directory = Directory(blocks)
         self._directory.set(range(blocks), state, count=1)
-        bind = BindWorker(
-            session=1,
-            namespace=NAMESPACE,
-            owner=7,
-            arena_base=0,
-            slot_bytes=slot_bytes(layout),
-            num_slots=blocks,
-        )
-        fds = [self._directory.memory.fd]
+        bind, fds = bind_message(1, self._directory), [self._directory.memory.fd]
         self._worker.binding = Binding.of(bind, fds, layout, POOL_BYTES)
         self._runner = Runner(rig.device)
 

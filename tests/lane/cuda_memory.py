@@ -3,22 +3,19 @@
 Run as a process of its own: an allocation cannot be opened where it was made.
 """
 
-import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvd_client import sealed
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
+from tests.asked import Asked
+from tests.fakecuda import cudatensor
 from tests.lane.device_contract import Bytes, Source
 
 GAP = 256
-GRANULE = 2 * 2**20
-PATIENCE = 60
 
 
 class CudaWorkers:
@@ -30,13 +27,8 @@ class CudaWorkers:
 
     def __init__(self, *, ipc: bool) -> None:
         self._ipc = ipc
-        context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket = near
-        self._process = context.Process(target=_serve, args=(theirs, far), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = Asked(_Memory, far)
         far.close()
         self._addresses: dict[tuple[int, ...], list[int]] = {}
         self._descriptors: list[int] = []
@@ -51,10 +43,10 @@ class CudaWorkers:
             total = sum(group) + GAP * (len(group) + 1)
             offset = GAP
             if self._ipc:
-                base, name = self._ask("allocate", total)
+                base, name = self._process.ask("allocate", total)
             else:
-                total = -(-total // GRANULE) * GRANULE
-                base = self._ask("create", total)
+                total = -(-total // cudatensor.GRANULARITY) * cudatensor.GRANULARITY
+                base = self._process.ask("create", total)
                 descriptors += socket.recv_fds(self._socket, 1, 1)[1]
             for size in group:
                 handles.append(
@@ -71,19 +63,16 @@ class CudaWorkers:
 
     def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:
         """A copy of a storage's bytes."""
-        data = self._ask("get", self._address(source, storage) + offset, nbytes)
+        data = self._process.ask("get", self._address(source, storage) + offset, nbytes)
         return np.frombuffer(data, np.uint8)
 
     def put(self, source: Source, storage: int, offset: int, data: Bytes) -> None:
         """Write a storage's bytes."""
-        self._ask("put", self._address(source, storage) + offset, data.tobytes())
+        self._process.ask("put", self._address(source, storage) + offset, data.tobytes())
 
     def close(self) -> None:
         """End the process."""
-        self._ours.close()
-        self._process.join(PATIENCE)
-        self._process.kill()
-        self._process.join()
+        self._process.close()
         self._socket.close()
         self.forget()
 
@@ -97,51 +86,34 @@ class CudaWorkers:
     def _address(self, source: Source, storage: int) -> int:
         return self._addresses[tuple(source.descriptors)][storage]
 
-    def _ask(self, *request: object) -> Any:
-        self._ours.send(request)
-        if not self._ours.poll(PATIENCE):
-            raise TimeoutError(f"the process with device memory does not do {request[0]}")
-        answer = self._ours.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
+class _Memory:
+    """The memory itself, in its process."""
 
-def _serve(pipe: Connection, descriptors: socket.socket) -> None:
-    """The process: does what it is asked until the other end closes."""
-    from tests.fakecuda import cudatensor  # noqa: PLC0415  # the driver starts in this process
+    def __init__(self, descriptors: socket.socket) -> None:
+        cudatensor.use_device()
+        self._socket = descriptors
 
-    cudatensor.use_device()
-
-    def allocate(nbytes: int) -> tuple[int, bytes]:
+    def allocate(self, nbytes: int) -> tuple[int, bytes]:
+        """Memory with an IPC handle: its address, and the handle."""
         made = cudatensor.DeviceMemory(nbytes)
         return made.address, made.handle()
 
-    def create(nbytes: int) -> int:
+    def create(self, nbytes: int) -> int:
+        """Virtual memory: its address; its descriptor is sent."""
         made = cudatensor.VirtualMemory(nbytes)
         descriptor = made.descriptor()
-        socket.send_fds(descriptors, [b"."], [descriptor])
+        socket.send_fds(self._socket, [b"."], [descriptor])
         os.close(descriptor)
         return made.address
 
-    def get(address: int, nbytes: int) -> bytes:
+    def get(self, address: int, nbytes: int) -> bytes:
+        """A copy of bytes."""
         return cudatensor.DeviceBytes(address, nbytes).read()
 
-    def put(address: int, data: bytes) -> None:
+    def put(self, address: int, data: bytes) -> None:
+        """Write bytes."""
         cudatensor.DeviceBytes(address, len(data)).write(data)
 
-    does: dict[str, Callable[..., Any]] = {
-        "allocate": allocate,
-        "create": create,
-        "get": get,
-        "put": put,
-    }
-    while True:
-        try:
-            name, *arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(does[name](*arguments))
-        except Exception as error:  # noqa: BLE001  # the test is to see it
-            pipe.send(RuntimeError(str(error)))
+    def close(self) -> None:
+        """The process ends, and its memory with it."""

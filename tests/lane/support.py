@@ -37,11 +37,12 @@ from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
-from kvd_proto.messages import Done, HostHandle, Job, JobStatus, Message, Store
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import Done, Handle, HostHandle, Job, JobStatus, Message, Store
 from tests.waiting import PATIENCE
 
 TIMELINE, EPOCH = 0, 1  # words of a control page; the second is that of stores
+SLOTS = 16  # of a directory
 NAMESPACE = bytes(range(16))
 BOOT = b"b" * 16
 M = TypeVar("M", bound=Message)
@@ -119,7 +120,7 @@ class FakeWorker:
     ) -> None:
         self.layout, self.session = layout, session
         self.rank, self.world_size = rank, world_size
-        self.token = bytes([session]) * 16
+        self.token = token_of(session)
         self.page = Memory(CONTROL_BYTES)
         self.words = self.page.bytes.view("<u8")
         self.storages = [Memory(size) for size in layout.storages]
@@ -249,15 +250,66 @@ def make_job(
     )
 
 
+def token_of(session: int) -> bytes:
+    """The token of a session."""
+    return bytes([session]) * 16
+
+
+def import_message(
+    layout: RankLayout,
+    handles: Sequence[Handle] = (),
+    *,
+    session: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+) -> ImportWorker:
+    """The order by which a worker's memory is mapped; one descriptor a storage without handles."""
+    return ImportWorker(
+        session=session,
+        token=token_of(session),
+        engine="llama",
+        pid=41,
+        rank=rank,
+        world_size=world_size,
+        layout=layout,
+        handles=tuple(handles or (HostHandle(1 + i) for i in range(len(layout.storages)))),
+    )
+
+
+def bind_message(
+    session: int, directory: Directory, owner: int = 7, arena_base: int = 0
+) -> BindWorker:
+    """The order by which a worker's chunks live in this directory's slots."""
+    return BindWorker(
+        session=session,
+        namespace=NAMESPACE,
+        owner=owner,
+        arena_base=arena_base,
+        num_slots=len(directory.records),
+    )
+
+
+def lane_command(runtime_dir: Path, link: socket.socket, pool: Memory) -> list[str]:
+    """How a lane of the host's is started; the link and the pool's file are to be passed on."""
+    options = {
+        "device": "host",
+        "incarnation": 1,
+        "runtime-dir": runtime_dir,
+        "link-fd": link.fileno(),
+        "pool-fd": pool.fd,
+        "pool-bytes": len(pool.bytes),
+    }
+    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "kvd.lane", *named]
+
+
 class Lane:
     """A real lane process and the broker's end of its link."""
 
     def __init__(self, runtime_dir: Path, pool_bytes: int, log: IO[str] | None = None) -> None:
         self.pool = Memory(pool_bytes)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "kvd.lane", "--device", "host", "--incarnation", "1"]
-        command += ["--runtime-dir", str(runtime_dir), "--link-fd", str(theirs.fileno())]
-        command += ["--pool-fd", str(self.pool.fd), "--pool-bytes", str(pool_bytes)]
+        command = lane_command(runtime_dir, theirs, self.pool)
         fds = (theirs.fileno(), self.pool.fd)
         self.process = subprocess.Popen(command, pass_fds=fds, stderr=log)
         self.link_number = theirs.fileno()  # in the lane too
@@ -283,38 +335,23 @@ class Lane:
         self.ping()
         return worker
 
-    def import_worker(self, worker: FakeWorker, **changes: Any) -> Imported:
+    def import_worker(self, worker: FakeWorker, fds: Sequence[int] = ()) -> Imported:
         """Ask for the worker's memory to be mapped; the answer."""
-        fields: dict[str, Any] = {
-            "session": worker.session,
-            "token": worker.token,
-            "engine": "llama",
-            "pid": 41,
-            "rank": worker.rank,
-            "world_size": worker.world_size,
-            "layout": worker.layout,
-            "handles": tuple(HostHandle(1 + i) for i in range(len(worker.storages))),
-        }
-        fds = changes.pop("fds", worker.fds)
-        self.tell(ImportWorker(**{**fields, **changes}), fds)
+        message = import_message(
+            worker.layout,
+            session=worker.session,
+            rank=worker.rank,
+            world_size=worker.world_size,
+        )
+        self.tell(message, fds or worker.fds)
         return self.hear(Imported)
 
     def bind(
         self, worker: FakeWorker, directory: Directory, *, owner: int = 7, arena_base: int = 0
     ) -> None:
         """Say where the worker's chunks live."""
-        size = slot_bytes(worker.layout)
-        self.tell(
-            BindWorker(
-                session=worker.session,
-                namespace=NAMESPACE,
-                owner=owner,
-                arena_base=arena_base,
-                slot_bytes=size,
-                num_slots=len(directory.records),
-            ),
-            [directory.memory.fd],
-        )
+        message = bind_message(worker.session, directory, owner, arena_base)
+        self.tell(message, [directory.memory.fd])
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send over the link."""

@@ -8,23 +8,7 @@ from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
 from kvd_proto.messages import JobStatus, Load, Store, Wait, WaitDone
-from tests.lane.support import BOOT, Directory, FakeWorker, Lane, make_job, simple_layout
-
-SLOTS = 16
-
-
-@pytest.fixture
-def directory() -> Directory:
-    """All slots WRITING at generation 1, owned by engine 7."""
-    table = Directory(SLOTS)
-    table.set(range(SLOTS), SlotState.WRITING)
-    return table
-
-
-@pytest.fixture
-def worker(lane: Lane, directory: Directory) -> FakeWorker:
-    """A worker with two tensors of 32 pages of 4 KiB, bound."""
-    return lane.attach(FakeWorker(simple_layout()), directory)
+from tests.lane.support import BOOT, SLOTS, Directory, FakeWorker, Lane, make_job, simple_layout
 
 
 def test_what_was_stored_comes_back_into_other_blocks(

@@ -55,25 +55,10 @@ from tests.lane.support import (
     FakeWorker,
     Lane,
     Memory,
+    lane_command,
     simple_layout,
 )
 from tests.waiting import PATIENCE, eventually
-
-SLOTS = 16
-
-
-@pytest.fixture
-def directory() -> Directory:
-    """All slots WRITING at generation 1, owned by engine 7."""
-    table = Directory(SLOTS)
-    table.set(range(SLOTS), SlotState.WRITING)
-    return table
-
-
-@pytest.fixture
-def worker(lane: Lane, directory: Directory) -> FakeWorker:
-    """A worker with two tensors of 32 pages of 4 KiB, bound."""
-    return lane.attach(FakeWorker(simple_layout()), directory)
 
 
 def test_nothing_is_read_before_its_number_is_reached(lane: Lane, worker: FakeWorker) -> None:
@@ -373,9 +358,7 @@ def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     """Killing the parent kills the lane, even while somebody else holds the link open."""
     pool = Memory(4096)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "kvd.lane", "--device", "host", "--incarnation", "1"]
-    command += ["--runtime-dir", str(tmp_path), "--link-fd", str(theirs.fileno())]
-    command += ["--pool-fd", str(pool.fd), "--pool-bytes", "4096"]
+    command = lane_command(tmp_path, theirs, pool)
     code = (
         "import subprocess, sys;"
         f"subprocess.Popen(sys.argv[1:], pass_fds=({theirs.fileno()}, {pool.fd})).wait()"
@@ -405,9 +388,7 @@ def test_a_lane_without_descriptors_says_so(tmp_path: Path) -> None:
     """Under a limit of 40 it tells the broker, who says it, the limit and the remedy, and ends."""
     pool = Memory(4096)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "kvd.lane", "--device", "host", "--incarnation", "1"]
-    command += ["--runtime-dir", str(tmp_path), "--link-fd", str(theirs.fileno())]
-    command += ["--pool-fd", str(pool.fd), "--pool-bytes", "4096"]
+    command = lane_command(tmp_path, theirs, pool)
     lane = subprocess.run(
         ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh", *command],
         pass_fds=(theirs.fileno(), pool.fd),

@@ -7,6 +7,7 @@ file per device, where there is a folder for it, and made anew when the driver o
 kernel is another one. A file that cannot be read or written only costs the measurement.
 """
 
+import hashlib
 import logging
 import mmap
 import time
@@ -17,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import CudaError, LaneError
-from kvd.lane.devices.cuda import driver, ptx
+from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.binding import Cleanup, Stream, is_lost
 from kvd.lane.devices.cuda.copier import (
+    KERNEL,
     BatchEngine,
     CopyEngine,
     LoopEngine,
@@ -174,7 +176,8 @@ def made_with(kernel_driver: Path = _KERNEL_DRIVER) -> str:
         module = kernel_driver.read_text("ascii").strip()
     except OSError:
         module = "unknown"
-    return f"CUDA {driver.version()}, driver {module}, kernel {ptx.SOURCE_SHA256[:12]}"
+    kernel = hashlib.sha256(KERNEL.read_bytes()).hexdigest()
+    return f"CUDA {driver.version()}, driver {module}, kernel {kernel[:12]}"
 
 
 def thresholds(

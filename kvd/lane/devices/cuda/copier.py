@@ -13,15 +13,17 @@ import ctypes
 import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd.lane.devices.cuda import driver, ptx
+from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.binding import Cleanup, Stream
 from kvd.lane.devices.cuda.driver import Addresses, BatchCopy
 from kvd.lane.devices.device import Direction
 
+KERNEL = Path(__file__).with_name("kernel.ptx")
 RUN_BYTES = 24
 RUNS_PER_LIST = 4096
 _BLOCKS = 8  # of the device's many: the engine keeps nearly all of them
@@ -119,9 +121,9 @@ class MoveKernel:
             driver.register_host(address, len(self._memory))
             self._cleanup.add(lambda: driver.unregister_host(address))
             self._kernel_address = driver.device_address(address)
-            module = driver.load_module(ptx.TEXT)
+            module = driver.load_module(KERNEL.read_bytes())
             self._cleanup.add(lambda: driver.unload_module(module))
-            self._function = driver.find_function(module, ptx.FUNCTION)
+            self._function = driver.find_function(module, "kvd_move")
         self._lists = words.reshape(lists, RUNS_PER_LIST, 3)
         self._free = list(range(lists))
 

@@ -28,7 +28,6 @@ from kvd.lane.devices.cuda.binding import (
 Addresses = npt.NDArray[np.uint64]
 
 NOT_READY = 600
-IPC_HANDLE_BYTES = 64
 # Forms of cuMemcpyBatchAsync: the version that brought one, and whether that also tells which copy
 # was wrong. A driver has those that are not newer than itself.
 _BATCH_FORMS = ((13000, False), (12080, True))
@@ -265,11 +264,9 @@ def address_range(address: int) -> tuple[int, int]:
 
 def open_ipc(handle: bytes) -> int:
     """Map another process's allocation, named by a handle of 64 bytes; where it starts."""
-    if len(handle) != IPC_HANDLE_BYTES:
-        raise CudaError(1, "CUDA_ERROR_INVALID_VALUE", f"opening a handle of {len(handle)} bytes")
     cuda = bindings()
     named = cuda.CUipcMemHandle()
-    ctypes.memmove(named.getPtr(), handle, IPC_HANDLE_BYTES)
+    ctypes.memmove(named.getPtr(), handle, len(handle))
     flags = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     return int(call("opening a worker's memory", "cuIpcOpenMemHandle", named, flags))
 
@@ -443,9 +440,9 @@ def _find_batch() -> tuple[int, bool]:
 # -------------------------------------------------------------------- kernels
 
 
-def load_module(ptx: str) -> Module:
+def load_module(ptx: bytes) -> Module:
     """Translate and load a module."""
-    return Module(call("loading the copy kernel", "cuModuleLoadData", ptx.encode() + b"\0"))
+    return Module(call("loading the copy kernel", "cuModuleLoadData", ptx + b"\0"))
 
 
 def unload_module(module: Module) -> None:

@@ -4,7 +4,7 @@
 // sees. A few blocks of threads move short runs faster, and leave nearly all of
 // the device to the engine.
 //
-// ptx.py holds what the compiler makes of this file. To make it anew:
+// kernel.ptx holds what the compiler makes of this file. To make it anew:
 //   nvcc -ptx -arch=compute_75 kernel.cu
 // and lower the header to ".version 6.4" and ".target sm_70": nothing newer is used,
 // and then drivers since CUDA 10.1 take it, for every device since Volta.

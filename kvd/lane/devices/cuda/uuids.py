@@ -5,51 +5,32 @@ And the NUMA node near one, so that the lane's pages and threads are there too.
 
 import logging
 import os
-import re
 from pathlib import Path
 from uuid import UUID
 
-from kvd.errors import CudaMissing, LaneError
+from kvd.errors import CudaMissing
 from kvd.lane.devices.cuda import driver
 
 _log = logging.getLogger(__name__)
-_FORM = re.compile(r"(?:cuda:)?(GPU-|MIG-)?([0-9a-f-]+)", re.IGNORECASE)
-
-
-def parse(name: str) -> bytes:
-    """The UUID in a device's name.
-
-    Args:
-        name: 32 hexadecimal digits, perhaps with dashes, after "cuda:", "GPU-" or "MIG-".
-
-    Raises:
-        LaneError: it is none.
-    """
-    return _parts(name)[1].bytes
 
 
 def show_slice(name: str) -> None:
     """Let this process see the MIG slice that is named, if one is.
 
     A process sees no more than one slice, and which one is settled before the driver starts.
-
-    Raises:
-        LaneError: it is no device's name.
     """
-    kind, uuid = _parts(name)
-    if kind == "MIG-":
-        os.environ["CUDA_VISIBLE_DEVICES"] = f"MIG-{uuid}"
+    if name.startswith("cuda:MIG-"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = f"MIG-{_uuid(name)}"
 
 
 def find(name: str) -> int:
-    """The driver's handle of the device with this name.
+    """Return the driver's handle of the device with this name, in the form of kvd_proto.devices.
 
     Raises:
-        LaneError: it is no device's name.
         CudaMissing: no device that this process sees has this UUID.
         CudaError: the driver fails.
     """
-    uuid = parse(name)
+    uuid = _uuid(name).bytes
     seen = driver.devices()
     for device, other in seen:
         if other == uuid:
@@ -63,15 +44,8 @@ def find(name: str) -> int:
     )
 
 
-def _parts(name: str) -> tuple[str, UUID]:
-    match = _FORM.fullmatch(name)
-    digits = match[2].replace("-", "") if match else ""
-    if match is None or len(digits) != 32:
-        raise LaneError(
-            f"{name!r} names no CUDA device; write cuda: and the 32 hexadecimal digits of its"
-            " UUID, which nvidia-smi -L shows"
-        )
-    return (match[1] or "").upper(), UUID(digits)
+def _uuid(name: str) -> UUID:
+    return UUID(name.removeprefix("cuda:").removeprefix("MIG-"))
 
 
 def stay_near(pci_bus_id: str, sysfs: Path = Path("/sys")) -> None:

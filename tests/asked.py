@@ -1,0 +1,67 @@
+"""An object in a process of its own, whose methods a test calls."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+PATIENCE = 60.0
+
+
+class Asked:
+    """The process, as the test sees it.
+
+    Args:
+        make: what makes the object there; a function or class that can be pickled.
+        arguments: of `make`.
+    """
+
+    def __init__(self, make: Callable[..., Any], *arguments: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(make, theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, name: str, *arguments: object) -> Any:
+        """Call a method there; what it returns, or the exception that it raised."""
+        self._pipe.send((name, arguments))
+        if not self._pipe.poll(PATIENCE):
+            raise TimeoutError(f"the process does not do {name}")
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        """End the process as SIGKILL does."""
+        self.process.kill()
+        self.process.join(PATIENCE)
+
+    def close(self) -> None:
+        """End the process, in order where it still can."""
+        self._pipe.close()
+        self.process.join(5)
+        self.kill()
+
+
+def _serve(make: Callable[..., Any], pipe: Connection, *arguments: object) -> None:
+    """The process: does what it is asked until the other end closes, then closes the object."""
+    try:
+        made = make(*arguments)
+    except BaseException as error:
+        pipe.send(error)
+        raise
+    while True:
+        try:
+            name, given = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = getattr(made, name)(*given)
+        except Exception as error:  # noqa: BLE001  # the test is to see it
+            answer = RuntimeError(f"{type(error).__name__}: {error}")
+        pipe.send(answer)
+    made.close()
+    os._exit(0)  # threads of a driver need no farewell
