@@ -17,6 +17,7 @@ from harness import Daemon, Figures, engine_name, fresh_keys, median, wait_found
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.expand import Copies, Expander
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
 from kvd_proto.messages import Fingerprint
@@ -202,7 +203,8 @@ def _round(
         if not np.array_equal(tensor[stored], tensor[loaded]):
             raise RuntimeError("what was loaded is not what was stored")
     for store, blocks in ((True, stored), (False, loaded)):
-        copies = Expander(engine.layout).expand(blocks, [BLOCKS], [0], slots)
+        arrays = JobBlocks.of(blocks, [BLOCKS], [0], slots, slots)
+        copies = Expander(engine.layout).expand(arrays)
         for name, work in reference_copies(tensors, arena, copies, store=store).items():
             kind = "store" if store else "load"
             rates.setdefault(f"{kind}_{name}", []).append(rate(work))
