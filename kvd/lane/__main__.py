@@ -1,4 +1,4 @@
-"""`python -m kvd.lane`: a lane process, started by the broker and by nobody else."""
+"""`python -m kvd.lane`: a lane process, which only the broker starts."""
 
 import argparse
 import fcntl
@@ -58,10 +58,10 @@ def main() -> int:
             limits=Limits(options.max_queued_jobs, options.max_queued_bytes),
         )
     except (KvdError, OSError) as error:
-        try:  # the broker says it, to the log and to the workers that wait
+        try:  # for the broker's log and the workers that wait
             link.send(LINK.encode(LaneFailed(error=str(error)[:TEXT_LIMIT])))
         except (EOFError, ChannelFull):
-            log.error("the lane does not start: %s", error)  # noqa: TRY400  # the reason is said
+            log.error("the lane does not start: %s", error)  # noqa: TRY400  # no bug: no traceback
         return 1
     os.close(options.pool_fd)
     try:

@@ -112,7 +112,7 @@ class LaneJob:
         )
 
     def objection(self) -> Refusal | None:
-        """Why the job's chunks or blocks are not its own now; None where they are.
+        """Return why the job's chunks or blocks are not its own now, or None where they are.
 
         Asked before the first byte and after the last one: whatever happened in
         between to a slot has changed its generation or its state.
@@ -157,7 +157,7 @@ class LaneJob:
         self.pieces = copies.pieces(piece_bytes)
 
     def shares(self, *, ok: bool) -> list[ShareDone]:
-        """What the broker is told about a store's chunks.
+        """Return the messages to the broker about a store's chunks.
 
         Of a store that failed, those that are still this engine's to write: a job may have
         named what never was.
@@ -176,7 +176,7 @@ class LaneJob:
 
 
 def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[ShareDone]:
-    """What the broker is told of a store that could not even be read: its chunks are given up.
+    """Return the messages to the broker about a refused store: its chunks are given up.
 
     Names those that are this engine's to write, as far as slots and generations can be paired.
     """

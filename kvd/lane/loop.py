@@ -36,7 +36,7 @@ class LaneService:
     Args:
         name: the device's name.
         incarnation: which lane of this device since the broker started.
-        endpoint: where workers send jobs, as they are told.
+        endpoint: where workers send jobs.
         sockets: bound there, with the link to the broker.
         device: the backend.
         pool_bytes: size of the pool that the device maps.
@@ -86,7 +86,7 @@ class LaneService:
         )
 
     def run(self) -> None:
-        """Serve until the broker says stop (queued work is finished first) or is gone.
+        """Serve until StopLane (queued work is finished first) or the end of the broker.
 
         Raises:
             ChannelFull: the broker does not read what it must know.
@@ -180,7 +180,7 @@ class LaneService:
         os.close(self._lifeline)
 
     def _tell_usable(self) -> None:
-        """Say how much of the pool can be copied, whenever that is more than before."""
+        """Report how much of the pool can be copied, whenever that is more than before."""
         error, usable = self._device.pool_error, self._device.usable_bytes
         if error:
             self._reports.tell_broker(PoolUsable(usable_bytes=0, error=error[:TEXT_LIMIT]))

@@ -1,6 +1,6 @@
 """The broker's orders: whose memory is here, where their chunks are, what is to stop.
 
-Those that wait for jobs, such as to let go of memory that a copy may still touch, are
+Orders that wait for jobs, such as to release memory that a copy may still touch, are
 answered when the last of these has ended.
 """
 
@@ -47,7 +47,7 @@ class Orders:
         sockets: with the link.
         workers, runner: what orders are about.
         reports: where answers go, and the ends of jobs that an order has stopped.
-        tally: told to a broker that asks.
+        tally: for the broker's pings.
         pool_bytes: size of the pool.
     """
 
@@ -129,7 +129,7 @@ class Orders:
         try:
             worker.binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
         except LaneError:
-            # Unbound, its jobs are refused; the broker's log and this one say why.
+            # Unbound, its jobs are refused.
             _log.exception("%s cannot be bound", worker.who, extra=worker.who.fields)
 
     def _unbind(self, message: UnbindWorker, _fds: tuple[int, ...]) -> None:
@@ -146,12 +146,12 @@ class Orders:
         worker.leaving = True
         jobs = self._stop_all(worker, "the worker is gone")
 
-        def let_go() -> None:
+        def release() -> None:
             self._workers.remove(worker)
             _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
             self._reports.tell_broker(Released(session=message.session))
 
-        self._runner.when_ended(jobs, let_go)
+        self._runner.when_ended(jobs, release)
 
     def _stop_all(self, worker: Worker, reason: str) -> list[LaneJob]:
         jobs = self._runner.jobs_of(worker)
@@ -160,7 +160,7 @@ class Orders:
         return jobs
 
     def _revoke(self, message: Revoke, _fds: tuple[int, ...]) -> None:
-        """Stop what writes there. What has not started meets the directory, which says DRAINING."""
+        """Stop jobs that write to these slots; those not started find them DRAINING."""
         slots = set(message.slots.numpy().tolist())
         writing = [
             job

@@ -1,6 +1,6 @@
 """Which job is next: a pure data structure, without clocks, sockets or memory.
 
-Order: jobs that somebody waits for, and loads, before stores. Engines take turns,
+Order: jobs that are waited for, and loads, before stores. Engines take turns,
 piece by piece: after a piece of one engine's job the other engines come first. An
 engine that waits for all its stores thus holds up its own loads only. Within an
 engine what is waited for goes before loads, and else first in, first out, except
@@ -8,7 +8,7 @@ that a worker whose timeline is behind does not hold up the engine's other
 workers. (One worker's jobs do wait for each other: its timeline only grows.)
 
 Bounds, per engine: a number of jobs and of bytes that have not started. Above
-them the oldest store that nobody waits for is shed; a load is refused only when
+them the oldest store that is not waited for is shed; a load is refused only when
 the loads alone fill the queue. A job alone in its engine's queue is always taken,
 so that no job is too large for ever.
 """
@@ -87,7 +87,7 @@ class _Engine(Generic[J]):
         return sorted((next(iter(line.values())) for line in lines), key=_by_order)
 
     def oldest_store(self) -> _Entry[J] | None:
-        """The oldest store that nobody waits for and that has not started."""
+        """The oldest store that is not waited for and has not started."""
         lines = self.lines[Urgency.STORE].values()
         first = (next((e for e in line.values() if not e.started), None) for line in lines)
         return min((entry for entry in first if entry is not None), key=_by_order, default=None)
@@ -160,7 +160,7 @@ class JobQueue(Generic[J]):
             self._engines[entry.engine].count(entry, -1)
 
     def prioritize(self, job: J) -> None:
-        """Put a job that is waited for before all that nobody waits for."""
+        """Put a job that is waited for before all that are not."""
         entry = self._entries.get(job)
         if entry is None or entry.urgency is Urgency.WAITED_FOR:
             return

@@ -2,7 +2,7 @@
 
 To wake the broker costs more than a small copy, so under load the shares of several jobs wait
 for one wake-up. The broker is sent nothing newer than a share that still waits: what was written
-comes before what is said of it.
+is reported before anything that depends on it.
 """
 
 import time

@@ -31,7 +31,7 @@ class Sockets:
     """The socket that workers send to, and the link to the broker.
 
     Args:
-        endpoint: where to listen, as workers are told.
+        endpoint: where to listen.
         link: to the broker.
 
     Attributes:

@@ -157,21 +157,6 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     assert "not measured: registration: it took more than 45 s" in lines
 
 
-def test_parts_that_import_torch_have_time_for_it_twice() -> None:
-    """Torch on a cold disk takes 30 s; what the part measures takes its own time beside that."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import gpu_transfer\n"
-        "print(*(part.seconds for part in gpu_transfer._parts(gpu_transfer.FRAGMENTS)"
-        " if part.name.startswith('interference')))"
-    )
-    command = [sys.executable, "-c", code, str(ROOT / "bench")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
-    limits = [float(text) for text in done.stdout.split()]
-    assert len(limits) == 2
-    assert all(limit >= 2 * 30 + 60 for limit in limits)
-
-
 @pytest.mark.parametrize("half", ["", "{", '{"a": [1'])
 def test_a_part_that_dies_while_it_writes_costs_its_own_figures(half: str) -> None:
     """Nothing, or half of what was to be written: the part is missing, with how it ended."""

@@ -263,19 +263,6 @@ def source_access(order: str, sees: str) -> None:
     assert host.bytes[:] == bytes([int(sees)]) * PAGE
 
 
-def host_source_is_read_late() -> None:
-    """A host buffer that is changed before the copy completes arrives changed."""
-    use_device()
-    device, host, stream = DeviceMemory(PAGE), PinnedBytes(PAGE), Stream()
-    _switch("hold=kernels")
-    call("cuMemsetD8Async", device.address, 0, PAGE, stream.handle)
-    call("cuMemcpyHtoDAsync", device.address, host.address, PAGE, stream.handle)
-    host.bytes[:] = b"\5" * PAGE
-    _switch("hold=")
-    stream.wait()
-    assert device.read() == b"\5" * PAGE
-
-
 def legacy_stream() -> None:
     """The null stream and blocking streams wait for each other; non-blocking ones do not."""
     use_device()
@@ -309,24 +296,6 @@ def batch_arguments() -> None:
     assert code_of(batch, *pointers, [8], 1, [plain], [0], 1, 0) == INVALID_VALUE
     assert code_of(batch, *pointers, [8], 1, [unset], [0], 1, stream.handle) == INVALID_VALUE
     assert code_of(batch, *pointers, [8], 1, [plain], [1], 1, stream.handle) == INVALID_VALUE
-
-
-def many_copies() -> None:
-    """Bytes of many batches in both directions at once arrive exactly."""
-    use_device()
-    size, count = 1000, 50
-    device, host, back = (DeviceMemory(size * count), *(PinnedBytes(16 * PAGE) for _ in range(2)))
-    host.bytes[: size * count] = bytes(os.urandom(size * count))
-    streams = [Stream(), Stream()]
-    for turn in range(4):
-        order = list(range(turn, count, 4))
-        there = [(device.address + i * size, host.address + i * size, size) for i in order]
-        home = [(back.address + i * size, device.address + i * size, size) for i in order]
-        copy_batch(there, "ANY", streams[turn % 2])
-        copy_batch(home, "STREAM", streams[turn % 2])
-    for stream in streams:
-        stream.wait()
-    assert back.bytes[: size * count] == host.bytes[: size * count]
 
 
 # ---------------------------------------------------------------- faults
@@ -434,51 +403,3 @@ def hanging_copy() -> None:
     sys.stdout.write("hanging\n")
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-# ---------------------------------------------------------------- the gather kernel
-
-
-def kernel() -> None:
-    """Runs are moved as the list says when the kernel starts, not when it was launched."""
-    use_device()
-    device, host, stream = DeviceMemory(PAGE), PinnedBytes(4 * PAGE), Stream()
-    assert code_of("cuModuleLoadData", b"nonsense\0") != 0
-    module = call("cuModuleLoadData", b".version 7.0\n.visible .entry kvd_move(\0")
-    assert code_of("cuModuleGetFunction", module, b"other") == 500
-    function = call("cuModuleGetFunction", module, b"kvd_move")
-    device.write(bytes(range(256)))
-    runs: list[tuple[int, int, int]] = [
-        (device.address + 10, host.address, 3),
-        (host.address + PAGE, device.address, 2),
-    ]
-
-    def write_runs() -> None:
-        words = [word for run in runs for word in run]
-        host.bytes[2 * PAGE : 2 * PAGE + 8 * len(words)] = b"".join(
-            word.to_bytes(8, "little") for word in words
-        )
-
-    write_runs()
-    _switch("hold=kernels")
-    call("cuMemsetD8Async", device.address + 100, 0, 1, stream.handle)
-    parameters = (host.address + 2 * PAGE, 2), (ctypes.c_void_p, ctypes.c_uint32)
-    call("cuLaunchKernel", function, 1, 1, 1, 128, 1, 1, 0, stream.handle, parameters, 0)
-    runs[0] = (device.address + 20, host.address, 3)
-    write_runs()
-    _switch("hold=")
-    stream.wait()
-    assert host.bytes[:3] == bytes([20, 21, 22])
-    assert device.read(2) == bytes(2)
-
-
-def everything_is_there(*names: str) -> None:
-    """Every function that kvd may call is found by its name."""
-    use_device()
-    library = ctypes.CDLL("libcuda.so.1")
-    for name in names:
-        found, status = ctypes.c_void_p(), ctypes.c_int()
-        library.cuGetProcAddress_v2(
-            name.encode(), ctypes.byref(found), 13000, ctypes.c_uint64(0), ctypes.byref(status)
-        )
-        assert found.value, name

@@ -204,7 +204,10 @@ def what_a_worker_claims_is_held_against_the_driver(rig: CudaRig) -> None:
 
 
 def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
-    """The third piece fails: the two before it are let go, and nothing is copied unpinned."""
+    """The third piece fails: the two before it are let go, and nothing is copied unpinned.
+
+    Workers are refused with the remedy.
+    """
     memory, _ = rig.attach(SIZES)
     submit(rig, 1, memory, Direction.STORE, [(0, 0, POOL_BYTES - 4096, 4096)])
     rig.driver.wait_for("cuMemHostRegister", 3, rig.mark)  # the second piece of the pool
@@ -213,6 +216,8 @@ def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
     rig.driver.set("unhang=")
     assert rig.cuda.wait_until_pinned(PATIENCE)
     assert "cannot be pinned" in drain(rig.device)[1].error
+    with pytest.raises(ImportFailed, match="LimitMEMLOCK"):
+        rig.attach(SIZES)
     assert rig.driver.calls(before).count("cuMemHostUnregister") == 2
 
 

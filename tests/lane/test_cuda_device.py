@@ -16,7 +16,6 @@ from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver
 from tests.lane.device_contract import DeviceContract, Rig, drain, transfer
 from tests.lane.support import Memory
-from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.fakecuda
 
@@ -97,43 +96,6 @@ def test_directions_have_room_of_their_own(rig: CudaRig) -> None:
     rig.driver.set("hold=")
     drain(rig.device)
     assert rig.device.has_room(Direction.STORE)
-
-
-def test_a_driver_without_batches_copies_one_by_one(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
-) -> None:
-    """Before CUDA 12.8 there is no such function; nothing is asked of it."""
-    fake_driver.set("driver_version=12040")
-    before = fake_driver.mark
-    rig = CudaRig(fake_driver, ipc_workers, engine_only())
-    try:
-        assert isinstance(rig.cuda.copier.engine, LoopEngine)
-        assert "cuMemcpyBatchAsync" not in fake_driver.calls(before)
-    finally:
-        rig.close()
-
-
-def test_a_pool_that_cannot_be_pinned_is_said_and_undone(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
-) -> None:
-    """What was registered is undone, transfers fail and workers are refused, with the remedy."""
-    fake_driver.set("hang=cuMemHostRegister:3")  # the second piece of the pool
-    start = fake_driver.mark
-    rig = CudaRig(fake_driver, ipc_workers, engine_only(), pinned=False)
-    try:
-        memory, _ = rig.attach(SIZES)
-        submit(rig, 1, memory, Direction.STORE, [(0, 0, POOL_BYTES - 100, 100)])
-        fake_driver.wait_for("cuMemHostRegister", 3, start)
-        before = fake_driver.mark
-        fake_driver.set("fail=cuMemHostRegister:1:2")
-        fake_driver.set("unhang=")
-        assert rig.cuda.wait_until_pinned(PATIENCE)
-        assert "cannot be pinned" in drain(rig.device)[1].error
-        with pytest.raises(ImportFailed, match="LimitMEMLOCK"):
-            rig.attach(SIZES)
-        assert fake_driver.calls(before).count("cuMemHostUnregister") == 2  # both that had worked
-    finally:
-        rig.close()
 
 
 def test_storages_of_one_allocation_are_opened_once(rig: CudaRig) -> None:
@@ -238,45 +200,6 @@ def test_an_impossible_size_of_piece_is_refused(fake_driver: TestDriver, nbytes:
     pool.close()
 
 
-def test_thresholds_are_measured_once(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, tmp_path: Path
-) -> None:
-    """The first lane measures and keeps what it found; the next one does not launch the trials."""
-    launches = []
-    for _ in range(2):
-        before = fake_driver.mark
-        rig = CudaRig(
-            fake_driver, ipc_workers, Options(state_dir=tmp_path, registration_bytes=65536)
-        )
-        launches.append(fake_driver.calls(before).count("cuLaunchKernel"))
-        rig.close()
-    assert launches[0] > launches[1] == 2  # there and back, to see that the kernel works
-    (kept,) = tmp_path.iterdir()
-    assert fake_driver.device.removeprefix("cuda:") in kept.name
-    kept.write_text("nonsense", "ascii")
-    rig = CudaRig(fake_driver, ipc_workers, Options(state_dir=tmp_path))
-    rig.close()
-    assert "nonsense" not in kept.read_text("ascii")
-
-
-def test_another_driver_is_measured_anew(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, tmp_path: Path
-) -> None:
-    """What was measured with one driver says nothing of the next; the file is written anew."""
-    options = Options(state_dir=tmp_path, registration_bytes=65536)
-    launches, kept = [], []
-    for setting in ("driver_version=13000", "driver_version=13000", "driver_version=12080"):
-        fake_driver.set(setting)
-        before = fake_driver.mark
-        CudaRig(fake_driver, ipc_workers, options).close()
-        launches.append(fake_driver.calls(before).count("cuLaunchKernel"))
-        kept.append(next(tmp_path.iterdir()).read_text("ascii"))
-    assert launches[1] < launches[0]
-    assert launches[2] > launches[1]
-    assert "CUDA 13000" in kept[1]
-    assert "CUDA 12080" in kept[2]
-
-
 def test_a_kernel_that_does_not_work_is_done_without(
     fake_driver: TestDriver, ipc_workers: CudaWorkers
 ) -> None:
@@ -288,3 +211,27 @@ def test_a_kernel_that_does_not_work_is_done_without(
         assert rig.cuda.copier.thresholds == Thresholds()
     finally:
         rig.close()
+
+
+def test_thresholds_are_measured_once_for_a_driver(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers, tmp_path: Path
+) -> None:
+    """What one lane measured the next one finds; another driver, or a damaged file: anew."""
+    options = Options(state_dir=tmp_path, registration_bytes=65536)
+
+    def launches(setting: str) -> int:
+        fake_driver.set(setting)
+        before = fake_driver.mark
+        CudaRig(fake_driver, ipc_workers, options).close()
+        return fake_driver.calls(before).count("cuLaunchKernel")
+
+    first = launches("driver_version=13000")
+    assert first > launches("driver_version=13000") == 2  # there and back, to see that it works
+    (kept,) = tmp_path.iterdir()
+    assert fake_driver.device.removeprefix("cuda:") in kept.name
+    assert "CUDA 13000" in kept.read_text("ascii")
+    assert launches("driver_version=12080") > 2
+    assert "CUDA 12080" in kept.read_text("ascii")
+    kept.write_text("nonsense", "ascii")
+    assert launches("driver_version=12080") > 2
+    assert "nonsense" not in kept.read_text("ascii")

@@ -54,12 +54,12 @@ class Pretouch:
                 if until <= begin:
                     self._stop.wait(_WAIT_SECONDS)
                     continue
-                np.bitwise_or.reduce(pages[begin:until:_PAGE])  # lets go of the GIL
+                np.bitwise_or.reduce(pages[begin:until:_PAGE])  # releases the GIL
                 self._done += until - begin
                 begin = until
 
     def stop(self) -> None:
-        """End the thread and let go of the mapping. May be called again."""
+        """End the thread and release the mapping. May be called again."""
         self._stop.set()
         self._thread.join()
         if self._fd >= 0:

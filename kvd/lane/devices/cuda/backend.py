@@ -142,7 +142,7 @@ class CudaDevice(Device):
         """See Device.
 
         Raises:
-            CudaError: the driver does not let go of it; only the end of this process will.
+            CudaError: the driver does not release it; only the end of this process will.
         """
         if memory not in self._memories:
             raise LaneError(f"memory {memory} is not mapped")
@@ -202,7 +202,7 @@ class CudaDevice(Device):
         """See Device.
 
         Raises:
-            CudaError: the driver does not let go of something; the rest was let go of.
+            CudaError: the driver does not release something; the rest was released.
         """
         if self.in_flight:
             raise LaneError(f"{self.in_flight} transfers are in flight")

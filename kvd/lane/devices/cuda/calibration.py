@@ -79,7 +79,7 @@ class Scratch:
         return (runs.host - np.uint64(self._host)).astype(np.int64)
 
     def close(self) -> None:
-        """Let go of it; nothing may be in flight.
+        """Free it; nothing may be in flight.
 
         Raises:
             CudaError: the driver refuses.
@@ -170,7 +170,7 @@ def made_with(kernel_driver: Path = _KERNEL_DRIVER) -> str:
     """The driver, as CUDA and as the kernel know it, and the copy kernel.
 
     Raises:
-        CudaError: the driver does not tell.
+        CudaError: the driver does not answer.
     """
     try:
         module = kernel_driver.read_text("ascii").strip()
@@ -187,7 +187,7 @@ def thresholds(
     stream: Stream,
     file: Path | None,
 ) -> Thresholds:
-    """What the file says of this engine, else what a measurement does.
+    """Return what the file holds for this engine, or else measure it.
 
     Args:
         engine: what moves long runs.

@@ -6,7 +6,7 @@ it (`cuMemcpyBatchAsync`), else one by one.
 Sources of stores are read in stream order only: the engine may reuse its blocks as
 soon as the event after the copies is reached, not before, and reads ahead of the
 stream could see what it has not yet computed. Sources of loads lie in the pool,
-which nobody changes while the chunk is leased; they may be read in any order.
+which does not change while the chunk is leased; they may be read in any order.
 """
 
 import ctypes
@@ -216,7 +216,7 @@ class Copier:
             self.engine.enqueue(runs, direction, stream)
 
     def close(self) -> None:
-        """Let go of the kernel; nothing may be in flight."""
+        """Unload the kernel; nothing may be in flight."""
         if self.kernel is not None:
             self.kernel.close()
 

@@ -85,7 +85,7 @@ def shortcomings() -> str:
     """What kvd misses in this driver, and the remedy; empty where nothing.
 
     Raises:
-        CudaError: the driver does not tell its version.
+        CudaError: the driver does not report its version.
     """
     have = version()
     if have >= WHOLE:
@@ -285,7 +285,7 @@ def import_descriptor(descriptor: int) -> Allocation:
 
 
 def release_allocation(allocation: Allocation) -> None:
-    """Let go of it; what is mapped stays until it is unmapped."""
+    """Release it; what is mapped stays until it is unmapped."""
     call("releasing a worker's memory", "cuMemRelease", allocation)
 
 

@@ -47,7 +47,7 @@ class Events:
 class _Enqueued:
     """A transfer on the stream.
 
-    marked: whether `end` tells its end; otherwise only the stream's being idle does.
+    marked: whether `end` marks its end; otherwise the stream is asked whether it is idle.
     """
 
     transfer: Transfer
@@ -162,7 +162,7 @@ class Flow:
         return Finished(entry.transfer.id, nbytes, took, entry.error)
 
     def _took(self, entry: _Enqueued) -> int:
-        """Nanoseconds of the device; by this thread's clock where the driver does not tell.
+        """Nanoseconds of the device; by this thread's clock where the driver does not report it.
 
         Its bytes have arrived: not to know the time is no failure.
         """

@@ -1,7 +1,7 @@
 """A worker's device memory, opened by handle.
 
-Every allocation is opened once, however many storages lie in it, and what the
-worker says of it is held against what the driver says.
+Every allocation is opened once, however many storages lie in it, and the worker's
+figures are compared with the driver's.
 """
 
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ class ImportedMemory:
         self._cleanup.add(lambda: driver.free_reserved(address, nbytes))
         driver.map_allocation(address, nbytes, allocation)
         self._cleanup.add(lambda: driver.unmap(address, nbytes))
-        # The driver refuses to map more than there is; what it says of the mapping is asked too.
+        # The driver refuses to map more than there is; the size of the mapping is checked too.
         start, have = driver.address_range(address)
         if start > address or start + have < address + nbytes:
             raise ImportFailed(f"{nbytes} bytes of an allocation are claimed, it has {have}")

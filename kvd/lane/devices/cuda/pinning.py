@@ -143,7 +143,7 @@ class PinnedPool:
             self._ended.set()
 
     def _pin(self) -> None:
-        said = 0
+        logged = 0
         for piece in self.fill.order:
             begin, end = self.fill.span(piece)
             filled = self._pinned + end - begin
@@ -164,8 +164,8 @@ class PinnedPool:
             self.kernel_shift[piece] = shift % 2**64
             self._pinned = filled
             self._since = None
-            if filled * _STEPS_OF_PROGRESS // self.nbytes > said:
-                said = filled * _STEPS_OF_PROGRESS // self.nbytes
+            if filled * _STEPS_OF_PROGRESS // self.nbytes > logged:
+                logged = filled * _STEPS_OF_PROGRESS // self.nbytes
                 _log.info("pinned %d of %d bytes of the pool", filled, self.nbytes)
 
     def _unregister(self, filled: int) -> None:
