@@ -14,11 +14,6 @@ def named(requirements: list[str]) -> set[str]:
     return {re.split(r"[\s\[<>=!~;]", text, maxsplit=1)[0] for text in requirements}
 
 
-def normal(name: str) -> str:
-    """A package's name as pip compares it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def test_the_table_names_what_a_daemon_and_an_engine_install() -> None:
     """Base, daemon and cuda: no package without a reason, and no reason without a package."""
     rows = re.findall(r"^\| `([\w.-]+)` \| (\w+) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
@@ -28,17 +23,3 @@ def test_the_table_names_what_a_daemon_and_an_engine_install() -> None:
     wanted |= {(name, extra) for extra in ("daemon", "cuda") for name in named(extras[extra])}
     assert told == wanted
     assert len(rows) == len(told)
-
-
-def test_every_package_that_the_page_names_is_pinned() -> None:
-    """Those of the table and those that come along have a tested version in constraints.txt."""
-    pinned = {
-        normal(line.partition("==")[0])
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if "==" in line
-    }
-    along = PAGE.partition("## What comes along")[2].partition("\n## ")[0]
-    names = {normal(name) for name in re.findall(r"`([\w.-]+)`", along)}
-    names |= {normal(name) for name in re.findall(r"^\| `([\w.-]+)` \|", PAGE, re.MULTILINE)}
-    assert len(names) > 12
-    assert names <= pinned

@@ -6,8 +6,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "security.md"
 SHIPPED = sorted(
@@ -41,15 +39,6 @@ def offences(source: str) -> list[str]:
                 if keyword.arg == "shell" and ast.unparse(keyword.value) != "False"
             ]
     return found
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["import pickle", "from marshal import loads", "eval('1')", "run('x', shell=True)"],
-)
-def test_the_search_finds_what_it_is_for(source: str) -> None:
-    """Each kind of offence is seen."""
-    assert len(offences(source)) == 1
 
 
 def test_no_pickle_no_eval_no_shell() -> None:

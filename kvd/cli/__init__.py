@@ -12,17 +12,17 @@ import click
 from kvd.version import VERSION
 
 _OWN = {
-    "clear": "kvd.cli.clear:clear",
-    "drain": "kvd.cli.drain:drain",
+    "clear": "kvd.cli.operate:clear",
+    "drain": "kvd.cli.operate:drain",
     "engines": "kvd.cli.listing:engines",
-    "evict": "kvd.cli.clear:evict",
+    "evict": "kvd.cli.operate:evict",
     "namespaces": "kvd.cli.listing:namespaces",
-    "resume": "kvd.cli.drain:resume",
+    "resume": "kvd.cli.operate:resume",
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",
     "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
-    "purge": "kvd.cli.purge:purge",
+    "purge": "kvd.cli.serve:purge",
     "doctor": "kvd.cli.doctor:doctor",
     "config": "kvd.cli.config:config",
     "help": "kvd.cli.help:help_command",
@@ -34,7 +34,18 @@ _TOOLS = {"demo", "demo-vllm", "selftest"}
 
 
 class _LazyGroup(click.Group):
-    """A group whose commands cost their imports only when they run."""
+    """A group whose commands cost their imports only when they run; errors are told in a line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from kvd.errors import KvdError, Refused  # noqa: PLC0415  # completion needs none of it
+        from kvd_proto.errors import ProtoError  # noqa: PLC0415
+
+        try:
+            return super().invoke(ctx)
+        except Refused as error:
+            raise click.ClickException(f"the daemon refuses: {error} [{error.code}]") from error
+        except (KvdError, ProtoError) as error:
+            raise click.ClickException(str(error)) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx

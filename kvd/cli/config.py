@@ -7,12 +7,11 @@ from typing import Any
 import click
 import msgspec
 
-from kvd.cli.asking import control
 from kvd.cli.options import runtime_dir_option, settings_options, sources
 from kvd.config.loaded import DEFAULT
 from kvd.config.render import as_json, as_toml, changed
 from kvd.config.sources import Sources
-from kvd.errors import ConfigError
+from kvd.wire.tool import Control
 from kvd_proto.messages import (
     ConfigChange,
     ConfigReloaded,
@@ -53,18 +52,15 @@ def show(*, config: Path | None, running: bool, form: str | None, **options: str
       kvd config show --toml > kvd.toml
       kvd config show --running --runtime-dir /run/kvd
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    try:
-        places = sources(config, options)
-        if running:
-            with control(Path(places.runtime_dir())) as daemon:
-                shown = daemon.ask(ShowConfig(), ConfigShown).config
-        else:
-            loaded = places.load()
-            shown = as_json(loaded)
-            for warning in loaded.warnings:
-                click.echo(f"Warning: {warning}", err=True)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from error
+    places = sources(config, options)
+    if running:
+        with Control(Path(places.runtime_dir())) as daemon:
+            shown = daemon.ask(ShowConfig(), ConfigShown).config
+    else:
+        loaded = places.load()
+        shown = as_json(loaded)
+        for warning in loaded.warnings:
+            click.echo(f"Warning: {warning}", err=True)
     if form == "json":
         print(json.dumps(shown, indent=2))
     elif form == "toml":
@@ -89,7 +85,7 @@ def reload(*, runtime_dir: Path, as_json: bool) -> None:
       kvd config check /etc/kvd/kvd.toml && kvd config reload
       kvd config reload --json | jq '.changes[] | select(.live | not)'
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    with control(runtime_dir) as daemon:
+    with Control(runtime_dir) as daemon:
         answer = daemon.ask(ReloadConfig(), ConfigReloaded)
     if as_json:
         print(json.dumps(msgspec.to_builtins(answer), indent=2))
@@ -117,10 +113,7 @@ def check(*, file: Path) -> None:
       kvd config check /etc/kvd/kvd.toml
       kvd config check new.toml && sudo install -m 644 new.toml /etc/kvd/kvd.toml
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    try:
-        loaded = Sources(config=file, environment={}).load()
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from error
+    loaded = Sources(config=file, environment={}).load()
     count = changed(loaded)
     print(f"{file}: ok, {count} {'setting' if count == 1 else 'settings'}")
 

@@ -10,7 +10,6 @@ from kvd.cli.options import settings_options, sources
 from kvd.doctor.checks import examine
 from kvd.doctor.facts import gather
 from kvd.doctor.findings import Level, summary
-from kvd.errors import KvdError
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
@@ -29,10 +28,7 @@ def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None
       kvd doctor --config /etc/kvd/kvd.toml
       kvd doctor --json | jq '.findings[] | select(.level != "ok")'
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    try:
-        findings = examine(gather(sources(config, options).load().settings))
-    except KvdError as error:
-        raise click.ClickException(str(error)) from error
+    findings = examine(gather(sources(config, options).load().settings))
     result = summary(findings)
     if as_json:
         click.echo(json.dumps(result, indent=2))

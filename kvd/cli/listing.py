@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from kvd.cli.asking import control
 from kvd.cli.options import runtime_dir_option
+from kvd.wire.tool import Control
 from kvd_proto.durations import format_duration
 from kvd_proto.messages import Status, StatusReport
 from kvd_proto.sizes import format_size
@@ -90,7 +90,7 @@ def namespaces(*, runtime_dir: Path, as_json: bool) -> None:
 
 
 def _report(runtime_dir: Path) -> dict[str, Any]:
-    with control(runtime_dir) as daemon:
+    with Control(runtime_dir) as daemon:
         return daemon.ask(Status(), StatusReport).status
 
 

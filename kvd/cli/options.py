@@ -9,7 +9,8 @@ import click
 from kvd.config.about import Known
 from kvd.config.settings import KNOWN
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
-from kvd.errors import ConfigError
+from kvd_proto.durations import parse_duration
+from kvd_proto.errors import DurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,27 +41,30 @@ def _find_runtime_dir(context: click.Context, parameter: click.Parameter, value:
     del parameter
     if context.resilient_parsing:  # completion: nothing may fail, nothing is used
         return Path()
+    return Path(Sources(flags={"runtime_dir": value} if value else {}).runtime_dir())
+
+
+def duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """Convert an option's value, such as 90s or 1h30m, to seconds; a callback."""
     try:
-        return Path(Sources(flags={"runtime_dir": value} if value else {}).runtime_dir())
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from error
+        return parse_duration(value)
+    except DurationError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
 
 
-def config_option(function: F) -> F:
-    """--config; the function gets `config: Path | None`."""
+def settings_options(function: F) -> F:
+    """--config and one option for each setting.
+
+    The function gets `config: Path | None`, and the others as text or None, by key.
+    """
+    for known in reversed(KNOWN.values()):
+        function = _option(known)(function)
     return click.option(
         "--config",
         type=click.Path(path_type=Path, dir_okay=False),
         help=f"TOML file with settings. [default: {FILE_VARIABLE}, else {DEFAULT_FILE} where it"
         " exists]",
     )(function)
-
-
-def settings_options(function: F) -> F:
-    """One option for each setting; the function gets them as text or None, by key."""
-    for known in reversed(KNOWN.values()):
-        function = _option(known)(function)
-    return config_option(function)
 
 
 def _option(known: Known) -> Callable[[F], F]:

@@ -11,7 +11,6 @@ from kvd.errors import PlanError
 from kvd.plan.figures import DTYPE_BYTES, Plan, Wishes, make_plan
 from kvd.plan.model import read_model
 from kvd_proto.capacity import DEFAULT_BATCHED_TOKENS
-from kvd_proto.errors import LayoutError
 from kvd_proto.sizes import format_size, parse_size
 
 _Count = click.IntRange(min=1)
@@ -49,11 +48,8 @@ def plan(*, config: Path, cpu_bytes: str, as_json: bool, **options: Any) -> None
       kvd plan config.json --gpu-blocks 20000 --block-override 4000
       kvd plan config.json --json | jq .pool_tokens
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    try:
-        wishes = Wishes(cpu_bytes=parse_size(cpu_bytes), **options)
-        result = make_plan(read_model(_load(config)), wishes)
-    except (PlanError, LayoutError) as error:
-        raise click.ClickException(str(error)) from error
+    wishes = Wishes(cpu_bytes=parse_size(cpu_bytes), **options)
+    result = make_plan(read_model(_load(config)), wishes)
     if as_json:
         print(json.dumps(asdict(result), indent=2))
     else:

@@ -1,6 +1,7 @@
-"""`kvd serve`: run the daemon."""
+"""`kvd serve`: run the daemon; `kvd purge`: give back the memory that a stopped one has kept."""
 
 import logging
+import os
 import resource
 import sys
 from pathlib import Path
@@ -8,10 +9,13 @@ from pathlib import Path
 import click
 
 from kvd.cli.options import settings_options, sources
+from kvd.daemon.kept_pool import KeptPool, area_name
 from kvd.daemon.loop import Service
-from kvd.errors import ConfigError, KvdError
+from kvd.daemon.runtime_dir import RuntimeDir
+from kvd.errors import KvdError
 from kvd.logs.setup import configure
 from kvd.version import VERSION
+from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.cli")
 
@@ -35,11 +39,8 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     if verbose:
         options["log_level"] = "debug"
-    try:
-        places = sources(config, options)
-        loaded = places.load()
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from error
+    places = sources(config, options)
+    loaded = places.load()
     settings = loaded.settings
     configure(settings.log_level, settings.log_format, "broker")
     for warning in loaded.warnings:
@@ -52,3 +53,35 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
         log.error("%s", error)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
         status = 1
     sys.exit(status)
+
+
+@click.command()
+@settings_options
+def purge(*, config: Path | None, **options: str | None) -> None:
+    """Remove the pool that a stopped daemon has left for the next one, and its chunks.
+
+    Settings are found as `kvd serve` finds them; runtime_dir and pool_dir say which pool.
+    Refuses while a daemon serves the runtime directory.
+
+    \b
+    Examples:
+      kvd purge
+      kvd purge --runtime-dir /run/kvd --pool-dir /dev/shm
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    settings = sources(config, options).load().settings
+    runtime = RuntimeDir(Path(settings.runtime_dir))
+    area = Path(settings.pool_dir) / area_name(runtime.path)
+    runtime.lock()
+    try:
+        owner = area.lstat().st_uid if area.exists() else os.geteuid()
+        if owner != os.geteuid():
+            raise click.ClickException(
+                f"{area} belongs to uid {owner}, this is uid {os.geteuid()}; run it as the"
+                " daemon's user, such as: runuser -u kvd -- kvd purge"
+            )
+        kept = KeptPool.of(settings, runtime.path)
+        freed = kept.remove()
+        kept.close()
+    finally:
+        runtime.release()
+    click.echo(f"{format_size(freed)} given back")

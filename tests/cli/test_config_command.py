@@ -72,7 +72,7 @@ def test_check_of_a_missing_file_fails(tmp_path: Path) -> None:
     assert "no.toml" in done.output
 
 
-@pytest.mark.parametrize("command", ["status", "selftest"])
+@pytest.mark.parametrize("command", ["status", "drain", "selftest"])
 def test_tools_look_where_the_daemon_would_be(tmp_path: Path, command: str) -> None:
     """KVD_RUNTIME_DIR and the file's runtime_dir lead a tool as they lead the daemon."""
     done = kvd(command, KVD_RUNTIME_DIR=str(tmp_path / "variable"))
@@ -81,21 +81,3 @@ def test_tools_look_where_the_daemon_would_be(tmp_path: Path, command: str) -> N
     file.write_text(f'runtime_dir = "{tmp_path}/file"\n')
     done = kvd(command, KVD_CONFIG=str(file))
     assert f"{tmp_path}/file" in done.output
-
-
-def test_every_setting_is_an_option_of_serve() -> None:
-    """`kvd serve --help` shows each setting with its default."""
-    text = " ".join(kvd("serve", "--help").output.split())
-    for known in KNOWN.values():
-        assert known.flag in text
-        assert f"[default: {known.default}]" in text
-
-
-@pytest.mark.parametrize("name", ["status", "drain", "selftest"])
-def test_every_package_s_commands_look_in_the_same_place(name: str, tmp_path: Path) -> None:
-    """Commands of kvd and of other packages find the daemon by one rule: here, by the file."""
-    file = tmp_path / "kvd.toml"
-    file.write_text(f'runtime_dir = "{tmp_path}/from-file"\n')
-    done = kvd(name, KVD_CONFIG=str(file))
-    assert done.exit_code == 1
-    assert f"{tmp_path}/from-file" in done.output

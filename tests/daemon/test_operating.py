@@ -209,7 +209,7 @@ def test_a_namespace_that_is_not_there_is_named_with_those_that_are(daemon: Daem
         assert "--namespace nonsense: no such namespace; there are: namespace " in done.stderr
         done = kvd(daemon, "evict", "--older-than", "1h", "--namespace", "model")
         assert done.returncode == 1
-        assert "several are meant" in done.stderr
+        assert "is ambiguous" in done.stderr
         space = daemon.status()["namespaces"][0]["id"]
         assert kvd(daemon, "evict", "--older-than", "1h", "--namespace", space[:12]).returncode == 0
 

@@ -2,24 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Daemon, StartDaemon
-
-
-def kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The `kvd` command, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvd", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+from tests.daemon.serving import run_kvd
 
 
 @pytest.fixture
@@ -39,14 +27,14 @@ def daemon(start_daemon: StartDaemon, file: Path) -> Daemon:
 def test_reload_takes_up_what_it_can_and_names_the_rest(daemon: Daemon, file: Path) -> None:
     """The command says what changed, what waits and where it was found; the log says who asked."""
     file.write_text('lease_seconds = 20.0\npolicy = "arc"\nlog_level = "debug"\n')
-    done = kvd("config", "reload", "--runtime-dir", str(daemon.runtime_dir))
+    done = run_kvd("config", "reload", "--runtime-dir", str(daemon.runtime_dir))
     assert done.returncode == 0, done.stderr
     assert f"lease_seconds: 30.0 -> 20.0  ({file}:1)" in done.stdout
     assert "restart" in done.stdout
     assert f"policy: lru -> arc  ({file}:2)" in done.stdout
     log = daemon.wait_log("configuration reloaded by")
     assert f"uid {os.getuid()} pid " in log
-    shown = kvd("config", "show", "--running", "--runtime-dir", str(daemon.runtime_dir)).stdout
+    shown = run_kvd("config", "show", "--running", "--runtime-dir", str(daemon.runtime_dir)).stdout
     rows = {line.split()[0]: line for line in shown.splitlines()}
     assert "20.0" in rows["lease_seconds"]
     assert "lru" in rows["policy"]
@@ -57,11 +45,11 @@ def test_reload_takes_up_what_it_can_and_names_the_rest(daemon: Daemon, file: Pa
 def test_a_bad_file_is_refused_and_the_old_settings_hold(daemon: Daemon, file: Path) -> None:
     """Exit status 1 with every mistake; the daemon goes on as before."""
     file.write_text('lease_seconds = "soon"\npolicies = 1\n')
-    done = kvd("config", "reload", "--runtime-dir", str(daemon.runtime_dir))
+    done = run_kvd("config", "reload", "--runtime-dir", str(daemon.runtime_dir))
     assert done.returncode == 1
     assert f"{file}:1: lease_seconds = 'soon'" in done.stderr
     assert "did you mean policy?" in done.stderr
-    shown = kvd("config", "show", "--running", "--runtime-dir", str(daemon.runtime_dir)).stdout
+    shown = run_kvd("config", "show", "--running", "--runtime-dir", str(daemon.runtime_dir)).stdout
     assert "30.0" in shown
     assert "old settings hold" in daemon.wait_log("refused")
 
@@ -74,13 +62,3 @@ def test_sighup_reloads(daemon: Daemon, file: Path) -> None:
     daemon.process.send_signal(signal.SIGHUP)
     daemon.wait_log("configuration reloaded by SIGHUP: lease_seconds = 10.0 (was 30.0)")
     assert daemon.wait_ready()["lanes"][0]["pid"] == lane
-
-
-def test_a_pipe_in_place_of_the_file_makes_nobody_wait(daemon: Daemon, file: Path) -> None:
-    """The loop answers whatever stands where the file was; the reload is refused."""
-    file.unlink()
-    os.mkfifo(file)
-    done = kvd("config", "reload", "--runtime-dir", str(daemon.runtime_dir))
-    assert done.returncode == 1
-    assert "no regular file" in done.stderr
-    assert daemon.wait_ready()["ready"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvd.cli.plan import plan
+from kvd.cli import cli
 from kvd.errors import PlanError
 from kvd.plan.figures import Plan, Wishes, make_plan
 from kvd.plan.model import read_model
@@ -243,7 +243,7 @@ def test_what_cannot_be_planned_is_named(changes: dict[str, Any], text: str) -> 
 
 def run(*arguments: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of `kvd plan`."""
-    result = CliRunner().invoke(plan, list(arguments))
+    result = CliRunner().invoke(cli, ["plan", *arguments])
     return result.exit_code, result.stdout, result.stderr
 
 

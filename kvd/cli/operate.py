@@ -1,0 +1,167 @@
+"""`kvd clear`, `evict`, `drain` and `resume`: what an operator has a running daemon do."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvd.cli.options import duration, runtime_dir_option
+from kvd.wire.tool import Control
+from kvd_proto.messages import (
+    Clear,
+    Cleared,
+    Drain,
+    Drained,
+    EvictOlderThan,
+    OlderEvicted,
+    Resume,
+    Resumed,
+    Status,
+    StatusReport,
+)
+from kvd_proto.sizes import format_size
+
+# The daemon drops chunks between other things; millions of them take it some seconds.
+_PATIENCE_SECONDS = 120.0
+_POLL_SECONDS = 0.1
+
+_namespace_option = click.option(
+    "--namespace",
+    metavar="ID-OR-MODEL",
+    help="This one only: its id, the beginning of its id, or its model's name. [default: all]",
+)
+
+
+@click.command()
+@runtime_dir_option
+@_namespace_option
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
+    """Drop every chunk, of all namespaces or of one.
+
+    Engines go on; what they look for is a miss and computed anew. Stores that are
+    under way are given up. Chunks that a load has pinned are found by nobody any
+    more and go when the load has ended. Namespaces that no engine uses are closed.
+
+    \b
+    Examples:
+      kvd clear --namespace llama-70b
+      kvd clear --yes
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    with Control(runtime_dir) as daemon:
+        ns_id, name = _find_namespace(daemon, namespace)
+        if not yes:
+            question = f"Drop every chunk of {name}?"
+            if not sys.stdin.isatty():
+                raise click.ClickException(f"{question} There is no terminal to ask; give --yes")
+            click.confirm(question, abort=True)
+        done = daemon.ask(Clear(namespace=ns_id), Cleared, _PATIENCE_SECONDS)
+    deferred = f"; {done.deferred} more go when their leases end" if done.deferred else ""
+    print(f"{name}: {done.chunks} chunks dropped, {format_size(done.bytes)}{deferred}")
+
+
+@click.command()
+@runtime_dir_option
+@_namespace_option
+@click.option(
+    "--older-than",
+    required=True,
+    callback=duration,
+    metavar="DURATION",
+    help="Since a chunk was stored or last used, such as 1h or 2d.",
+)
+def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> None:
+    """Drop the chunks that were of no use for some time.
+
+    A chunk is of use when a request stores, loads or offers it. Pinned
+    chunks are in use and stay. Room that becomes free by it is free for every
+    namespace.
+
+    \b
+    Examples:
+      kvd evict --older-than 1h
+      kvd evict --older-than 2d --namespace llama-70b
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    with Control(runtime_dir) as daemon:
+        ns_id, name = _find_namespace(daemon, namespace)
+        order = EvictOlderThan(seconds=older_than, namespace=ns_id)
+        done = daemon.ask(order, OlderEvicted, _PATIENCE_SECONDS)
+    print(f"{name}: {done.chunks} chunks evicted, {format_size(done.bytes)}")
+
+
+@click.command()
+@runtime_dir_option
+@click.option(
+    "--wait",
+    callback=duration,
+    default="0",
+    metavar="DURATION",
+    help="Return when nothing is in flight, or fail after this long, such as 30s.",
+)
+def drain(*, runtime_dir: Path, wait: float) -> None:
+    """Take no new stores until `kvd resume`; the daemon is then not ready.
+
+    Engines notice nothing but that their stores are refused. Stores that have
+    begun are finished. Loads are served as before, also new ones: what is cached
+    is of use until the daemon stops. With --wait the command returns when every
+    store and every load that had begun before the drain has ended; exit status 1
+    says that some had not in time, and which. The drain lasts, whatever engines
+    come and go, until `kvd resume` or the end of the daemon.
+
+    \b
+    Examples:
+      kvd drain
+      kvd drain --wait 30s && systemctl restart kvd
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    end = time.monotonic() + wait
+    with Control(runtime_dir) as daemon:
+        reply = daemon.ask(Drain(), Drained)
+        stores, leases = reply.stores, reply.leases
+        while (stores or leases) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+            report: dict[str, Any] | None = daemon.ask(Status(), StatusReport).status["drain"]
+            if report is None:
+                raise click.ClickException("the daemon was resumed meanwhile; its log says by whom")
+            stores, leases = report["stores_in_flight"], report["leases_in_flight"]
+    left = f"in flight: {stores} chunks being written, {leases} leases of loads"
+    print(f"drained: no new stores; {left if stores or leases else 'nothing is in flight'}")
+    sys.exit(1 if wait and (stores or leases) else 0)
+
+
+@click.command()
+@runtime_dir_option
+def resume(*, runtime_dir: Path) -> None:
+    """Take stores again after `kvd drain`.
+
+    A daemon that stops because of SIGTERM does not come back by this.
+
+    \b
+    Examples:
+      kvd resume
+      kvd resume --runtime-dir /run/kvd && kvd status --wait 10
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    with Control(runtime_dir) as daemon:
+        reply = daemon.ask(Resume(), Resumed)
+    print("resumed: stores are taken" if reply.was_draining else "stores are taken as before")
+
+
+def _find_namespace(daemon: Control, name: str | None) -> tuple[bytes | None, str]:
+    """Return the id of the namespace meant, and its name for people; None means all of them."""
+    if name is None:
+        return None, "all namespaces"
+    spaces: list[dict[str, Any]] = daemon.ask(Status(), StatusReport).status["namespaces"]
+    named = {space["id"]: f"namespace {space['id'][:8]} ({space['model']})" for space in spaces}
+    found = [
+        space["id"]
+        for space in spaces
+        if name == space["model"] or (name and space["id"].startswith(name.lower()))
+    ]
+    if not found:
+        listed = ", ".join(named.values()) or "none"
+        raise click.ClickException(f"--namespace {name}: no such namespace; there are: {listed}")
+    if len(found) > 1:
+        listed = ", ".join(named[each] for each in found)
+        raise click.ClickException(f"--namespace {name} is ambiguous: {listed}; give an id")
+    return bytes.fromhex(found[0]), named[found[0]]
