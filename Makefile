@@ -54,6 +54,7 @@ bench: $(STAMP) ## measure the host backend; writes bench/out/host.json
 docs: $(STAMP) ## write what is generated: protocol, settings
 	$(BIN)/python docs/generate_protocol.py
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_status.py
 
 screenshot: $(STAMP) ## take anew the picture of the status page in the README
 	KVD_SCREENSHOT=docs/status-page.png $(BIN)/python -m pytest tests/http/test_page.py -k picture

@@ -13,7 +13,7 @@ from kvd.broker.attachment import attached_notice
 from kvd.broker.caching import Caching
 from kvd.broker.effects import DropEngine, Effect, Event, Notify, Reply, ToLane
 from kvd.broker.lanes import Lane
-from kvd.broker.measures import Measures, Surroundings
+from kvd.broker.measures import new_lookups
 from kvd.broker.operations import Operations
 from kvd.broker.registration import Registration, in_words
 from kvd.broker.reloading import Reloading
@@ -25,6 +25,7 @@ from kvd.broker.sweeps import close_unused
 from kvd.cache.namespaces import Namespaces
 from kvd.config.loaded import Loaded
 from kvd.errors import Refused
+from kvd.metrics.counts import ProcessUsage
 from kvd.wire.link import StopLane
 from kvd_proto.codec import MAX_MESSAGE_BYTES
 from kvd_proto.errors import IllegalTransition
@@ -58,7 +59,7 @@ class Broker:
         pid: the daemon's process id.
         devices: names of the devices that have a lane from the start.
         started: when the daemon started, in unix seconds.
-        surroundings: reads what only the outside knows.
+        usage: reads the time and this process's figures.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class Broker:
         pid: int,
         devices: Iterable[str],
         started: float = 0.0,
-        surroundings: Callable[[], Surroundings] = Surroundings,
+        usage: Callable[[], ProcessUsage] = ProcessUsage,
     ) -> None:
         settings = loaded.settings
         self.state = BrokerState(
             settings,
             boot_id,
             Registry(settings.max_sessions, settings.max_sessions_per_user),
-            surroundings,
+            usage,
             lanes={device: Lane(device) for device in devices},
-            measures=Measures(started=started),
+            started=started,
         )
         self.version = version
         self.pid = pid
@@ -135,15 +136,21 @@ class Broker:
 
     def loop_turned(self, seconds: float, now: float) -> None:
         """A turn of the daemon's loop took so long."""
-        self.state.measures.turn(seconds, now)
+        self.state.counts.loop_lag.observe(seconds)
+        self.state.recent_lag.observe(seconds, now)
 
     def limits_reached(self, times: Mapping[str, int]) -> None:
-        """So many times a limit was reached, by its name; 0 makes the name known."""
-        self.state.measures.limits.update(times)
+        """Count how often limits were reached, by name."""
+        for limit, count in times.items():
+            self.state.counts.limits[limit] += count
+
+    def frames_dropped(self, total: int) -> None:
+        """Note how many frames were dropped so far."""
+        self.state.counts.dropped_frames = total
 
     def error_sent(self, code: ErrorCode) -> None:
         """A client was sent an ERROR."""
-        self.state.measures.refusals[code.value] += 1
+        self.state.counts.refusals[code.value] += 1
 
     # ------------------------------------------------------------- sessions
 
@@ -160,7 +167,7 @@ class Broker:
             try:
                 registry.check_room(peer)
             except Refused as refusal:
-                self.state.measures.reached(refusal.limit)
+                self.state.reached(refusal.limit)
                 self.error_sent(refusal.code)
                 raise
         session = registry.connect(token, peer)
@@ -199,7 +206,7 @@ class Broker:
 
         A refusal becomes its ERROR reply.
         """
-        self.state.measures.requests[type(message).__name__] += 1
+        self.state.counts.requests[type(message).__name__] += 1
         handler = self._handlers.get(type(message))
         try:
             if handler is None:
@@ -212,7 +219,7 @@ class Broker:
                 check_descriptors(message, descriptors)
             return handler(session, request_id, message, now)
         except Refused as refusal:
-            self.state.measures.reached(refusal.limit)
+            self.state.reached(refusal.limit)
             said = refused(session, message, str(refusal)) if isinstance(message, Register) else []
             return [*said, Reply(session.number, request_id, Error.of(refusal.code, str(refusal)))]
         except IllegalTransition as error:
@@ -256,9 +263,9 @@ class Broker:
         if message.lookups is not None and engine is not None and session.kind == "scheduler":
             namespace = engine.namespace
             size = namespace.tokens_per_chunk if namespace is not None else None
-            new = session.lookups.news(message.lookups, size)
+            new = new_lookups(session.lookups, message.lookups, size)
             engine.lookups.add(new)
-            self.state.measures.lookups.add(new)
+            self.state.lookups.add(new)
         return [Reply(session.number, request_id, Pong(pid=self.pid))]
 
     def _status(

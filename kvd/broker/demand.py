@@ -8,7 +8,7 @@ were served before.
 
 from kvd.broker.admission import refused
 from kvd.broker.effects import DropFds, DropLane, Effect, Event, KillLane, Reply, StartLane
-from kvd.broker.lanes import Lane, add_counters
+from kvd.broker.lanes import Lane
 from kvd.broker.state import BrokerState
 from kvd.errors import Refused
 from kvd.wire.link import LaneFailed
@@ -95,7 +95,6 @@ def lane_ended(state: BrokerState, lane: Lane, *, served: bool) -> list[Effect]:
         waiting = []
     if not waiting and not state.workers_of(lane.device):
         del state.lanes[lane.device]
-        state.gone_counters = add_counters(state.gone_counters, lane.past)
-        state.gone_restarts += lane.restarts
+        state.gone_lanes.add(lane.past)
         effects.append(DropLane(lane.device))
     return effects

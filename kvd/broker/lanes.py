@@ -7,13 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.client_names import Fields
-from kvd.metrics.histogram import Histogram
-from kvd.wire.link import LaneCounters, LanePong, Revoke, Spread
+from kvd.metrics.counts import LaneCounts
+from kvd.wire.link import LanePong, Revoke
 from kvd_proto.arrays import IntArray
 
-NOTHING_SAID = LanePong(
-    sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0, counters=LaneCounters()
-)
+NOTHING_SAID = LanePong(sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0)
 """What a lane holds that has not answered yet."""
 
 
@@ -24,6 +22,7 @@ class Lane:
     on_demand: it came with the first worker of its device, and goes when it ends and none is left.
     pins: it can use the pool only where it has pinned it.
     failure: why the present process cannot serve, in its own words.
+    past: what the processes before the present one have done.
     usable_bytes: how much of the pool it can copy, in the order of `kvd.pool.filling`.
     pool_error: why that will never be all of it.
     """
@@ -39,13 +38,12 @@ class Lane:
     pid: int = 0
     endpoint: str = ""
     last_seen: float = 0.0
-    restarts: int = 0
     last_error: str = ""
     pings: int = 0
     last_ping: float = 0.0
     killed: bool = False
     pong: LanePong = NOTHING_SAID
-    past: LaneCounters = field(default_factory=LaneCounters)
+    past: LaneCounts = field(default_factory=LaneCounts)
 
     @property
     def state(self) -> str:
@@ -60,54 +58,13 @@ class Lane:
         return {"lane": self.device, "incarnation": self.incarnation, "pid": self.pid}
 
     @property
-    def counters(self) -> LaneCounters:
+    def counters(self) -> LaneCounts:
         """Totals over all incarnations."""
-        return add_counters(self.past, self.pong.counters)
+        return self.past + self.pong.counters
 
     def __repr__(self) -> str:
         state = "up" if self.up else "down"
-        return f"<Lane {self.device}#{self.incarnation} {state}, {self.restarts} restarts>"
-
-
-def add_counters(left: LaneCounters, right: LaneCounters) -> LaneCounters:
-    """The sum, field by field."""
-    return LaneCounters(
-        store_bytes=left.store_bytes + right.store_bytes,
-        load_bytes=left.load_bytes + right.load_bytes,
-        store_ns=left.store_ns + right.store_ns,
-        load_ns=left.load_ns + right.load_ns,
-        jobs=_sum(left.jobs, right.jobs),
-        dropped_frames=left.dropped_frames + right.dropped_frames,
-        dropped_replies=left.dropped_replies + right.dropped_replies,
-        stages=_add_stages(left.stages, right.stages),
-        limits=_sum(left.limits, right.limits),
-    )
-
-
-def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
-    return {name: left.get(name, 0) + right.get(name, 0) for name in (*left, *right)}
-
-
-def histogram(spread: Spread) -> Histogram:
-    """What came over the link, to calculate with."""
-    return Histogram(spread.bounds, spread.counts, spread.sum)
-
-
-_Stages = dict[str, dict[str, Spread]]
-
-
-def _add_stages(left: _Stages, right: _Stages) -> _Stages:
-    stages = {way: dict(names) for way, names in left.items()}
-    for way, names in right.items():
-        known = stages.setdefault(way, {})
-        for name, spread in names.items():
-            known[name] = _add_spreads(known[name], spread) if name in known else spread
-    return stages
-
-
-def _add_spreads(left: Spread, right: Spread) -> Spread:
-    both = histogram(left) + histogram(right)
-    return Spread(bounds=both.bounds, counts=tuple(both.counts), sum=both.sum)
+        return f"<Lane {self.device}#{self.incarnation} {state}, {self.past.restarts} restarts>"
 
 
 class Revocations:

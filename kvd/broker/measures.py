@@ -1,43 +1,9 @@
-"""What the broker measures of itself while it runs."""
+"""What the broker measures of itself, and lookups that engines report."""
 
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import deque
 
-from kvd.broker.lookups import LookupTotals
-from kvd.metrics.histogram import Histogram
-
-LAG_BOUNDS = (
-    *(100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3),
-    *(0.1, 0.25, 0.5, 1.0, 5.0),
-)
-"""Upper bounds in seconds."""
-LIMITS = (
-    "max_sessions",
-    "max_sessions_per_user",
-    "max_namespaces",
-    "max_leases",
-    "cuda_lanes",
-    "sweeps",
-)
-"""Settings and bounds at which somebody is turned away."""
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What only the outside knows: handed in, like `BrokerState.available_bytes`.
-
-    time: unix seconds. host: the machine's name. max_fds: the limit of open descriptors, 0 where
-    there is none.
-    dropped_frames: frames that were no messages, and replies that nobody read.
-    """
-
-    time: float = 0.0
-    host: str = ""
-    cpu_seconds: float = 0.0
-    rss_bytes: int = 0
-    open_fds: int = 0
-    max_fds: int = 0
-    dropped_frames: int = 0
+from kvd.metrics.counts import LookupCounts
+from kvd_proto.messages import Lookups
 
 
 class RecentMax:
@@ -58,7 +24,7 @@ class RecentMax:
             self._greatest[-1] = (part, value)
 
     def get(self, now: float) -> float:
-        """The greatest; 0 where there was none."""
+        """Return the greatest; 0 where there was none."""
         self._forget(int(now / self._part))
         return max((value for _, value in self._greatest), default=0.0)
 
@@ -70,29 +36,23 @@ class RecentMax:
         return f"<RecentMax of {len(self._greatest)} parts>"
 
 
-@dataclass(slots=True)
-class Measures:
-    """Counts and times since the start.
+def new_lookups(
+    known: LookupCounts, reported: Lookups, tokens_per_chunk: int | None
+) -> LookupCounts:
+    """Return what a session has looked up since its last report, and note that it is `known`.
 
-    loop_lag: seconds for which one turn of the loop kept it from polling.
-    requests: by type; refusals: by code; limits: times that each
-    was reached, by the setting or bound.
+    A scheduler reports totals of its session now and then; the difference is what is new, so
+    nothing counts twice however often it is reported. Totals that have fallen are old news.
+    Where a session counts no tokens they follow from the size of a chunk.
     """
-
-    started: float = 0.0
-    loop_lag: Histogram = field(default_factory=lambda: Histogram(LAG_BOUNDS))
-    recent_lag: RecentMax = field(default_factory=RecentMax)
-    requests: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    limits: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(LIMITS, 0)))
-    lookups: LookupTotals = field(default_factory=LookupTotals)
-
-    def reached(self, limit: str) -> None:
-        """Somebody was turned away for this limit; an empty one is none."""
-        if limit:
-            self.limits[limit] += 1
-
-    def turn(self, seconds: float, now: float) -> None:
-        """A turn of the loop has ended."""
-        self.loop_lag.observe(seconds)
-        self.recent_lag.observe(seconds, now)
+    new = LookupCounts(
+        lookup_chunks=max(0, reported.chunks - known.lookup_chunks),
+        hit_chunks=max(0, reported.hit_chunks - known.hit_chunks),
+        lookup_tokens=max(0, (reported.tokens or 0) - known.lookup_tokens),
+        hit_tokens=max(0, (reported.hit_tokens or 0) - known.hit_tokens),
+    )
+    known.add(new)
+    if reported.tokens is None or reported.hit_tokens is None:
+        size = tokens_per_chunk or 0
+        new.lookup_tokens, new.hit_tokens = new.lookup_chunks * size, new.hit_chunks * size
+    return new

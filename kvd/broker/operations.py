@@ -15,6 +15,7 @@ from kvd.broker.state import BrokerState, OperatorDrain
 from kvd.broker.sweeps import Sweep, Sweeps
 from kvd.cache.namespaces import Namespace
 from kvd.errors import Refused
+from kvd.metrics import schema
 from kvd_proto.durations import format_duration
 from kvd_proto.messages import (
     Check,
@@ -164,19 +165,19 @@ def in_flight(state: BrokerState, since: float) -> tuple[int, int]:
     return stores, leases
 
 
-def drain_report(state: BrokerState, now: float) -> dict[str, Any] | None:
-    """The operator's drain as the status tells it; None where there is none."""
+def drain_report(state: BrokerState, now: float) -> schema.Drain | None:
+    """Return the operator's drain as the status reports it; None where there is none."""
     if state.drain is None:
         return None
     stores, leases = in_flight(state, state.drain.since)
     peer = state.drain.by
-    return {
-        "uid": peer.uid,
-        "pid": peer.pid,
-        "seconds": round(now - state.drain.since, 3),
-        "stores_in_flight": stores,
-        "leases_in_flight": leases,
-    }
+    return schema.Drain(
+        uid=peer.uid,
+        pid=peer.pid,
+        seconds=round(now - state.drain.since, 3),
+        stores_in_flight=stores,
+        leases_in_flight=leases,
+    )
 
 
 def for_tools(handler: Handler) -> Handler:

@@ -5,38 +5,23 @@ nothing: neither a pool whose size the first engine decides, nor a lane that
 starts with its first worker.
 """
 
-from dataclasses import dataclass
-
 from kvd.broker.lanes import Lane
 from kvd.broker.operations import by
 from kvd.broker.state import BrokerState
+from kvd.metrics.schema import Check
 from kvd_proto.sizes import format_size
 
 DRAIN = "drain"
 _UNSIZED = "its size is decided by the first engine (cpu_bytes = auto)"
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing to be checked.
-
-    percent, seconds_left: how far it has come and may take still, where that is known.
-    """
-
-    name: str
-    ok: bool
-    text: str
-    percent: float | None = None
-    seconds_left: float | None = None
-
-    @property
-    def in_words(self) -> str:
-        """The whole of it, in one line."""
-        parts = [] if self.percent is None else [f"{self.percent:.0f} %"]
-        if self.seconds_left:
-            parts.append(f"about {self.seconds_left:.0f} s left")
-        what = self.text if self.name == DRAIN else f"{self.name}: {self.text}"
-        return what + (f" ({', '.join(parts)})" if parts else "")
+def in_words(check: Check) -> str:
+    """Return a check in one line."""
+    parts = [] if check.percent is None else [f"{check.percent:.0f} %"]
+    if check.seconds_left:
+        parts.append(f"about {check.seconds_left:.0f} s left")
+    what = check.text if check.name == DRAIN else f"{check.name}: {check.text}"
+    return what + (f" ({', '.join(parts)})" if parts else "")
 
 
 def checks(state: BrokerState, now: float) -> list[Check]:

@@ -385,7 +385,7 @@ class Registration:
 
     def _refused(self, error: Exception) -> Error:
         if isinstance(error, Refused):
-            self._state.measures.reached(error.limit)
+            self._state.reached(error.limit)
             return Error.of(error.code, str(error))
         return _refusal(str(error))
 

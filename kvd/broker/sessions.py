@@ -3,10 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvd.broker.lookups import LookupTotals
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Who
 from kvd.errors import IntegrityError, Refused
+from kvd.metrics.counts import LookupCounts
 from kvd_proto.messages import ErrorCode, Register
 from kvd_proto.states import SESSION, Machine, SessionEvent, SessionState
 
@@ -57,7 +57,7 @@ class Session:
     attempt: int = 0  # how many registrations were given up while a lane mapped the memory
     releasing: tuple[int, str] | None = None  # an Unregister in progress: request id, device
     since: float = 0.0  # when it said HELLO
-    lookups: LookupTotals = field(default_factory=LookupTotals)  # as it said last
+    lookups: LookupCounts = field(default_factory=LookupCounts)  # as it said last
     refusal: str = ""  # why its registration was refused last
 
     @property
@@ -99,7 +99,7 @@ class Engine:
     sessions: dict[int, Session] = field(default_factory=dict)
     workers: dict[int, Session] = field(default_factory=dict)
     namespace: Namespace | None = None
-    lookups: LookupTotals = field(default_factory=LookupTotals)
+    lookups: LookupCounts = field(default_factory=LookupCounts)
 
     @property
     def attached(self) -> bool:

@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 
 from kvd.broker.effects import Effect, Notify, ToLane
 from kvd.broker.lanes import Lane, Revocations, arrays
-from kvd.broker.measures import Measures, Surroundings
+from kvd.broker.measures import RecentMax
 from kvd.broker.progress import Progress
 from kvd.broker.recent_events import EventLog
 from kvd.broker.sessions import Engine, Peer, Registry, Session
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.settings import Settings
 from kvd.errors import IntegrityError, Refused
-from kvd.wire.link import LaneCounters, UnbindWorker
+from kvd.metrics.counts import BrokerCounts, LaneCounts, LookupCounts, ProcessUsage
+from kvd.wire.link import UnbindWorker
 from kvd_proto.messages import Detached, ErrorCode
 
 REVOKE_AT_ONCE = 4096  # slots of 12 bytes each, well inside one datagram of the link
@@ -32,29 +33,36 @@ class BrokerState:
 
     `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.filling`.
     `failed_lanes` says when a device's lane could last not start, and why.
-    `gone_counters` and `gone_restarts` are of lanes that were let go: totals never fall.
+    `gone_lanes` are the counts of lanes that were let go, `lookups` those of all engines.
 
     `stopping`: a signal has come and lanes end, which nothing undoes; `drain` is undone by Resume.
 
-    `surroundings` reads the time and the process's figures.
+    `usage` reads the time and the process's figures.
     """
 
     settings: Settings
     boot_id: bytes
     registry: Registry
-    surroundings: Callable[[], Surroundings] = Surroundings
+    usage: Callable[[], ProcessUsage] = ProcessUsage
     lanes: dict[str, Lane] = field(default_factory=dict)
     failed_lanes: dict[str, tuple[float, str]] = field(default_factory=dict)
-    gone_counters: LaneCounters = field(default_factory=LaneCounters)
-    gone_restarts: int = 0
+    gone_lanes: LaneCounts = field(default_factory=LaneCounts)
     revocations: Revocations = field(default_factory=Revocations)
     namespaces: Namespaces | None = None
     allocated: int = 0
     stopping: bool = False
     drain: OperatorDrain | None = None
-    measures: Measures = field(default_factory=Measures)
+    started: float = 0.0
+    counts: BrokerCounts = field(default_factory=BrokerCounts)
+    lookups: LookupCounts = field(default_factory=LookupCounts)
+    recent_lag: RecentMax = field(default_factory=RecentMax)
     events: EventLog = field(default_factory=EventLog)
     progress: Progress = field(default_factory=Progress)
+
+    def reached(self, limit: str) -> None:
+        """Count a refusal because of this limit; an empty one is none."""
+        if limit:
+            self.counts.limits[limit] += 1
 
     @property
     def draining(self) -> bool:

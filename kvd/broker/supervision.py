@@ -6,7 +6,7 @@ killed, and one that has ended writes nowhere: what it alone was writing is give
 
 from kvd.broker.demand import lane_ended, lane_failed
 from kvd.broker.effects import ChunksReady, Effect, Event, KillLane, Notify, ToLane
-from kvd.broker.lanes import NOTHING_SAID, add_counters, arrays
+from kvd.broker.lanes import NOTHING_SAID, arrays
 from kvd.broker.registration import Registration, in_words
 from kvd.broker.state import BrokerState
 from kvd.wire.link import (
@@ -72,9 +72,9 @@ class Supervision:
         """A lane process has ended: all it was writing is lost, nothing else is."""
         lane = self._state.lanes[device]
         served, lane.up = lane.up, False
-        lane.restarts += 1
         lane.last_error = lane.failure or reason
-        lane.past = add_counters(lane.past, lane.pong.counters)
+        lane.past.add(lane.pong.counters)
+        lane.past.restarts += 1
         lane.pong = NOTHING_SAID
         effects: list[Effect] = []
         freed = 0

@@ -15,9 +15,6 @@ import numpy.typing as npt
 
 from kvd.metrics.histogram import Histogram
 
-AGE_BOUNDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 86400, 7 * 86400)
-"""Upper bounds in seconds."""
-
 
 class Ages:
     """When each slot's chunk was last of use, and the ages at eviction.
@@ -26,11 +23,17 @@ class Ages:
 
     Args:
         num_slots: slots are numbered 0..num_slots - 1.
+        at_eviction: counts ages at eviction, in seconds.
         stamps: where stamps go, one for each slot; memory of its own where it is None.
     """
 
-    def __init__(self, num_slots: int, stamps: npt.NDArray[np.uint64] | None = None) -> None:
-        self.at_eviction = Histogram(AGE_BOUNDS)
+    def __init__(
+        self,
+        num_slots: int,
+        at_eviction: Histogram,
+        stamps: npt.NDArray[np.uint64] | None = None,
+    ) -> None:
+        self._at_eviction = at_eviction
         self._stamps = np.zeros(num_slots, np.uint64) if stamps is None else stamps
         self.now = 0
 
@@ -59,7 +62,7 @@ class Ages:
     def evicted(self, slots: Sequence[int]) -> None:
         """These chunks go to make room."""
         if slots:
-            self.at_eviction.observe_all(self.of(slots))
+            self._at_eviction.observe_all(self.of(slots))
 
     def __repr__(self) -> str:
-        return f"<Ages of {len(self._stamps)} slots, {self.at_eviction.count} evicted>"
+        return f"<Ages of {len(self._stamps)} slots, {self._at_eviction.count} evicted>"

@@ -17,12 +17,10 @@ client may send.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 
 import numpy as np
 
 from kvd.cache.ages import Ages
-from kvd.cache.counters import Counters
 from kvd.cache.decisions import (
     LoadDecision,
     Offer,
@@ -36,7 +34,7 @@ from kvd.cache.directory import Blocks, DirectoryWriter, Refs, covers
 from kvd.cache.ledger import KeptChunks
 from kvd.cache.policies import POLICIES
 from kvd.cache.slots import Ints, Slots
-from kvd.errors import IntegrityError
+from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
 from kvd_proto.answers import StoreAnswer
@@ -76,8 +74,12 @@ class ChunkTable:
             else None
         )
         ledger = directory.ledger
-        self.ages = Ages(geometry.num_slots, ledger.stamps if ledger is not None else None)
-        self._counters = Counters()
+        self.counts = ChunkCounts()
+        self.ages = Ages(
+            geometry.num_slots,
+            self.counts.eviction_age,
+            ledger.stamps if ledger is not None else None,
+        )
         self._pool = pool
         self.space = pool.join(geometry, self, model)
         order = POLICIES[policy](geometry.num_slots, directory.key)
@@ -99,7 +101,7 @@ class ChunkTable:
         self.directory.restore(chunks, masks)
         self._pool.restore(self.space, chunks.slots, chunks.stamps)
         self.slots.policy.restore(chunks.slots)
-        self._counters.restored = len(chunks)
+        self.counts.restored = len(chunks)
 
     # ------------------------------------------------------------------- stores
 
@@ -136,9 +138,9 @@ class ChunkTable:
         capped = len(taken) < len(offer.wanted) and self._pool.is_capped(self.space)
         no_room = StoreAnswer.QUOTA if capped else StoreAnswer.FULL
         answers = offer.settle(begun, len(taken), no_room)
-        self._counters.count_answers(answers)
-        self._counters.index_full += len(taken) - len(begun)
-        self._counters.evicted += len(evicted)
+        self.counts.answered(answers)
+        self.counts.index_full += len(taken) - len(begun)
+        self.counts.evicted += len(evicted)
         return StoreDecision(
             np.frombuffer(answers, np.uint8),
             np.array(slots, "<u4"),
@@ -170,8 +172,8 @@ class ChunkTable:
 
     def turn_away(self, keys: int) -> None:
         """Count keys that were offered while the daemon drains."""
-        self._counters.offered += keys
-        self._counters.draining += keys
+        self.counts.offered += keys
+        self.counts.draining += keys
 
     def share_done(  # noqa: PLR0917 a report has these six parts
         self,
@@ -217,10 +219,10 @@ class ChunkTable:
                     failed.append(slot)
                     given_up.add(slot)
                 elif done == expected:
-                    self._counters.replaced += life.finish(owner, slot)
+                    self.counts.replaced += life.finish(owner, slot)
                     ready.append(slot)
-        self._counters.stored += len(ready)
-        self._counters.stale_reports += stale
+        self.counts.stored += len(ready)
+        self.counts.stale_reports += stale
         return ShareOutcome(self.slots.refs(ready), self._give_up(failed))
 
     def complete_store(
@@ -250,13 +252,13 @@ class ChunkTable:
         return StoreSummary(ready, pending, gone), self._give_up(list(failed))
 
     def _give_up(self, slots: Sequence[int]) -> Refs:
-        self._counters.dropped += len(slots)
+        self.counts.dropped += len(slots)
         return self.slots.give_up(slots)
 
     def revoked(self, slots: Ints, generations: Ints) -> int:
         """The lanes have nothing under way in these slots: DRAINING -> FREE. How many it freed."""
         freed = self.slots.revoked(slots, generations)
-        self._counters.stale_reports += len(slots) - freed
+        self.counts.stale_reports += len(slots) - freed
         return freed
 
     # -------------------------------------------------------------------- loads
@@ -292,10 +294,10 @@ class ChunkTable:
         for slot in reversed(slots):
             self.slots.policy.refresh(slot)
         self._mark(slots)
-        self._counters.asked += len(keys)
-        self._counters.hits += len(slots)
-        self._counters.misses += len(keys) - len(slots)
-        self._counters.leases += bool(slots)
+        self.counts.asked += len(keys)
+        self.counts.hits += len(slots)
+        self.counts.misses += len(keys) - len(slots)
+        self.counts.leases += bool(slots)
         array = np.array(slots, "<u4")
         generations = self.directory.generations(array)
         return LoadDecision(lease_id, np.frombuffer(found, np.uint8), array, generations)
@@ -338,9 +340,9 @@ class ChunkTable:
         """End the leases and give up the stores whose deadline has come; slots to be revoked."""
         self.ages.tell(now)
         late = self.slots.tickets.expired(now)
-        self._counters.tickets_expired += len(late)
+        self.counts.tickets_expired += len(late)
         leases, unpinned = self.slots.leases.expire(now)
-        self._counters.leases_expired += leases
+        self.counts.leases_expired += leases
         self.slots.unpinned(unpinned)
         return self._give_up(late)
 
@@ -357,7 +359,7 @@ class ChunkTable:
         """
         revoke = self._give_up(list(self.slots.tickets))
         gone, kept = self.slots.forget()
-        self._counters.reset += gone + kept
+        self.counts.reset += gone + kept
         return ResetOutcome(gone + len(revoke), kept, revoke)
 
     @property
@@ -406,7 +408,7 @@ class ChunkTable:
         if unused_for is not None:
             old = self.ages.of(slots) >= unused_for
             slots = [s for s, is_old in zip(slots, old, strict=True) if is_old and s not in pins]
-        self._counters.removed += len(slots)
+        self.counts.removed += len(slots)
         return self.slots.drop(slots)
 
     def give_back(self) -> None:
@@ -423,14 +425,10 @@ class ChunkTable:
         """Evict these READY, unpinned chunks: another namespace needs the room."""
         current = [slot for slot in slots if slot in self.slots.policy]
         self.ages.evicted(current)
-        self._counters.yielded += len(current)
+        self.counts.yielded += len(current)
         self.slots.drop(slots)
 
     # -------------------------------------------------------------- inspection
-
-    def counters(self) -> dict[str, int]:
-        """Events since the namespace was opened; `Counters` says what each means."""
-        return asdict(self._counters)
 
     def check_integrity(self) -> None:
         """The slots are as everybody says, and what happened is counted.
@@ -441,11 +439,7 @@ class ChunkTable:
         self.slots.check_integrity()
         if self._filter is not None:
             self._filter.check_integrity()
-        counters, eviction = self._counters, self.ages.at_eviction
-        counters.check_integrity()
-        eviction.check_integrity()
-        if eviction.count != counters.evicted + counters.yielded:
-            raise IntegrityError(f"chunks evicted without an age: {self.ages!r}, {counters}")
+        self.counts.check_integrity()
 
     def __repr__(self) -> str:
         return f"<ChunkTable {self.directory.header.namespace.hex()[:8]} {self.slots!r}>"

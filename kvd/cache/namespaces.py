@@ -5,7 +5,6 @@ its chunks. It ends when it is closed: by the operator, or to make room for
 another one when `limit` is reached.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from kvd.cache.directory import DirectoryWriter, directory_bytes
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
 from kvd.config.quota import Quota
 from kvd.errors import LedgerDamaged, Refused
+from kvd.metrics.counts import ChunkCounts
 from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import COLUMN_EXTENTS, Geometry
 from kvd.pool.pool import Pool
@@ -123,7 +123,7 @@ class Namespaces:
         self._make_buffer = make_buffer
         self._keeping = keeping
         self._open: dict[bytes, Namespace] = {}
-        self.closed_counters: Counter[str] = Counter()  # of those that are gone: totals never fall
+        self.closed_counts = ChunkCounts()  # of those that are gone: totals never fall
 
     def open(
         self,
@@ -311,7 +311,7 @@ class Namespaces:
         if namespace.engines or not namespace.table.slots.is_idle:
             raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
         namespace.table.empty()
-        self.closed_counters.update(namespace.table.counters())
+        self.closed_counts.add(namespace.table.counts)
         self.pool.leave(namespace.table.space)
         namespace.directory.release()
         del self._open[namespace.id]

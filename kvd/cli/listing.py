@@ -72,7 +72,7 @@ def namespaces(*, runtime_dir: Path, as_json: bool) -> None:
     rows = []
     for space in report["namespaces"]:
         chunks = space["chunks"]
-        held = report["pool"]["namespaces"][space["id"]]["held_bytes"]
+        held = space["held_bytes"]
         rows.append(
             (
                 space["id"][:8],

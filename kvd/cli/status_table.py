@@ -48,7 +48,7 @@ def _lanes(report: dict[str, Any]) -> Table:
             str(lane["queued_jobs"]),
             size(lane["bytes_in_flight"]),
             str(lane["workers"]),
-            str(lane["restarts"]),
+            str(lane["counters"]["restarts"]),
         )
     return table
 
@@ -58,14 +58,14 @@ def _namespaces(report: dict[str, Any]) -> Table:
     table = Table(*columns, title="Namespaces")
     for space in report["namespaces"]:
         chunks = ", ".join(f"{value} {name}" for name, value in space["chunks"].items() if value)
-        age = quantile(space["eviction_age"], 0.5)
+        age = quantile(space["counters"]["eviction_age"], 0.5)
         table.add_row(
             space["id"][:8],
             escape(space["model"]),
             str(space["engines"]),
             size(space["bytes_per_chunk"]),
             f"{chunks or 'empty'} of {space['num_chunks']}",
-            size(report["pool"]["namespaces"][space["id"]]["held_bytes"]),
+            size(space["held_bytes"]),
             NOTHING if age is None else f"median {duration(age)}",
         )
     return table
@@ -74,13 +74,13 @@ def _namespaces(report: dict[str, Any]) -> Table:
 def _engines(report: dict[str, Any]) -> Table:
     table = Table("engine", "state", "ranks", "tokens found", "pids", title="Engines")
     for engine in report["engines"]:
-        lookups, missing = engine["lookups"], engine["missing_ranks"]
+        lookups, missing = engine["counters"], engine["missing_ranks"]
         waiting = f"waiting for ranks {missing}" if missing else "no rank is registered"
         table.add_row(
             escape(engine["name"]),
             "attached" if engine["attached"] else escape(waiting),
             str(engine["world_size"]),
-            _share(lookups["hit_tokens"], lookups["tokens"]),
+            _share(lookups["hit_tokens"], lookups["lookup_tokens"]),
             " ".join(str(session["pid"]) for session in engine["sessions"]),
         )
     return table
@@ -93,7 +93,7 @@ def _totals(report: dict[str, Any]) -> Table:
         jobs = {
             key.partition("_")[2]: count
             for key, count in counters["jobs"].items()
-            if key.startswith(way)
+            if key.startswith(way) and count
         }
         outcomes = ", ".join(f"{number(count)} {key}" for key, count in jobs.items())
         table.add_row(name, f"{size(counters[f'{way}_bytes'])}; jobs: {outcomes or 'none'}")

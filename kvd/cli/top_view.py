@@ -120,9 +120,8 @@ def _pool(report: Report, rows: int) -> RenderableType:
     bar, table = Text(), Table.grid(padding=(0, 2))
     for index, namespace in enumerate(report["namespaces"]):
         colour = _COLOURS[index % len(_COLOURS)]
-        space = pool["namespaces"].get(namespace["id"], {})
         for state, mark in _STATES:
-            bar.append(mark * _cells(space.get(f"{state}_bytes", 0), total), colour)
+            bar.append(mark * _cells(namespace[f"{state}_bytes"], total), colour)
         chunks = ", ".join(
             f"{count:,} {state}"
             for state, count in namespace["chunks"].items()
@@ -132,7 +131,7 @@ def _pool(report: Report, rows: int) -> RenderableType:
             table.add_row(
                 Text("█", colour),
                 _name(namespace["model"]),
-                words.size(space.get("held_bytes")),
+                words.size(namespace["held_bytes"]),
                 Text(f"{chunks or 'empty'}{_more(report['namespaces'], rows, index)}", "dim"),
             )
     bar.truncate(BAR_CELLS)
@@ -176,7 +175,7 @@ def _lanes(report: Report, rows: int) -> Table:
             words.number(lane["queued_jobs"]),
             words.latency(lane["oldest_job_seconds"]),
             f"{words.size(lane['usable_bytes'])} of {words.size(lane['pool_bytes'])}",
-            f"{lane['restarts']}{_more(report['lanes'], rows, index)}",
+            f"{lane['counters']['restarts']}{_more(report['lanes'], rows, index)}",
         )
     return table
 
@@ -213,7 +212,9 @@ def _stages(span: Span) -> Table:
     for direction in ("store", "load"):
         cells = []
         for stage in _STAGES:
-            histogram = merged(lane.histogram("stages", direction, stage) for lane in lanes)
+            histogram = merged(
+                lane.histogram("counters", "stages", f"{direction}_{stage}") for lane in lanes
+            )
             low, high = (words.latency(quantile(histogram, q)) for q in (0.5, 0.99))
             cells.append(f"{low} / {high}")
         table.add_row(direction, *cells)
@@ -227,8 +228,8 @@ def _engines(span: Span, rows: int) -> RenderableType:
     table = _table("engine", "state", "ranks", "hit tokens", "scheduler's pid")
     for index, engine in enumerate(engines[:rows]):
         part = span.engine(engine["name"])
-        tokens = part.rise("lookups", "tokens")
-        hits = part.rise("lookups", "hit_tokens") / tokens if tokens else None
+        tokens = part.rise("counters", "lookup_tokens")
+        hits = part.rise("counters", "hit_tokens") / tokens if tokens else None
         pids = [str(one["pid"]) for one in engine["sessions"] if one["kind"] == "scheduler"]
         table.add_row(
             _name(engine["name"]),

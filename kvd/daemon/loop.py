@@ -55,7 +55,7 @@ from kvd.daemon.request_socket import Requests
 from kvd.daemon.runtime_dir import RuntimeDir, listen
 from kvd.errors import PoolError, Refused
 from kvd.machine.cgroup import available_bytes
-from kvd.machine.process_usage import OwnFigures
+from kvd.machine.process_usage import UsageReader
 from kvd.machine.standstill import Standstill
 from kvd.pool.filling import FillOrder
 from kvd_proto.devices import HOST
@@ -100,7 +100,7 @@ class Service:
         self._stop_at: float | None = None
         self._signals = 0
         self._next_tick = 0.0
-        self._figures = OwnFigures()
+        self._usage = UsageReader()
         self._polled = 0.0
         self._standstill = Standstill("broker")
         self._poller = zmq.Poller()
@@ -112,7 +112,7 @@ class Service:
             pid=os.getpid(),
             devices=DEVICES,
             started=time.time(),
-            surroundings=lambda: self._figures.read(self._requests.dropped),
+            usage=self._usage.read,
         )
         if settings.pool_bytes is not None:
             self.core.pool_opened(self._open_pool(settings.pool_bytes))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import MutableMapping
 
 from kvd.broker.notices import Notices
-from kvd.broker.readiness import checks
+from kvd.broker.readiness import checks, in_words
 from kvd.broker.state import BrokerState
 from kvd.errors import ConfigError
 
@@ -113,5 +113,5 @@ class Notifier:
 
 
 def _standing(state: BrokerState, now: float) -> str:
-    missing = [check.in_words for check in checks(state, now) if not check.ok]
+    missing = [in_words(check) for check in checks(state, now) if not check.ok]
     return "serving, not ready: " + "; ".join(missing) if missing else "ready"

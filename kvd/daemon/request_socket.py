@@ -8,7 +8,7 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Reply
 from kvd.broker.sessions import Session
 from kvd.daemon.runtime_dir import no_socket
-from kvd.wire.router import LIMITS, Router
+from kvd.wire.router import Router
 from kvd_proto.codec import MAX_MESSAGE_BYTES, NO_ID, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
 from kvd_proto.messages import Error, ErrorCode, Message
@@ -31,7 +31,6 @@ class Requests:
         except OSError as error:
             raise no_socket(path, error) from error
         self._core = core
-        core.limits_reached(dict.fromkeys(LIMITS, 0))
         self._identities: dict[int, bytes] = {}  # of the sessions' sockets
         self._dropped = 0
         self._warned = 0
@@ -60,6 +59,7 @@ class Requests:
         """Count the connections that were closed for a bound, and log how much is dropped."""
         self._core.limits_reached(self.router.limits)
         self.router.limits.clear()
+        self._core.frames_dropped(self.dropped)
         if self.dropped >= 2 * self._warned + 1:
             self._warned = self.dropped
             log.warning("%d frames dropped that are no kvd messages", self.dropped)

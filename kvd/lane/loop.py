@@ -15,10 +15,10 @@ from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import FRAMES_PER_TURN, Sockets, Woken
-from kvd.lane.tally import Tally
 from kvd.lane.worker_requests import Requests
 from kvd.lane.workers import Workers
 from kvd.machine.standstill import Standstill
+from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import LINK, LaneReady, PoolUsable
 
 _log = logging.getLogger(__name__)
@@ -66,15 +66,15 @@ class LaneService:
         self._usable = 0
         self._standstill = Standstill("lane")
         self._workers = Workers(device)
-        tally = Tally()
+        counts = LaneCounts()
         self._runner = Runner(device, limits)
-        self._reports = Reports(sockets, self._runner, tally)
+        self._reports = Reports(sockets, self._runner, counts)
         self._orders = Orders(
             sockets=sockets,
             workers=self._workers,
             runner=self._runner,
             reports=self._reports,
-            tally=tally,
+            counts=counts,
             pool_bytes=pool_bytes,
         )
         self._requests = Requests(
@@ -82,7 +82,7 @@ class LaneService:
             workers=self._workers,
             runner=self._runner,
             reports=self._reports,
-            tally=tally,
+            counts=counts,
         )
 
     def run(self) -> None:

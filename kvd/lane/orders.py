@@ -6,6 +6,7 @@ answered when the last of these has ended.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvd.errors import BadDatagram, ImportFailed, LaneError
@@ -14,9 +15,9 @@ from kvd.lane.jobs import LaneJob
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import FRAMES_PER_TURN, Sockets
-from kvd.lane.tally import Tally
 from kvd.lane.workers import Binding, Worker, Workers, who_is
 from kvd.logs.setup import set_level
+from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import (
     LINK,
     BindWorker,
@@ -47,7 +48,7 @@ class Orders:
         sockets: with the link.
         workers, runner: what orders are about.
         reports: where answers go, and the ends of jobs that an order has stopped.
-        tally: for the broker's pings.
+        counts: reported to a broker that asks.
         pool_bytes: size of the pool.
     """
 
@@ -58,7 +59,7 @@ class Orders:
         workers: Workers,
         runner: Runner,
         reports: Reports,
-        tally: Tally,
+        counts: LaneCounts,
         pool_bytes: int,
     ) -> None:
         self._sockets = sockets
@@ -66,7 +67,7 @@ class Orders:
         self._workers = workers
         self._runner = runner
         self._reports = reports
-        self._tally = tally
+        self._counts = counts
         self._pool_bytes = pool_bytes
         self._handlers: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
             ImportWorker: self._import,
@@ -184,9 +185,18 @@ class Orders:
                 queued_jobs=self._runner.queued_jobs,
                 bytes_in_flight=self._runner.bytes_in_flight,
                 workers=len(self._workers),
-                counters=self._tally.counters(self._sockets),
+                counters=self._counted(),
                 oldest_job_ns=self._runner.oldest_job_ns,
             )
+        )
+
+    def _counted(self) -> LaneCounts:
+        sockets, counts = self._sockets, self._counts
+        return replace(
+            counts,
+            dropped_frames=counts.dropped_frames + sockets.dropped_messages,
+            dropped_replies=sockets.dropped_replies,
+            limits=sockets.limits,
         )
 
     def _stop(self, _message: StopLane, _fds: tuple[int, ...]) -> None:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable
 
 from kvd.lane.devices.device import Direction
-from kvd.lane.jobs import ReplyTo
+from kvd.lane.jobs import LaneJob, ReplyTo
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import Sockets
-from kvd.lane.tally import Tally
+from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import LINK, ShareDone
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import Done, Error, ErrorCode, Job, JobStatus, Load, Message
@@ -27,14 +27,14 @@ class Reports:
     Args:
         sockets: to workers, with the link to the broker.
         runner: whose jobs are reported.
-        tally: counts.
+        counts: what is counted.
     """
 
-    def __init__(self, sockets: Sockets, runner: Runner, tally: Tally) -> None:
+    def __init__(self, sockets: Sockets, runner: Runner, counts: LaneCounts) -> None:
         self._sockets = sockets
         self._link = sockets.link
         self._runner = runner
-        self._tally = tally
+        self._counts = counts
         self._shares: list[ShareDone] = []
         self._since = 0.0
 
@@ -44,7 +44,7 @@ class Reports:
         """Report every job that has ended, then do what waited for it."""
         for job in self._runner.take_ended():
             status, text = job.outcome
-            self._tally.ended(job, status)
+            self._count(job, status)
             started = job.started_ns or self._runner.now
             self.reply(
                 job.reply,
@@ -58,7 +58,7 @@ class Reports:
                 ),
             )
             if status is JobStatus.OK:
-                self._tally.reported(job, self._runner.now)
+                self._count_stages(job, self._runner.now)
             # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
             if job.direction is Direction.STORE:
                 self._add_shares(job.shares(ok=status is JobStatus.OK))
@@ -67,7 +67,8 @@ class Reports:
 
     def refuse_job(self, request: Job, reply: ReplyTo, text: str) -> None:
         """Answer that a job is not taken, and why."""
-        self._tally.refused(Direction.LOAD if isinstance(request, Load) else Direction.STORE)
+        way = Direction.LOAD if isinstance(request, Load) else Direction.STORE
+        self._counts.jobs[f"{way}_{JobStatus.REFUSED}"] += 1
         self.reply(
             reply,
             Done(
@@ -79,6 +80,25 @@ class Reports:
                 copy_ns=0,
             ),
         )
+
+    def _count(self, job: LaneJob, status: JobStatus) -> None:
+        counts = self._counts
+        counts.jobs[f"{job.direction}_{status}"] += 1
+        if job.direction is Direction.STORE:
+            counts.store_bytes += job.moved_bytes
+            counts.store_seconds += job.copy_ns / 1e9
+        else:
+            counts.load_bytes += job.moved_bytes
+            counts.load_seconds += job.copy_ns / 1e9
+
+    def _count_stages(self, job: LaneJob, reported_ns: int) -> None:
+        for stage, nanoseconds in (
+            ("queued", job.started_ns - job.accepted_ns - job.stream_wait_ns),
+            ("stream_wait", job.stream_wait_ns),
+            ("copied", job.ended_ns - job.started_ns),
+            ("reported", reported_ns - job.ended_ns),
+        ):
+            self._counts.stages[f"{job.direction}_{stage}"].observe(nanoseconds / 1e9)
 
     def refuse(self, reply: ReplyTo, code: ErrorCode, text: str) -> None:
         """Answer that a request is not served, and why."""

@@ -14,8 +14,8 @@ from kvd.lane.jobs import ReplyTo, refused_shares
 from kvd.lane.reports import Reports
 from kvd.lane.runner import Runner
 from kvd.lane.sockets import Sockets
-from kvd.lane.tally import Tally
 from kvd.lane.workers import Worker, Workers
+from kvd.metrics.counts import LaneCounts
 from kvd.wire.router import Received
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
@@ -45,7 +45,7 @@ class Requests:
         workers: who may ask.
         runner: takes their jobs.
         reports: where answers go.
-        tally: counts what is dropped.
+        counts: of what is dropped.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Requests:
         workers: Workers,
         runner: Runner,
         reports: Reports,
-        tally: Tally,
+        counts: LaneCounts,
     ) -> None:
         self._sockets = sockets
         self._workers = workers
         self._runner = runner
         self._reports = reports
-        self._tally = tally
+        self._counts = counts
         self._handlers: dict[type[Message], Callable[[Worker, Any, ReplyTo], None]] = {
             Store: self._job,
             Load: self._job,
@@ -78,13 +78,13 @@ class Requests:
         try:
             header = WIRE.decode_header(frame)
         except BadHeader:
-            self._tally.dropped_frames += 1
+            self._counts.dropped_frames += 1
             return
         # The token proves that the sender means this boot of the daemon: it was made by it.
         reply = ReplyTo(identity, header.request_id, header.boot_id)
         worker = self._workers.by_token(header.session)
         if worker is not None and not worker.requests.is_new(header.request_id):
-            self._tally.dropped_frames += 1
+            self._counts.dropped_frames += 1
             return
         try:
             self._request(worker, header, frame, reply)

@@ -1,8 +1,7 @@
-"""How often values of a quantity were seen, by fixed ranges: cheap to feed, cheap to add up."""
+"""Histograms with fixed bounds: cheap to feed, cheap to add up."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -10,27 +9,27 @@ import numpy.typing as npt
 from kvd.errors import IntegrityError
 
 
+@dataclass(slots=True)
 class Histogram:
     """Counts of values of 0 and more.
 
-    Args:
+    Attributes:
         bounds: ascending upper bounds; a value equal to one belongs to its range.
         counts: by range, one more than bounds: the last is of values above all; default zeros.
-        total: the sum of the values counted.
+        sum: of the values counted.
     """
 
-    __slots__ = ("bounds", "counts", "sum")
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
 
-    def __init__(
-        self, bounds: Sequence[float], counts: Sequence[int] | None = None, total: float = 0.0
-    ) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1) if counts is None else list(counts)
-        self.sum = total
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """Return how many values there were."""
         return sum(self.counts)
 
     def observe(self, value: float) -> None:
@@ -55,10 +54,6 @@ class Histogram:
             raise IntegrityError(f"bounds {self.bounds} and {other.bounds} cannot be added up")
         counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         return Histogram(self.bounds, counts, self.sum + other.sum)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As docs/status.md has it."""
-        return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.sum}
 
     def check_integrity(self) -> None:
         """Bounds ascend, counts are possible, and the sum is one that they allow.

@@ -98,7 +98,7 @@ def _silent(span: Span) -> Iterator[Case]:
 
 def _restarted(span: Span) -> Iterator[Case]:
     for lane in span.now["lanes"]:
-        times = span.lane(lane["device"]).rise("restarts")
+        times = span.lane(lane["device"]).rise("counters", "restarts")
         if times and lane["state"] == "up":
             error = lane["last_error"].rstrip(".")
             yield {"device": lane["device"], "error": f": {error}" if error else ""}
@@ -184,7 +184,7 @@ def _sessions(span: Span) -> Iterator[Case]:
 
 def _young(span: Span) -> Iterator[Case]:
     for namespace in span.now["namespaces"]:
-        age = quantile(span.namespace(namespace["id"]).histogram("eviction_age"), 0.5)
+        age = quantile(span.namespace(namespace["id"]).histogram("counters", "eviction_age"), 0.5)
         if age is not None and age < YOUNG_SECONDS:
             yield {"model": namespace["model"], "age": duration(age) if age >= 1 else latency(age)}
 

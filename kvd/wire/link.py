@@ -6,6 +6,9 @@ message per datagram, descriptors attached where a docstring names them. The lin
 file tells each side that the other process is gone.
 """
 
+import msgspec
+
+from kvd.metrics.counts import LaneCounts
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import Codec
 from kvd_proto.layout import RankLayout
@@ -158,32 +161,6 @@ class LanePing(Message, frozen=True):
     sequence: Count
 
 
-class Spread(Message, frozen=True):
-    """A `Histogram`: counts[i] values at most bounds[i], the last ones above all."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[Count, ...]
-    sum: float
-
-
-class LaneCounters(Message, frozen=True):
-    """What one lane has done since it started.
-
-    jobs: by direction and outcome, such as "store_ok"; stages: by direction and stage, seconds.
-    limits: connections that were closed, by the bound that they were above.
-    """
-
-    store_bytes: Count = 0
-    load_bytes: Count = 0
-    store_ns: Count = 0
-    load_ns: Count = 0
-    jobs: dict[str, Count] = {}  # noqa: RUF012  # msgspec copies defaults
-    dropped_frames: Count = 0
-    dropped_replies: Count = 0
-    stages: dict[str, dict[str, Spread]] = {}  # noqa: RUF012  # msgspec copies defaults
-    limits: dict[str, Count] = {}  # noqa: RUF012  # msgspec copies defaults
-
-
 class LanePong(Message, frozen=True):
     """Lane → broker: alive, with what it holds and has done.
 
@@ -194,7 +171,7 @@ class LanePong(Message, frozen=True):
     queued_jobs: Count
     bytes_in_flight: Count
     workers: Count
-    counters: LaneCounters
+    counters: LaneCounts = msgspec.field(default_factory=LaneCounts)
     oldest_job_ns: Count = 0
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvd.errors import BadFrame
+from kvd.metrics.counts import CONNECTION_LIMITS
 from kvd.wire.listener import Listener, NoDescriptor
 from kvd.wire.zmtp import MAX_PINGS, Incoming, frame_header, opening
 
@@ -33,8 +34,6 @@ AT_ONCE = 32
 """Connections that are accepted, and peers that are read without a message, in one turn."""
 FEW = 8
 """Unproven connections that a process may have before one is closed for want of descriptors."""
-LIMITS = ("message_bytes", "message_parts", "kept_bytes", "connections", "open_files")
-"""Bounds above which connections are closed."""
 _UCRED = struct.Struct("iII")
 
 log = logging.getLogger("kvd.router")
@@ -129,7 +128,7 @@ class Router:
         self._scratch = memoryview(bytearray(READ_BYTES))
         self.dropped = 0
         """Messages of several parts, and what is no ZMTP."""
-        self.limits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
+        self.limits: Counter[str] = Counter(dict.fromkeys(CONNECTION_LIMITS, 0))
         """Connections that were closed, by the bound that they were above."""
 
     def fileno(self) -> int:

@@ -8,9 +8,9 @@ from kvd.broker.demand import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.broker.effects import DropLane, Effect, Event, KillLane, StartLane, ToLane
 from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report
+from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import (
     Imported,
-    LaneCounters,
     LaneFailed,
     LanePong,
     Released,
@@ -152,12 +152,12 @@ def test_a_lane_that_ends_without_workers_is_let_go(broker: Broker) -> None:
     serve(broker, session)
     broker.lost(session)
     assert CUDA in broker.state.lanes
-    counters = LaneCounters(store_bytes=4096, jobs={"store ok": 1})
+    counters = LaneCounts(store_bytes=4096)
     pong = LanePong(sequence=1, queued_jobs=0, bytes_in_flight=0, workers=0, counters=counters)
     broker.supervision.heard(CUDA, pong, 0.0)
     assert DropLane(CUDA) in broker.supervision.lost(CUDA, "exit status 0")
     totals = status_report(broker.state, 1, "test", 0.0)["counters"]
-    assert (totals["store_bytes"], totals["jobs"]) == (4096, {"store ok": 1})
+    assert (totals["store_bytes"], totals["restarts"]) == (4096, 1)
 
 
 def test_a_release_ends_with_its_lane(broker: Broker) -> None:

@@ -209,7 +209,7 @@ def test_clear_drops_everything(bench: Bench) -> None:
     namespaces = bench.broker.state.namespaces
     assert namespaces is not None
     assert [space.id for space in namespaces] == [one.id]  # nobody uses the other one
-    assert one.table.counters()["removed"] == 3
+    assert one.table.counts.removed == 3
     assert bench.events[-1] == (
         "all namespaces cleared by uid 5 pid 4211: 3 chunks dropped, 12 KiB;"
         " 2 more go when their leases end"
@@ -301,7 +301,7 @@ def test_too_many_sweeps_at_a_time_are_refused(bench: Bench) -> None:
     assert isinstance(reply, Reply)
     assert isinstance(reply.message, Error)
     assert reply.message.code is ErrorCode.LIMIT
-    assert bench.broker.state.measures.limits["sweeps"] == 1
+    assert bench.broker.state.counts.limits["sweeps"] == 1
     answered = []
     while bench.broker.busy:
         answered += [e.request_id for e in bench.broker.work() if isinstance(e, Reply)]
@@ -384,8 +384,8 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     assert turns >= 3
     assert table.is_swept
     assert table.slots.stats()["ready"] == 3
-    assert table.counters()["reset"] == len(keys)
-    assert table.counters()["removed"] == 0
+    assert table.counts.reset == len(keys)
+    assert table.counts.removed == 0
     assert table.complete_load(lease.lease_id, OWNER)
     assert table.slots.stats()["doomed"] == 0
 
@@ -425,7 +425,7 @@ def test_stores_take_the_room_that_a_reset_has_left() -> None:
     bench.store(namespace, again)
     assert namespace.table.directory.lookup_many(again) == [LookupResult.HIT] * 64
     assert namespace.table.is_swept
-    assert namespace.table.counters()["evicted"] == 0
+    assert namespace.table.counts.evicted == 0
 
 
 def test_a_second_reset_before_the_first_is_swept() -> None:

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from kvd.cache.ages import AGE_BOUNDS, Ages
+from kvd.cache.ages import Ages
 from kvd.cache.chunks import ChunkTable
+from kvd.metrics.counts import AGE_BOUNDS
+from kvd.metrics.histogram import Histogram
 from tests.cache.tables import finish, make_table, names, store
 
 BOOT = 1_000_000.0  # of a machine that has been up for long
@@ -12,7 +14,7 @@ BOOT = 1_000_000.0  # of a machine that has been up for long
 
 def ages(table: ChunkTable) -> dict[float, int]:
     """How many chunks were evicted, by the upper bound of their age."""
-    counts = table.ages.at_eviction.counts
+    counts = table.counts.eviction_age.counts
     return {bound: n for bound, n in zip((*AGE_BOUNDS, np.inf), counts, strict=True) if n}
 
 
@@ -24,7 +26,7 @@ def test_an_age_counts_from_the_last_use() -> None:
     table.expire(BOOT + 110)
     store(table, names(4, first=10), BOOT + 120)
     assert ages(table) == {60: 1, 300: 3}
-    assert table.ages.at_eviction.sum == pytest.approx(20 + 3 * 120, abs=1e-3)
+    assert table.counts.eviction_age.sum == pytest.approx(20 + 3 * 120, abs=1e-3)
     table.check_integrity()
 
 
@@ -47,7 +49,7 @@ def test_a_chunk_that_is_stored_anew_is_as_young_as_it_was() -> None:
     table.finished([b"a"])
     finish(table, whole)
     table.prepare_store([b"b", b"c"], 1, BOOT + 50)
-    assert table.ages.at_eviction.sum == pytest.approx(10, abs=1e-3)
+    assert table.counts.eviction_age.sum == pytest.approx(10, abs=1e-3)
 
 
 def test_a_reset_is_no_eviction() -> None:
@@ -62,11 +64,12 @@ def test_a_reset_is_no_eviction() -> None:
 
 def test_a_clock_that_stands_still_gives_no_age_below_zero() -> None:
     """A time told twice, or an older one, does no harm."""
-    times = Ages(2)
+    at_eviction = Histogram(AGE_BOUNDS)
+    times = Ages(2, at_eviction)
     times.tell(BOOT)
     times.tell(BOOT + 3)
     times.used([0, 1], times.now)
     times.tell(BOOT)
     assert times.of([0, 1]).tolist() == [0.0, 0.0]
     times.evicted([0])
-    assert times.at_eviction.count == 1
+    assert at_eviction.count == 1

@@ -106,7 +106,7 @@ def test_a_key_without_a_place_in_the_index_is_refused(monkeypatch: pytest.Monke
     decision = table.prepare_store(names(PROBE_LIMIT + 3), 1, 0.0)
     assert decision.answers.tolist() == [OK] * PROBE_LIMIT + [FULL] * 3
     assert len(decision.slots) == PROBE_LIMIT == np.count_nonzero(decision.generations)
-    assert table.counters()["index_full"] == 3
+    assert table.counts.index_full == 3
     table.check_integrity()
 
 

@@ -102,7 +102,7 @@ def test_exported_memory_is_served_too(daemon: Daemon) -> None:
         engine.store(keys)
         assert engine.load(keys) == 0
         lane = wait_lane(daemon, workers=2)
-        assert (lane["device"], lane["up"], lane["restarts"]) == (device, True, 0)
+        assert (lane["device"], lane["up"], lane["counters"]["restarts"]) == (device, True, 0)
 
 
 def test_host_and_cuda_engines_share_chunks(shared: CudaEngine) -> None:
@@ -215,7 +215,7 @@ def test_a_worker_killed_in_a_copy_costs_nobody_else(
     assert lane_of(daemon)["workers"] == 2  # it is still copied from
     lanes.switch("hold=")
     after = wait_lane(daemon, workers=1)
-    assert (after["pid"], after["restarts"]) == (lane["pid"], 0)
+    assert (after["pid"], after["counters"]["restarts"]) == (lane["pid"], 0)
     engine.add(1)
     engine.ranks[1].ask("register")
     engine.wait_attached()
@@ -291,7 +291,7 @@ def test_a_close_that_hangs_costs_that_lane_alone(
         engine.wait_attached()
         assert engine.load(keys) == 0
         (now,) = (lane for lane in daemon.status()["lanes"] if lane["device"] == "host")
-        assert (now["pid"], now["restarts"]) == (before["pid"], 0)
+        assert (now["pid"], now["counters"]["restarts"]) == (before["pid"], 0)
 
 
 def test_memory_that_cannot_be_exported_is_refused_with_the_remedy(daemon: Daemon) -> None:

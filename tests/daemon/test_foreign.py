@@ -78,7 +78,7 @@ def test_a_file_system_that_never_answers_holds_nobody_that_serves(
                 assert late.load(keys) == (4, 0)
             assert {pid for pid, _ in slow.asked} <= {os.getpid(), receiver}
         report = daemon.status()
-        assert report["lanes"][0]["restarts"] == 0
+        assert report["lanes"][0]["counters"]["restarts"] == 0
         assert report["pid"] == daemon.process.pid
 
 

@@ -195,7 +195,7 @@ def test_a_worker_that_ends_while_it_registers_ends_nothing_else(daemon: Daemon)
     other = RawClient(daemon.runtime_dir)
     assert isinstance(other.hello(), Welcome)
     other.close()
-    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
+    assert daemon.wait_ready()["lanes"][0]["counters"]["restarts"] == 0
     going = "/memfd:kvd-test-going (deleted)"
     eventually(lambda: going not in open_files(broker.pid).values())
 
@@ -227,7 +227,7 @@ def test_memory_that_could_be_shortened_is_refused(
     assert f"descriptor {which}" in text_of(reply)
     assert "could be shortened" in text_of(reply)
     assert "F_ADD_SEALS, F_SEAL_SHRINK" in text_of(reply)
-    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
+    assert daemon.wait_ready()["lanes"][0]["counters"]["restarts"] == 0
 
 
 def test_a_forged_job_moves_nothing(daemon: Daemon) -> None:
@@ -311,6 +311,6 @@ def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: Sta
     assert len(engine.scheduler.prepare_store(keys)) == 20_000
     engine.scheduler.close()
     assert wait_state(daemon, writing=0, draining=0)
-    assert daemon.status()["lanes"][0]["restarts"] == 0
+    assert daemon.status()["lanes"][0]["counters"]["restarts"] == 0
     engine.close()
     memory[0].close()

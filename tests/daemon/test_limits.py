@@ -159,7 +159,7 @@ def test_a_lane_full_of_one_engines_stores_serves_the_other(start_daemon: StartD
         )
         assert report["counters"]["jobs"]["store_shed"] == 5
         assert report["lanes"][0]["queued_jobs"] == 3
-        assert report["lanes"][0]["restarts"] == 0
+        assert report["lanes"][0]["counters"]["restarts"] == 0
         shed = greedy.results({0: 0})[0]
         assert shed.status is JobStatus.SHED
         assert "max_queued_jobs = 3" in shed.text

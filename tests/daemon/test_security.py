@@ -183,7 +183,7 @@ def test_forged_arrays_are_refused_before_a_byte_moves(
             assert reply.bytes == 0
     for tensor in range(2):
         assert (engine.memory[0][tensor].array == POISON).all()
-    assert daemon.wait_ready()["lanes"][0]["restarts"] == 0
+    assert daemon.wait_ready()["lanes"][0]["counters"]["restarts"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def test_memory_that_is_shared_cannot_be_shortened(daemon: Daemon) -> None:
         jobs = hostile.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
         assert hostile.results(jobs)[0].success
         assert quiet.load(keys) == (4, 0)
-        assert daemon.status()["lanes"][0]["restarts"] == 0
+        assert daemon.status()["lanes"][0]["counters"]["restarts"] == 0
 
 
 def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(daemon: Daemon) -> None:

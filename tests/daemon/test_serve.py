@@ -78,9 +78,9 @@ def test_a_killed_lane_is_replaced(daemon: Daemon) -> None:
     pidfd = os.pidfd_open(before["pid"])
     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     os.close(pidfd)
-    after = eventually(lambda: daemon.status()["lanes"][0], lambda lane: lane["restarts"])
+    after = eventually(lambda: daemon.status()["lanes"][0], lambda it: it["counters"]["restarts"])
     assert daemon.wait_ready()["lanes"][0]["pid"] != before["pid"]
-    assert after["restarts"] == 1
+    assert after["counters"]["restarts"] == 1
     assert "signal 9" in after["last_error"]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.report.http.lane_metrics import WAYS
-from kvd.report.http.metrics import ANSWERS, STATES
+from kvd.metrics.counts import DIRECTIONS, STAGES
+from kvd.metrics.schema import ROWS
 from kvd_proto.messages import JobStatus
 from tests.conftest import Daemon
 from tests.deploy.places import DEPLOY, ROOT, tool
@@ -26,7 +26,6 @@ GROUPS = yaml.safe_load((PROMETHEUS / "kvd.rules.yml").read_text())["groups"]
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 DASHBOARD: dict[str, Any] = json.loads((GRAFANA / "kvd.json").read_text())
-STAGES = ("queued", "stream_wait", "copied", "reported")
 
 
 def promtool(*arguments: str, where: Path = PROMETHEUS) -> str:
@@ -117,12 +116,20 @@ def test_every_metric_that_is_used_is_served(daemon: Daemon) -> None:
     assert used <= served
 
 
+def values_of_fixed_labels() -> dict[str, set[str]]:
+    """Values of the labels that tell the fields of one metric apart."""
+    found: dict[str, set[str]] = {}
+    for row in ROWS:
+        for label, value in row.shown.labels:
+            found.setdefault(label, set()).add(value)
+    return found
+
+
 def test_values_of_labels_are_ones_that_exist() -> None:
     """An outcome, answer, state, stage or direction in a selector is one that kvd reports."""
     known = {
-        "answer": set(ANSWERS),
-        "state": set(STATES),
-        "direction": set(WAYS),
+        **values_of_fixed_labels(),
+        "direction": set(DIRECTIONS),
         "stage": set(STAGES),
         "outcome": {str(status) for status in JobStatus},
         "check": {"pool"},

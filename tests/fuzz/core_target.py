@@ -11,7 +11,6 @@ from kvd.wire.link import (
     BindWorker,
     Imported,
     ImportWorker,
-    LaneCounters,
     LaneFailed,
     LanePing,
     LanePong,
@@ -229,7 +228,6 @@ class _Play:
                     queued_jobs=0,
                     bytes_in_flight=0,
                     workers=len(self.bound),
-                    counters=LaneCounters(),
                 )
                 self._lane_says(pong)
             case _:

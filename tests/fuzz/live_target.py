@@ -184,13 +184,13 @@ class LiveTarget:
         finally:
             self.neighbour.go_on()
         lane = status["lanes"][0]
-        if len(status["lanes"]) != 1 or lane["restarts"] or lane["pid"] != self._lane:
+        if len(status["lanes"]) != 1 or lane["counters"]["restarts"] or lane["pid"] != self._lane:
             raise Finding(f"the lane is not what it was: {lane}")
         self.alive()
 
     def jobs(self) -> Counter[str]:
         """Jobs that have ended, by direction and outcome."""
-        return Counter(self._status()["counters"]["jobs"])
+        return +Counter(self._status()["counters"]["jobs"])
 
     def _writing(self) -> int:
         """Chunks of which not every share is stored."""

@@ -52,7 +52,7 @@ def test_two_ranks_on_one_gpu_get_every_byte_back(
         assert engine.load(keys) == 0
         for rank in engine.ranks.values():
             assert not rank.ask("wrong_bytes", keys, blocks_of(keys, 1))
-        assert wait_lane(daemon, workers=2)["restarts"] == 0
+        assert wait_lane(daemon, workers=2)["counters"]["restarts"] == 0
 
 
 def test_expandable_segments_are_served_or_refused_with_the_remedy(
@@ -101,7 +101,7 @@ def test_a_worker_killed_in_a_copy_costs_nobody_else(gpu_daemons: StartDaemon, u
         ticket = busy(engine, keys)
         engine.ranks[1].kill()
         after = wait_lane(daemon, workers=1)
-        assert (after["pid"], after["restarts"]) == (lane["pid"], 0)
+        assert (after["pid"], after["counters"]["restarts"]) == (lane["pid"], 0)
         settle(engine, 0)  # done, or cancelled with the engine, which is incomplete now
         engine.scheduler.complete_load(ticket)
         engine.add(1)

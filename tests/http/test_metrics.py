@@ -12,7 +12,8 @@ import httpx
 import pytest
 from prometheus_client.core import Metric
 
-from kvd.report.http.metrics import MAX_ENGINES, families
+from kvd.metrics.schema import MAX_ENGINES
+from kvd.report.http.exposition import families
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.http.scraping import Scrape, scrape
@@ -106,7 +107,7 @@ def assert_gauges_are_the_reports(one: Scrape, report: dict[str, Any]) -> None:
         got = one.get("kvd_namespace_chunks", state=state, **labels)
         assert got == space["chunks"][state]
         got = one.get("kvd_namespace_bytes", state=state, **labels)
-        assert got == report["pool"]["namespaces"][space["id"]][f"{state}_bytes"]
+        assert got == space[f"{state}_bytes"]
     assert one.get("kvd_namespace_pinned_chunks", **labels) == space["chunks"]["pinned"]
     for lane in report["lanes"]:
         assert one.get("kvd_lane_up", device=lane["device"]) == lane["up"]
@@ -155,8 +156,8 @@ def test_engines_are_shown_up_to_a_bound_and_counted_all(web: Daemon) -> None:
     """A crowd of engines makes no crowd of series; the totals still hold them."""
     with over_unix(web) as client:
         report = report_of(client)
-    lookups = {"chunks": 1, "hit_chunks": 0, "tokens": 16, "hit_tokens": 0}
-    engine = {"attached": True, "missing_ranks": [], "lookups": lookups}
+    lookups = {"lookup_chunks": 1, "hit_chunks": 0, "lookup_tokens": 16, "hit_tokens": 0}
+    engine = {"attached": True, "missing_ranks": [], "counters": lookups}
     report["engines"] = [{**copy.deepcopy(engine), "name": f"e{i}"} for i in range(200)]
     metrics = list(families(report))
     assert named(metrics, "kvd_engines").samples[0].value == 200

@@ -9,7 +9,7 @@ import pytest
 from kvd.lane.orders import Orders
 from kvd.lane.reports import Reports
 from kvd.lane.sockets import Sockets
-from kvd.lane.tally import Tally
+from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import Message, Store
@@ -55,14 +55,14 @@ def bench() -> Iterator[Bench]:
 def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
     """The broker's orders and the reports of ended jobs over the bench's runner and workers."""
     wires = Wires()
-    sockets, tally = cast(Sockets, wires), Tally()
-    reports = Reports(sockets, bench.runner, tally)
+    sockets, counts = cast(Sockets, wires), LaneCounts()
+    reports = Reports(sockets, bench.runner, counts)
     orders = Orders(
         sockets=sockets,
         workers=bench.workers,
         runner=bench.runner,
         reports=reports,
-        tally=tally,
+        counts=counts,
         pool_bytes=1,
     )
     return orders, reports, wires.link

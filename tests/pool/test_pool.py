@@ -71,10 +71,10 @@ def test_two_settle_at_their_fair_shares() -> None:
     held = namespaces.stats()["namespaces"]
     for namespace in (old, new):
         assert 0.4 < held[namespace.id.hex()]["held_bytes"] / (16 * MIB) <= 0.61
-    yielded = old.table.counters()["yielded"], new.table.counters()["yielded"]
+    yielded = old.table.counts.yielded, new.table.counts.yielded
     store(new, 90_000, 400)
     store(old, 90_000, 400)
-    after = old.table.counters()["yielded"], new.table.counters()["yielded"]
+    after = old.table.counts.yielded, new.table.counts.yielded
     assert yielded == after  # settled: each evicts its own from now on
 
 
@@ -241,7 +241,7 @@ def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
     passing.table.complete_load(lease, 1)
     assert namespaces.over() == [passing]
     namespaces.close(passing)
-    assert namespaces.closed_counters["stored"] == 4
+    assert namespaces.closed_counts.stored == 4
     namespaces.check_integrity()
 
 

@@ -3,6 +3,8 @@
 import copy
 from typing import Any
 
+from kvd.metrics.counts import DIRECTIONS, STAGES
+
 BOOT = "0f" * 16
 START = 1_700_000_000.0
 GIB = 2**30
@@ -40,7 +42,6 @@ def empty_report(seconds: float = 0.0) -> dict[str, Any]:
             "free_bytes": 64 * GIB,
             "quotas": [],
             "allocated_bytes": 64 * GIB,
-            "namespaces": {},
         },
         "namespaces": [],
         "engines": [],
@@ -70,15 +71,10 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
     done = int(seconds)
     report["pool"] |= {
         "free_bytes": 10 * GIB,
-        "quotas": [],
-        "namespaces": {
-            "aa" * 16: _space(40, 30, 1, 0),
-            "bb" * 16: _space(14, 9, 0, 1),
-        },
     }
     report["namespaces"] = [
-        _namespace("aa" * 16, MODEL, 4, done),
-        _namespace("bb" * 16, "qwen-2.5-7b", 1, done),
+        _namespace("aa" * 16, MODEL, 4, done) | _space(40, 30, 1, 0),
+        _namespace("bb" * 16, "qwen-2.5-7b", 1, done) | _space(14, 9, 0, 1),
     ]
     report["engines"] = [
         _engine("llama-70b-0", "aa" * 16, 4, done),
@@ -134,9 +130,8 @@ def _namespace(identity: str, model: str, world_size: int, done: int) -> dict[st
         "bytes_per_chunk": 20 * 2**20,
         "num_chunks": 3200,
         "chunks": {"ready": 1536, "writing": 51, "draining": 0, "pinned": 12, "doomed": 0},
-        "counters": _counters(done),
+        "counters": _counters(done) | {"eviction_age": histogram(AGES, 0, 0, 10 * done)},
         "tokens_per_chunk": 128,
-        "eviction_age": histogram(AGES, 0, 0, 10 * done),
     }
 
 
@@ -160,10 +155,10 @@ def _engine(name: str, namespace: str, world_size: int, done: int) -> dict[str, 
             }
             for index, (kind, rank) in enumerate(sessions)
         ],
-        "lookups": {
-            "chunks": 100 * done,
+        "counters": {
+            "lookup_chunks": 100 * done,
             "hit_chunks": 75 * done,
-            "tokens": 12_800 * done,
+            "lookup_tokens": 12_800 * done,
             "hit_tokens": 9600 * done,
         },
     }
@@ -171,16 +166,12 @@ def _engine(name: str, namespace: str, world_size: int, done: int) -> dict[str, 
 
 def _lane(device: str, done: int) -> dict[str, Any]:
     stage = histogram(BOUNDS, 0, 10 * done, 80 * done, 10 * done)
-    stages = {
-        name: copy.deepcopy(stage) for name in ("queued", "stream_wait", "copied", "reported")
-    }
     return {
         "device": device,
         "up": True,
         "state": "up",
         "pid": 4250,
         "incarnation": 1,
-        "restarts": 0,
         "last_error": "",
         "seconds_since_heard": 0.2,
         "queued_jobs": 3,
@@ -200,8 +191,11 @@ def _lane(device: str, done: int) -> dict[str, Any]:
             "dropped_frames": 0,
             "dropped_replies": 0,
             "limits": {},
+            "restarts": 0,
+            "stages": {
+                f"{way}_{name}": copy.deepcopy(stage) for way in DIRECTIONS for name in STAGES
+            },
         },
-        "stages": {"store": stages, "load": copy.deepcopy(stages)},
     }
 
 
@@ -211,9 +205,7 @@ def _counters(done: int) -> dict[str, Any]:
         "load_bytes": 2 * 10**9 * done,
         "store_seconds": 0.02 * done,
         "load_seconds": 0.1 * done,
-        "lane_restarts": 0,
-        "lane_dropped_frames": 0,
-        "lane_dropped_replies": 0,
+        **dict.fromkeys(("restarts", "dropped_frames", "dropped_replies"), 0),
         "jobs": {"store_ok": 40 * done, "load_ok": 160 * done},
         "offered": 25 * done,
         "accepted": 20 * done,

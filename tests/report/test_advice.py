@@ -10,6 +10,7 @@ from tests.report.reports import AGES, changed, empty_report, histogram, loaded_
 
 LATER = 60.0
 LANE = ("lanes", 1)
+EVICTED = ("namespaces", 0, "counters", "eviction_age")
 
 Change = tuple[tuple[str | int, ...], Any]
 
@@ -28,7 +29,7 @@ CASES: list[tuple[str, Change, list[str]]] = [
     ("pinning", ((*LANE, "pin_error"), "memlock is 64 KiB"), ["64 KiB", "64 GiB", "memlock"]),
     ("draining", (("draining",), True), ["kvd resume"]),
     ("lane silent", ((*LANE, "seconds_since_heard"), 4.2), ["4 s"]),
-    ("lane restarted", ((*LANE, "restarts"), 1), ["cuda:"]),
+    ("lane restarted", ((*LANE, "counters", "restarts"), 1), ["cuda:"]),
     ("old jobs", ((*LANE, "oldest_job_seconds"), 75.0), ["1 min 15 s", "3 jobs"]),
     ("no room", (("counters", "full"), 1), ["1 chunk got", "cpu_bytes"]),
     ("failed loads", ((*LANE, "counters", "jobs", "load_failed"), 2), ["2 loads", "2 failed"]),
@@ -41,7 +42,11 @@ CASES: list[tuple[str, Change, list[str]]] = [
     ("bad keys", (("counters", "bad_key"), 3), ["3 chunks", "docs/protocol.md"]),
     ("leases expired", (("counters", "leases_expired"), 2), ["2 leases"]),
     ("stores given up", (("counters", "tickets_expired"), 2), ["2 chunks"]),
-    ("evicted young", (("namespaces", 0, "eviction_age"), histogram(AGES, 0, 9)), ["llama"]),
+    (
+        "evicted young",
+        (EVICTED, histogram(AGES, 0, 9)),
+        ["llama"],
+    ),
     ("few hits", (("counters", "hit_chunks"), 0), ["0 %"]),
 ]
 
@@ -62,7 +67,7 @@ def test_a_healthy_daemon_needs_no_advice(report: Any) -> None:
 def test_each_rule_speaks_of_its_case_alone(rule: str, change: Change, words: list[str]) -> None:
     """One thing goes wrong: its rule speaks, names the figures and the remedy, no other does."""
     path, value = change
-    before = changed(loaded_report(0.0), "namespaces", 0, "eviction_age", to=histogram(AGES))
+    before = changed(loaded_report(0.0), *EVICTED, to=histogram(AGES))
     span = Span(changed(loaded_report(LATER), *path, to=value), before)
     (problem,) = problems(span)
     assert problem.rule == rule

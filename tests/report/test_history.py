@@ -13,7 +13,7 @@ def test_rates_are_growth_per_second() -> None:
     assert span.rate("counters", "load_bytes") == 2 * 10**9
     assert span.share("hit_tokens", "lookup_tokens") == 0.75
     assert span.lane("host").rate("counters", "load_bytes") == 10**9
-    assert span.engine("qwen-0").rise("lookups", "chunks") == 500
+    assert span.engine("qwen-0").rise("counters", "lookup_chunks") == 500
 
 
 def test_one_report_tells_no_rate() -> None:
@@ -31,7 +31,7 @@ def test_what_appears_starts_from_zero_and_what_goes_is_no_fall() -> None:
     assert Span(now, before).rise("counters", "jobs", "load_failed") == 3
     assert Span(changed(now, "counters", "stored", to=1), before).rise("counters", "stored") == 0
     now["lanes"].append(changed(now["lanes"][0], "device", to="cuda:new"))
-    gained = Span(now, before).lane("cuda:new").histogram("stages", "load", "copied")
+    gained = Span(now, before).lane("cuda:new").histogram("counters", "stages", "load_copied")
     assert count(gained) == 1000
 
 

@@ -203,10 +203,10 @@ def wait_told(daemon: Daemon, tokens: int) -> int:
 
     def told() -> dict[str, int]:
         (engine,) = daemon.status()["engines"]
-        found: dict[str, int] = engine["lookups"]
+        found: dict[str, int] = engine["counters"]
         return found
 
-    return eventually(told, lambda found: found["tokens"] == tokens)["hit_tokens"]
+    return eventually(told, lambda found: found["lookup_tokens"] == tokens)["hit_tokens"]
 
 
 def wait_stored(daemon: Daemon, at_least: int = 1) -> int:

@@ -96,7 +96,7 @@ def test_chunks_evicted_between_lookup_and_load_are_computed(
     # It has reported, so that nothing of its is on the way before its load.
     eventually(
         lambda: daemon.status()["engines"],
-        lambda engines: any(each["lookups"]["tokens"] >= PROMPT_TOKENS for each in engines),
+        lambda engines: any(each["counters"]["lookup_tokens"] >= PROMPT_TOKENS for each in engines),
     )
 
     # The broker is to see the store, which evicts, before the load that was looked up meanwhile.

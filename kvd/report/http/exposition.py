@@ -1,16 +1,71 @@
-"""What a scrape gets: the report's metrics, and HTTP's own, which need no broker."""
+"""What a scrape gets: the report's metrics, and HTTP's own, which need no broker.
+
+Every family is declared with its field in `kvd.metrics`. Totals of the daemon and those of its
+parts have names of their own, so that a sum never counts twice and a total never falls when a
+part leaves. Labels are few: never keys, never process ids.
+"""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 
-from kvd.report.http.families import counter, gauge
-from kvd.report.http.metrics import families
+from kvd.metrics.counts import SHARED_METRICS
+from kvd.metrics.declare import Row
+from kvd.metrics.schema import ROWS
 from kvd.report.http.traffic import Traffic
+
+
+def _by_metric() -> Mapping[str, list[Row]]:
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in ROWS:
+        if row.metric:
+            found[row.metric].append(row)
+    return found
+
+
+METRICS = _by_metric()
+"""Rows of the report by the metric that they make."""
+
+
+def families(report: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield every family that is computed from the report."""
+    for name, rows in METRICS.items():
+        first = rows[0]
+        samples: dict[tuple[str, ...], Any] = {}
+        for row in rows:
+            for labels, value in row.samples(report):
+                samples[labels] = samples[labels] + value if labels in samples else value
+        text = SHARED_METRICS.get(first.shown.metric, first.shown.text)
+        yield _family(name, text, first, samples)
+
+
+def _family(name: str, text: str, row: Row, samples: Mapping[tuple[str, ...], Any]) -> Metric:
+    if row.shown.kind == "histogram":
+        histogram = HistogramMetricFamily(name, text, labels=row.names)
+        for labels, value in samples.items():
+            bounds = [*map(str, value["bounds"]), "+Inf"]
+            buckets = list(zip(bounds, accumulate(value["counts"]), strict=True))
+            histogram.add_metric(labels, buckets, value["sum"])
+        return histogram
+    kind = CounterMetricFamily if row.shown.kind == "counter" else GaugeMetricFamily
+    family = kind(name, text, labels=row.names)
+    for labels, value in samples.items():
+        if row.shown.kind == "info":
+            family.add_metric((*labels, value), 1)
+        else:
+            family.add_metric(labels, value)
+    return family
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +80,24 @@ class Exposition:
     traffic: Traffic
 
     def collect(self) -> Iterator[Metric]:
-        """Every family."""
+        """Yield every family."""
         text = "1 if the broker answered in time; else all that it would tell is missing here."
-        yield gauge("kvd_up", text, [((), self.report is not None)])
+        yield GaugeMetricFamily("kvd_up", text, self.report is not None)
         text = "Time for which the broker has owed an answer; 0 if it owes none."
-        yield gauge("kvd_broker_silent_seconds", text, [((), self.silent_seconds)])
+        yield GaugeMetricFamily("kvd_broker_silent_seconds", text, self.silent_seconds)
         if self.report is not None:
             yield from families(self.report)
-        requests = [((path, str(code)), n) for (path, code), n in self.traffic.requests.items()]
         text = "Answers over HTTP since its process began, by path and status."
-        yield counter("kvd_http_requests_total", text, requests, ["path", "code"])
+        requests = CounterMetricFamily("kvd_http_requests_total", text, labels=("path", "code"))
+        for (path, code), times in self.traffic.requests.items():
+            requests.add_metric((path, str(code)), times)
+        yield requests
         text = "Open event streams: pages that are being watched."
-        yield gauge("kvd_http_watchers", text, [((), self.traffic.watchers)])
+        yield GaugeMetricFamily("kvd_http_watchers", text, self.traffic.watchers)
         text = "CPU time of the process that answers here."
-        yield counter("kvd_http_cpu_seconds_total", text, [((), time.process_time())])
+        yield CounterMetricFamily("kvd_http_cpu_seconds_total", text, time.process_time())
 
     def encode(self, accept: str) -> tuple[bytes, str]:
-        """The text in the format that the client prefers, and its content type."""
+        """Return the text in the format that the client prefers, and its content type."""
         encoder, kind = choose_encoder(accept)
         return encoder(self), kind

@@ -49,7 +49,7 @@ def lane_lines(report: dict[str, Any]) -> list[Check]:
         if lane["queued_jobs"]:
             words.append(f"the oldest for {lane['oldest_job_seconds']:.1f} s")
         words.append(f"{format_size(lane['bytes_in_flight'])} in flight")
-        words.append(f"{lane['restarts']} restarts")
+        words.append(f"{lane['counters']['restarts']} restarts")
         words += [f"last error: {lane['last_error']}"] if lane["last_error"] else []
         lines.append(Check(f"lane {lane['device']} now", None, ", ".join(words)))
     return lines

@@ -16,10 +16,8 @@ export function parts(report, cells = CELLS) {
   if (!total) return [];
   const found = [];
   report.namespaces.forEach((namespace, index) => {
-    const space = report.pool.namespaces[namespace.id];
-    if (!space) return;
-    const inUse = STATES.map((state) => [state, space[`${state}_bytes`]]);
-    const empty = space.held_bytes - inUse.reduce((sum, [, bytes]) => sum + bytes, 0);
+    const inUse = STATES.map((state) => [state, namespace[`${state}_bytes`]]);
+    const empty = namespace.held_bytes - inUse.reduce((sum, [, bytes]) => sum + bytes, 0);
     for (const [state, bytes] of [...inUse, ["held", empty]]) {
       if (bytes > 0) found.push({ space: index, state, cells: Math.max(1, Math.floor((bytes / total) * cells)) });
     }
@@ -80,13 +78,12 @@ export class Pool {
 
   #table(report) {
     const data = report.namespaces.map((namespace, index) => {
-      const space = report.pool.namespaces[namespace.id] ?? {};
       const { ready, pinned } = namespace.chunks;
       return {
         key: namespace.id,
         cells: [
           { draw: (box) => name(box, namespace, index) },
-          size(space.held_bytes), size(space.ready_bytes), size(space.writing_bytes), size(space.draining_bytes),
+          size(namespace.held_bytes), size(namespace.ready_bytes), size(namespace.writing_bytes), size(namespace.draining_bytes),
           `${number(ready)}${pinned ? `, ${number(pinned)} pinned` : ""}`,
         ],
       };
@@ -110,9 +107,6 @@ function name(box, namespace, index) {
 function summary(report) {
   const { cpu_bytes: total, free_bytes: free = 0 } = report.pool;
   if (!total) return "The pool has no size yet.";
-  const spaces = report.namespaces.map((namespace) => {
-    const space = report.pool.namespaces[namespace.id];
-    return space ? `${namespace.model} ${percent(space.held_bytes / total)}` : namespace.model;
-  });
+  const spaces = report.namespaces.map(({ model, held_bytes: held }) => `${model} ${percent(held / total)}`);
   return `Pool of ${size(total)}: ${[...spaces, `free ${percent(free / total)}`].join(", ")}.`;
 }

@@ -23,7 +23,7 @@ export function showLanes(report) {
       size(lane.bytes_in_flight),
       { draw: (box) => meter(box, lane) },
       number(lane.workers),
-      number(lane.restarts),
+      number(lane.counters.restarts),
       { text: [lane.pin_error, lane.last_error].filter(Boolean).join("; ") || "none" },
     ],
   })));
@@ -51,7 +51,7 @@ export function showJobs(history) {
   const lanes = now.lanes.filter((lane) => !chosen.value || lane.device === chosen.value);
   const older = (lane) => before.lanes.find((one) => one.device === lane.device);
   const stage = (direction, name) => merged(lanes.map((lane) =>
-    gained(lane.stages[direction][name], older(lane)?.stages[direction][name])));
+    gained(lane.counters.stages[`${direction}_${name}`], older(lane)?.counters.stages[`${direction}_${name}`])));
 
   const found = Object.keys(STAGES).map((name) => ({ name, store: stage("store", name), load: stage("load", name) }));
   rows($("jobs-table"), found.map(({ name, store, load }, i) => ({
@@ -133,7 +133,7 @@ export function showEngines(history) {
   const models = new Map(now.namespaces.map((namespace) => [namespace.id, namespace.model]));
   rows($("engines-table"), now.engines.map((engine) => {
     const older = before.engines.find((one) => one.name === engine.name);
-    const rise = (name) => engine.lookups[name] - (older?.lookups[name] ?? 0);
+    const rise = (name) => engine.counters[name] - (older?.counters[name] ?? 0);
     const seconds = Math.max(0, ...engine.sessions.map((session) => session.seconds));
     return {
       key: engine.name,
@@ -142,7 +142,7 @@ export function showEngines(history) {
         engine.attached ? { text: "attached", tone: "good" } : { text: "waiting", tone: "warn" },
         { draw: (box) => ranks(box, engine) },
         models.get(engine.namespace) ?? NOTHING,
-        percent(rise("tokens") > 0 ? rise("hit_tokens") / rise("tokens") : null),
+        percent(rise("lookup_tokens") > 0 ? rise("hit_tokens") / rise("lookup_tokens") : null),
         duration(seconds),
       ],
     };

@@ -1,0 +1,309 @@
+"""Everything that is counted, by the part of the daemon that counts it.
+
+Increments are plain: `counts.stored += 1`. The counts of lanes, namespaces and engines are
+added up in the report's `counters`, those of parts that are gone included.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from kvd.errors import IntegrityError
+from kvd.metrics.declare import counter, counters, histogram, histograms
+from kvd.metrics.histogram import Histogram
+from kvd_proto.answers import StoreAnswer
+from kvd_proto.messages import JobStatus
+
+MOST = 2**63 - 1
+"""The largest number that a message carries; sums stop there."""
+DIRECTIONS = ("store", "load")
+STAGES = ("queued", "stream_wait", "copied", "reported")
+STAGE_BOUNDS = (
+    *(20e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0),
+)
+"""Upper bounds in seconds."""
+AGE_BOUNDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 86400, 7 * 86400)
+"""Upper bounds in seconds."""
+LAG_BOUNDS = (
+    *(100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3),
+    *(0.1, 0.25, 0.5, 1.0, 5.0),
+)
+"""Upper bounds in seconds."""
+CONNECTION_LIMITS = (
+    "message_bytes",
+    "message_parts",
+    "kept_bytes",
+    "connections",
+    "open_files",
+)
+"""Bounds above which connections to request sockets are closed."""
+LIMITS = (
+    "max_sessions",
+    "max_sessions_per_user",
+    "max_namespaces",
+    "max_leases",
+    "cuda_lanes",
+    "sweeps",
+    *CONNECTION_LIMITS,
+)
+"""Settings and bounds at which the broker refuses."""
+
+SHARED_METRICS = {
+    "store_answered_chunks_total": "Chunks that engines asked to store, by answer: accepted, there"
+    " already (present), being written (pending), or refused.",
+    "load_answered_chunks_total": "Chunks that engines asked to load, by whether they were found.",
+    "evicted_chunks_total": "Chunks evicted to make room for others.",
+    "removed_chunks_total": "Stored chunks dropped because an engine reset them or an operator"
+    " cleared them.",
+    "copied_bytes_total": "Bytes copied between engines and pool.",
+    "copy_seconds_total": "Time in which bytes were being copied.",
+    "lane_dropped_messages_total": "Messages that the lane could not read, and replies that nobody"
+    " took.",
+}
+"""What metrics mean that several counters make."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts that can be added."""
+
+    def add(self, more: Self) -> None:
+        """Add every count of `more` to this one's."""
+        for each in fields(self):
+            setattr(self, each.name, _sum(getattr(self, each.name), getattr(more, each.name)))
+
+    def __add__(self, other: Self) -> Self:
+        both = type(self)()
+        both.add(self)
+        both.add(other)
+        return both
+
+
+def _sum(left: Any, right: Any) -> Any:
+    if isinstance(left, dict):
+        both = dict(left)
+        for key, value in right.items():
+            both[key] = _sum(both[key], value) if key in both else value
+        return type(left)(both)
+    return left + right if isinstance(left, Histogram) else min(left + right, MOST)
+
+
+@dataclass(slots=True)
+class ChunkCounts(Counts):
+    """What happened to the chunks of a namespace since it was opened.
+
+    offered = accepted + present + pending + full + quota + not_yet + bad_key + draining, all of
+    them keys of PREPARE_STORE; asked = hits + misses.
+    """
+
+    offered: int = counter(
+        "Chunks that engines asked to store (keys of PREPARE_STORE): `accepted` + `present` +"
+        " `pending` + `full` + `quota` + `not_yet` + `bad_key` + `draining`",
+        "store_offered_chunks_total",
+    )
+    accepted: int = counter("Got a slot", "store_answered_chunks_total", answer="accepted")
+    present: int = counter("Were there already", "store_answered_chunks_total", answer="present")
+    pending: int = counter(
+        "Were being written by somebody", "store_answered_chunks_total", answer="pending"
+    )
+    full: int = counter(
+        "Got no room: all is pinned, being written, or named in the same request",
+        "store_answered_chunks_total",
+        answer="full",
+    )
+    quota: int = counter(
+        "The model holds what its cap allows, and all of that is pinned, being written, or named"
+        " in the same request",
+        "store_answered_chunks_total",
+        answer="quota",
+    )
+    not_yet: int = counter(
+        "Were not offered often enough (`reuse_threshold`)",
+        "store_answered_chunks_total",
+        answer="not_yet",
+    )
+    bad_key: int = counter(
+        "Had an empty key, or one that is too long",
+        "store_answered_chunks_total",
+        answer="bad_key",
+    )
+    draining: int = counter(
+        "Were offered while the daemon took none", "store_answered_chunks_total", answer="draining"
+    )
+    index_full: int = counter("Of `full`: no room in the directory near the key's place")
+    stored: int = counter("Chunks that became READY", "stored_chunks_total")
+    restored: int = counter(
+        "Chunks of the daemon before this one that could be found again", "restored_chunks_total"
+    )
+    replaced: int = counter(
+        "Chunks that held a part of their blocks and whose place a fuller store took"
+    )
+    dropped: int = counter(
+        "Accepted chunks that were given up before they were READY", "store_dropped_chunks_total"
+    )
+    tickets_expired: int = counter("Of `dropped`: they ran out of time")
+    stale_reports: int = counter("Lanes' reports about slots that had moved on")
+    evicted: int = counter("Chunks evicted to make room for this namespace", "evicted_chunks_total")
+    yielded: int = counter(
+        "Chunks evicted to make room for another namespace, or to come down to a lowered cap."
+        " With `evicted` the count of `eviction_age`",
+        "evicted_chunks_total",
+    )
+    reset: int = counter("Chunks dropped by a reset", "removed_chunks_total", by="engine")
+    removed: int = counter(
+        "Chunks dropped by an operator, as `kvd evict` and `kvd clear` do",
+        "removed_chunks_total",
+        by="operator",
+    )
+    asked: int = counter(
+        "Chunks that engines asked to load (keys of PREPARE_LOAD): `hits` + `misses`",
+        "load_asked_chunks_total",
+    )
+    hits: int = counter("Were found and pinned", "load_answered_chunks_total", answer="found")
+    misses: int = counter("Were not found", "load_answered_chunks_total", answer="missed")
+    leases: int = counter("Leases given", "leases_total")
+    leases_expired: int = counter(
+        "Leases that ran out before their loads had ended", "leases_expired_total"
+    )
+    eviction_age: Histogram = histogram(
+        "Seconds since a chunk was stored or last of use (pinned for a load, or named by a"
+        " request that finished), when it was evicted; exact to a quarter of a second",
+        "eviction_age_seconds",
+        AGE_BOUNDS,
+    )
+
+    def answered(self, answers: bytearray) -> None:
+        """Count keys that were offered and answered, one `StoreAnswer` each."""
+        self.offered += len(answers)
+        for answer in StoreAnswer:
+            if times := answers.count(answer):
+                name = answer.name.lower()
+                setattr(self, name, getattr(self, name) + times)
+
+    def check_integrity(self) -> None:
+        """Every key that was offered or asked for has been answered, once.
+
+        Raises:
+            IntegrityError: otherwise.
+        """
+        refused = self.full + self.quota + self.not_yet + self.bad_key + self.draining
+        answered = self.accepted + self.present + self.pending + refused
+        if self.offered != answered or self.asked != self.hits + self.misses:
+            raise IntegrityError(f"keys that were offered or asked for and not answered: {self}")
+        self.eviction_age.check_integrity()
+        if self.eviction_age.count != self.evicted + self.yielded:
+            raise IntegrityError(f"chunks evicted without an age: {self}")
+
+
+@dataclass(slots=True)
+class LookupCounts(Counts):
+    """What an engine has looked up in the directory."""
+
+    lookup_chunks: int = counter("Chunks looked up in the directory", "lookup_chunks_total")
+    hit_chunks: int = counter("Of these, chunks that were READY", "lookup_hit_chunks_total")
+    lookup_tokens: int = counter(
+        "Prompt tokens asked for, where the engine counts them (vLLM: of each request when it is"
+        " admitted); else `tokens_per_chunk` for each chunk looked up",
+        "lookup_tokens_total",
+    )
+    hit_tokens: int = counter("Of these, tokens that were found", "lookup_hit_tokens_total")
+
+
+@dataclass(slots=True)
+class LaneCounts(Counts):
+    """What a lane has done."""
+
+    store_bytes: int = counter("Bytes stored", "copied_bytes_total", direction="store")
+    load_bytes: int = counter("Bytes loaded", "copied_bytes_total", direction="load")
+    store_seconds: float = counter(
+        "Time in which the device was busy with stores",
+        "copy_seconds_total",
+        start=0.0,
+        direction="store",
+    )
+    load_seconds: float = counter(
+        "Time in which the device was busy with loads",
+        "copy_seconds_total",
+        start=0.0,
+        direction="load",
+    )
+    jobs: dict[str, int] = counters(
+        "Jobs that have ended, by direction and outcome: `store_ok`, `load_stale`, `store_shed`"
+        " (the engine had `max_queued_jobs` or `max_queued_bytes` waiting), …",
+        "jobs_total",
+        "direction",
+        "outcome",
+        keys=[f"{way}_{status}" for way in DIRECTIONS for status in JobStatus],
+    )
+    stages: dict[str, Histogram] = histograms(
+        "Seconds that jobs that ended ok spent in each stage, by direction and stage. `queued`:"
+        " from acceptance to the start, without `stream_wait`; `stream_wait`: its turn had come,"
+        " and the engine's stream was not as far as the job's number on the worker's timeline;"
+        " `copied`: from the first to the last byte; `reported`: until Done was sent",
+        "job_stage_seconds",
+        "direction",
+        "stage",
+        keys=[f"{way}_{stage}" for way in DIRECTIONS for stage in STAGES],
+        bounds=STAGE_BOUNDS,
+    )
+    dropped_frames: int = counter(
+        "Frames of workers that were no messages", "lane_dropped_messages_total", kind="frames"
+    )
+    dropped_replies: int = counter(
+        "Replies to workers that do not read", "lane_dropped_messages_total", kind="replies"
+    )
+    limits: dict[str, int] = counters(
+        "Connections to the lane that were closed, by bound, as those of `broker.limits`",
+        "lane_limits_reached_total",
+        "limit",
+        keys=CONNECTION_LIMITS,
+    )
+    restarts: int = counter("Processes that were lost and replaced", "lane_restarts_total")
+
+
+@dataclass(slots=True)
+class BrokerCounts(Counts):
+    """What the broker counts of itself."""
+
+    loop_lag: Histogram = histogram(
+        "Seconds for which one turn of the broker's loop kept it from looking at its sockets",
+        "kvd_broker_loop_lag_seconds",
+        LAG_BOUNDS,
+    )
+    requests: dict[str, int] = counters(
+        "Requests by type, refused ones too", "kvd_broker_requests_total", "type"
+    )
+    refusals: dict[str, int] = counters(
+        "ERROR replies by code", "kvd_broker_refusals_total", "code"
+    )
+    limits: dict[str, int] = counters(
+        "Requests and connections refused or ended because a limit was reached, by limit: the"
+        " settings `max_sessions`, `max_sessions_per_user`, `max_namespaces`, `max_leases`;"
+        " `cuda_lanes`, `sweeps` (clears and evictions"
+        " under way); and connections to the request socket that were closed: `message_bytes`"
+        " (above 16 MiB), `message_parts`, `kept_bytes` (the most kept when all together were"
+        " above 256 MiB), `connections` (too many without a token), `open_files`",
+        "kvd_limits_reached_total",
+        "limit",
+        keys=LIMITS,
+    )
+    dropped_frames: int = counter(
+        "Frames that were no messages, and replies that nobody read",
+        "kvd_broker_dropped_frames_total",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """What the operating system says of this process, handed in like `available_bytes`.
+
+    time: unix seconds. host: the machine's name. max_fds: the limit of open descriptors, 0 where
+    there is none.
+    """
+
+    time: float = 0.0
+    host: str = ""
+    cpu_seconds: float = 0.0
+    rss_bytes: int = 0
+    open_fds: int = 0
+    max_fds: int = 0

@@ -1,0 +1,188 @@
+"""Declaring fields of the report: what each means, and the Prometheus metric it is.
+
+The functions below give dataclass fields their default and their `Shown`; `rows` lists all
+fields of a class and of the classes inside it, with their paths.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args
+
+from kvd.metrics.histogram import Histogram
+
+Kind = Literal["info", "gauge", "counter", "histogram"]
+Labels = tuple[str, ...]
+_SHOWN = "shown"
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list whose items have metrics: label names, their values, and how many items are shown."""
+
+    names: Labels
+    values: Callable[[Mapping[str, Any]], Labels]
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is declared of a field.
+
+    metric: without the prefix of its part. labels: fixed ones. keys: labels that the keys of a
+    map give, separated by underscores. parts: prefix and class of each part of a sum.
+    """
+
+    text: str
+    kind: Kind = "gauge"
+    metric: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    keys: Labels = ()
+    prefix: str = ""
+    items: Items | None = None
+    parts: tuple[tuple[str | None, type], ...] = ()
+
+
+def shown(text: str, default: Any = MISSING) -> Any:
+    """A field of the report that is no metric."""
+    return field(default=default, metadata={_SHOWN: Shown(text)})
+
+
+def info(text: str, metric: str) -> Any:
+    """A text; the metric is 1 and has it as a label of the field's name."""
+    return field(metadata={_SHOWN: Shown(text, "info", metric)})
+
+
+def gauge(text: str, metric: str) -> Any:
+    """A number that rises and falls; of a list its length is the metric, None is left out."""
+    return field(metadata={_SHOWN: Shown(text, "gauge", metric)})
+
+
+def gauge_by(text: str, metric: str, **labels: str) -> Any:
+    """One of several gauges that are one metric with these labels."""
+    return field(metadata={_SHOWN: Shown(text, "gauge", metric, tuple(labels.items()))})
+
+
+def counter(text: str, metric: str = "", *, start: float = 0, **labels: str) -> Any:
+    """A number that only grows. Counters of one metric and the same labels are added up."""
+    return field(
+        default=start, metadata={_SHOWN: Shown(text, "counter", metric, tuple(labels.items()))}
+    )
+
+
+def counters(text: str, metric: str, *labels: str, keys: Sequence[str] = ()) -> Any:
+    """Counters by key; `keys` are there from the start, so that the first event is a rise."""
+    return field(
+        default_factory=lambda: Counter(dict.fromkeys(keys, 0)),
+        metadata={_SHOWN: Shown(text, "counter", metric, keys=labels)},
+    )
+
+
+def histogram(text: str, metric: str, bounds: Sequence[float]) -> Any:
+    """A histogram with these upper bounds."""
+    return field(
+        default_factory=lambda: Histogram(tuple(bounds)),
+        metadata={_SHOWN: Shown(text, "histogram", metric)},
+    )
+
+
+def histograms(
+    text: str, metric: str, *labels: str, keys: Sequence[str], bounds: Sequence[float]
+) -> Any:
+    """A histogram for each of `keys`."""
+    return field(
+        default_factory=lambda: {key: Histogram(tuple(bounds)) for key in keys},
+        metadata={_SHOWN: Shown(text, "histogram", metric, keys=labels)},
+    )
+
+
+def part(text: str = "", prefix: str = "") -> Any:
+    """A field whose type is a class of declared fields; `prefix` begins its metrics' names."""
+    return field(metadata={_SHOWN: Shown(text, prefix=prefix)})
+
+
+def listed(items: Items, text: str = "", metric: str = "") -> Any:
+    """A list of such parts, whose metrics have labels; `metric` counts them."""
+    return field(metadata={_SHOWN: Shown(text, metric=metric, items=items)})
+
+
+def sums(*parts: tuple[str | None, type]) -> Any:
+    """A map with the sums of parts: the prefix of their metrics, or None for no metrics."""
+    return field(metadata={_SHOWN: Shown("", parts=parts)})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One field: where it is in the report, and its metric with the names of its labels.
+
+    metric: empty where it is none. A step of `path` is a field's name, or `Items` of a list.
+    """
+
+    path: tuple[str | Items, ...]
+    shown: Shown
+    metric: str
+    names: Labels
+
+    @property
+    def name(self) -> str:
+        """Its path as docs/status.md writes it."""
+        steps = "".join(f".{step}" if isinstance(step, str) else "[]" for step in self.path)
+        return steps.removeprefix(".") + (".*" if self.shown.keys else "")
+
+    def samples(self, report: Mapping[str, Any]) -> Iterator[tuple[Labels, Any]]:
+        """Values of its labels and of the field, wherever it is in a report; None is left out."""
+        for labels, value in _find(report, self.path, ()):
+            if self.shown.keys:
+                for key, one in value.items():
+                    yield (*labels, *key.split("_", len(self.shown.keys) - 1)), one
+            elif value is not None:
+                fixed = tuple(label for _, label in self.shown.labels)
+                yield (*labels, *fixed), len(value) if isinstance(value, list) else value
+
+
+def _find(
+    value: Any, path: tuple[str | Items, ...], labels: Labels
+) -> Iterator[tuple[Labels, Any]]:
+    if not path:
+        yield labels, value
+        return
+    step, *rest = path
+    if isinstance(step, str):
+        if step in value:
+            yield from _find(value[step], tuple(rest), labels)
+    else:
+        for item in value[: step.most]:
+            yield from _find(item, tuple(rest), (*labels, *step.values(item)))
+
+
+def _class_in(declared: Any) -> type | None:
+    """Return the class of a part, or of a list's items; None for plain values."""
+    for one in (declared, *get_args(declared)):
+        if isinstance(one, type) and is_dataclass(one) and one is not Histogram:
+            return one
+    return None
+
+
+def rows(
+    declared: type,
+    path: tuple[str | Items, ...] = (),
+    prefix: str | None = "",
+    names: Labels = (),
+) -> Iterator[Row]:
+    """Every declared field of a class, those of parts in the place of the part."""
+    for each in fields(declared):
+        told: Shown = each.metadata[_SHOWN]
+        here = (*path, each.name)
+        inner = _class_in(each.type)
+        if told.text:
+            own = told.keys or tuple(label for label, _ in told.labels)
+            own = (each.name,) if told.kind == "info" else own
+            metric = f"{prefix}{told.metric}" if told.metric and prefix is not None else ""
+            yield Row(here, told, metric, (*names, *own))
+        if told.parts:
+            for of_part, counted in told.parts:
+                yield from rows(counted, here, of_part, names)
+        elif inner is not None and told.items is not None:
+            yield from rows(inner, (*here, told.items), told.prefix, (*names, *told.items.names))
+        elif inner is not None:
+            yield from rows(inner, here, told.prefix, names)

@@ -1,0 +1,277 @@
+"""The report: what `kvd status --json` prints, and /status, the page and /metrics are made from.
+
+docs/status.md is generated from here. Times are seconds, those called `time` or `started`
+since 1970; sizes are bytes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.metrics.counts import BrokerCounts, ChunkCounts, LaneCounts, LookupCounts
+from kvd.metrics.declare import (
+    Items,
+    counter,
+    gauge,
+    gauge_by,
+    info,
+    listed,
+    part,
+    rows,
+    shown,
+    sums,
+)
+
+MAX_ENGINES = 64
+"""Engines that have metrics of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """An operator's drain."""
+
+    uid: int = shown("Who gave it")
+    pid: int = shown("Process that gave it")
+    seconds: float = shown("Since when")
+    stores_in_flight: int = shown("Chunks being written that began before it")
+    leases_in_flight: int = shown("Leases that began before it and have not ended")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One condition of readiness."""
+
+    name: str = shown("`pool`; `lane` and the device, for each lane; `drain`")
+    ok: bool = gauge(
+        "1 if it holds. An engine that is absent fails nothing: with `cpu_bytes = auto` the"
+        " daemon is ready before the first engine decides the pool's size",
+        "kvd_check_ok",
+    )
+    text: str = shown("What holds, or what is wrong")
+    percent: float | None = shown(
+        "Of `pool`: how much is allocated, and pinned by every lane with workers that has to pin;"
+        " null where it does not apply",
+        default=None,
+    )
+    seconds_left: float | None = shown(
+        "An estimate from the rate of the last ten seconds; null while there is none",
+        default=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a model with a quota may hold."""
+
+    model: str = shown("The model's name, as the setting `quota` has it")
+    floor_bytes: int = gauge("Bytes that others leave to the model", "kvd_quota_floor_bytes")
+    cap_bytes: int | None = gauge(
+        "Most bytes that the model may hold; null where there is no cap", "kvd_quota_cap_bytes"
+    )
+    held_bytes: int = gauge("Bytes that all its namespaces hold now", "kvd_quota_held_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The memory that holds chunks."""
+
+    cpu_bytes: int = gauge("Size of the pool; 0 while it is not decided", "kvd_pool_bytes")
+    free_bytes: int = gauge("Bytes of the pool that no namespace holds", "kvd_pool_free_bytes")
+    allocated_bytes: int = gauge(
+        "Bytes of the pool whose memory is there", "kvd_pool_allocated_bytes"
+    )
+    quotas: list[Quota] = listed(Items(("model",), lambda quota: (quota["model"],)))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of a namespace by state."""
+
+    ready: int = gauge_by("Chunks that can be found", "kvd_namespace_chunks", state="ready")
+    writing: int = gauge_by("Chunks being written", "kvd_namespace_chunks", state="writing")
+    draining: int = gauge_by(
+        "Chunks given up, while a lane may still write there",
+        "kvd_namespace_chunks",
+        state="draining",
+    )
+    pinned: int = gauge("Of `ready`: chunks under a lease", "kvd_namespace_pinned_chunks")
+    doomed: int = shown("Of `ready`: dropped by a reset, gone when the last lease ends")
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Chunks that may be shared."""
+
+    id: str = shown("32 hex digits, from the fingerprint and the layout")
+    model: str = shown("The model's name")
+    engines: int = gauge("Engines attached to the namespace now", "kvd_namespace_engines")
+    world_size: int = shown("Ranks that hold shares of one chunk")
+    replicated: bool = shown("All ranks hold the same bytes, stored once")
+    bytes_per_chunk: int = gauge(
+        "Bytes of one chunk, all ranks together", "kvd_namespace_chunk_bytes"
+    )
+    tokens_per_chunk: int | None = shown(
+        "null where groups' blocks hold different numbers of tokens"
+    )
+    num_chunks: int = gauge(
+        "Chunks that the namespace could hold if it had the whole pool",
+        "kvd_namespace_capacity_chunks",
+    )
+    held_bytes: int = gauge(
+        "Bytes of the pool that the namespace holds, used or not", "kvd_namespace_held_bytes"
+    )
+    directory_bytes: int = shown("Bytes of its directory, which is not part of the pool")
+    ready_bytes: int = gauge_by("Bytes of `chunks.ready`", "kvd_namespace_bytes", state="ready")
+    writing_bytes: int = gauge_by(
+        "Bytes of `chunks.writing`", "kvd_namespace_bytes", state="writing"
+    )
+    draining_bytes: int = gauge_by(
+        "Bytes of `chunks.draining`", "kvd_namespace_bytes", state="draining"
+    )
+    chunks: Chunks = part()
+    counters: ChunkCounts = part(prefix="kvd_namespace_")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOfEngine:
+    """A connection of an engine's process."""
+
+    kind: str = shown("`scheduler` or `worker`")
+    rank: int | None = shown("Of a registered worker, else null")
+    device: str | None = shown("Of a registered worker, else null")
+    state: str = shown("See the life cycles in `docs/protocol.md`")
+    pid: int = shown("As the kernel has it")
+    uid: int = shown("As the kernel has it")
+    seconds: float = shown("Since its HELLO")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An inference server instance.
+
+    Engines look up in shared memory, so the daemon knows what their schedulers report: once a
+    second at most, and before they leave. What was looked up in the last second before an
+    engine or the daemon dies is not counted; nothing counts twice.
+    """
+
+    name: str = shown("As it calls itself")
+    attached: bool = gauge("1 if every rank of the engine is registered", "kvd_engine_attached")
+    namespace: str | None = shown("id of its namespace, or null")
+    world_size: int = shown("Ranks; 0 before the first has registered")
+    missing_ranks: list[int] = gauge(
+        "Ranks of the engine that are not registered; their number", "kvd_engine_missing_ranks"
+    )
+    sessions: list[SessionOfEngine] = listed(Items((), lambda _: ()))
+    counters: LookupCounts = part(prefix="kvd_engine_")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The process of one device. Its own figures are up to half a second old."""
+
+    device: str = shown(
+        "`host`, or `cuda:` and the device's UUID. CUDA devices appear when workers register on"
+        " them; a lane that cannot start is not listed"
+    )
+    up: bool = gauge("1 if the lane serves", "kvd_lane_up")
+    state: str = shown("`up`, `starting` (it never was up) or `down` (lost, and started again)")
+    pid: int = shown("Of its process")
+    incarnation: int = shown("Number of its process")
+    last_error: str = shown("How its last process ended")
+    seconds_since_heard: float | None = gauge(
+        "Time since the lane was heard of; null where it is down", "kvd_lane_silent_seconds"
+    )
+    queued_jobs: int = gauge("Jobs that have not started", "kvd_lane_queued_jobs")
+    oldest_job_seconds: float = gauge(
+        "How long the oldest of them has waited", "kvd_lane_oldest_job_seconds"
+    )
+    bytes_in_flight: int = gauge(
+        "Bytes given to the device and not reported", "kvd_lane_in_flight_bytes"
+    )
+    workers: int = gauge("Ranks whose memory it has mapped", "kvd_lane_workers")
+    pool_bytes: int = shown("Size of the pool")
+    usable_bytes: int = gauge(
+        "Bytes of the pool that the lane can copy to and from now", "kvd_lane_pool_usable_bytes"
+    )
+    pins: bool = shown("It can use only memory that it has pinned")
+    pin_error: str = shown("Why it cannot pin all of the pool; empty while there is hope")
+    counters: LaneCounts = part(prefix="kvd_")
+
+
+@dataclass(slots=True, kw_only=True)
+class Broker(BrokerCounts):
+    """The process that decides."""
+
+    loop_lag_max_seconds: float = gauge(
+        "The longest of `loop_lag` in the last minute", "kvd_broker_loop_lag_max_seconds"
+    )
+    cpu_seconds: float = counter("CPU time of the broker", "process_cpu_seconds_total", start=0.0)
+    rss_bytes: int = gauge(
+        "Memory of the broker, without the pool", "process_resident_memory_bytes"
+    )
+    open_fds: int = gauge("Descriptors of the broker", "process_open_fds")
+    max_fds: int = gauge("Most of them at one time; 0 where there is no limit", "process_max_fds")
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Connections to the control socket."""
+
+    open: int = gauge("Open connections of engines' processes and tools", "kvd_sessions")
+    limit: int = gauge("Most of them at one time", "kvd_sessions_limit")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened; the last 200, oldest first."""
+
+    number: int = shown("From 1 since the start")
+    time: float = shown("When")
+    level: str = shown("`info`, `warning` or `error`")
+    text: str = shown("For people")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The daemon."""
+
+    version: str = info("Name and version of the daemon", "kvd_build_info")
+    boot_id: str = shown("32 hex digits, new at every start")
+    pid: int = shown("The broker's process id")
+    host: str = shown("The machine's name, as the kernel has it")
+    time: float = shown("When this report was made")
+    started: float = gauge("When the daemon started", "process_start_time_seconds")
+    runtime_dir: str = shown("Where its sockets are")
+    ready: bool = gauge(
+        "1 if engines can store and load now: every check is ok; the exit status of `kvd status`"
+        " is 0 only then",
+        "kvd_ready",
+    )
+    not_ready: list[str] = shown("The checks that are not ok, in words")
+    draining: bool = gauge(
+        "1 if no new chunks are taken: an operator drained the daemon, it stops, or it hands over"
+        " to another",
+        "kvd_draining",
+    )
+    drain: Drain | None = part("The operator's drain; null where there is none")
+    checks: list[Check] = listed(Items(("check",), lambda check: (check["name"],)))
+    pool: Pool = part()
+    namespaces: list[Namespace] = listed(
+        Items(("namespace", "model"), lambda space: (space["id"][:12], space["model"]))
+    )
+    engines: list[Engine] = listed(
+        Items(("engine",), lambda engine: (engine["name"],), MAX_ENGINES),
+        "Engines that are here",
+        "kvd_engines",
+    )
+    lanes: list[Lane] = listed(Items(("device",), lambda lane: (lane["device"],)))
+    broker: Broker = part()
+    sessions: Sessions = part()
+    leases: int = gauge("Leases that have not ended: groups of chunks pinned", "kvd_leases")
+    counters: dict[str, Any] = sums(
+        ("kvd_", ChunkCounts), ("kvd_", LookupCounts), (None, LaneCounts)
+    )
+    events: list[Event] = listed(Items((), lambda _: ()))
+
+
+ROWS = tuple(rows(Report))
+"""Every field of the report."""
