@@ -1,24 +1,4 @@
-"""Errors of the daemon.
-
-::
-
-    KvdError
-    ├── ConfigError          a setting that cannot work: names the key, the value and the remedy
-    ├── AlreadyRunning       another daemon holds the runtime directory: names its pid
-    ├── NotRunning           no daemon answers in the runtime directory
-    ├── PoolError            the pool's memory cannot be had
-    ├── LedgerDamaged        what was kept of a namespace cannot be believed
-    ├── ChannelFull          the peer of a channel does not read
-    ├── BadDatagram          a datagram that cannot be sent or was cut off
-    ├── BadFrame             bytes of a request socket that are no ZMTP, or above a bound
-    ├── LaneError            a lane cannot do what was asked
-    │   ├── ImportFailed     a worker's memory cannot be mapped as described
-    │   ├── CudaMissing      the driver, its bindings or the device named is not there
-    │   └── CudaError        a driver function failed: carries code, name and what was attempted
-    ├── Refused              a request that is answered with an ERROR; carries its code
-    ├── PlanError            a model's config.json that says too little
-    └── IntegrityError       an invariant does not hold: a bug in kvd
-"""
+"""Errors of the daemon: every one is a `KvdError`, those of a lane are `LaneError`."""
 
 from kvd_proto.messages import ErrorCode
 
@@ -28,11 +8,11 @@ class KvdError(Exception):
 
 
 class ConfigError(KvdError):
-    """A setting that cannot work."""
+    """A setting that cannot work; names the key, the value and the remedy."""
 
 
 class AlreadyRunning(KvdError):
-    """Another daemon holds the runtime directory."""
+    """Another daemon holds the runtime directory; names its pid."""
 
 
 class NotRunning(KvdError):
@@ -108,4 +88,4 @@ class PlanError(KvdError):
 
 
 class IntegrityError(KvdError):
-    """An invariant does not hold."""
+    """An invariant does not hold: a bug in kvd."""

@@ -1,4 +1,4 @@
-"""`kvd help` and `kvd completion`: what the command line says of itself."""
+"""`kvd help` and `kvd completion`."""
 
 from typing import Any
 

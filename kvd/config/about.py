@@ -1,4 +1,4 @@
-"""What there is to say about one setting, beside its type and default.
+"""The description of one setting, beside its type and default.
 
 `Settings` carries an `About` in the annotation of every field. Checks, the
 options of `kvd serve`, `kvd config show`, the sample file and the table in
@@ -20,7 +20,7 @@ ENVIRONMENT_PREFIX = "KVD_"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """A setting in words.
+    """Description of a setting.
 
     Attributes:
         help: one line, a sentence.
@@ -47,7 +47,7 @@ class Known:
 
     Attributes:
         key: its name in the file.
-        about: the words.
+        about: its description.
         hint: its type with all annotations.
         default: the value where none is given.
     """

@@ -51,7 +51,7 @@ class Change:
 
 
 def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[Change]]:
-    """What holds after `read` was read by a daemon that runs with `present`, and what differs.
+    """Return what holds for a daemon with `present` after it read `read`, and the changes.
 
     Settings that cannot change live keep value and origin; they wait for a restart.
     """

@@ -39,10 +39,10 @@ def parse_quotas(text: str) -> Any:
 
 
 def quotas_of(table: QuotaTable, cpu_bytes: int) -> dict[str, Quota]:
-    """The quotas by model, in bytes of a pool of `cpu_bytes`.
+    """Return the quotas by model, in bytes of a pool of `cpu_bytes`.
 
     Raises:
-        ConfigError: an entry makes no sense; it names model, key and value.
+        ConfigError: an entry is invalid; it names model, key and value.
     """
     quotas = {}
     for model, entry in table.items():
@@ -57,7 +57,7 @@ def quotas_of(table: QuotaTable, cpu_bytes: int) -> dict[str, Quota]:
 
 
 def quota_contradictions(quotas: Mapping[str, Quota], cpu_bytes: int) -> Iterator[str]:
-    """What cannot hold in a pool of `cpu_bytes`, in words."""
+    """Yield what is impossible in a pool of `cpu_bytes`."""
     for model, quota in quotas.items():
         if quota.cap_bytes is not None and quota.cap_bytes < quota.floor_bytes:
             yield (

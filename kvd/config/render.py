@@ -16,7 +16,7 @@ _HEAD = """\
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Return a value in TOML."""
     if isinstance(value, str):
         # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -27,7 +27,7 @@ def toml_value(value: Any) -> str:
 
 
 def as_json(loaded: Loaded) -> dict[str, Any]:
-    """The effective settings for scripts, by key; what waits for a restart is with them."""
+    """Return the effective settings by key, with what waits for a restart."""
     settings: dict[str, dict[str, Any]] = {
         key: {
             "value": getattr(loaded.settings, key),
@@ -42,7 +42,7 @@ def as_json(loaded: Loaded) -> dict[str, Any]:
 
 
 def as_toml(settings: dict[str, dict[str, Any]]) -> str:
-    """The settings of `as_json` as a file; where each came from stands beside it."""
+    """Return the settings of `as_json` as a file, with each one's origin in a comment."""
     lines = []
     for key, entry in settings.items():
         origin = entry["from"].encode("unicode_escape").decode()  # a comment is one line
@@ -51,12 +51,12 @@ def as_toml(settings: dict[str, dict[str, Any]]) -> str:
 
 
 def changed(loaded: Loaded) -> int:
-    """How many settings somebody has given."""
+    """Return how many settings are given by a source."""
     return sum(origin != DEFAULT for origin in loaded.origins.values())
 
 
 def sample() -> str:
-    """The text of deploy/kvd.toml."""
+    """Return the text of deploy/kvd.toml."""
     lines, section = [_HEAD], ""
     for known in KNOWN.values():
         if known.about.section != section:
@@ -68,7 +68,7 @@ def sample() -> str:
 
 
 def table() -> str:
-    """The table in docs/configuration.md."""
+    """Return the table in docs/configuration.md."""
     lines = ["| key | default | meaning | a value is | changes live |", "|---|---|---|---|---|"]
     for known in KNOWN.values():
         live = "yes" if known.about.live else "no"

@@ -1,6 +1,6 @@
-"""The daemon's settings, and what there is to say about each: the one place to add one.
+"""The daemon's settings, each with its description; a new one is a field here.
 
-Where values come from is the business of `kvd.config.sources`. Sizes are text
+`kvd.config.sources` finds their values. Sizes are text
 such as ``64GiB`` or bytes; durations are seconds.
 """
 
@@ -45,7 +45,7 @@ def _at_least(least: int, value: str | int) -> None:
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a daemon can be told. Every field has a default."""
+    """The settings; every field has a default."""
 
     runtime_dir: Annotated[
         str,
@@ -85,7 +85,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     reserve: Annotated[
         str | int,
         About(
-            "With auto: memory that is left to everybody else.",
+            "With auto: memory that is left to other processes.",
             _POOL,
             "SIZE",
             needs=f"a size {_SIZE}",
@@ -107,7 +107,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     quota: Annotated[
         QuotaTable,
         About(
-            "What models may hold of the pool, and what others leave to them.",
+            "Floor and cap of models, as parts of the pool.",
             _POOL,
             "TABLE",
             live=True,
@@ -130,7 +130,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 5.0
     drain_seconds: Annotated[
         _Seconds,
-        About("At its end the daemon waits this long for copies.", _TIME, "SECONDS", live=True),
+        About("How long the daemon waits for copies when it stops.", _TIME, "SECONDS", live=True),
     ] = 10.0
     max_sessions: Annotated[
         int,
@@ -223,7 +223,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Settings that cannot hold together: a key, and what is wrong, in words."""
+    """Yield the key of each setting that contradicts another, and what is wrong."""
     cpu_bytes = settings.pool_bytes
     if cpu_bytes is not None:
         for text in quota_contradictions(settings.quotas(cpu_bytes), cpu_bytes):

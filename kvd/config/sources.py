@@ -48,7 +48,7 @@ class Sources:
         return DEFAULT_FILE if DEFAULT_FILE.exists() else None
 
     def load(self) -> Loaded:
-        """Read everything anew.
+        """Read every source.
 
         Raises:
             ConfigError: all that is wrong, a line each.
@@ -72,7 +72,7 @@ class Sources:
         return Loaded(settings, origins, file, tuple(self._suspicious()))
 
     def runtime_dir(self) -> str:
-        """The one setting that a tool needs; whatever else is wrong does not matter to it.
+        """Return the one setting that a tool needs; other mistakes are ignored.
 
         Raises:
             ConfigError: the file cannot be read, or its runtime_dir is no text.
@@ -130,7 +130,7 @@ class Sources:
 
 
 def read_toml(file: Path) -> tuple[dict[str, Any], str]:
-    """A file's values, and its text.
+    """Return a file's values, and its text.
 
     Raises:
         ConfigError: it cannot be read, or is not TOML.
@@ -150,7 +150,7 @@ def read_toml(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _read(file: Path) -> str:
-    # Non-blocking, so that a pipe in place of a file makes nobody wait.
+    # Non-blocking, so that a pipe in place of a file does not block.
     with open(  # Path.open takes no opener
         file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
     ) as opened:

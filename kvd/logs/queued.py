@@ -1,8 +1,8 @@
-"""A handler that queues lines, and the thread that writes them: nobody waits for stderr.
+"""A handler that queues lines, and the thread that writes them: logging never blocks.
 
 A terminal that is stopped, a full pipe that nobody reads, a log on a hung disk: each blocks a
 write for as long as it likes. What does not fit the queue is dropped, and so is what cannot be
-written at all; a line says how many.
+written at all; a line tells how many.
 """
 
 import logging
@@ -50,7 +50,7 @@ class QueuedHandler(QueueHandler):
         lost = self._dropped + self._writer.failed - self._told
         if lost:
             self._told += lost
-            text = "%d lines before this one are lost: nobody read them in time"
+            text = "%d lines before this one are lost: stderr was not read in time"
             told = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (lost,), None)
             self._lines.put(self.prepare(told))
         self._lines.put(record)
@@ -72,7 +72,7 @@ class QueuedHandler(QueueHandler):
             self.release()
 
     def close(self) -> None:
-        """Write what is queued, if somebody reads it within a second."""
+        """Write what is queued, if it can be written within a second."""
         if not self._closed:  # logging.shutdown calls it once more
             self._closed = True
             self.tell_left_out(float("inf"))

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
-from typing import ClassVar
 
 import click
 import pytest
@@ -136,74 +135,57 @@ def test_the_installer_installs_what_is_there() -> None:
         assert (SYSTEMD / name).is_file()
 
 
-class Installing:
-    """install.sh on a machine that it cannot change; user kvd is nobody here."""
-
-    STUBS: ClassVar = {
-        "install": 'echo "install $*" >>"$LOG"',
-        "systemd-sysusers": 'echo "systemd-sysusers $*" >>"$LOG"',
-        "systemd-tmpfiles": 'echo "systemd-tmpfiles $*" >>"$LOG"',
-        "runuser": 'shift 3; exec setpriv --reuid 65534 --regid 65534 --clear-groups -- "$@"',
-    }
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.log = folder / "log"
-        stubs = folder / "stubs"
-        stubs.mkdir()
-        for name, script in self.STUBS.items():
-            self.write(stubs / name, script)
-        self._path = f"{stubs}:{os.environ['PATH']}"
-
-    def write(self, file: Path, script: str) -> Path:
-        """An executable for everybody who reaches it."""
-        file.parent.mkdir(exist_ok=True)
-        file.parent.chmod(0o755)  # whatever the umask is
-        file.write_text(f"#!/bin/sh\n{script}\n")
-        file.chmod(0o755)
-        return file
-
-    def run(self, python: Path) -> str:
-        """Install with this Python, which does not come to an end; what it says."""
-        done = subprocess.run(
-            ["sh", str(SYSTEMD / "install.sh"), "kvd-offload[daemon]"],
-            env=os.environ | {"PATH": self._path, "LOG": str(self.log), "PYTHON": str(python)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        assert done.returncode
-        return done.stderr
+STUBS = {
+    "install": 'echo "install $*" >>"$LOG"',
+    "systemd-sysusers": 'echo "systemd-sysusers $*" >>"$LOG"',
+    "systemd-tmpfiles": 'echo "systemd-tmpfiles $*" >>"$LOG"',
+    "runuser": 'shift 3; exec setpriv --reuid 65534 --regid 65534 --clear-groups -- "$@"',
+}
 
 
 @pytest.fixture
-def installing() -> Iterator[Installing]:
-    """A folder that everybody may enter."""
+def folder() -> Iterator[Path]:
+    """A folder that every user may enter."""
     if os.geteuid() or Path("/opt/kvd").exists():
         pytest.skip("needs root, and no kvd in /opt")
     with tempfile.TemporaryDirectory(prefix="kvd-install-", dir="/tmp") as path:
         Path(path).chmod(0o755)
-        yield Installing(Path(path))
+        yield Path(path)
 
 
+def executable(file: Path, script: str) -> Path:
+    """A shell script that every user may run, in a folder of its own."""
+    file.parent.mkdir(exist_ok=True)
+    file.parent.chmod(0o755)  # whatever the umask is
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_the_installer_refuses_a_python_that_the_service_cannot_run(
-    installing: Installing,
+    folder: Path, mode: int
 ) -> None:
-    """One below a closed directory is named with the remedy, and no unit is installed."""
-    python = installing.write(installing.folder / "closed" / "python3", 'echo "$*" >>"$LOG"')
-    python.parent.chmod(0o700)
-    said = installing.run(python)
-    assert f"user kvd cannot run {python}" in said
-    assert "PYTHON=/usr/bin/python3" in said
-    assert "kvd.service" not in installing.log.read_text()
-    assert "-m venv" not in installing.log.read_text()
-
-
-def test_the_installer_takes_a_python_that_the_service_can_run(installing: Installing) -> None:
-    """In an open directory it is asked for the environment."""
-    installing.log.touch()
-    installing.log.chmod(0o666)
-    python = installing.write(installing.folder / "open" / "python3", 'echo "$*" >>"$LOG"')
-    assert "user kvd cannot run" not in installing.run(python)
-    assert "-m venv /opt/kvd\n" in installing.log.read_text()
+    """One below a closed directory is named with the remedy, and nothing is installed with it."""
+    log = folder / "log"
+    log.touch()
+    log.chmod(0o666)
+    for name, script in STUBS.items():
+        executable(folder / "stubs" / name, script)
+    python = executable(folder / "bin" / "python3", 'echo "$*" >>"$LOG"')  # makes no environment
+    python.parent.chmod(mode)
+    path = f"{folder / 'stubs'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", str(SYSTEMD / "install.sh"), "kvd-offload[daemon]"],
+        env=os.environ | {"PATH": path, "LOG": str(log), "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode
+    refused = f"user kvd cannot run {python}" in done.stderr
+    assert refused is (mode == 0o700)
+    assert ("PYTHON=/usr/bin/python3" in done.stderr) is refused
+    assert ("-m venv /opt/kvd\n" in log.read_text()) is not refused
+    assert "kvd.service" not in log.read_text()

@@ -29,8 +29,8 @@ _HEADERS = {
 class Listener(socket.socket):
     """A listening socket; beyond `MAX_CONNECTIONS` the oldest connection is closed.
 
-    So clients that are idle, send slowly or never read keep nobody out, and a
-    crowd on the TCP port never reaches the Unix socket. Over TCP the kernel
+    So clients that are idle, send slowly or never read do not keep others out,
+    and a flood on the TCP port does not reach the Unix socket. Over TCP the kernel
     also ends a connection whose client does not take what is sent for 5 s.
     """
 
