@@ -19,7 +19,7 @@ from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.expand import Copies, Expander
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint
 
 TENSORS, PAGE, BLOCKS, BLOCKS_PER_CHUNK = 32, 16384, 1024, 4
@@ -168,7 +168,7 @@ def measure() -> Figures:
     """Ratios and rates, medians of ROUNDS interleaved rounds."""
     rng = np.random.default_rng(0)
     rates: dict[str, list[float]] = {}
-    slot = slot_bytes(layout())
+    slot = layout().slot_bytes
     with Daemon(CHUNKS * slot) as daemon:
         engine = Engine(daemon)
         try:

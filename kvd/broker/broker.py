@@ -27,10 +27,8 @@ from kvd.config.loaded import Loaded
 from kvd.errors import Refused
 from kvd.metrics.counts import ProcessUsage
 from kvd.wire.link import StopLane
-from kvd_proto.codec import MAX_MESSAGE_BYTES
 from kvd_proto.errors import IllegalTransition
 from kvd_proto.messages import (
-    MAX_KEYS,
     PROTOCOL_VERSION,
     Error,
     ErrorCode,
@@ -245,8 +243,6 @@ class Broker:
             protocol=PROTOCOL_VERSION,
             daemon=self.version,
             pid=self.pid,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            max_keys=MAX_KEYS,
         )
         effects: list[Effect] = [Reply(session.number, request_id, welcome)]
         if message.kind != "tool":

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import msgspec
 
-from kvd_proto.layout import RankLayout, slot_bytes
+from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Register
 
 
@@ -22,7 +22,7 @@ def _shape(layout: RankLayout) -> list[Any]:
         layout.blocks_per_chunk,
         layout.hash_block_size,
         layout.replicated,
-        slot_bytes(layout),
+        layout.slot_bytes,
         layout.kinds,
         layout.pages,
     ]

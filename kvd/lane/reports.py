@@ -45,7 +45,6 @@ class Reports:
         for job in self._runner.take_ended():
             status, text = job.outcome
             self._count(job, status)
-            started = job.started_ns or self._runner.now
             self.reply(
                 job.reply,
                 Done(
@@ -53,7 +52,6 @@ class Reports:
                     status=status,
                     text=text[:TEXT_LIMIT],
                     bytes=job.moved_bytes,
-                    queued_ns=started - job.accepted_ns,
                     copy_ns=job.copy_ns,
                 ),
             )
@@ -76,7 +74,6 @@ class Reports:
                 status=JobStatus.REFUSED,
                 text=text[:TEXT_LIMIT],
                 bytes=0,
-                queued_ns=0,
                 copy_ns=0,
             ),
         )

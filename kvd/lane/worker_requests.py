@@ -128,10 +128,10 @@ class Requests:
 
     def _cancel(self, worker: Worker, request: Cancel, reply: ReplyTo) -> None:
         named = [self._runner.find(worker, number) for number in set(request.jobs)]
-        jobs = [job for job in named if job is not None]
-        for job in jobs:
-            self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
-        self._reports.reply(reply, CancelDone(stopped=len(jobs)))
+        for job in named:
+            if job is not None:
+                self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
+        self._reports.reply(reply, CancelDone())
 
     def _wait(self, worker: Worker, request: Wait, reply: ReplyTo) -> None:
         named = [self._runner.find(worker, number) for number in dict.fromkeys(request.jobs)]

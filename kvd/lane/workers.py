@@ -18,7 +18,7 @@ from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError, LayoutError
 from kvd_proto.expand import Expander
-from kvd_proto.layout import RankLayout, slot_bytes
+from kvd_proto.layout import RankLayout
 
 REQUEST_WINDOW = 1024  # requests that may overtake each other
 
@@ -105,10 +105,10 @@ class Binding:
         Raises:
             LaneError: it does not, or the descriptor is no directory for so many slots.
         """
-        end = message.arena_base + slot_bytes(layout) * message.num_slots
+        end = message.arena_base + layout.slot_bytes * message.num_slots
         if end > pool_bytes:
             raise LaneError(
-                f"an arena of {message.num_slots} slots of {slot_bytes(layout)} bytes from"
+                f"an arena of {message.num_slots} slots of {layout.slot_bytes} bytes from"
                 f" {message.arena_base} does not lie inside the pool of {pool_bytes} bytes"
             )
         if len(descriptors) != 1:
@@ -126,7 +126,7 @@ class Binding:
             namespace=message.namespace,
             owner=message.owner,
             arena_base=message.arena_base,
-            slot_bytes=slot_bytes(layout),
+            slot_bytes=layout.slot_bytes,
             num_slots=message.num_slots,
             directory=view,
         )

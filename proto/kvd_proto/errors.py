@@ -8,11 +8,8 @@
     ├── DecodeError               the other side sent something that is not the protocol
     │   ├── BadHeader             too short, wrong magic: not even a request id can be read
     │   ├── VersionMismatch       a protocol version that is not spoken here
-    │   ├── UnknownTag            no message has this tag
-    │   ├── Malformed             the body is not a msgpack map with text keys
-    │   ├── MissingField          a field that the message needs is not there
-    │   ├── ExtraField            a field that the message does not have
-    │   ├── WrongType             a field's value has the wrong type or is out of range
+    │   ├── Malformed             not msgpack, or not the fields of a message
+    │   ├── WrongType             numbers that an array cannot hold
     │   └── Oversize              a message, array, string or map above its limit
     ├── LayoutError               a KV layout that cannot be served
     │   ├── LayoutMismatch        ranks of one engine that disagree
@@ -49,24 +46,12 @@ class VersionMismatch(DecodeError):
     """The message speaks a protocol version that is not spoken here."""
 
 
-class UnknownTag(DecodeError):
-    """No message has this tag."""
-
-
 class Malformed(DecodeError):
-    """The body is not a msgpack map with text keys."""
-
-
-class MissingField(DecodeError):
-    """The message lacks a field."""
-
-
-class ExtraField(DecodeError):
-    """The message has a field that its type does not have."""
+    """No message has this tag, or the body is not its fields; the text names the fault."""
 
 
 class WrongType(DecodeError):
-    """A field's value has the wrong type or lies out of range."""
+    """Numbers that an array of their type cannot hold."""
 
 
 class Oversize(DecodeError):

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvd_proto.blocks import JobBlocks, chunks_per_group
 from kvd_proto.errors import JobShapeError
-from kvd_proto.layout import RankLayout, ref_offsets, slot_bytes
+from kvd_proto.layout import RankLayout
 
 Ints: TypeAlias = npt.NDArray[Any]
 
@@ -133,7 +133,7 @@ class Expander:
 
     def __init__(self, layout: RankLayout) -> None:
         self.layout = layout
-        self.slot_bytes = slot_bytes(layout)
+        self.slot_bytes = layout.slot_bytes
         self._groups = [_group(layout, index) for index in range(len(layout.groups))]
 
     def expand(self, blocks: JobBlocks) -> Copies:
@@ -210,7 +210,7 @@ def _regions(layout: RankLayout, group: int) -> list[tuple[int, int, int, int, i
     """
     regions: list[tuple[int, int, int, int, int]] = []
     refs = layout.groups[group].refs
-    for ref, start in zip(refs, ref_offsets(layout, group), strict=True):
+    for ref, start in zip(refs, layout.ref_offsets(group), strict=True):
         tensor = layout.tensors[ref.tensor]
         if regions and layout.blocks_per_chunk == 1:
             storage, offset, stride, page, first = regions[-1]

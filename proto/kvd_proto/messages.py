@@ -100,15 +100,11 @@ class Welcome(Message, frozen=True):
     protocol: the version that is spoken from now on.
     daemon: its name and version; for people.
     pid: the daemon's process, as it sees itself.
-    max_message_bytes: of a frame with its header.
-    max_keys: of one message.
     """
 
     protocol: int
     daemon: Name
     pid: Count
-    max_message_bytes: Count
-    max_keys: Count
 
 
 class Fingerprint(Message, frozen=True):
@@ -416,7 +412,6 @@ class Done(Message, frozen=True):
     status: how it ended.
     text: why it ended badly, for people.
     bytes: moved by this rank.
-    queued_ns: from the job's arrival to its start, in ns.
     copy_ns: time spent in copying, in ns.
     """
 
@@ -424,7 +419,6 @@ class Done(Message, frozen=True):
     status: JobStatus
     text: Text
     bytes: Count
-    queued_ns: Count
     copy_ns: Count
 
 
@@ -438,12 +432,7 @@ class Cancel(Message, frozen=True):
 
 
 class CancelDone(Message, frozen=True):
-    """The jobs are stopped, or will be as soon as nothing of them moves any more.
-
-    stopped: how many of them had not ended.
-    """
-
-    stopped: Count
+    """The jobs are stopped, or will be as soon as nothing of them moves any more."""
 
 
 class Wait(Message, frozen=True):

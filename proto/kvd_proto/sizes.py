@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvd_proto.errors import SizeError
-from kvd_proto.layout import RankLayout, slot_bytes, used_storage_bytes
+from kvd_proto.layout import RankLayout
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNITS = {
@@ -26,46 +26,6 @@ _UNITS = {
     **{f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgtp")},
 }
 _SIZE = re.compile(r"\s*([0-9]{1,18})(\.[0-9]{1,18})?\s*([a-z]*)\s*", re.IGNORECASE)
-
-
-def total_gpu_kv_bytes(layout: RankLayout) -> int:
-    """Bytes of one rank's KV memory; a storage shared by tensors counts once."""
-    return used_storage_bytes(layout)
-
-
-def kv_bytes_per_block(total: int, num_blocks: int, world_size: int = 1) -> int:
-    """Bytes of one block over all layers and ranks.
-
-    Raises:
-        SizeError: no blocks, no bytes or no ranks.
-    """
-    if num_blocks <= 0 or total < num_blocks or world_size <= 0:
-        raise SizeError(
-            f"{total} KV bytes in {num_blocks} blocks over {world_size} ranks make 0 chunks;"
-            " the engine must have allocated its KV cache before it registers"
-        )
-    return total // num_blocks * world_size
-
-
-def bytes_per_chunk(per_block: int, blocks_per_chunk: int) -> int:
-    """Bytes of one chunk: `per_block` (all ranks) times the factor."""
-    return per_block * blocks_per_chunk
-
-
-def num_chunks(cpu_bytes: int, chunk_bytes: int) -> int:
-    """Chunks that a pool of `cpu_bytes` holds.
-
-    Raises:
-        SizeError: there would be none.
-    """
-    count = cpu_bytes // chunk_bytes if chunk_bytes > 0 else 0
-    if count <= 0:
-        raise SizeError(
-            f"a pool of {cpu_bytes} bytes ({format_size(cpu_bytes)}) holds no chunk of"
-            f" {chunk_bytes} bytes ({format_size(chunk_bytes)}); raise --cpu-bytes to at least"
-            f" {chunk_bytes}, or lower blocks_per_chunk"
-        )
-    return count
 
 
 def tokens_per_chunk(layout: RankLayout) -> int | None:
@@ -88,20 +48,27 @@ def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> ChunkSizes:
 
     Pipeline stages may hold different layers, so bytes per chunk is the sum of
     the ranks' own shares, each rounded up to 4 KiB; `* world_size` is the case
-    where all are equal.
+    where all are equal. The layouts are valid (`validate_layout`), one at least.
 
     Raises:
         SizeError: no chunk fits, with the figures.
         LayoutError: a rank's groups need more than it reported.
     """
-    if not layouts:
-        raise SizeError("no rank has reported its KV memory: 0 chunks")
-    shares = layouts[:1] if layouts[0].replicated else layouts
-    for layout in shares:
-        kv_bytes_per_block(total_gpu_kv_bytes(layout), layout.num_blocks)
-    arenas = tuple(slot_bytes(layout) for layout in shares)
-    total = sum(arenas)
-    return ChunkSizes(arenas, total, num_chunks(cpu_bytes, total))
+    arenas = tuple(layout.slot_bytes for layout in _shares(layouts))
+    chunk = sum(arenas)
+    count = cpu_bytes // chunk if chunk else 0
+    if not count:
+        raise SizeError(
+            f"a pool of {cpu_bytes} bytes ({format_size(cpu_bytes)}) holds no chunk of"
+            f" {chunk} bytes ({format_size(chunk)}); raise --cpu-bytes to at least"
+            f" {chunk}, or lower blocks_per_chunk"
+        )
+    return ChunkSizes(arenas, chunk, count)
+
+
+def _shares(layouts: Sequence[RankLayout]) -> Sequence[RankLayout]:
+    """Return the ranks whose shares are stored: one of those that hold the same."""
+    return layouts[:1] if layouts[0].replicated else layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +86,7 @@ def auto_cpu_bytes(
 
     Replicated shares count once. The order of the ranks does not matter.
     """
-    shares = layouts[:1] if layouts[0].replicated else layouts
-    reported = [total_gpu_kv_bytes(layout) for layout in shares]
+    reported = [layout.used_bytes for layout in _shares(layouts)]
     wanted = int(ratio * sum(reported))
     room = max(0, available - reserve)
     size = min(wanted, room)

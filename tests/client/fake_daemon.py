@@ -396,14 +396,14 @@ class FakeDaemon:
         elif isinstance(message, Cancel):
             for held in self._take_held():
                 self._done(*held, JobStatus.CANCELLED)
-            self._to_worker(identity, header, CancelDone(stopped=len(message.jobs)))
+            self._to_worker(identity, header, CancelDone())
 
     def _take_held(self) -> list[tuple[bytes, Header, Job]]:
         held, self._held = self._held, []
         return held
 
     def _done(self, identity: bytes, header: Header, job: Job, status: JobStatus) -> None:
-        done = Done(job=job.job, status=status, text="", bytes=64, queued_ns=1, copy_ns=2_000_000)
+        done = Done(job=job.job, status=status, text="", bytes=64, copy_ns=2_000_000)
         self._to_worker(identity, header, done)
 
     def _to_worker(self, identity: bytes, header: Header, message: Message) -> None:
@@ -437,9 +437,7 @@ def _prepare_load(message: Message) -> Message:
 
 
 _REPLIES: dict[type[Message], Callable[[Message], Message | None]] = {
-    Hello: lambda _: Welcome(
-        protocol=1, daemon="fake 1", pid=os.getpid(), max_message_bytes=2**24, max_keys=65536
-    ),
+    Hello: lambda _: Welcome(protocol=1, daemon="fake 1", pid=os.getpid()),
     Register: lambda _: Registered(missing_ranks=(), lane="host", incarnation=1),
     Unregister: lambda _: Unregistered(),
     PrepareStore: _prepare_store,

@@ -6,7 +6,7 @@ import pytest
 from kvd.wire.link import ShareDone, UnbindWorker
 from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, slot_bytes
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import JobStatus, Load, Store, Wait, WaitDone
 from tests.lane.support import BOOT, SLOTS, Directory, FakeWorker, Lane, make_job, simple_layout
 
@@ -39,7 +39,7 @@ def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, worker: FakeWork
     worker.fill(2)
     worker.job(Store, 1, [7, 8], [3])
     assert worker.done().status is JobStatus.OK
-    size = slot_bytes(worker.layout)
+    size = worker.layout.slot_bytes
     slot = lane.pool.bytes[3 * size : 4 * size].copy()
     np.testing.assert_array_equal(slot, worker.pages([7, 8]).reshape(-1))
     lane.pool.bytes[3 * size : 4 * size] = 0xAB
@@ -85,7 +85,7 @@ def test_a_job_that_was_waited_for_before_it_came_does_not_begin(
 def test_arenas_of_ranks_do_not_mix(lane: Lane, directory: Directory) -> None:
     """Two ranks store the same slots, each into its own arena."""
     layout = simple_layout()
-    arena = SLOTS * slot_bytes(layout)
+    arena = SLOTS * layout.slot_bytes
     ranks = [FakeWorker(layout, session=1 + rank, rank=rank, world_size=2) for rank in range(2)]
     for worker in ranks:
         lane.attach(worker, directory, arena_base=worker.rank * arena)

@@ -13,7 +13,6 @@ from kvd.lane.queue import Limits
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Worker, Workers
 from kvd_proto.directory import SlotState
-from kvd_proto.layout import slot_bytes
 from kvd_proto.messages import Handle, Job, JobStatus, Load, Store
 from kvd_proto.states import JobState
 from tests.lane.support import (
@@ -102,7 +101,7 @@ class Bench:
         self.sources.append(source)
         worker = self.workers.add(import_message(self.layout, session=session), source.fds)
         bind, fds = bind_message(session, self.directory, owner), [self.directory.memory.fd]
-        worker.binding = Binding.of(bind, fds, self.layout, slot_bytes(self.layout) * SLOTS)
+        worker.binding = Binding.of(bind, fds, self.layout, self.layout.slot_bytes * SLOTS)
         return worker
 
     def submit(self, worker: Worker, job: Job) -> None:

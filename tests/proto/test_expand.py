@@ -20,8 +20,6 @@ from kvd_proto.layout import (
     RankLayout,
     TensorRef,
     TensorSpec,
-    ref_offsets,
-    slot_bytes,
     validate_layout,
 )
 
@@ -62,10 +60,10 @@ def oracle(job: Job) -> list[Move]:
             inside = (index + j) % layout.blocks_per_chunk
             slot = next(slots) if j and not inside else slot
             block = next(ids)
-            for ref, start in zip(layout.groups[g].refs, ref_offsets(layout, g), strict=True):
+            for ref, start in zip(layout.groups[g].refs, layout.ref_offsets(g), strict=True):
                 t = layout.tensors[ref.tensor]
                 memory = t.offset + block * t.block_stride
-                arena = slot * slot_bytes(layout) + start + inside * ref.page_bytes
+                arena = slot * layout.slot_bytes + start + inside * ref.page_bytes
                 moves += [(t.storage, memory + b, arena + b) for b in range(ref.page_bytes)]
     return moves
 
@@ -136,11 +134,11 @@ def test_the_expansion_is_the_oracles(job: Job) -> None:
 
 def place(job: Job, arena: int) -> tuple[int, int, int]:
     """The group, slot and ref that a byte of the arena belongs to."""
-    slot, inside = divmod(arena, slot_bytes(job.layout))
+    slot, inside = divmod(arena, job.layout.slot_bytes)
     counts = chunks_per_group(job.group_sizes, job.block_indices, job.layout.blocks_per_chunk)
     ends = list(itertools.accumulate(counts))
     group = bisect.bisect_right(ends, job.slots.index(slot))
-    return group, slot, bisect.bisect_right(ref_offsets(job.layout, group), inside) - 1
+    return group, slot, bisect.bisect_right(job.layout.ref_offsets(group), inside) - 1
 
 
 @given(jobs())
@@ -170,7 +168,7 @@ def test_runs_are_as_long_as_they_can_be(job: Job) -> None:
 @given(jobs())
 def test_runs_stay_inside_their_slots_and_storages(job: Job) -> None:
     """Nothing lies outside the reported memory or the slots that the job names."""
-    size = slot_bytes(job.layout)
+    size = job.layout.slot_bytes
     for storage, memory, arena in walk(job.expand()):
         assert 0 <= memory < job.layout.storages[storage]
         assert arena // size in job.slots
@@ -222,7 +220,7 @@ def test_an_unaligned_start_in_a_later_group_is_its_own() -> None:
     layout = RankLayout(64, 4, 16, layout.storages, layout.tensors, groups)
     job = Job(layout, [1, 2, 3, 4, 30, 31], [4, 2], [8, 3], [5, 6, 7])
     copies = job.expand()
-    size = slot_bytes(layout)
+    size = layout.slot_bytes
     assert copies.storage.tolist() == [0, 1, 1]
     assert copies.arena_offset.tolist() == [5 * size, 6 * size + 3 * PAGE, 7 * size]
     assert copies.tensor_offset.tolist() == [PAGE, 30 * PAGE, 31 * PAGE]

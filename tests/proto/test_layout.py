@@ -18,11 +18,6 @@ from kvd_proto.layout import (
     TensorRef,
     TensorSpec,
     compare_ranks,
-    group_bytes,
-    ref_offsets,
-    share_bytes,
-    slot_bytes,
-    used_storage_bytes,
     validate_layout,
 )
 
@@ -187,7 +182,7 @@ def test_num_blocks_is_not_taken_from_the_allocation() -> None:
     """Regression: the engine's num_blocks stands though the allocation has room for more."""
     layout = dense(storages=(4096 * 12, 4096 * 12), blocks=8)
     validate_layout(layout)
-    assert share_bytes(layout) == 2 * 4096 * 12 // 8 * 2
+    assert layout.share_bytes == 2 * 4096 * 12 // 8 * 2
 
 
 def test_the_last_page_may_end_with_the_storage() -> None:
@@ -201,7 +196,7 @@ def test_the_last_page_may_end_with_the_storage() -> None:
         groups=(GroupSpec(tuple(TensorRef(i, page) for i in range(4)), 16),),
     )
     validate_layout(layout)
-    assert share_bytes(layout) == stride * 2
+    assert layout.share_bytes == stride * 2
     late = msgspec.structs.replace(layout, tensors=(*tensors[:3], TensorSpec(0, 3073, 1024, 4096)))
     with pytest.raises(LayoutError, match="16385"):
         validate_layout(late)
@@ -239,8 +234,8 @@ def test_a_shared_storage_counts_once() -> None:
         tensors=(TensorSpec(0, 0, page, page), TensorSpec(0, page * blocks, page, page)),
     )
     validate_layout(layout)
-    assert used_storage_bytes(layout) == 2 * page * blocks
-    assert share_bytes(layout) == 2 * page * 2
+    assert layout.used_bytes == 2 * page * blocks
+    assert layout.share_bytes == 2 * page * 2
 
 
 def test_page_sizes_that_differ_are_added_once() -> None:
@@ -254,18 +249,18 @@ def test_page_sizes_that_differ_are_added_once() -> None:
         groups=(GroupSpec(tuple(TensorRef(i, page) for i, page in enumerate(pages)), 16),),
     )
     validate_layout(layout)
-    assert share_bytes(layout) == sum(pages)
-    assert share_bytes(layout) != sum(pages) * len(pages)
-    assert slot_bytes(layout) == -(-sum(pages) // 4096) * 4096
+    assert layout.share_bytes == sum(pages)
+    assert layout.share_bytes != sum(pages) * len(pages)
+    assert layout.slot_bytes == -(-sum(pages) // 4096) * 4096
 
 
 def test_padded_pages_take_their_used_bytes_in_the_slot() -> None:
     """Regions hold bytes in use; the stride of the arena keeps the padded share."""
     layout = dense(groups=(GroupSpec((TensorRef(0, 3000), TensorRef(1, 4096)), 16),))
     validate_layout(layout)
-    assert ref_offsets(layout, 0) == (0, 6000)
-    assert group_bytes(layout, 0) == 2 * (3000 + 4096)
-    assert slot_bytes(layout) == 2 * 8192
+    assert layout.ref_offsets(0) == (0, 6000)
+    assert layout.group_bytes(0) == 2 * (3000 + 4096)
+    assert layout.slot_bytes == 2 * 8192
 
 
 def test_a_group_may_use_some_tensors_only() -> None:
@@ -277,8 +272,8 @@ def test_a_group_may_use_some_tensors_only() -> None:
         )
     )
     validate_layout(layout)
-    assert group_bytes(layout, 1) == 2048
-    assert ref_offsets(layout, 1) == (0,)
+    assert layout.group_bytes(1) == 2048
+    assert layout.ref_offsets(1) == (0,)
 
 
 def test_a_group_above_the_share_is_refused() -> None:
@@ -295,11 +290,11 @@ def test_every_region_lies_inside_the_slot(
     """Regions follow each other without gaps and end inside an aligned slot."""
     layout = dense(tensors, page, blocks, blocks_per_chunk=blocks_per_chunk)
     validate_layout(layout)
-    offsets = ref_offsets(layout, 0)
+    offsets = layout.ref_offsets(0)
     assert offsets == tuple(i * page * blocks_per_chunk for i in range(tensors))
-    assert offsets[-1] + page * blocks_per_chunk <= slot_bytes(layout)
-    assert slot_bytes(layout) % 4096 == 0
-    assert slot_bytes(layout) - share_bytes(layout) < 4096
+    assert offsets[-1] + page * blocks_per_chunk <= layout.slot_bytes
+    assert layout.slot_bytes % 4096 == 0
+    assert layout.slot_bytes - layout.share_bytes < 4096
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,6 @@ from kvd_client.torch_memory import SharedTensors
 from kvd_client.vllm.layout import rank_layout, share_caches
 from kvd_proto.errors import AlignmentError
 from kvd_proto.layout import (
-    group_bytes,
-    share_bytes,
-    slot_bytes,
-    used_storage_bytes,
     validate_layout,
 )
 from tests.vllm.configs import (
@@ -85,7 +81,7 @@ def test_layers_of_two_groups_that_lie_over_each_other(tmp_path: Path) -> None:
     assert [group.refs for group in layout.groups] == [both, both]
     assert [group.kind for group in layout.groups] == ["FullAttentionSpec", "SlidingWindowSpec"]
     assert [group.sliding_window for group in layout.groups] == [None, 64]
-    assert share_bytes(layout) == group_bytes(layout, 0) == group_bytes(layout, 1) == 2 * PAGE
+    assert layout.share_bytes == layout.group_bytes(0) == layout.group_bytes(1) == 2 * PAGE
 
 
 def test_a_group_with_fewer_layers_uses_fewer_tensors(tmp_path: Path) -> None:
@@ -93,7 +89,7 @@ def test_a_group_with_fewer_layers_uses_fewer_tensors(tmp_path: Path) -> None:
     layout = laid_out(tmp_path, full(["a", "b", "c"]), window(["d"]))
     assert len(layout.tensors) == 3
     assert layout.groups[1].refs == (TensorRef(0, PAGE),)
-    assert group_bytes(layout, 1) == PAGE < share_bytes(layout) == 3 * PAGE
+    assert layout.group_bytes(1) == PAGE < layout.share_bytes == 3 * PAGE
 
 
 def test_padding_is_counted_and_not_moved(tmp_path: Path) -> None:
@@ -102,8 +98,8 @@ def test_padding_is_counted_and_not_moved(tmp_path: Path) -> None:
     layout = laid_out(tmp_path, full(["a", "b"], padded=padded))
     assert {(t.page_bytes, t.block_stride) for t in layout.tensors} == {(padded, padded)}
     assert layout.groups[0].refs == (TensorRef(0, PAGE), TensorRef(1, PAGE))
-    assert group_bytes(layout, 0) == 2 * PAGE
-    assert share_bytes(layout) == 2 * padded
+    assert layout.group_bytes(0) == 2 * PAGE
+    assert layout.share_bytes == 2 * padded
 
 
 def test_packed_blocks_are_one_page(tmp_path: Path) -> None:
@@ -112,7 +108,7 @@ def test_packed_blocks_are_one_page(tmp_path: Path) -> None:
     assert layout.storages == (2 * PAGE * BLOCKS,)
     assert layout.tensors == (TensorSpec(0, 0, 2 * PAGE, 2 * PAGE),)
     assert [group.refs for group in layout.groups] == [(TensorRef(0, 2 * PAGE),)] * 2
-    assert share_bytes(layout) == group_bytes(layout, 1) == 2 * PAGE
+    assert layout.share_bytes == layout.group_bytes(1) == 2 * PAGE
 
 
 @pytest.mark.parametrize("replicated", [False, True])
@@ -133,7 +129,7 @@ def test_replicas_are_passed_on(tmp_path: Path, replicated: bool) -> None:
     validate_layout(layout)
     assert layout.replicated is replicated
     assert layout.groups[0].kind == "MLAAttentionSpec"
-    assert group_bytes(layout, 0) == share_bytes(layout) == 2 * 16 * 128 * 2
+    assert layout.group_bytes(0) == layout.share_bytes == 2 * 16 * 128 * 2
 
 
 def test_groups_with_different_block_sizes(tmp_path: Path) -> None:
@@ -151,7 +147,7 @@ def test_chunks_of_several_blocks(tmp_path: Path, extra: dict[str, Any], factor:
     """A chunk has as many blocks as vLLM was told, in blocks or in tokens."""
     layout = laid_out(tmp_path, full(["a", "b"]), extra=extra)
     assert layout.blocks_per_chunk == factor
-    assert share_bytes(layout) == slot_bytes(layout) == 2 * PAGE * factor
+    assert layout.share_bytes == layout.slot_bytes == 2 * PAGE * factor
 
 
 def test_a_storage_counts_once_however_many_views_it_has() -> None:
@@ -179,8 +175,8 @@ def test_blocks_are_as_many_as_configured_not_as_a_tensor_has_rows(tmp_path: Pat
     shared.close()
     validate_layout(layout)
     assert layout.num_blocks == BLOCKS - 3
-    assert used_storage_bytes(layout) == rows.nbytes
-    assert share_bytes(layout) == rows.nbytes // (BLOCKS - 3)
+    assert layout.used_bytes == rows.nbytes
+    assert layout.share_bytes == rows.nbytes // (BLOCKS - 3)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
