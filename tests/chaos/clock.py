@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from tests.chaos.shared import Words
+from tests.chaos.shared import words
 from tests.fakecuda.build import NoCompiler, compiler
 
 SOURCE = Path(__file__).with_name("clock.c")
@@ -20,7 +20,7 @@ class WallClock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._offset = Words(folder / "clock", 1)
+        self._offset = words(folder / "clock", 1)
         self.missing = ""
         self.environment: dict[str, str] = {}
         library = folder / "clock.so"

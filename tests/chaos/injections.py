@@ -6,7 +6,6 @@ which is called after `action.hold` seconds, or raises `Skip` where it cannot be
 
 import contextlib
 import os
-import random
 import resource
 import signal
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from pathlib import Path
 from tests.chaos.children import Client
 from tests.chaos.clock import JUMPS
 from tests.chaos.daemons import CHANGES
-from tests.chaos.junk import talk
 from tests.chaos.plan import Action
 from tests.chaos.shared import Count
 from tests.chaos.world import World
@@ -195,13 +193,6 @@ def _garble_messages(world: World, action: Action) -> Undo:
     return _nothing
 
 
-def _talk_junk(world: World, action: Action) -> Undo:
-    """Clients with cut, doubled and random bytes at every socket."""
-    with contextlib.suppress(OSError):  # nobody listens now
-        world.junk += talk(world.place.runtime_dir, random.Random(action.draws[0]))
-    return _nothing
-
-
 def _jump_clock(world: World, action: Action) -> Undo:
     """Forward or back, by seconds or by decades; then back to where it was."""
     if world.clock.missing:
@@ -225,7 +216,6 @@ INJECTIONS: dict[str, Injection] = {
     "starve lane of descriptors": Injection(_starve(_lanes), 1.5),
     "fill pool directory": Injection(_fill_pool_dir, 1.5),
     "garble messages": Injection(_garble_messages, 4),
-    "talk junk": Injection(_talk_junk, 2),
     "jump wall clock": Injection(_jump_clock, 2),
     "pin everything": Injection(_pin_everything, 2),
 }

@@ -69,23 +69,6 @@ class Memory:
                 )
         return wrong
 
-    def describe(
-        self, keys: Sequence[bytes], blocks: Sequence[int], group: int, slots: Sequence[int]
-    ) -> str:
-        """The wrong pages of a load, in words."""
-        said = []
-        factor = self._layout.blocks_per_chunk
-        for place, seed in self._wanted(keys, blocks, group):
-            page = self._view(*place)
-            if self._content.mismatches(page, seed):
-                at = blocks.index(place[1])
-                what = "poison" if (page == POISON).all() else f"{page[:8].tobytes().hex()}..."
-                said.append(
-                    f"{keys[at // factor][:16].decode()} slot {slots[at // factor]}"
-                    f" block {at % factor} tensor {place[0]} is {what}"
-                )
-        return "; ".join(said)
-
     def touched_bytes(self) -> tuple[int, int]:
         """Bytes that changed where nothing was to write, and how many were looked at."""
         wrong = looked = 0

@@ -1,8 +1,7 @@
 """What a scheduler tells its ranks, and what they answer: datagrams of JSON."""
 
-import json
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +15,7 @@ class Order:
     number: int
     way: Literal["store", "load"]
     group: int
-    keys: tuple[str, ...]
+    keys: tuple[bytes, ...]
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     patience: float
@@ -55,21 +54,3 @@ def connect(path: Path) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def encode(message: Order | Answer) -> bytes:
-    """As one datagram."""
-    return json.dumps(asdict(message)).encode()
-
-
-def order_of(frame: bytes) -> Order:
-    """The order in a datagram."""
-    fields = json.loads(frame)
-    for name in ("keys", "slots", "generations"):
-        fields[name] = tuple(fields[name])
-    return Order(**fields)
-
-
-def answer_of(frame: bytes) -> Answer:
-    """The answer in a datagram."""
-    return Answer(**json.loads(frame))

@@ -26,7 +26,7 @@ from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import LaneUp
 from tests.chaos.faults import CHANCE, Fault, mangle
-from tests.chaos.shared import Phase, Words, phase_word
+from tests.chaos.shared import Phase, Words, phase_word, words
 
 LARGEST_DATAGRAM = 2**20
 MOST_FDS = 250
@@ -146,7 +146,7 @@ class Proxy:
         own.mkdir(exist_ok=True)
         self._real, self._own = real, own
         self._phase = phase_word(folder)
-        self._wire = Wire(Words(folder / "faults", 1 + len(Fault)), seed)
+        self._wire = Wire(words(folder / "faults", 1 + len(Fault)), seed)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._relays: OrderedDict[str, Relay] = OrderedDict()
         self._relay("broker.sock")

@@ -14,10 +14,12 @@ import time
 from collections.abc import Container
 from pathlib import Path
 
+import msgspec
+
 from kvd_client import Fingerprint, RegistrationError, Worker
 from tests.chaos.calls import Calls
 from tests.chaos.memory import Memory
-from tests.chaos.orders import LARGEST, Answer, Order, connect, encode, order_of
+from tests.chaos.orders import LARGEST, Answer, Order, connect
 from tests.chaos.shared import Count, Phase, counts, phase_word
 from tests.chaos.specs import SPECS
 
@@ -115,7 +117,7 @@ class Rank:
         with contextlib.suppress(OSError):
             frame = sock.recv(LARGEST)
             if frame:
-                return order_of(frame)
+                return msgspec.json.decode(frame, type=Order)
         sock.close()
         self._scheduler = None
         return None
@@ -123,12 +125,12 @@ class Rank:
     def _answer(self, answer: Answer) -> None:
         if self._scheduler is not None:
             with contextlib.suppress(OSError):
-                self._scheduler.send(encode(answer), socket.MSG_DONTWAIT)
+                self._scheduler.send(msgspec.json.encode(answer), socket.MSG_DONTWAIT)
 
     # ----------------------------------------------------------------- jobs
 
     def _do(self, worker: Worker, order: Order) -> bool:
-        keys = [bytes.fromhex(key) for key in order.keys]
+        keys = list(order.keys)
         blocks = self._memory.lend(len(keys))
         if blocks is None:
             return False
@@ -171,8 +173,7 @@ class Rank:
             return
         wrong = self._memory.wrong_bytes(keys, blocks, order.group)
         if wrong:
-            where = self._memory.describe(keys, blocks, order.group, order.slots)
-            self._calls.complain(f"WRONG BYTES: {wrong} in a load of {len(keys)} chunks: {where}")
+            self._calls.complain(f"WRONG BYTES: {wrong} in a load of {len(keys)} chunks: {order}")
         self._calls.add(Count.LOADS, len(keys))
         self._calls.add(Count.VERIFIED_BYTES, self._memory.bytes_of(len(keys), order.group))
 

@@ -116,7 +116,6 @@ class Run:
             "steps": self.steps,
             "injected": dict(sorted(world.injected.items())),
             "messages": {fault.name.lower(): world.faults[1 + fault] for fault in Fault},
-            "junk_frames": world.junk,
             "skipped": world.skipped,
             "verified_bytes": world.total(Count.VERIFIED_BYTES, ranks),
             "untouched_bytes": world.total(Count.UNTOUCHED_BYTES, ranks),

@@ -14,9 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from kvd_client import LoadTicket, Scheduler, StoreAnswer
 from tests.chaos.calls import Calls
-from tests.chaos.orders import LARGEST, Answer, Order, answer_of, encode, listen
+from tests.chaos.orders import LARGEST, Answer, Order, listen
 from tests.chaos.shared import Count, Phase, counts, phase_word
 from tests.chaos.specs import BATCH, GROUPS, KEYS, SPECS
 
@@ -150,7 +152,7 @@ class Conductor:
             number=self._order,
             way="store" if way == "store" else "load",
             group=group,
-            keys=tuple(key.hex() for key in keys),
+            keys=keys,
             slots=tuple(slots),
             generations=tuple(generations),
             patience=self._random.choice(PATIENCE),
@@ -158,7 +160,7 @@ class Conductor:
         )
         for rank in list(self._ranks):
             try:
-                rank.send(encode(order), socket.MSG_DONTWAIT)
+                rank.send(msgspec.json.encode(order), socket.MSG_DONTWAIT)
             except OSError:
                 self._gone(rank)
         done: set[int] = set()
@@ -190,7 +192,7 @@ class Conductor:
             except OSError:
                 frame = b""
             if frame:
-                heard.append(answer_of(frame))
+                heard.append(msgspec.json.decode(frame, type=Answer))
             else:
                 self._gone(by_fd[fd])
         return heard

@@ -2,46 +2,19 @@
 
 import mmap
 import os
-import struct
 from enum import IntEnum
 from pathlib import Path
-from typing import Self
 
-_WORD = struct.Struct("<Q")
+Words = memoryview
+"""64-bit words; each has one writer at a time."""
 
 
-class Words:
-    """A file of 64-bit words; each has one writer at a time.
-
-    Args:
-        path: the file; made with zeros where it is not there.
-        count: how many words.
-    """
-
-    def __init__(self, path: Path, count: int) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(fd, count * _WORD.size)
-            self._memory = mmap.mmap(fd, count * _WORD.size)
-        finally:
-            os.close(fd)
-
-    def __getitem__(self, index: int) -> int:
-        value: int = _WORD.unpack_from(self._memory, index * _WORD.size)[0]
-        return value
-
-    def __setitem__(self, index: int, value: int) -> None:
-        _WORD.pack_into(self._memory, index * _WORD.size, value)
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._memory.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def words(path: Path, count: int) -> Words:
+    """Return the words of a file, which is made with zeros where it is not there."""
+    with path.open("ab"):
+        os.truncate(path, count * 8)
+    with path.open("r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), count * 8)).cast("Q")
 
 
 class Count(IntEnum):
@@ -73,9 +46,9 @@ class Phase(IntEnum):
 
 def counts(folder: Path, name: str) -> Words:
     """The counters of the process of this name."""
-    return Words(folder / f"{name}.counts", len(Count))
+    return words(folder / f"{name}.counts", len(Count))
 
 
 def phase_word(folder: Path) -> Words:
     """The run's phase."""
-    return Words(folder / "phase", 1)
+    return words(folder / "phase", 1)

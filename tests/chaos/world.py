@@ -9,7 +9,7 @@ from tests.chaos.clock import WallClock
 from tests.chaos.daemons import Daemon
 from tests.chaos.faults import Fault
 from tests.chaos.place import Place
-from tests.chaos.shared import Count, Words, phase_word
+from tests.chaos.shared import Count, Words, phase_word, words
 from tests.chaos.specs import SPECS
 
 KEPT = 10
@@ -41,7 +41,6 @@ class World:
     injected: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, str] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
-    junk: int = 0  # frames that made no sense
     now_doing: str = "nothing yet"
 
     def __post_init__(self) -> None:
@@ -49,7 +48,7 @@ class World:
         self.clock = WallClock(folder)
         self.daemon = Daemon(self.place, self.clock.environment)
         self.proxy = Proxy(folder, real, folder / "via", self.seed & 0x7FFFFFFF)
-        self.faults = Words(folder / "faults", 1 + len(Fault))
+        self.faults = words(folder / "faults", 1 + len(Fault))
         self.phase = phase_word(folder)
         self.clients = {}
         for number, spec in enumerate(SPECS.values()):

@@ -20,12 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fuzz.codec_target import CodecTarget
 from tests.fuzz.core_target import CoreTarget
 from tests.fuzz.live_target import LiveTarget
 from tests.fuzz.mutate import random_script
 from tests.fuzz.script import Case, Script
-from tests.fuzz.target import Finding, Target, inputs_of, shorter
+from tests.fuzz.target import CodecTarget, Finding, Target, shorter
 
 FOLDER = Path("build/fuzz")
 BATCH = 150  # scripts between two looks for leaks in the live daemon
@@ -48,7 +47,7 @@ class Tally:
 
     def count(self, target: str, script: Script) -> None:
         """A script was played."""
-        self.inputs[target] += inputs_of(script)
+        self.inputs[target] += sum(bool(step.parts) for step in script)
         self.scripts[target] += 1
 
     def note(self, target: str, finding: Finding, script: Script) -> Path:

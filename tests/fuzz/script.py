@@ -6,11 +6,10 @@ a file of frames can be played against any daemon, and a mutation that hits a ma
 makes a wrong token, a wrong slot.
 """
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -144,32 +143,11 @@ class Case:
     script: Script
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, frames in hex."""
+        """Write it as JSON, frames in base64."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        steps = [
-            {
-                "actor": step.actor,
-                "where": step.where,
-                "parts": [part.hex() for part in step.parts],
-                "fds": list(step.fds),
-            }
-            for step in self.script
-        ]
-        document = {"target": self.target, "seed": self.seed, "problem": self.problem}
-        path.write_text(json.dumps(document | {"steps": steps}, indent=1) + "\n", encoding="utf-8")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     @classmethod
     def load(cls, path: Path) -> "Case":
         """Read what `save` wrote."""
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        steps: Iterable[dict[str, Any]] = document["steps"]
-        script = tuple(
-            Step(
-                step["actor"],
-                step["where"],
-                tuple(bytes.fromhex(part) for part in step["parts"]),
-                tuple(step["fds"]),
-            )
-            for step in steps
-        )
-        return cls(document["target"], document["seed"], document["problem"], script)
+        return msgspec.json.decode(path.read_bytes(), type=cls)

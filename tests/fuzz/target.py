@@ -1,7 +1,9 @@
-"""What scripts are played against: each target takes one and raises `Finding` if it minds."""
+"""What scripts are played against: each target takes one and raises `Finding` on a fault."""
 
 from typing import Protocol
 
+from kvd_proto.codec import WIRE
+from kvd_proto.errors import DecodeError
 from tests.fuzz.script import Script
 
 
@@ -26,13 +28,30 @@ class Target(Protocol):
         """
 
 
-def inputs_of(script: Script) -> int:
-    """How many frames a script sends, counted as inputs."""
-    return sum(1 for step in script if step.parts)
+class CodecTarget:
+    """A frame is refused with a DecodeError, or is a message that survives a round trip."""
+
+    name = "codec"
+
+    def play(self, script: Script) -> None:
+        """See Target."""
+        for frame in (part for step in script for part in step.parts):
+            try:
+                header, message = WIRE.decode(frame)
+            except DecodeError as error:
+                if not str(error):
+                    raise Finding(f"{type(error).__name__} has no text") from error
+                continue
+            except Exception as error:
+                raise Finding(f"decoding raises {error!r}") from error
+            again = WIRE.encode(message, header.request_id, header.boot_id, header.session)
+            # repr: NaN is not equal to itself
+            if repr(WIRE.decode(again)) != repr((header, message)):
+                raise Finding(f"{message!r} does not survive a round trip")
 
 
 def shorter(script: Script, target: Target, tries: int) -> Script:
-    """The script without the steps that its finding does not need; `tries` plays at most."""
+    """Return the script without the steps that its finding does not need; `tries` plays at most."""
     size = max(1, len(script) // 2)
     while tries and script:
         place = 0

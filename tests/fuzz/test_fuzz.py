@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from kvd.broker.sessions import Registry
 from kvd.cache.chunks import ChunkTable
 from kvd_proto.messages import REPLY_OF, TAGS
-from tests.fuzz.codec_target import CodecTarget
 from tests.fuzz.core_target import CoreTarget
 from tests.fuzz.live_target import LiveTarget
 from tests.fuzz.mutate import CHANGES, mutated, random_script
 from tests.fuzz.run import FreshDaemon
 from tests.fuzz.script import Case, Script, Step
 from tests.fuzz.sessions import engine_session, session
-from tests.fuzz.target import Finding, Target, shorter
+from tests.fuzz.target import CodecTarget, Finding, Target, shorter
 from tests.waiting import eventually
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
