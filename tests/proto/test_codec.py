@@ -1,5 +1,6 @@
 """The codec: every message survives, every malformed one is named."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray
 from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, MAX_REGISTER_BYTES, WIRE, Codec
@@ -116,6 +119,14 @@ def test_deep_nesting_is_refused() -> None:
     """A message nested a thousand deep is malformed, not a crash."""
     with pytest.raises(Malformed):
         WIRE.decode(frame_of(0x30, b"\x91" * 2000 + b"\xc0"))
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_never_crash_the_codec(junk: bytes) -> None:
+    """Any bytes either decode or raise DecodeError."""
+    for frame in (junk, WIRE.encode(Ping())[:HEADER_BYTES] + junk):
+        with contextlib.suppress(DecodeError):
+            WIRE.decode(frame)
 
 
 def test_a_second_tag_for_a_type_is_refused() -> None:

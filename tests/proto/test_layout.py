@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvd_proto.errors import AlignmentError, LayoutError, LayoutMismatch, SizeError
 from kvd_proto.layout import (
-    MAX_BYTES,
     GroupSpec,
     Range,
     RankLayout,
@@ -33,41 +32,6 @@ def dense(layers: int = 2, page: int = 4096, blocks: int = 8, **changes: Any) ->
         groups=(GroupSpec(tuple(TensorRef(i, page) for i in range(layers)), 16),),
     )
     return msgspec.structs.replace(layout, **changes)
-
-
-def test_a_plain_layout_is_accepted() -> None:
-    """A layout whose figures fit passes."""
-    validate_layout(dense())
-
-
-@pytest.mark.parametrize(
-    ("changes", "figures"),
-    [
-        ({"num_blocks": 0}, "num_blocks = 0"),
-        ({"num_blocks": -4}, "num_blocks = -4"),
-        ({"num_blocks": 2**40}, str(2**40)),
-        ({"blocks_per_chunk": 0}, "blocks_per_chunk = 0"),
-        ({"blocks_per_chunk": 70_000}, "blocks_per_chunk = 70000"),
-        ({"hash_block_size": 0}, "hash_block_size = 0"),
-        ({"storages": (0, 32768)}, "storages[0] = 0"),
-        ({"storages": (MAX_BYTES + 1, 32768)}, f"storages[0] = {MAX_BYTES + 1}"),
-        ({"tensors": ()}, "0 tensors"),
-        ({"groups": ()}, "0 groups"),
-        ({"tensors": (TensorSpec(0, 0, 0, 4096),)}, "page_bytes = 0"),
-        ({"tensors": (TensorSpec(0, -1, 4096, 4096),)}, "offset = -1"),
-        ({"tensors": (TensorSpec(0, 0, 4096, -4096),)}, "block_stride = -4096"),
-        ({"groups": (GroupSpec((TensorRef(0, 4096),), 0),)}, "block_size = 0"),
-        (
-            {"groups": (GroupSpec((TensorRef(0, 4096),), 16, "sliding", 0),)},
-            "sliding_window = 0",
-        ),
-    ],
-)
-def test_absurd_figures_are_named(changes: dict[str, Any], figures: str) -> None:
-    """A count or size that makes no pool is refused with its name and value."""
-    with pytest.raises(SizeError) as refusal:
-        validate_layout(dense(**changes))
-    assert figures in str(refusal.value)
 
 
 def documented_ranges() -> Iterator[tuple[type[msgspec.Struct], str, Range]]:
@@ -156,6 +120,8 @@ def test_an_engines_last_rank_is_compared_as_quickly_as_its_second() -> None:
 @pytest.mark.parametrize(
     ("changes", "figures"),
     [
+        ({"tensors": ()}, "0 tensors"),
+        ({"groups": ()}, "0 groups"),
         ({"tensors": (TensorSpec(2, 0, 4096, 4096),)}, "storage = 2, but 2 storages"),
         ({"tensors": (TensorSpec(-1, 0, 4096, 4096),)}, "storage = -1"),
         ({"tensors": (TensorSpec(0, 0, 4096, 2048),)}, "2048 is below the page of 4096"),
