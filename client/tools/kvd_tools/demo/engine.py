@@ -28,7 +28,7 @@ from kvd_tools.demo.plan import (
 )
 from kvd_tools.demo.processes import Ranks
 from kvd_tools.demo.rank import Compute, Finished, Transfer
-from kvd_tools.demo.report import Figures, Rate
+from kvd_tools.demo.report import Figures
 from kvd_tools.demo.workload import Prompt
 from kvd_tools.errors import DemoError, OutOfBlocks
 
@@ -41,7 +41,7 @@ _TAKEN = {StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.PENDING}
 class _Job:
     """A job in flight on every rank."""
 
-    rate: Rate
+    kind: str
     blocks: list[int]
     ended: Callable[[bool], None]
     waiting: int
@@ -124,7 +124,7 @@ class Engine:
         ticket = self._scheduler.prepare_load(keys, blocks=blocks)
         loaded: list[bool] = []
         if len(ticket) == len(keys):
-            self._begin(self._figures.load, ticket, groups, loaded.append)
+            self._begin(ticket, groups, loaded.append)
             while not loaded:
                 self._pump()
         self._scheduler.complete_load(ticket)
@@ -170,7 +170,7 @@ class Engine:
             self._figures.failed_stores += not ok
 
         if ticket.keys:
-            self._begin(self._figures.store, ticket, groups, ended)
+            self._begin(ticket, groups, ended)
         held = request.blocks[WINDOW]
         self._pool.release([held.pop(index) for index in list(held) if index < window.start])
 
@@ -197,7 +197,6 @@ class Engine:
 
     def _begin(
         self,
-        rate: Rate,
         ticket: StoreTicket | LoadTicket,
         groups: list[ChunkBlocks],
         ended: Callable[[bool], None],
@@ -208,7 +207,8 @@ class Engine:
         self._last_job += 1
         blocks = [block for group in groups for block in group.blocks]
         self._pool.share(blocks)
-        self._jobs[self._last_job] = _Job(rate, blocks, ended, len(self._ranks))
+        kind = "store" if isinstance(ticket, StoreTicket) else "load"
+        self._jobs[self._last_job] = _Job(kind, blocks, ended, len(self._ranks))
         self._ranks.send_all(Transfer(self._last_job, ticket, groups))
 
     def _pump(self) -> None:
@@ -225,7 +225,7 @@ class Engine:
 
     def _take(self, report: Finished) -> None:
         job = self._jobs[report.job]
-        self._figures.count_job(report, job.rate)
+        self._figures.count_job(report, job.kind)
         job.waiting -= 1
         job.ok &= report.ok
         if not job.waiting:

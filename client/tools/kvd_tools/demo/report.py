@@ -1,6 +1,7 @@
 """What the demo measured: counters, and the figures made from them."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,19 +28,6 @@ def memcpy_rate() -> float:
 
 
 @dataclass(slots=True)
-class Rate:
-    """Bytes over the lane's own copy time, summed over jobs and ranks."""
-
-    bytes: int = 0
-    nanoseconds: int = 0
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        """GB/s (1e9 bytes); 0 where nothing was copied."""
-        return round(self.bytes / max(1, self.nanoseconds), 3)
-
-
-@dataclass(slots=True)
 class Figures:
     """Everything that is counted. Chunks count once, bytes and jobs once a rank."""
 
@@ -57,18 +45,18 @@ class Figures:
     mismatched_bytes: int = 0
     strayed_bytes: int = 0
     wall_seconds: float = 0.0
-    store: Rate = field(default_factory=Rate)
-    load: Rate = field(default_factory=Rate)
+    copied_bytes: Counter[str] = field(default_factory=Counter)  # by "store" and "load"
+    copy_ns: Counter[str] = field(default_factory=Counter)
     job_ns: list[int] = field(default_factory=list)
 
-    def count_job(self, report: Finished, rate: Rate) -> None:
+    def count_job(self, report: Finished, kind: str) -> None:
         """Add one rank's report of a store's or load's end."""
         self.verified_bytes += report.verified
         self.mismatched_bytes += report.mismatched
         self.job_ns.append(report.took_ns)
         if report.ok:
-            rate.bytes += report.bytes
-            rate.nanoseconds += report.copy_ns
+            self.copied_bytes[kind] += report.bytes
+            self.copy_ns[kind] += report.copy_ns
 
     @property
     def good(self) -> bool:
@@ -79,8 +67,10 @@ class Figures:
         """Return the flat object of the JSON file; rates in 1e9 bytes a second."""
         p50, p99 = np.percentile(self.job_ns or [0], [50, 99]) / 1e3
         measured: Summary = {
-            "store_GBps": self.store.gigabytes_per_second,
-            "load_GBps": self.load.gigabytes_per_second,
+            **{
+                f"{kind}_GBps": round(self.copied_bytes[kind] / max(1, self.copy_ns[kind]), 3)
+                for kind in ("store", "load")
+            },
             "memcpy_GBps": round(memcpy_gbps, 3),
             "jobs": len(self.job_ns),
             "job_p50_us": round(float(p50), 1),

@@ -33,11 +33,6 @@ class Round:
         return median(answer.first_token_seconds for answer in self.answers)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(answer.prompt_tokens for answer in self.answers)
-
-    @property
     def hits(self) -> int:
         """Tokens of these that came from kvd."""
         return sum(answer.cached_tokens for answer in self.answers) - self.gpu_hits
@@ -50,7 +45,8 @@ class Round:
     def line(self) -> str:
         """For people, under `HEAD`."""
         each = " ".join(f"{answer.first_token_seconds:.2f}" for answer in self.answers)
-        hits = f"{self.hits:,} of {self.prompt_tokens:,}"
+        tokens = sum(answer.prompt_tokens for answer in self.answers)
+        hits = f"{self.hits:,} of {tokens:,}"
         return f"{self.name:<22}{self.seconds:>6.3f} s  {hits:>16}  {each}"
 
 

@@ -1,6 +1,6 @@
 """Memory of the self-test on one device: blocks that are written and read past the daemon."""
 
-from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,6 @@ from kvd_client import cuda_driver
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import CudaError, UnsupportedMemory
 from kvd_client.memory import HostMemory
-from kvd_client.registration import Memory
 from kvd_proto.devices import HOST, cuda_device
 from kvd_tools.errors import StepFailed
 
@@ -17,56 +16,30 @@ Bytes = npt.NDArray[np.uint8]
 _NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
 
 
-class Blocks(ABC):
-    """`count` blocks of `size` bytes, one storage.
-
-    Attributes:
-        memory: what is registered with the daemon.
-    """
-
-    memory: Memory
+class HostBlocks:
+    """`count` blocks of `size` bytes in shared host memory, one storage: `memory`."""
 
     def __init__(self, count: int, size: int) -> None:
-        self.count = count
-        self.size = size
-
-    @abstractmethod
-    def write(self, block: int, data: Bytes) -> None:
-        """Put u8[size] into a block; it is there when this returns."""
-
-    @abstractmethod
-    def read(self, block: int) -> Bytes:
-        """What is in a block now, a copy of u8[size]."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the memory back; the daemon must have let go of it."""
-
-
-class HostBlocks(Blocks):
-    """Blocks in shared host memory."""
-
-    def __init__(self, count: int, size: int) -> None:
-        super().__init__(count, size)
+        self.count, self.size = count, size
         self.memory: HostMemory = HostMemory.allocate(count * size)
         self._rows = self.memory.array.reshape(count, size)
 
     def write(self, block: int, data: Bytes) -> None:
-        """See Blocks."""
+        """Put u8[size] into a block; it is there when this returns."""
         self._rows[block] = data
 
     def read(self, block: int) -> Bytes:
-        """See Blocks."""
+        """Return what is in a block now, a copy of u8[size]."""
         data: Bytes = self._rows[block].copy()
         return data
 
     def close(self) -> None:
-        """See Blocks."""
+        """Give the memory back; the daemon must have let go of it."""
         self.memory.close()
 
 
-class CudaBlocks(Blocks):
-    """Blocks in memory of a CUDA device of this process.
+class CudaBlocks:
+    """`count` blocks of `size` bytes on a CUDA device of this process, one storage: `memory`.
 
     Raises:
         CudaError: the driver refuses.
@@ -74,31 +47,34 @@ class CudaBlocks(Blocks):
     """
 
     def __init__(self, ordinal: int, count: int, size: int) -> None:
-        super().__init__(count, size)
+        self.count, self.size = count, size
         self._context = cuda_driver.PrimaryContext(ordinal)
         with self._context.current():
             self._address = cuda_driver.allocate(count * size)
             self.memory: DeviceMemory = DeviceMemory.at(self._address, count * size)
 
     def write(self, block: int, data: Bytes) -> None:
-        """See Blocks."""
+        """Put u8[size] into a block; it is there when this returns."""
         whole = np.ascontiguousarray(data)
         with self._context.current():
             cuda_driver.copy_in(self._address + block * self.size, whole.ctypes.data, self.size)
 
     def read(self, block: int) -> Bytes:
-        """See Blocks."""
+        """Return what is in a block now, a copy of u8[size]."""
         data = np.empty(self.size, np.uint8)
         with self._context.current():
             cuda_driver.copy_out(data.ctypes.data, self._address + block * self.size, self.size)
         return data
 
     def close(self) -> None:
-        """See Blocks."""
+        """Give the memory back; the daemon must have let go of it."""
         self.memory.close()
         with self._context.current():
             cuda_driver.free(self._address)
         self._context.release()
+
+
+Blocks: TypeAlias = HostBlocks | CudaBlocks
 
 
 def visible_devices() -> dict[str, int]:
