@@ -219,7 +219,7 @@ class ChunkTable:
                     failed.append(slot)
                     given_up.add(slot)
                 elif done == expected:
-                    self.counts.replaced += life.finish(owner, slot)
+                    self.counts.replaced += life.finish(slot)
                     ready.append(slot)
         self.counts.stored += len(ready)
         self.counts.stale_reports += stale
@@ -339,7 +339,7 @@ class ChunkTable:
     def expire(self, now: float) -> Refs:
         """End the leases and give up the stores whose deadline has come; slots to be revoked."""
         self.ages.tell(now)
-        late = self.slots.tickets.expired(now)
+        late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
         self.counts.tickets_expired += len(late)
         leases, unpinned = self.slots.leases.expire(now)
         self.counts.leases_expired += leases
@@ -349,7 +349,7 @@ class ChunkTable:
     def drop_owner(self, owner: int) -> Refs:
         """An owner is gone: end its leases, give up its stores; slots to be revoked."""
         self.slots.unpinned(self.slots.leases.drop_owner(owner))
-        return self._give_up(self.slots.tickets.of(owner))
+        return self._give_up(self.slots.written_by(owner))
 
     def reset(self) -> ResetOutcome:
         """Drop every chunk: from now on nobody finds it, and the next daemon does not, either.
@@ -374,13 +374,6 @@ class ChunkTable:
                 break
         if self.is_swept:
             self.give_back()
-
-    def empty(self) -> None:
-        """Drop every chunk and free its slot, in one go; nothing is pinned or being written."""
-        self.reset()
-        while not self.is_swept:
-            self.sweep()
-        self.give_back()
 
     def give_up_stores(self) -> Refs:
         """Give up whatever is being written, and forget offers; slots to be revoked."""
@@ -431,11 +424,7 @@ class ChunkTable:
     # -------------------------------------------------------------- inspection
 
     def check_integrity(self) -> None:
-        """The slots are as everybody says, and what happened is counted.
-
-        Raises:
-            IntegrityError: otherwise.
-        """
+        """Raise IntegrityError where slots or counters contradict each other."""
         self.slots.check_integrity()
         if self._filter is not None:
             self._filter.check_integrity()

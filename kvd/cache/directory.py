@@ -303,24 +303,18 @@ class DirectoryWriter(DirectoryView):
         """
         head = self.header
         table = np.frombuffer(self._whole, RECORD_DTYPE, self.num_slots, head.records_offset)
-        slots = chunks.slots
-        self._highest = max(self._highest, int(chunks.generations.max(initial=0)))
-        for name, values in (
-            ("key", chunks.keys),
-            ("key_len", chunks.key_lengths),
-            ("first", chunks.first),
-            ("count", chunks.count),
-            ("group", chunks.groups),
-            ("ranks_done", ranks_done),
-            ("generation", chunks.generations),
-            ("state", np.uint8(SlotState.READY)),
-        ):
-            table[name][slots] = values
+        slots, kept = chunks.slots, chunks.records
+        self._highest = max(self._highest, int(kept["generation"].max(initial=0)))
+        for name in ("generation", "key", "key_len", "first", "count", "group"):
+            table[name][slots] = kept[name]
+        table["ranks_done"][slots] = ranks_done
+        table["state"][slots] = SlotState.READY
         # Linear probing all at once: in the order of their homes, each goes to the first place
         # that is not before its home and behind its forerunner.
-        homes = chunks.hashes & np.uint32(self._mask)
-        order = np.lexsort((chunks.hashes, homes))
-        homes, hashes, slots = homes[order].astype(np.int64), chunks.hashes[order], slots[order]
+        hashes = kept["hash"]
+        homes = hashes & np.uint32(self._mask)
+        order = np.lexsort((hashes, homes))
+        homes, hashes, slots = homes[order].astype(np.int64), hashes[order], slots[order]
         self._refuse_twins(hashes, slots)
         rank = np.arange(len(homes))
         places = np.maximum.accumulate(homes - rank) + rank
@@ -393,12 +387,7 @@ class DirectoryWriter(DirectoryView):
         return slots
 
     def check_integrity(self) -> None:
-        """Index and records agree.
-
-        Raises:
-            IntegrityError: an entry is doubled, out of reach of its home, or points to
-                a slot that is not WRITING or READY under a key with this hash.
-        """
+        """Raise IntegrityError where index and records do not agree."""
         entries = np.frombuffer(
             self._whole, "<u8", self.header.index_capacity, self.header.index_offset
         )

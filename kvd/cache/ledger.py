@@ -94,17 +94,14 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class KeptChunks:
-    """The chunks of a ledger, the one used longest ago first: [n] each. Keys: V48."""
+    """The chunks of a ledger, the one used longest ago first: [n] each.
+
+    `records` are structured: generation, hash, first, count, key_len, group, key.
+    """
 
     slots: npt.NDArray[np.int64]
     stamps: npt.NDArray[np.uint64]
-    generations: npt.NDArray[np.uint64]
-    hashes: npt.NDArray[np.uint32]
-    first: npt.NDArray[np.uint16]
-    count: npt.NDArray[np.uint16]
-    groups: npt.NDArray[np.uint16]
-    key_lengths: npt.NDArray[np.uint8]
-    keys: npt.NDArray[Any]
+    records: npt.NDArray[Any]
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -204,17 +201,7 @@ class Ledger:
                 f"{int(bad.sum())} of {len(slots)} records are damaged, the first is that of"
                 f" slot {slots[int(np.argmax(bad))]}"
             )
-        return KeptChunks(
-            slots,
-            self.stamps[slots],
-            found["generation"].copy(),
-            found["hash"].copy(),
-            found["first"].copy(),
-            found["count"].copy(),
-            found["group"].copy(),
-            found["key_len"].copy(),
-            found["key"].copy(),
-        )
+        return KeptChunks(slots, self.stamps[slots], found)
 
     def _table(self) -> npt.NDArray[Any]:
         return np.frombuffer(self._records, _DTYPE, self.num_slots)

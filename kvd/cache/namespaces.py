@@ -310,7 +310,7 @@ class Namespaces:
         """
         if namespace.engines or not namespace.table.slots.is_idle:
             raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
-        namespace.table.empty()
+        namespace.table.reset()
         self.closed_counts.add(namespace.table.counts)
         self.pool.leave(namespace.table.space)
         namespace.directory.release()
@@ -342,11 +342,7 @@ class Namespaces:
         }
 
     def check_integrity(self) -> None:
-        """Every table holds what it promises, and the pool is divided properly.
-
-        Raises:
-            IntegrityError: otherwise.
-        """
+        """Raise IntegrityError where a table or the division of the pool is wrong."""
         for namespace in self:
             namespace.table.check_integrity()
         self.pool.check_integrity()

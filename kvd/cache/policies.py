@@ -95,7 +95,7 @@ class Policy(ABC):
         return list(chain.from_iterable(self._slots.walk(i + 1) for i in range(self.lists)))
 
     def __len__(self) -> int:
-        return sum(self._slots.size(i + 1) for i in range(self.lists))
+        return len(self._slots)
 
     def __contains__(self, slot: int) -> bool:
         return bool(self._slots.where(slot))
@@ -221,7 +221,7 @@ class ArcPolicy(Policy):
         sizes, capacity = self._slots.size, self.num_slots
         while self._b1 and sizes(_T1) + len(self._b1) > capacity:
             self._b1.popitem(last=False)
-        while self._b2 and len(self) + len(self._b1) + len(self._b2) > 2 * capacity:
+        while self._b2 and len(self._slots) + len(self._b1) + len(self._b2) > 2 * capacity:
             self._b2.popitem(last=False)
 
     def check_integrity(self) -> None:

@@ -38,6 +38,9 @@ class SlotLists:
         """How many slots a list holds."""
         return self._sizes[which]
 
+    def __len__(self) -> int:
+        return sum(self._sizes)
+
     def append(self, which: int, slot: int) -> None:
         """Put a slot that is in no list at the hot end of one.
 
@@ -117,11 +120,7 @@ class SlotLists:
             place = following[place]
 
     def check_integrity(self) -> None:
-        """Links run both ways, marks and sizes are right.
-
-        Raises:
-            IntegrityError: they are not.
-        """
+        """Raise IntegrityError where links, marks or sizes are wrong."""
         marked = np.bincount(np.asarray(self._where), minlength=self._lists + 1)
         for which in range(1, self._lists + 1):
             slots = list(self.walk(which))

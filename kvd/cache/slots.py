@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvd.cache.ages import Ages
 from kvd.cache.directory import DirectoryWriter, Refs, covers
-from kvd.cache.leases import Leases, Tickets
+from kvd.cache.leases import Leases
 from kvd.cache.policies import Policy
 from kvd.errors import IntegrityError
 from kvd.pool.space import Space
@@ -45,7 +45,7 @@ class Slots:
         self.space = space
         self.ages = ages
         self.leases = Leases()
-        self.tickets = Tickets()
+        self.tickets: dict[int, float] = {}  # WRITING slot -> deadline
         self._draining: set[int] = set()
         self._doomed: set[int] = set()
         self.forgotten = 0
@@ -76,8 +76,7 @@ class Slots:
             keys = [key for key, good in zip(keys, placed, strict=True) if good]
             slots = [slot for slot, good in zip(slots, placed, strict=True) if good]
             generations = [generation for generation in generations if generation]
-        if slots:
-            self.tickets.issue(owner, slots, deadline)
+        self.tickets.update(dict.fromkeys(slots, deadline))
         for key, slot in zip(reversed(keys), reversed(slots), strict=True):
             if key in lesser:
                 self._lesser[slot] = lesser[key]
@@ -123,9 +122,9 @@ class Slots:
         held, written = self.directory.blocks(old), self.directory.blocks(slot)
         return held != written and covers(written, held)
 
-    def finish(self, owner: int, slot: int) -> bool:
+    def finish(self, slot: int) -> bool:
         """WRITING -> READY; whether it replaced a chunk, which is dropped."""
-        self.tickets.close(owner, slot)
+        del self.tickets[slot]
         old = self._lesser.pop(slot, None)
         if old is None:
             self.directory.make_ready(slot)
@@ -135,6 +134,10 @@ class Slots:
         self._move(old, slot)
         self._leave([old], indexed=False)
         return True
+
+    def written_by(self, owner: int) -> list[int]:
+        """The slots that an owner may write."""
+        return [slot for slot in self.tickets if self.directory.owner(slot) == owner]
 
     def give_up(self, slots: Sequence[int]) -> Refs:
         """WRITING -> DRAINING; what is to be revoked."""
@@ -146,7 +149,7 @@ class Slots:
             else:
                 directory.unindex(slot)
                 self.policy.remove(slot)
-            self.tickets.close(directory.owner(slot), slot)
+            del self.tickets[slot]
         self._draining.update(slots)
         return self.refs(slots)
 
@@ -266,12 +269,8 @@ class Slots:
         }
 
     def check_integrity(self) -> None:
-        """Directory, policy, leases, tickets and space say the same about every slot.
-
-        Raises:
-            IntegrityError: they do not.
-        """
-        for part in (self.directory, self.policy, self.leases, self.tickets, self.space):
+        """Raise IntegrityError where directory, policy, leases, tickets and space disagree."""
+        for part in (self.directory, self.policy, self.leases, self.space):
             part.check_integrity()
         num_slots = self.directory.num_slots
         self.check_slots(0, num_slots)
@@ -307,7 +306,7 @@ class Slots:
             IntegrityError: they do not.
         """
         slots = range(first, min(first + count, self.directory.num_slots))
-        tickets, chunks = set(self.tickets), 0
+        tickets, chunks = self.tickets, 0
         free = self.space.free_among(slots.start, slots.stop)
         forgotten = set(self._forgotten_among(first, count))
         for slot in slots:

@@ -127,11 +127,11 @@ class LaneJob:
             bad = ~directory.check(chunks.slots, chunks.generations, SlotState.READY)
             what = "ready"
             if not bad.any():
-                first, count = directory.coverage(chunks.slots)
+                first, count, group = directory.coverage(chunks.slots)
                 # first + count is at most blocks_per_chunk, which fits 16 bits.
                 bad = (chunks.first < first) | (chunks.first + chunks.count > first + count)
                 # Another group's pages lie elsewhere in the slot, where old bytes may be.
-                bad |= directory.groups(chunks.slots) != chunks.group
+                bad |= group != chunks.group
                 what = "stored with all blocks that are to be loaded"
         if not bad.any():
             return None

@@ -76,11 +76,7 @@ class Holdings:
         space.open_column(column)
 
     def release(self, space: Space, column: int) -> None:
-        """A column goes back.
-
-        Raises:
-            IntegrityError: some of its slots are in use.
-        """
+        """A column goes back."""
         space.close_column(column)
         for extent in space.column_extents[column]:
             self._claims[extent] -= 1
@@ -90,11 +86,7 @@ class Holdings:
         self.changes += 1
 
     def check_integrity(self) -> None:
-        """Extents are owned as the claimed columns say, and no byte by two chunks.
-
-        Raises:
-            IntegrityError: otherwise.
-        """
+        """Raise IntegrityError where extents are not owned as claimed, or chunks overlap."""
         owner: list[Space | None] = [None] * self._extents.count
         claims = [0] * self._extents.count
         shares: list[tuple[int, int, int, int]] = []

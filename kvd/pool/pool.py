@@ -113,14 +113,9 @@ class Pool:
         return space
 
     def leave(self, space: Space) -> None:
-        """Remove a space; none of its slots may be in use.
-
-        Raises:
-            IntegrityError: some are.
-        """
-        self.give_back(space)
-        if space.claimed:
-            raise IntegrityError(f"slots of {space!r} are in use")
+        """Remove a space, whatever chunks it holds."""
+        for column in space.claimed:
+            self._holdings.release(space, column)
         self._holdings.spaces.remove(space)
         del self._tenants[space]
         self._exhausted.pop(space, None)

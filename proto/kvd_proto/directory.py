@@ -368,22 +368,14 @@ class DirectoryView:
 
     def coverage(
         self, slots: npt.NDArray[np.uint32]
-    ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
-        """First block and count of blocks that hold bytes, for every slot: [n], [n].
+    ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
+        """First block and count of blocks that hold bytes, and their group: [n] each.
 
         Raises:
             IndexError: there is no such slot.
         """
-        return self._columns["first"][slots], self._columns["count"][slots]
-
-    def groups(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
-        """The group whose blocks each slot holds: [n].
-
-        Raises:
-            IndexError: there is no such slot.
-        """
-        result: npt.NDArray[np.uint16] = self._columns["group"][slots]
-        return result
+        columns = self._columns
+        return columns["first"][slots], columns["count"][slots], columns["group"][slots]
 
     def release(self) -> None:
         """Let go of the buffer, so that its owner may unmap it. Nothing works afterwards."""

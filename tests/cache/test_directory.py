@@ -136,7 +136,7 @@ def test_shares() -> None:
     writer.begin([b"k"], [3], owner=1)
     assert writer.add_share(3, 0, first=1, count=3, group=0) == (0b01, 3)
     assert writer.add_share(3, 63, first=0, count=3, group=0) == (1 | 1 << 63, 2)
-    first, count = writer.coverage(np.array([3], "u4"))
+    first, count, _ = writer.coverage(np.array([3], "u4"))
     assert (first.tolist(), count.tolist()) == ([1], [2])
     assert writer.add_share(3, 5, first=3, count=1, group=0)[1] == 0
 
