@@ -142,7 +142,7 @@ class Caching:
     def _open_for_work(self, session: Session, keys: int) -> None:
         if self._state.draining:
             if session.engine is not None and session.engine.namespace is not None:
-                session.engine.namespace.table.turn_away(keys)
+                session.engine.namespace.table.count_refused(keys)
             raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
         if not self._state.allocated:
             raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")

@@ -104,7 +104,7 @@ class Operations:
     ) -> list[Effect]:
         namespaces, which = self._named(message.namespace)
         for namespace in namespaces:
-            namespace.table.ages.tell(now)
+            namespace.table.ages.set_time(now)
         age = format_duration(message.seconds)
         return self.sweeps.start(
             Sweep(

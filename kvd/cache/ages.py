@@ -19,7 +19,7 @@ from kvd.metrics.histogram import Histogram
 class Ages:
     """When each slot's chunk was last of use, and the ages at eviction.
 
-    Time is what `tell` said last; the broker says it several times a second.
+    Time is what `set_time` was given last; the broker calls it several times a second.
 
     Args:
         num_slots: slots are numbered 0..num_slots - 1.
@@ -37,8 +37,8 @@ class Ages:
         self._stamps = np.zeros(num_slots, np.uint64) if stamps is None else stamps
         self.now = 0
 
-    def tell(self, now: float) -> None:
-        """It is `now`, in seconds of a clock that never goes back, also over restarts."""
+    def set_time(self, now: float) -> None:
+        """Set the time, `now`, in seconds of a clock that never goes back, also over restarts."""
         self.now = max(self.now, int(now * 1e6))
 
     def used(self, slots: Sequence[int], last: int) -> None:

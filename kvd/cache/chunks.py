@@ -8,7 +8,7 @@ It is the only writer of its directory. The states of a slot::
     WRITING -> DRAINING a share failed, complete_store without success, the ticket's
                         deadline passed, the session is gone, reset
     DRAINING -> FREE    revoked: the lanes have nothing under way there
-    READY -> FREE       evicted or reset. A reset chunk is found by nobody at once, and leaves
+    READY -> FREE       evicted or reset. A reset chunk is not found any more, and leaves
                         its slot by `sweep`; one that is pinned is doomed, that is, it
                         leaves its slot at the last pin
 
@@ -86,7 +86,7 @@ class ChunkTable:
         self.slots = Slots(directory, order, self.space, self.ages)
 
     def restore(self, chunks: KeptChunks) -> None:
-        """Take over the chunks of the daemon before, into a table that is new.
+        """Take over the chunks of the previous daemon, into a table that is new.
 
         Raises:
             LedgerDamaged: they contradict each other.
@@ -126,7 +126,7 @@ class ChunkTable:
         the first counts; the others are PENDING, or what the first one got. While only
         `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
         """
-        self.ages.tell(now)
+        self.ages.set_time(now)
         offer = Offer.of(keys, blocks, self.slots, self._filter)
         slots, evicted = self._room(len(offer.wanted), offer.named, usable)
         taken = list(offer.wanted)[: len(slots)]
@@ -170,7 +170,7 @@ class ChunkTable:
         slots += sorted(victims)
         return slots, evicted
 
-    def turn_away(self, keys: int) -> None:
+    def count_refused(self, keys: int) -> None:
         """Count keys that were offered while the daemon drains."""
         self.counts.offered += keys
         self.counts.draining += keys
@@ -194,16 +194,16 @@ class ChunkTable:
         is one that holds no more than what it should replace.
         Reports about slots that have moved on, and second reports, are ignored.
         """
-        directory, life, ready, failed, stale = self.directory, self.slots, [], [], 0
+        directory, life, ready, stale = self.directory, self.slots, [], 0
         writers = self.space.geometry.writers
-        given_up: set[int] = set()
+        failed: dict[int, None] = {}
         if groups is None:
             groups = [0] * len(slots)
         columns = (map(int, column) for column in (slots, generations, first, count, groups))
         for slot, generation, block, blocks, group in zip(*columns, strict=True):
             if (
                 not 0 <= slot < directory.num_slots
-                or slot in given_up
+                or slot in failed
                 or directory.generation(slot) != generation
                 or directory.state(slot) != _WRITING
                 or directory.owner(slot) != owner
@@ -211,24 +211,22 @@ class ChunkTable:
             ):
                 stale += 1
             elif not ok or blocks < 1:
-                failed.append(slot)
-                given_up.add(slot)
+                failed[slot] = None
             else:
                 done, covered = directory.add_share(slot, rank, block, blocks, group)
-                if not covered or (done == expected and not life.is_worth_it(slot)):
-                    failed.append(slot)
-                    given_up.add(slot)
+                if not covered or (done == expected and not life.adds_blocks(slot)):
+                    failed[slot] = None
                 elif done == expected:
                     self.counts.replaced += life.finish(slot)
                     ready.append(slot)
         self.counts.stored += len(ready)
         self.counts.stale_reports += stale
-        return ShareOutcome(self.slots.refs(ready), self._give_up(failed))
+        return ShareOutcome(self.slots.refs(ready), self._give_up(list(failed)))
 
     def complete_store(
         self, keys: Sequence[bytes], owner: int, *, success: bool
     ) -> tuple[StoreSummary, Refs]:
-        """The engine is done with these stores. Without success what `owner` writes is given up.
+        """End these stores for the engine. Without success what `owner` writes is given up.
 
         Returns:
             How the keys stand, and the slots to be revoked.
@@ -278,7 +276,7 @@ class ChunkTable:
         lacks some of that is missed.
         While only `usable` bytes of the pool can be used, what lies elsewhere is missed.
         """
-        self.ages.tell(now)
+        self.ages.set_time(now)
         within = self.space.is_within
         found, slots = bytearray(len(keys)), []
         find, state, held = self.directory.find, self.directory.state, self.directory.blocks
@@ -338,7 +336,7 @@ class ChunkTable:
 
     def expire(self, now: float) -> Refs:
         """End the leases and give up the stores whose deadline has come; slots to be revoked."""
-        self.ages.tell(now)
+        self.ages.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
         self.counts.tickets_expired += len(late)
         leases, unpinned = self.slots.leases.expire(now)
@@ -352,7 +350,7 @@ class ChunkTable:
         return self._give_up(self.slots.written_by(owner))
 
     def reset(self) -> ResetOutcome:
-        """Drop every chunk: from now on nobody finds it, and the next daemon does not, either.
+        """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
 
         Slots are freed by `sweep`; those that are pinned go when their leases end. What was
         offered and not stored yet keeps its count.
@@ -405,7 +403,7 @@ class ChunkTable:
         return self.slots.drop(slots)
 
     def give_back(self) -> None:
-        """Let others have the room that holds no chunk."""
+        """Release the room that holds no chunk to other namespaces."""
         self._pool.give_back(self.space)
 
     # ------------------------------------------------------------ for the pool

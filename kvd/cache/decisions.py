@@ -133,7 +133,7 @@ class Offer:
         slots: Slots,
         reuse: ReuseFilter | None,
     ) -> "Offer":
-        """Sort the keys; `reuse`, where there is one, says which of the new ones may come in.
+        """Sort the keys; `reuse`, where there is one, says which of the new ones may be stored.
 
         A chunk that is here is stored anew when what is offered holds all its blocks and more,
         unless that is under way.

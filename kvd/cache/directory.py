@@ -292,7 +292,7 @@ class DirectoryWriter(DirectoryView):
             self._point(instead_of, slot)
 
     def restore(self, chunks: KeptChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
-        """Put the chunks of the daemon before into a directory that is new.
+        """Put the chunks of the previous daemon into a directory that is new.
 
         Args:
             chunks: READY from now on, under the generations they had.
@@ -315,7 +315,7 @@ class DirectoryWriter(DirectoryView):
         homes = hashes & np.uint32(self._mask)
         order = np.lexsort((hashes, homes))
         homes, hashes, slots = homes[order].astype(np.int64), hashes[order], slots[order]
-        self._refuse_twins(hashes, slots)
+        self._refuse_duplicates(hashes, slots)
         rank = np.arange(len(homes))
         places = np.maximum.accumulate(homes - rank) + rank
         entries = hashes.astype(np.uint64) << np.uint64(32) | (slots + 1).astype(np.uint64)
@@ -332,7 +332,9 @@ class DirectoryWriter(DirectoryView):
             else:
                 raise LedgerDamaged("more chunks share a home in the index than it takes")
 
-    def _refuse_twins(self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]) -> None:
+    def _refuse_duplicates(
+        self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]
+    ) -> None:
         """Equal hashes are neighbours: among those no two keys may be equal."""
         same = np.flatnonzero(hashes[1:] == hashes[:-1])
         seen: set[tuple[int, bytes]] = set()

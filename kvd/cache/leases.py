@@ -20,7 +20,7 @@ class Lease:
 class Leases:
     """Every lease of one namespace, and how many pins each slot has by them.
 
-    What ends a lease returns the slots that nobody pins any more.
+    What ends a lease returns the slots that no lease pins any more.
     """
 
     def __init__(self) -> None:

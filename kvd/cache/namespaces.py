@@ -189,7 +189,7 @@ class Namespaces:
         return self._add(ns_id, label, geometry, boot_id, ledger, temporary=temporary)
 
     def reopen(self, ledger: Ledger, boot_id: bytes) -> Namespace:
-        """A namespace of the daemon before with all chunks of its ledger, which is taken over.
+        """Open a namespace of the previous daemon with all chunks of its ledger.
 
         Raises:
             LedgerDamaged: the ledger cannot be believed.
@@ -285,11 +285,11 @@ class Namespaces:
         return len(self._open)
 
     def closable(self) -> list[Namespace]:
-        """Namespaces without engines, with nothing under way, the oldest first."""
+        """Namespaces without engines, with nothing pinned or being written, the oldest first."""
         return [ns for ns in self if not ns.engines and ns.table.slots.is_idle]
 
     def spare(self) -> list[Namespace]:
-        """Those of the closable without which every model keeps what it has of its floor."""
+        """Those of `closable` that may go while every model keeps what it holds of its floor."""
         spare = []
         for namespace in self.closable():
             space = namespace.table.space
@@ -303,13 +303,7 @@ class Namespaces:
         return [namespace for namespace in self.closable() if namespace.temporary]
 
     def close(self, namespace: Namespace) -> None:
-        """Drop a namespace and its chunks, and release its memory.
-
-        Raises:
-            Refused: BAD_STATE where engines are attached or something is under way.
-        """
-        if namespace.engines or not namespace.table.slots.is_idle:
-            raise Refused(ErrorCode.BAD_STATE, f"still in use: {namespace!r}")
+        """Drop a namespace that is `closable` with its chunks, and release its memory."""
         namespace.table.reset()
         self.closed_counts.add(namespace.table.counts)
         self.pool.leave(namespace.table.space)
@@ -317,7 +311,7 @@ class Namespaces:
         del self._open[namespace.id]
 
     def stats(self) -> dict[str, Any]:
-        """Bytes of the pool: nobody's, and by namespace held, and by state of its chunks."""
+        """Bytes of the pool: free, and by namespace held and by state of its chunks."""
         spaces = {}
         for namespace in self:
             chunk, counts = namespace.geometry.bytes_per_chunk, namespace.table.slots.stats()

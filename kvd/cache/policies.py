@@ -45,7 +45,7 @@ class Policy(ABC):
         """Add a chunk that has got a slot, for a request that is under way."""
 
     def restore(self, slots: npt.NDArray[np.int64]) -> None:
-        """Add chunks of the daemon before, the one used longest ago first; the policy is empty."""
+        """Fill an empty policy with chunks of the previous daemon, used longest ago first."""
         self._slots.extend(1, slots)
 
     def refresh(self, slot: int) -> None:

@@ -6,7 +6,7 @@ A slot that is not FREE is in exactly one place besides the directory::
               but for a replacement
     READY     policy: it may be evicted, unless a lease pins it
               doomed: it has left the index, and goes with the last lease that pins it
-              forgotten: nobody finds it since a reset, and `sweep` frees it
+              forgotten: dropped by a reset, no longer found; `sweep` frees it
     DRAINING  draining: the lanes may have something under way there
 
 A replacement is WRITING with more blocks of a chunk that is READY. The READY one stays in
@@ -114,8 +114,8 @@ class Slots:
         """Chunks that are being written and replace none."""
         return len(self.tickets) - len(self._lesser)
 
-    def is_worth_it(self, slot: int) -> bool:
-        """What was written holds more than what it replaces, if it replaces anything."""
+    def adds_blocks(self, slot: int) -> bool:
+        """Whether what was written holds more than what it replaces, if it replaces anything."""
         old = self._lesser.get(slot)
         if old is None:
             return True
@@ -187,7 +187,7 @@ class Slots:
     def forget(self) -> tuple[int, int]:
         """Every READY slot is forgotten, or doomed where pinned: how many of each.
 
-        It takes as long however many there are that nobody has pinned. No slot is WRITING.
+        The time does not depend on how many are not pinned. No slot is WRITING.
 
         Raises:
             IntegrityError: one is.
@@ -300,10 +300,10 @@ class Slots:
                 raise IntegrityError(f"slot {new} replaces another chunk, in slot {old}")
 
     def check_slots(self, first: int, count: int) -> int:
-        """All say the same about each of `count` slots from `first` on; how many hold a chunk.
+        """Check each of `count` slots from `first` on; how many hold a chunk.
 
         Raises:
-            IntegrityError: they do not.
+            IntegrityError: directory, policy, leases, tickets and space disagree about one.
         """
         slots = range(first, min(first + count, self.directory.num_slots))
         tickets, chunks = self.tickets, 0

@@ -1,1 +1,1 @@
-"""Who owns which bytes of the pool. Pure."""
+"""Which namespace owns which bytes of the pool. Pure; knows nothing of chunks."""

@@ -48,7 +48,7 @@ class Holdings:
         return losses
 
     def is_free_for(self, space: Space, column: int) -> bool:
-        """The space has not claimed the column, and nobody else owns an extent of it."""
+        """Whether the space has not claimed the column, and no other owns an extent of it."""
         owner, extents = self._owner, space.column_extents[column]
         return column not in space and all(
             owner[extent] is None or owner[extent] is space for extent in extents

@@ -8,12 +8,12 @@ Whoever needs room gets free extents first. Whoever has no free extents left tak
 this order: columns of others that hold nothing; and, while it stays within its fair
 share (the budget divided by the number of namespaces with engines attached), the
 column used least recently of those that hold more than theirs. A namespace that holds
-nothing may take its first column from anybody, and so may one whose model is below its
+nothing may take its first column from any other, and so may one whose model is below its
 floor. No column is taken in which a chunk is pinned, being written or draining. Beyond
 that a namespace must evict its own chunks.
 
-Quotas (`kvd.pool.shares`) bound all of it: nobody claims beyond a cap, nobody
-takes what leaves another model below its floor.
+Quotas (`kvd.pool.shares`) bound all of it: no model claims beyond its cap, none
+takes what leaves another below its floor.
 
 While the pool's memory is still being filled (see `kvd.pool.filling`) only columns
 whose bytes are all there are given away, and nothing is taken or evicted for them.
@@ -65,7 +65,7 @@ class Pool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the extents that nobody owns."""
+        """Bytes of the extents that no namespace owns."""
         return self.cpu_bytes - sum(map(self.held_bytes, self._holdings.spaces))
 
     def held_bytes(self, space: Space) -> int:
@@ -132,7 +132,7 @@ class Pool:
     def restore(
         self, space: Space, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64]
     ) -> None:
-        """Claim what holds these chunks of the daemon before, each last used at its stamp.
+        """Claim what holds these chunks of the previous daemon, each last used at its stamp.
 
         Raises:
             IntegrityError: another namespace claims the same bytes.
@@ -164,7 +164,7 @@ class Pool:
             self._claim_unowned(space, slots, usable)
 
     def _claim_unowned(self, space: Space, slots: int, usable: int | None) -> None:
-        """Claim columns that cost nobody anything."""
+        """Claim columns over extents that no other namespace owns."""
         short = slots - space.free_within(usable)
         if self._exhausted.get(space) == self._holdings.changes or space.is_whole:
             return
@@ -260,7 +260,7 @@ class Pool:
 
 def _search_order(space: Space) -> range:
     """The columns of a space, in the order in which it looks for room."""
-    # Every other namespace starts at the far end, so that two that grow meet once
-    # instead of interleaving and cutting each other's columns.
+    # Every other namespace starts at the far end, so that two that grow have one border
+    # instead of many that cut columns.
     columns = range(len(space.column_extents))
     return columns if space.number % 2 == 0 else columns[::-1]

@@ -1,4 +1,4 @@
-"""Floors and caps: what a model may hold of the pool at most, and what nobody takes from it.
+"""Floors and caps: what a model may hold of the pool at most, and what no other takes from it.
 
 A quota is for a model: it counts what all namespaces of that name hold together,
 in extents. Nothing is set aside for a floor that is not in use; a model below its

@@ -10,7 +10,7 @@ import pytest
 
 from kvd_client import ChunkBlocks, JobResult, LookupResult, Scheduler, Worker
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
@@ -31,14 +31,14 @@ def test_a_store_leaves_out_what_was_refused(engine: Engine) -> None:
         worker, scheduler = engine.workers[0], engine.scheduler
         keys = keys_of("chunk", 6)
         engine.store(keys[::2])
-        eventually(lambda: scheduler.lookup_many(keys[::2]), {LookupResult.HIT}.issuperset)
+        wait_hit(engine, keys[::2])
         blocks = engine.fill(keys, 1)
         with scheduler.prepare_store(keys) as ticket:
             assert list(ticket.keys) == keys[1::2]
             assert worker.store(70, ticket, [ChunkBlocks(keys, blocks), ChunkBlocks([], [])])
             worker.wait([70], PATIENCE)
         assert [result.success for result in worker.get_finished()] == [True]
-        eventually(lambda: scheduler.lookup_many(keys), {LookupResult.HIT}.issuperset)
+        wait_hit(engine, keys)
         others = [block + 30 for block in blocks]
         engine.poison(others)
         with scheduler.prepare_load(keys) as found:
@@ -53,7 +53,7 @@ def test_leaving_a_ticket_completes_it(engine: Engine) -> None:
     with engine:
         scheduler, keys = engine.scheduler, keys_of("chunk", 3)
         engine.store(keys)
-        eventually(lambda: scheduler.lookup_many(keys), {LookupResult.HIT}.issuperset)
+        wait_hit(engine, keys)
         with scheduler.prepare_load(keys):
             assert scheduler.status()["leases"] == 1
         assert scheduler.status()["leases"] == 0
