@@ -18,6 +18,7 @@ from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.quota import Quota
 from kvd_proto.answers import LookupResult, StoreAnswer
+from tests.cache.tables import add, make_namespaces
 
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
 OWNERS = (1, 2)
@@ -158,29 +159,20 @@ class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.namespaces = Namespaces(
-            64 * 1024,
-            make_buffer=lambda _, size: bytearray(size),
-            policy=self.policy,
-            quotas=self.quotas,
-        )
+        self.namespaces = make_namespaces(64 * KIB, policy=self.policy, quotas=self.quotas)
         shapes = [((4096, 4096), 2, False), ((12288,), 3, True)]
-        self.models = [
-            Model(
-                self.namespaces.open(
-                    bytes([number]) * 16,
-                    sizes,
-                    world_size=world_size,
-                    replicated=replicated,
-                    boot_id=bytes(16),
-                    blocks_per_chunk=BLOCKS,
-                    label=f"model {number}",
-                ),
-                world_size,
+        self.models = []
+        for number, (sizes, world_size, replicated) in enumerate(shapes):
+            namespace = add(
+                self.namespaces,
+                number,
+                *sizes,
+                world_size=world_size,
                 replicated=replicated,
+                blocks_per_chunk=BLOCKS,
             )
-            for number, (sizes, world_size, replicated) in enumerate(shapes)
-        ]
+            self.namespaces.detach_engine(namespace)
+            self.models.append(Model(namespace, world_size, replicated=replicated))
 
     @rule(space=st.sampled_from(SPACES), attach=st.booleans())
     def engines(self, space: int, attach: bool) -> None:

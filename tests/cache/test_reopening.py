@@ -16,6 +16,7 @@ from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd_proto.directory import SlotState
+from tests.cache.tables import add, make_namespaces, store
 
 SIZE = 64 * 1024
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(9)]
@@ -80,12 +81,8 @@ class Reopening(RuleBasedStateMachine):
             buffers[name] = bytearray(size)
             return buffers[name]
 
-        namespaces = Namespaces(
-            SIZE,
-            make_buffer=lambda _, size: bytearray(size),
-            keeping=Keeping(make, "pool", self.epoch << 32),
-            policy=self.policy,
-        )
+        keeping = Keeping(make, "pool", self.epoch << 32)
+        namespaces = make_namespaces(SIZE, keeping=keeping, policy=self.policy)
         for buffer in buffers.values():
             ledger = Ledger(buffer)
             if len(ledger):
@@ -94,11 +91,10 @@ class Reopening(RuleBasedStateMachine):
 
     def open(self) -> None:
         """Both namespaces with an engine each, and their ledgers watched."""
-        for name, (sizes, world, replicated) in zip(NAMES, SHAPES, strict=True):
-            namespace = self.namespaces.open(
-                name, sizes, world_size=world, replicated=replicated, boot_id=bytes(16)
+        for number, (sizes, world, replicated) in enumerate(SHAPES):
+            namespace = add(
+                self.namespaces, number, *sizes, world_size=world, replicated=replicated
             )
-            self.namespaces.attach_engine(namespace)
             ledger: Any = namespace.directory.ledger
             ledger._words = Watched(ledger._words, self.look)
             ledger._records = Watched(ledger._records, self.look)
@@ -137,26 +133,16 @@ class Reopening(RuleBasedStateMachine):
     @rule(space=space_strategy, keys=keys_strategy)
     def store(self, space: int, keys: list[bytes]) -> None:
         """Chunks are stored from the first share to the last."""
-        table = self.table(space)
-        decision = table.prepare_store(keys, 1, self.now)
-        count = len(decision.slots)
-        for rank in range(3):
-            table.share_done(
-                1, rank, decision.slots, decision.generations, [1] * count, [3] * count, ok=True
-            )
+        store(self.table(space), keys, self.now)
 
-    @rule(space=space_strategy, data=st.data(), rank=st.integers(0, 2), ok=st.booleans())
-    def share(self, space: int, data: st.DataObject, rank: int, ok: bool) -> None:
-        """A rank's share of some chunks is there, or failed."""
-        self.report(space, data, [rank], ok=ok)
-
-    @rule(space=space_strategy, data=st.data())
-    def finish(self, space: int, data: st.DataObject) -> None:
-        """All shares of some chunks are there."""
-        self.report(space, data, [0, 1, 2], ok=True)
-
-    def report(self, space: int, data: st.DataObject, ranks: list[int], *, ok: bool) -> None:
-        """Shares of chunks in writing."""
+    @rule(
+        space=space_strategy,
+        data=st.data(),
+        ranks=st.sampled_from([[0], [1], [2], [0, 1, 2], [0, 1, 2]]),
+        ok=st.sampled_from([True, True, False]),
+    )
+    def report(self, space: int, data: st.DataObject, ranks: list[int], ok: bool) -> None:
+        """Some or all shares of some chunks are there, or failed."""
         table = self.table(space)
         writing = table.directory.slots_in(SlotState.WRITING)
         if not writing:
