@@ -34,9 +34,12 @@ from kvd_proto.errors import DirectoryError
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_STATE, _KEY_LEN = 20, 21
+_AT = {name: field[1] for name, field in (RECORD_DTYPE.fields or {}).items()}
+_STATE, _KEY_LEN = _AT["state"], _AT["key_len"]
+_RANKS_DONE, _OWNER = _AT["ranks_done"] // 8, _AT["owner"] // 8
+_BLOCKS = _AT["first"] // 2
 _READ_KEY = struct.Struct(f"<B10x{KEY_BYTES}s").unpack_from  # from the key's length on
-_WORDS = RECORD_BYTES // 8
+_WORDS, _HALVES = RECORD_BYTES // 8, RECORD_BYTES // 2
 _FREE, _WRITING = int(SlotState.FREE), int(SlotState.WRITING)
 
 
@@ -122,12 +125,12 @@ class DirectoryWriter(DirectoryView):
 
     def owner(self, slot: int) -> int:
         """The session that wrote the slot, or writes it."""
-        owner: int = self._words[slot * _WORDS + 2] & 0xFFFF_FFFF
+        owner: int = self._words[slot * _WORDS + _OWNER] & 0xFFFF_FFFF
         return owner
 
     def ranks_done(self, slot: int) -> int:
         """The ranks whose shares are there, as a bit mask."""
-        return self._words[slot * _WORDS + 1]
+        return self._words[slot * _WORDS + _RANKS_DONE]
 
     def slots_in(self, state: SlotState, first: int = 0, count: int | None = None) -> list[int]:
         """The slots in this state, of all or of `count` from `first` on, ascending."""
@@ -166,7 +169,7 @@ class DirectoryWriter(DirectoryView):
 
     def blocks(self, slot: int) -> Blocks:
         """The blocks of a READY chunk that hold bytes on every rank."""
-        at = slot * (RECORD_BYTES // 2) + 11
+        at = slot * _HALVES + _BLOCKS
         first, count = self._halves[at : at + 2]
         return first, count
 
@@ -262,8 +265,8 @@ class DirectoryWriter(DirectoryView):
         Returns:
             The ranks done, as a bit mask, and how many blocks all of them hold.
         """
-        done = self._words[slot * _WORDS + 1] | 1 << rank
-        at = slot * (RECORD_BYTES // 2) + 11
+        done = self._words[slot * _WORDS + _RANKS_DONE] | 1 << rank
+        at = slot * _HALVES + _BLOCKS
         halves = self._halves
         if halves[at + 1] != NO_SHARE_YET:
             end = min(first + count, halves[at] + halves[at + 1])
@@ -272,7 +275,7 @@ class DirectoryWriter(DirectoryView):
         halves[at] = first
         halves[at + 1] = count
         halves[at + 2] = group
-        self._words[slot * _WORDS + 1] = done
+        self._words[slot * _WORDS + _RANKS_DONE] = done
         return done, count
 
     def make_ready(self, slot: int, instead_of: int = -1) -> None:
@@ -284,7 +287,7 @@ class DirectoryWriter(DirectoryView):
         if self.ledger is not None:
             if instead_of >= 0:
                 self.ledger.erase((instead_of,))
-            at = slot * (RECORD_BYTES // 2) + 11
+            at = slot * _HALVES + _BLOCKS
             first, count, group = self._halves[at : at + 3]
             self.ledger.record(slot, self.generation(slot), first, count, group, self.key(slot))
         self.write_state(slot, SlotState.READY)
