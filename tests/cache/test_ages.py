@@ -64,16 +64,10 @@ def test_a_reset_is_no_eviction() -> None:
 
 def test_a_clock_that_stands_still_gives_no_age_below_zero() -> None:
     """A time told twice, or an older one, does no harm."""
-<<<<<<< HEAD
     at_eviction = Histogram(AGE_BOUNDS)
     times = Ages(2, at_eviction)
-    times.tell(BOOT)
-    times.tell(BOOT + 3)
-=======
-    times = Ages(2)
     times.set_time(BOOT)
     times.set_time(BOOT + 3)
->>>>>>> 8f6a1bd (Plain words in cache and pool; tests of whole daemons that pure ones repeat go)
     times.used([0, 1], times.now)
     times.set_time(BOOT)
     assert times.of([0, 1]).tolist() == [0.0, 0.0]
