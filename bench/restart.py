@@ -18,7 +18,7 @@ from typing import Any
 
 from harness import Figures, median
 
-from kvd.broker.identity import namespace_id
+from kvd.broker.attachment import namespace_id
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.daemon.kept_pool import KeptPool
 from kvd.errors import KvdError

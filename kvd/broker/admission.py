@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 
-from kvd.broker.effects import Effect, Event
 from kvd.broker.sessions import Engine, Session
-from kvd.cache.namespaces import Namespace
+from kvd.broker.state import BrokerState
 from kvd.errors import Refused
+from kvd_proto.devices import is_cuda_device
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import compare_ranks, validate_layout
 from kvd_proto.messages import ErrorCode, Register, fd_index
 from kvd_proto.printable import unprintable
 from kvd_proto.sizes import size_pool
+
+MAX_CUDA_LANES = 64
+FAILED_SECONDS = 10.0  # clients ask every 2 s: not each of them is worth a process
 
 
 def check_rank(engine: Engine, message: Register, others: Mapping[int, Session]) -> None:
@@ -40,24 +43,42 @@ def check_rank(engine: Engine, message: Register, others: Mapping[int, Session])
         other = session.said
         if other is None:
             continue
-        if other.world_size != message.world_size:
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"rank {message.rank} says world size {message.world_size}, the engine's other"
-                f" ranks say {other.world_size}",
-            )
-        if other.temporary != message.temporary:
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"rank {message.rank} says temporary = {message.temporary}, the engine's other"
-                f" ranks say {other.temporary}",
-            )
-        if other.fingerprint != message.fingerprint:
-            raise Refused(
-                ErrorCode.BAD_LAYOUT,
-                f"rank {message.rank} has another fingerprint than the engine's other ranks:"
-                f" {message.fingerprint} against {other.fingerprint}",
-            )
+        for field in ("world_size", "temporary", "fingerprint"):
+            mine, theirs = getattr(message, field), getattr(other, field)
+            if mine != theirs:
+                raise Refused(
+                    ErrorCode.BAD_LAYOUT,
+                    f"rank {message.rank} has {field} = {mine}, the engine's other ranks have"
+                    f" {theirs}",
+                )
+
+
+def check_device(state: BrokerState, device: str, now: float) -> None:
+    """There is a lane for `device`, or there may be one.
+
+    Raises:
+        Refused: no device that a lane could serve, a lane that could not start a moment ago, or
+            too many lanes.
+    """
+    if device in state.lanes:
+        return
+    failed_at, failure = state.failed_lanes.get(device, (-FAILED_SECONDS, ""))
+    if failure and now < failed_at + FAILED_SECONDS:
+        raise Refused(ErrorCode.BAD_LAYOUT, failure)
+    if not is_cuda_device(device):
+        raise Refused(
+            ErrorCode.BAD_LAYOUT,
+            f"device {device!r} is not served here; served: host, and CUDA devices by their UUID"
+            " without dashes, cuda:<32 hex digits> or cuda:MIG-<32 hex digits>, which"
+            " `nvidia-smi -L` shows",
+        )
+    if sum(lane.on_demand for lane in state.lanes.values()) >= MAX_CUDA_LANES:
+        raise Refused(
+            ErrorCode.LIMIT,
+            f"lanes of {MAX_CUDA_LANES} CUDA devices run already, {device} would be one more;"
+            " restart the daemon to be rid of those that are not used any more",
+            limit="cuda_lanes",
+        )
 
 
 def check_descriptors(message: Register, count: int) -> None:
@@ -90,15 +111,6 @@ def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:
             )
 
 
-def refused(session: Session, message: Register, text: str) -> list[Effect]:
-    """What the log says of a registration that is refused: one line, however often it is tried."""
-    if session.refusal == text:
-        return []
-    session.refusal = text
-    what = f"rank {message.rank} on {message.device!r} is refused: {text}"
-    return [Event(f"{session.who}: {what}", "warning", session.who.fields)]
-
-
 def names_of(message: Register) -> dict[str, str]:
     """Every name in a registration, by its field."""
     names = {"device": message.device}
@@ -107,22 +119,6 @@ def names_of(message: Register) -> dict[str, str]:
         f"fingerprint.{field}": getattr(message.fingerprint, field)
         for field in message.fingerprint.__struct_fields__
     }
-
-
-def check_leases(engine: Engine, namespace: Namespace, limit: int) -> None:
-    """The engine may have one lease more.
-
-    Raises:
-        Refused: it has as many as it may.
-    """
-    held = namespace.table.slots.leases.held_by(engine.number)
-    if held >= limit:
-        raise Refused(
-            ErrorCode.LIMIT,
-            f"engine {engine.name!r} holds {held} leases: give them back when loads have ended, or"
-            f" raise max_leases (now {limit})",
-            limit="max_leases",
-        )
 
 
 def check_layout(message: Register, others: Mapping[int, Session], budget: int | None) -> None:

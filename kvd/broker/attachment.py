@@ -1,4 +1,17 @@
-"""An engine whose ranks are all registered gets its namespace."""
+"""An engine whose ranks are all registered gets its namespace.
+
+The namespace's id is a hash over everything that decides what the bytes of a chunk mean:
+the fingerprint as the engine states it, and the layout as its registration shows it. The
+number of GPU blocks, strides and addresses do not matter: an engine with more GPU memory
+reads the same chunks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import msgspec
 
 from kvd.broker.effects import (
     DirectoryFd,
@@ -11,12 +24,12 @@ from kvd.broker.effects import (
     SessionFds,
     ToLane,
 )
-from kvd.broker.identity import namespace_id
 from kvd.broker.lanes import Lane
 from kvd.broker.sessions import Engine, Session
 from kvd.broker.state import BrokerState
 from kvd.errors import KvdError
 from kvd.wire.link import BindWorker, ImportWorker
+from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Attached, LaneUp, Register
 from kvd_proto.sizes import format_size, size_pool, tokens_per_chunk
 
@@ -158,3 +171,32 @@ def _make_room(state: BrokerState, ns_id: bytes) -> list[Effect]:
     for namespace in unused:
         namespaces.close(namespace)
     return [DropDirectory(namespace.id) for namespace in unused]
+
+
+def _shape(layout: RankLayout) -> list[Any]:
+    return [
+        layout.blocks_per_chunk,
+        layout.hash_block_size,
+        layout.replicated,
+        layout.slot_bytes,
+        layout.kinds,
+        layout.pages,
+    ]
+
+
+def namespace_id(registrations: Sequence[Register], uid: int | None = None) -> bytes:
+    """Return the 16-byte id for one engine's registrations, ordered by rank.
+
+    With `uid`, only engines of that user have it.
+    """
+    first = registrations[0]
+    parts: list[Any] = [
+        msgspec.to_builtins(first.fingerprint),
+        first.world_size,
+        [[r.stage, _shape(r.layout)] for r in registrations],
+    ]
+    if first.temporary:  # shared with temporary engines only
+        parts.append("temporary")
+    if uid is not None:
+        parts.append({"uid": uid})
+    return hashlib.blake2b(msgpack.packb(parts), digest_size=16).digest()

@@ -6,22 +6,21 @@ with its code), or leaves a note in the state that a later event answers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from kvd.broker.admission import check_descriptors, check_names, refused
+from kvd.broker.admission import check_descriptors, check_names
 from kvd.broker.attachment import attached_notice
+from kvd.broker.background import Background
 from kvd.broker.caching import Caching
-from kvd.broker.effects import DropEngine, Effect, Event, Notify, Reply, ToLane
+from kvd.broker.effects import DropEngine, Effect, Event, Notify, ToLane
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import new_lookups
-from kvd.broker.operations import Operations
-from kvd.broker.registration import Registration, in_words
+from kvd.broker.operations import Handler, Operations
+from kvd.broker.registration import Registration, in_words, refused
 from kvd.broker.reloading import Reloading
-from kvd.broker.sessions import Peer, Registry, Session
+from kvd.broker.sessions import Peer, Registry, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.broker.status_report import status_report
 from kvd.broker.supervision import Supervision
-from kvd.broker.sweeps import close_unused
 from kvd.cache.namespaces import Namespaces
 from kvd.config.loaded import Loaded
 from kvd.errors import Refused
@@ -82,19 +81,18 @@ class Broker:
         )
         self.version = version
         self.pid = pid
-        self._registration = Registration(self.state)
-        self._operations = Operations(self.state)
-        self._caching = Caching(self.state)
+        self._background = Background(self.state)
+        self._registration = Registration(self.state, self._background)
         self.supervision = Supervision(self.state, self._registration)
         self.reloading = Reloading(self.state, loaded)
-        self._handlers: dict[type[Message], Callable[[Session, int, Any, float], list[Effect]]] = {
+        self._handlers: dict[type[Message], Handler] = {
             Hello: self._hello,
             Register: self._registration.register,
-            Unregister: lambda s, i, _m, _n: self._registration.unregister(s, i),
+            Unregister: self._registration.unregister,
             Ping: self._ping,
             Status: self._status,
-            **self._caching.handlers(),
-            **self._operations.handlers(),
+            **Caching(self.state).handlers(),
+            **Operations(self.state, self._background).handlers(),
             **self.reloading.handlers(),
         }
 
@@ -175,7 +173,7 @@ class Broker:
         """The session's control socket is closed: its process is gone."""
         if session.number not in self.state.registry.sessions:
             return []
-        who = session.who
+        who = session.who  # with its rank
         effects, freed = self._registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
@@ -205,6 +203,7 @@ class Broker:
         A refusal becomes its ERROR reply.
         """
         self.state.counts.requests[type(message).__name__] += 1
+        request = Request(session, request_id, message, now)
         handler = self._handlers.get(type(message))
         try:
             if handler is None:
@@ -215,16 +214,16 @@ class Broker:
                 raise Refused(ErrorCode.BAD_STATE, "say HELLO first")
             if isinstance(message, Register):
                 check_descriptors(message, descriptors)
-            return handler(session, request_id, message, now)
+            return handler(request)
         except Refused as refusal:
             self.state.reached(refusal.limit)
-            said = refused(session, message, str(refusal)) if isinstance(message, Register) else []
-            return [*said, Reply(session.number, request_id, Error.of(refusal.code, str(refusal)))]
+            line = refused(session, message, str(refusal)) if isinstance(message, Register) else []
+            return [*line, request.reply(Error.of(refusal.code, str(refusal)))]
         except IllegalTransition as error:
-            reply = Error.of(ErrorCode.BAD_STATE, str(error))
-            return [Reply(session.number, request_id, reply)]
+            return [request.reply(Error.of(ErrorCode.BAD_STATE, str(error)))]
 
-    def _hello(self, session: Session, request_id: int, message: Hello, now: float) -> list[Effect]:
+    def _hello(self, request: Request[Hello]) -> list[Effect]:
+        session, message = request.session, request.message
         if not message.protocol_min <= PROTOCOL_VERSION <= message.protocol_max:
             raise Refused(
                 ErrorCode.BAD_VERSION,
@@ -238,58 +237,54 @@ class Broker:
         session.machine.fire(SessionEvent.HELLO)
         session.kind = message.kind
         session.client = message.client
-        session.since = now
+        session.since = request.now
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
             daemon=self.version,
             pid=self.pid,
         )
-        effects: list[Effect] = [Reply(session.number, request_id, welcome)]
+        effects: list[Effect] = [request.reply(welcome)]
         if message.kind != "tool":
             engine = self.state.registry.join(session, message.engine)
-            who = session.who
-            effects.append(Event(f"{who} is here", fields=who.fields))
+            effects.append(session.event(f"{session.who} is here"))
             if engine.served:
                 effects.append(attached_notice(engine, session.number))
         return effects
 
-    def _ping(self, session: Session, request_id: int, message: Ping, now: float) -> list[Effect]:
-        del now
+    def _ping(self, request: Request[Ping]) -> list[Effect]:
+        session, lookups = request.session, request.message.lookups
         engine = session.engine
-        if message.lookups is not None and engine is not None and session.kind == "scheduler":
+        if lookups is not None and engine is not None and session.kind == "scheduler":
             namespace = engine.namespace
             size = namespace.tokens_per_chunk if namespace is not None else None
-            new = new_lookups(session.lookups, message.lookups, size)
+            new = new_lookups(session.lookups, lookups, size)
             engine.lookups.add(new)
             self.state.lookups.add(new)
-        return [Reply(session.number, request_id, Pong(pid=self.pid))]
+        return [request.reply(Pong(pid=self.pid))]
 
-    def _status(
-        self, session: Session, request_id: int, message: Status, now: float
-    ) -> list[Effect]:
-        del message
-        report = status_report(self.state, self.pid, self.version, now)
-        return [Reply(session.number, request_id, StatusReport(status=report))]
+    def _status(self, request: Request[Status]) -> list[Effect]:
+        report = status_report(self.state, self.pid, self.version, request.now)
+        return [request.reply(StatusReport(status=report))]
 
     # ----------------------------------------------------------------- time
 
     @property
     def busy(self) -> bool:
-        """There is `work` to do, with or without news from outside."""
-        return self._operations.busy or self._registration.busy
+        """Whether there is `work` to do, with or without news from outside."""
+        return self._background.busy
 
     def work(self) -> list[Effect]:
-        """One piece of what takes too long to be done in one go; a few milliseconds at most."""
-        return self._operations.work() + self._registration.work()
+        """Do a piece of what takes long: a few milliseconds at most."""
+        return self._background.work()
 
     def tick(self, now: float) -> list[Effect]:
-        """What is due: deadlines of leases, tickets and registrations; lanes that are silent."""
+        """Do what is due: deadlines of leases, stores and registrations; lanes that are silent."""
         effects = self._registration.expire(now)
         if not self.state.pool_usable:
             self.state.progress.tell(now, self.state.pinned_bytes)
         if self.state.namespaces is not None:
             self.state.namespaces.pool.trim()
-            effects += close_unused(self.state, self.state.namespaces.over())
+            effects += self.state.close_unused(self.state.namespaces.over())
             for namespace in self.state.namespaces:
                 expired = namespace.table.expire(now)
                 if expired:

@@ -1,15 +1,15 @@
 """What schedulers ask of the cache: where chunks may be written, where they lie, forget them all.
 
-Each is decided by the table of the namespace that the engine is attached to; what that gives
-up while lanes may be writing there is called back from them.
+Each is decided by the table of the namespace that the engine is attached to; slots that the
+table gives up while lanes may be writing there are called back from the lanes.
 """
 
-from kvd.broker.admission import check_leases
-from kvd.broker.effects import Effect, Event, Reply
+from kvd.broker.effects import Effect
 from kvd.broker.operations import Handler
-from kvd.broker.sessions import Session
+from kvd.broker.sessions import Engine, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.cache.directory import Blocks
+from kvd.cache.namespaces import Namespace
 from kvd.errors import Refused
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
@@ -41,7 +41,7 @@ class Caching:
         self._state = state
 
     def handlers(self) -> dict[type[Message], Handler]:
-        """Who serves which request; each refuses engines that are not complete."""
+        """Return who serves which request; each refuses engines that are not complete."""
         return {
             PrepareStore: self._prepare_store,
             CompleteStore: self._complete_store,
@@ -51,20 +51,22 @@ class Caching:
             Reset: self._reset,
         }
 
-    def _prepare_store(
-        self, session: Session, request_id: int, message: PrepareStore, now: float
-    ) -> list[Effect]:
-        self._open_for_work(session, len(message.keys))
-        engine, namespace = self._state.served_namespace(session.engine)
-        usable = self._state.usable_bytes(engine)
-        blocks = _blocks(message, namespace.geometry.blocks_per_chunk)
+    def _prepare_store(self, request: Request[PrepareStore]) -> list[Effect]:
+        message, state = request.message, self._state
+        if state.draining:
+            if request.session.engine is not None and request.session.engine.namespace is not None:
+                request.session.engine.namespace.table.count_refused(len(message.keys))
+            raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
+        if not state.allocated:
+            raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")
+        engine, namespace = _served(request.session)
         decision = namespace.table.prepare_store(
             message.keys,
             engine.number,
-            now,
-            usable,
-            blocks,
-            seconds=self._state.settings.ticket_seconds,
+            request.now,
+            state.usable_bytes(engine),
+            _blocks(message, namespace),
+            seconds=state.settings.ticket_seconds,
         )
         reply = StorePrepared(
             answers=IntArray.of(decision.answers, "u1"),
@@ -72,31 +74,37 @@ class Caching:
             generations=IntArray.of(decision.generations, "u8"),
             evicted=tuple(decision.evicted),
         )
-        return [Reply(session.number, request_id, reply)]
+        return [request.reply(reply)]
 
-    def _complete_store(
-        self, session: Session, request_id: int, message: CompleteStore, now: float
-    ) -> list[Effect]:
-        del now
-        engine, namespace = self._state.attached_namespace(session.engine)
+    def _complete_store(self, request: Request[CompleteStore]) -> list[Effect]:
+        engine, namespace = _attached(request.session)
         summary, slots = namespace.table.complete_store(
-            message.keys, engine.number, success=message.success
+            request.message.keys, engine.number, success=request.message.success
         )
         reply = StoreCompleted(
             ready=summary.ready, pending=summary.pending, dropped=summary.dropped
         )
-        return [Reply(session.number, request_id, reply), *self._state.revoke(namespace, slots)]
+        return [request.reply(reply), *self._state.revoke(namespace, slots)]
 
-    def _prepare_load(
-        self, session: Session, request_id: int, message: PrepareLoad, now: float
-    ) -> list[Effect]:
-        engine, namespace = self._state.served_namespace(session.engine)
-        check_leases(engine, namespace, self._state.settings.max_leases)
-        seconds = min(message.lease_ms / 1000, self._state.settings.lease_seconds)
-        usable = self._state.usable_bytes(engine)
-        blocks = _blocks(message, namespace.geometry.blocks_per_chunk)
+    def _prepare_load(self, request: Request[PrepareLoad]) -> list[Effect]:
+        message, settings = request.message, self._state.settings
+        engine, namespace = _served(request.session)
+        held = namespace.table.slots.leases.held_by(engine.number)
+        if held >= settings.max_leases:
+            raise Refused(
+                ErrorCode.LIMIT,
+                f"engine {engine.name!r} holds {held} leases: give them back when loads have"
+                f" ended, or raise max_leases (now {settings.max_leases})",
+                limit="max_leases",
+            )
+        seconds = min(message.lease_ms / 1000, settings.lease_seconds)
         decision = namespace.table.prepare_load(
-            message.keys, engine.number, now, seconds, usable, blocks
+            message.keys,
+            engine.number,
+            request.now,
+            seconds,
+            self._state.usable_bytes(engine),
+            _blocks(message, namespace),
         )
         reply = LoadPrepared(
             lease=decision.lease_id,
@@ -105,51 +113,69 @@ class Caching:
             slots=IntArray.of(decision.slots, "u4"),
             generations=IntArray.of(decision.generations, "u8"),
         )
-        return [Reply(session.number, request_id, reply)]
+        return [request.reply(reply)]
 
-    def _complete_load(
-        self, session: Session, request_id: int, message: CompleteLoad, now: float
-    ) -> list[Effect]:
-        del now
-        engine, namespace = self._state.attached_namespace(session.engine)
-        released = namespace.table.complete_load(message.lease, engine.number)
-        return [Reply(session.number, request_id, LoadCompleted(released=released))]
+    @staticmethod
+    def _complete_load(request: Request[CompleteLoad]) -> list[Effect]:
+        engine, namespace = _attached(request.session)
+        released = namespace.table.complete_load(request.message.lease, engine.number)
+        return [request.reply(LoadCompleted(released=released))]
 
-    def _request_finished(
-        self, session: Session, request_id: int, message: RequestFinished, now: float
-    ) -> list[Effect]:
-        del now
-        _, namespace = self._state.attached_namespace(session.engine)
-        found = namespace.table.finished(message.keys)
-        return [Reply(session.number, request_id, RequestNoted(found=found))]
+    @staticmethod
+    def _request_finished(request: Request[RequestFinished]) -> list[Effect]:
+        _, namespace = _attached(request.session)
+        return [request.reply(RequestNoted(found=namespace.table.finished(request.message.keys)))]
 
-    def _reset(self, session: Session, request_id: int, message: Reset, now: float) -> list[Effect]:
-        """Answered at once: nothing of before is found any more; slots are freed afterwards."""
-        del message, now
-        _, namespace = self._state.attached_namespace(session.engine)
+    def _reset(self, request: Request[Reset]) -> list[Effect]:
+        """Answer at once: nothing of before is found any more; slots are freed afterwards."""
+        _, namespace = _attached(request.session)
         done = namespace.table.reset()
-        reply = Reply(
-            session.number, request_id, ResetDone(dropped=done.dropped, deferred=done.deferred)
-        )
-        told: list[Effect] = []
-        if not namespace.temporary:  # that of a self-test is its own affair
-            text = f"{session.who} reset its namespace: {done.dropped} chunks dropped"
+        effects: list[Effect] = [
+            request.reply(ResetDone(dropped=done.dropped, deferred=done.deferred))
+        ]
+        if not namespace.temporary:  # that of a self-test concerns nobody else
+            text = f"{request.session.who} reset its namespace: {done.dropped} chunks dropped"
             if done.deferred:
                 text += f"; {done.deferred} more go when their leases end"
-            told.append(Event(text, fields=session.who.fields))
-        return [reply, *told, *self._state.revoke(namespace, done.revoke)]
-
-    def _open_for_work(self, session: Session, keys: int) -> None:
-        if self._state.draining:
-            if session.engine is not None and session.engine.namespace is not None:
-                session.engine.namespace.table.count_refused(keys)
-            raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
-        if not self._state.allocated:
-            raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")
+            effects.append(request.session.event(text))
+        return [*effects, *self._state.revoke(namespace, done.revoke)]
 
 
-def _blocks(message: PrepareStore | PrepareLoad, blocks_per_chunk: int) -> list[Blocks]:
-    """What of each chunk is meant; nothing where it is all of every chunk."""
+def _attached(session: Session) -> tuple[Engine, Namespace]:
+    """Return the session's engine and its namespace.
+
+    Raises:
+        Refused: NOT_READY where the engine is not complete.
+    """
+    engine = session.engine
+    if engine is None:
+        raise Refused(ErrorCode.BAD_STATE, "this session belongs to no engine")
+    if engine.namespace is None:
+        missing = engine.missing_ranks
+        lacks = f"ranks {list(missing)} have not" if missing else "no rank has"
+        raise Refused(ErrorCode.NOT_READY, f"engine {engine.name!r}: {lacks} registered yet")
+    return engine, engine.namespace
+
+
+def _served(session: Session) -> tuple[Engine, Namespace]:
+    """Return the same, where bytes can be moved.
+
+    Raises:
+        Refused: LANE_LOST where a rank's lane is not there, besides those above.
+    """
+    engine, namespace = _attached(session)
+    for rank, worker in engine.workers.items():
+        if not worker.imported and worker.registration is not None:
+            raise Refused(
+                ErrorCode.LANE_LOST,
+                f"engine {engine.name!r}: lane {worker.registration.device} of rank {rank} is"
+                " being replaced; try again later",
+            )
+    return engine, namespace
+
+
+def _blocks(message: PrepareStore | PrepareLoad, namespace: Namespace) -> list[Blocks]:
+    """Return what of each chunk is meant; nothing where it is all of every chunk."""
     first, count, keys = message.first, message.count, len(message.keys)
     if not len(first) == len(count) in {0, keys}:
         raise Refused(
@@ -157,10 +183,10 @@ def _blocks(message: PrepareStore | PrepareLoad, blocks_per_chunk: int) -> list[
             f"{len(first)} first blocks and {len(count)} counts for {keys} keys",
         )
     blocks = list(zip(first.numpy().tolist(), count.numpy().tolist(), strict=True))
+    whole = namespace.geometry.blocks_per_chunk
     for begin, number in blocks:
-        if begin < 0 or number < 1 or begin + number > blocks_per_chunk:
+        if begin < 0 or number < 1 or begin + number > whole:
             raise Refused(
-                ErrorCode.BAD_MESSAGE,
-                f"{number} blocks from {begin} on of a chunk of {blocks_per_chunk}",
+                ErrorCode.BAD_MESSAGE, f"{number} blocks from {begin} on of a chunk of {whole}"
             )
     return blocks

@@ -1,14 +1,13 @@
 """Lanes as the broker sees them, and writes that are being called back."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
+from kvd.broker.effects import Event
+from kvd.cache.directory import Refs
 from kvd.client_names import Fields
 from kvd.metrics.counts import LaneCounts
-from kvd.wire.link import LanePong, Revoke
+from kvd.wire.link import LanePong, Revoke, Revoked
 from kvd_proto.arrays import IntArray
 
 NOTHING_SAID = LanePong(sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0)
@@ -53,6 +52,11 @@ class Lane:
         return "down" if self.last_error else "starting"
 
     @property
+    def serves(self) -> bool:
+        """It is up, and can copy some of the pool or knows that it never will."""
+        return self.up and bool(self.usable_bytes or self.pool_error)
+
+    @property
     def fields(self) -> Fields:
         """Identifiers of its present or last process, for events."""
         return {"lane": self.device, "incarnation": self.incarnation, "pid": self.pid}
@@ -62,71 +66,58 @@ class Lane:
         """Totals over all incarnations."""
         return self.past + self.pong.counters
 
+    def event(self, text: str, level: str = "info") -> Event:
+        """Return an event that carries this lane's identifiers."""
+        return Event(text, level, self.fields)
+
     def __repr__(self) -> str:
         state = "up" if self.up else "down"
         return f"<Lane {self.device}#{self.incarnation} {state}, {self.past.restarts} restarts>"
 
 
 class Revocations:
-    """Slots in DRAINING, and the lanes that have not yet said that nothing writes there."""
+    """Slots in DRAINING, and the lanes that may still write there."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[bytes, int, int], set[str]] = {}
 
-    def start(
-        self, namespace: bytes, slots: Iterable[tuple[int, int]], devices: Iterable[str]
-    ) -> Revoke:
-        """Ask `devices` about these (slot, generation) pairs; the message to send to each."""
-        pairs = list(slots)
-        names = set(devices)
-        for slot, generation in pairs:
-            self._waiting[(namespace, slot, generation)] = set(names)
+    def start(self, namespace: bytes, slots: Refs, devices: Sequence[str]) -> Revoke:
+        """Ask `devices` about these slots; the message to send to each."""
+        for slot, generation in slots:
+            self._waiting[namespace, slot, generation] = set(devices)
         return Revoke(
             namespace=namespace,
-            slots=IntArray.of((slot for slot, _ in pairs), "u4"),
-            generations=IntArray.of((generation for _, generation in pairs), "u8"),
+            slots=IntArray.of([slot for slot, _ in slots], "u4"),
+            generations=IntArray.of([generation for _, generation in slots], "u8"),
         )
 
-    def answered(
-        self, device: str, namespace: bytes, slots: IntArray, generations: IntArray
-    ) -> list[tuple[int, int]]:
-        """The pairs that no lane writes to any more, now that `device` has answered."""
-        free = []
-        for slot, generation in zip(
-            slots.numpy().tolist(), generations.numpy().tolist(), strict=True
-        ):
-            waiting = self._waiting.get((namespace, slot, generation))
-            if waiting is None:
-                continue
-            waiting.discard(device)
-            if not waiting:
-                del self._waiting[(namespace, slot, generation)]
-                free.append((slot, generation))
-        return free
+    def answered(self, device: str, message: Revoked) -> Refs:
+        """Return the slots that no lane writes to any more, now that `device` has answered."""
+        pairs = zip(
+            message.slots.numpy().tolist(), message.generations.numpy().tolist(), strict=True
+        )
+        return [pair for pair in pairs if self._done(device, (message.namespace, *pair))]
 
-    def lane_lost(self, device: str) -> dict[bytes, list[tuple[int, int]]]:
-        """A dead lane writes nowhere: the pairs, by namespace, that it alone held up."""
-        free: dict[bytes, list[tuple[int, int]]] = {}
-        for (namespace, slot, generation), waiting in list(self._waiting.items()):
-            waiting.discard(device)
-            if not waiting:
-                del self._waiting[(namespace, slot, generation)]
+    def lane_lost(self, device: str) -> dict[bytes, Refs]:
+        """Return, by namespace, the slots that this lane, which is gone, alone held up."""
+        free: dict[bytes, Refs] = {}
+        for key in list(self._waiting):
+            if self._done(device, key):
+                namespace, slot, generation = key
                 free.setdefault(namespace, []).append((slot, generation))
         return free
+
+    def _done(self, device: str, key: tuple[bytes, int, int]) -> bool:
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            return False
+        waiting.discard(device)
+        if not waiting:
+            del self._waiting[key]
+        return not waiting
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __repr__(self) -> str:
         return f"<Revocations {len(self)} slots>"
-
-
-def arrays(
-    pairs: Iterable[tuple[int, int]],
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
-    """(slot, generation) pairs as two arrays, u4 and u8."""
-    listed = list(pairs)
-    return (
-        np.array([slot for slot, _ in listed], dtype=np.uint32),
-        np.array([generation for _, generation in listed], dtype=np.uint64),
-    )

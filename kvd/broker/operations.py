@@ -1,24 +1,26 @@
-"""What operators tell a running daemon: drain and resume, clear and evict, check.
+"""What operators' tools ask for: drain and resume, clear and evict, check.
 
-File rights and the settings allow_users and allow_groups decide who may come here at
-all; of those that do, only sessions of kind `tool` may say these things, so that an engine
-cannot by mistake. Each becomes a line of the log with the peer's uid and pid.
+File rights and the settings allow_users and allow_groups decide who may connect at all; of
+those that may, only sessions of kind `tool` are served here, so that an engine cannot ask by
+mistake. Each becomes a line of the log with the peer's uid and pid.
 """
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from kvd.broker.checking import Checking
-from kvd.broker.effects import Effect, Event, Reply
-from kvd.broker.sessions import Peer, Session
+from kvd.broker.background import Background, Task
+from kvd.broker.effects import Effect, Event
+from kvd.broker.sessions import Peer, Request
 from kvd.broker.state import BrokerState, OperatorDrain
-from kvd.broker.sweeps import Sweep, Sweeps
+from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
-from kvd.errors import Refused
+from kvd.errors import IntegrityError, Refused
 from kvd.metrics import schema
 from kvd_proto.durations import format_duration
 from kvd_proto.messages import (
     Check,
+    Checked,
     Clear,
     Cleared,
     Drain,
@@ -30,20 +32,37 @@ from kvd_proto.messages import (
     Resume,
     Resumed,
 )
+from kvd_proto.sizes import format_size
 
-Handler = Callable[[Session, int, Any, float], list[Effect]]
+CHECK_SLOTS = 1024  # a piece of a check: about 5 µs for each chunk in them
+WHOLE_CHUNKS = 2048  # at most so many are checked in one moment: some 20 ms
+
+Handler = Callable[[Request[Any]], list[Effect]]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a sweep has done: chunks and bytes dropped, chunks that go when their leases end."""
+
+    chunks: int = 0
+    bytes: int = 0
+    deferred: int = 0
 
 
 class Operations:
-    """Decisions about operators' requests over the shared state."""
+    """Decisions about operators' requests over the shared state.
 
-    def __init__(self, state: BrokerState) -> None:
+    Args:
+        state: shared.
+        background: does what takes long.
+    """
+
+    def __init__(self, state: BrokerState, background: Background) -> None:
         self._state = state
-        self.sweeps = Sweeps(state)
-        self.checking = Checking(state)
+        self._background = background
 
     def handlers(self) -> dict[type[Message], Handler]:
-        """Who serves which request; each refuses sessions that are no tools."""
+        """Return who serves which request; each refuses sessions that are no tools."""
         return {
             Drain: for_tools(self._drain),
             Resume: for_tools(self._resume),
@@ -52,113 +71,161 @@ class Operations:
             Check: for_tools(self._check),
         }
 
-    def _drain(self, session: Session, request_id: int, message: Drain, now: float) -> list[Effect]:
-        """No new stores. Loads go on: what is cached is of use until the daemon stops."""
-        del message
-        state = self._state
+    def _drain(self, request: Request[Drain]) -> list[Effect]:
+        """Take no new stores. Loads go on: the cache is of use until the daemon stops."""
+        state, session = self._state, request.session
         if state.stopping:
             raise Refused(ErrorCode.DRAINING, "the daemon is stopping and takes no stores already")
-        effects: list[Effect] = []
+        events: list[Effect] = []
         if state.drain is None:
-            state.drain = OperatorDrain(session.peer, now)
+            state.drain = OperatorDrain(session.peer, request.now)
             text = f"drained by {by(session.peer)}: no new stores until resumed"
-            effects.append(Event(text, fields=session.who.fields))
+            events.append(session.event(text))
         stores, leases = in_flight(state, state.drain.since)
-        return [Reply(session.number, request_id, Drained(stores=stores, leases=leases)), *effects]
+        return [request.reply(Drained(stores=stores, leases=leases)), *events]
 
-    def _resume(
-        self, session: Session, request_id: int, message: Resume, now: float
-    ) -> list[Effect]:
-        state = self._state
-        del message
+    def _resume(self, request: Request[Resume]) -> list[Effect]:
+        state, session = self._state, request.session
         if state.stopping:
             raise Refused(
                 ErrorCode.DRAINING,
                 "the daemon is stopping, which cannot be undone; start it again instead",
             )
         drain, state.drain = state.drain, None
-        effects: list[Effect] = [
-            Reply(session.number, request_id, Resumed(was_draining=drain is not None))
-        ]
+        effects: list[Effect] = [request.reply(Resumed(was_draining=drain is not None))]
         if drain is not None:
-            lasted = format_duration(now - drain.since)
-            text = f"resumed by {by(session.peer)} after {lasted} of drain"
-            effects.append(Event(text, fields=session.who.fields))
+            lasted = format_duration(request.now - drain.since)
+            effects.append(session.event(f"resumed by {by(session.peer)} after {lasted} of drain"))
         return effects
 
-    def _clear(self, session: Session, request_id: int, message: Clear, now: float) -> list[Effect]:
-        del now
-        namespaces, which = self._named(message.namespace)
-        return self.sweeps.start(
-            Sweep(
-                session.number,
-                request_id,
-                f"{which} cleared by {by(session.peer)}",
-                lambda done: Cleared(chunks=done.chunks, bytes=done.bytes, deferred=done.deferred),
-                namespaces,
-            )
-        )
+    # --------------------------------------------------------------- sweeps
 
-    def _evict(
-        self, session: Session, request_id: int, message: EvictOlderThan, now: float
-    ) -> list[Effect]:
-        namespaces, which = self._named(message.namespace)
+    def _clear(self, request: Request[Clear]) -> list[Effect]:
+        """Give up stores that are under way at once; chunks are dropped piece by piece."""
+        namespaces, which = self._named(request.message.namespace)
+        tally, effects = Tally(), list[Effect]()
+        self._background.start("sweeps", self._clear_all(request, namespaces, which, tally))
         for namespace in namespaces:
-            namespace.table.ages.set_time(now)
-        age = format_duration(message.seconds)
-        return self.sweeps.start(
-            Sweep(
-                session.number,
-                request_id,
-                f"{which} rid of what was not used for {age} by {by(session.peer)}",
-                lambda done: OlderEvicted(chunks=done.chunks, bytes=done.bytes),
-                namespaces,
-                unused_for=message.seconds,
-            )
-        )
+            slots = namespace.table.give_up_stores()
+            tally.chunks += len(slots)
+            tally.bytes += len(slots) * namespace.geometry.bytes_per_chunk
+            effects += self._state.revoke(namespace, slots)
+        return effects
 
-    def _check(self, session: Session, request_id: int, message: Check, now: float) -> list[Effect]:
-        """Answered when it has ended; see kvd.broker.checking."""
-        del message, now
-        self.checking.start(session.number, request_id)
+    def _clear_all(
+        self, request: Request[Clear], namespaces: Sequence[Namespace], which: str, tally: Tally
+    ) -> Task:
+        yield from self._sweep(namespaces, tally, None)
+        reply = Cleared(chunks=tally.chunks, bytes=tally.bytes, deferred=tally.deferred)
+        what = f"{which} cleared by {by(request.session.peer)}"
+        yield [
+            request.reply(reply),
+            Event(_told(what, tally)),
+            *self._state.close_unused(namespaces),
+        ]
+
+    def _evict(self, request: Request[EvictOlderThan]) -> list[Effect]:
+        namespaces, which = self._named(request.message.namespace)
+        for namespace in namespaces:
+            namespace.table.ages.set_time(request.now)
+        self._background.start("sweeps", self._evict_old(request, namespaces, which))
         return []
 
-    @property
-    def busy(self) -> bool:
-        """Something is under way that goes on in pieces."""
-        return self.sweeps.busy or bool(self.checking)
+    def _evict_old(
+        self, request: Request[EvictOlderThan], namespaces: Sequence[Namespace], which: str
+    ) -> Task:
+        tally, seconds = Tally(), request.message.seconds
+        yield from self._sweep(namespaces, tally, seconds)
+        age, who = format_duration(seconds), by(request.session.peer)
+        what = f"{which} rid of what was not used for {age} by {who}"
+        reply = OlderEvicted(chunks=tally.chunks, bytes=tally.bytes)
+        yield [request.reply(reply), Event(_told(what, tally))]
 
-    def work(self) -> list[Effect]:
-        """A piece of it."""
-        return self.sweeps.work() + self.checking.work()
+    def _sweep(
+        self, namespaces: Sequence[Namespace], tally: Tally, unused_for: float | None
+    ) -> Task:
+        """Go once over all slots. What is stored behind this stays, what before may go too.
 
-    def _named(self, ns_id: bytes | None) -> tuple[tuple[Namespace, ...], str]:
-        """The namespaces that are meant, and what logs call them."""
-        namespaces = self._state.namespaces
+        Args:
+            namespaces: whose slots; one that is closed meanwhile is passed over.
+            tally: what is dropped is added here.
+            unused_for: drop what was of no use for so many seconds; None: everything.
+        """
+        for namespace in namespaces:
+            table, position = namespace.table, 0
+            while position < namespace.geometry.num_slots and self._state.is_open(namespace):
+                for _ in range(EMPTY_PIECES):
+                    gone, kept = table.remove(position, PIECE_SLOTS, unused_for=unused_for)
+                    position += PIECE_SLOTS
+                    tally.chunks += gone
+                    tally.bytes += gone * namespace.geometry.bytes_per_chunk
+                    tally.deferred += kept
+                    if gone or kept or position >= namespace.geometry.num_slots:
+                        break
+                if position >= namespace.geometry.num_slots:
+                    table.give_back()
+                yield []
+
+    # ---------------------------------------------------------------- check
+
+    def _check(self, request: Request[Check]) -> list[Effect]:
+        self._background.start("checks", self._check_all(request))
+        return []
+
+    def _check_all(self, request: Request[Check]) -> Task:
+        """Check that the tables agree, slots of a namespace at a time.
+
+        Each slot is looked at in one moment, so what changes between two pieces does no harm.
+        Where few chunks are kept everything is checked once more in one moment, with what
+        takes longer: the division of the pool, overlaps, the indexes of sessions.
+        """
+        chunks = 0
+        try:
+            for namespace in self._state.open_namespaces:
+                for position in range(0, namespace.geometry.num_slots, CHECK_SLOTS):
+                    if self._state.is_open(namespace):
+                        chunks += namespace.table.slots.check_slots(position, CHECK_SLOTS)
+                        yield []
+            whole = chunks <= WHOLE_CHUNKS
+            if whole:
+                self._state.check_integrity()
+        except IntegrityError as error:
+            text = f"what the broker believes contradicts itself: {error}"
+            wrong = Checked(violation=str(error)[:1000], chunks=chunks, whole=False)
+            yield [request.reply(wrong), Event(text, "error")]
+        else:
+            yield [request.reply(Checked(violation="", chunks=chunks, whole=whole))]
+
+    def _named(self, ns_id: bytes | None) -> tuple[Sequence[Namespace], str]:
+        """Return the namespaces that are meant, and what logs call them."""
         if ns_id is None:
-            return tuple(namespaces or ()), "all namespaces"
-        namespace = namespaces.get(ns_id) if namespaces is not None else None
+            return self._state.open_namespaces, "all namespaces"
+        namespace = self._state.namespace(ns_id)
         if namespace is None:
             raise Refused(
                 ErrorCode.BAD_STATE,
                 f"no namespace {ns_id.hex()} is open; `kvd namespaces` lists those that are",
             )
-        return (namespace,), f"namespace {ns_id.hex()[:8]} ({namespace.label})"
+        return [namespace], f"namespace {ns_id.hex()[:8]} ({namespace.label})"
+
+
+def _told(what: str, tally: Tally) -> str:
+    text = f"{what}: {tally.chunks} chunks dropped, {format_size(tally.bytes)}"
+    return f"{text}; {tally.deferred} more go when their leases end" if tally.deferred else text
 
 
 def by(peer: Peer) -> str:
-    """How logs name whoever gave an order."""
+    """Return how logs name whoever gave an order."""
     return f"uid {peer.uid} pid {peer.pid}"
 
 
 def in_flight(state: BrokerState, since: float) -> tuple[int, int]:
-    """What began before a drain and has not ended: chunks being written, and leases.
+    """Return what began before a drain and has not ended: chunks being written, and leases.
 
-    Leases that were taken later do not count: loads go on in a drain, so that with
-    them it would never end.
+    Leases that were taken later do not count: loads go on in a drain, which would never end.
     """
     stores = leases = 0
-    for namespace in state.namespaces or ():
+    for namespace in state.open_namespaces:
         counts = namespace.table.slots.stats()
         stores += counts["writing"] + counts["draining"]
         leases += namespace.table.slots.leases.count_until(since)
@@ -166,7 +233,7 @@ def in_flight(state: BrokerState, since: float) -> tuple[int, int]:
 
 
 def drain_report(state: BrokerState, now: float) -> schema.Drain | None:
-    """Return the operator's drain as the status reports it; None where there is none."""
+    """Return the operator's drain as the status shows it; None where there is none."""
     if state.drain is None:
         return None
     stores, leases = in_flight(state, state.drain.since)
@@ -181,19 +248,15 @@ def drain_report(state: BrokerState, now: float) -> schema.Drain | None:
 
 
 def for_tools(handler: Handler) -> Handler:
-    """The same, but refused to sessions that are no tools."""
+    """Return the same handler, but refused to sessions that are no tools."""
 
-    def guarded(session: Session, request_id: int, message: Any, now: float) -> list[Effect]:
-        if session.kind != "tool":
-            _refuse(session, message)
-        return handler(session, request_id, message, now)
+    def guarded(request: Request[Any]) -> list[Effect]:
+        if request.session.kind != "tool":
+            raise Refused(
+                ErrorCode.BAD_STATE,
+                f"{type(request.message).__name__} by a {request.session.kind}: this is for"
+                " operators' tools only, such as the kvd command",
+            )
+        return handler(request)
 
     return guarded
-
-
-def _refuse(session: Session, message: Message) -> NoReturn:
-    raise Refused(
-        ErrorCode.BAD_STATE,
-        f"{type(message).__name__} by a {session.kind}: this is for operators' tools only,"
-        " such as the kvd command",
-    )

@@ -8,9 +8,9 @@ reading, which sees what was written before the question.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvd.broker.effects import Effect, Event, Reply, ToLane
+from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.operations import Handler, by, for_tools
-from kvd.broker.sessions import Session
+from kvd.broker.sessions import Request
 from kvd.broker.state import BrokerState
 from kvd.config.loaded import Change, Loaded, take_up
 from kvd.config.render import as_json
@@ -35,7 +35,7 @@ class _Asked:
     """Who wants the configuration read: a request, or a signal where that is None."""
 
     by: str
-    request: tuple[int, int] | None = None
+    request: Request[ReloadConfig] | None = None
 
 
 class Reloading:
@@ -82,23 +82,17 @@ class Reloading:
             effects: list[Effect] = [Event(text, "error")]
         else:
             effects, answer = self._take_up(outcome, who)
-        effects += [Reply(*asked.request, answer) for asked in served if asked.request is not None]
+        effects += [asked.request.reply(answer) for asked in served if asked.request is not None]
         return effects
 
     # --------------------------------------------------------------- helpers
 
-    def _reload(
-        self, session: Session, request_id: int, message: ReloadConfig, now: float
-    ) -> list[Effect]:
-        del message, now
-        self._asked.append(_Asked(by(session.peer), (session.number, request_id)))
+    def _reload(self, request: Request[ReloadConfig]) -> list[Effect]:
+        self._asked.append(_Asked(by(request.session.peer), request))
         return []
 
-    def _show(
-        self, session: Session, request_id: int, message: ShowConfig, now: float
-    ) -> list[Effect]:
-        del message, now
-        return [Reply(session.number, request_id, ConfigShown(config=as_json(self.loaded)))]
+    def _show(self, request: Request[ShowConfig]) -> list[Effect]:
+        return [request.reply(ConfigShown(config=as_json(self.loaded)))]
 
     def _take_up(self, read: Loaded, who: str) -> tuple[list[Effect], ConfigReloaded]:
         old, state = self.loaded.settings, self._state

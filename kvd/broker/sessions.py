@@ -2,13 +2,18 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
 
+from kvd.broker.effects import Event, Reply
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Who
 from kvd.errors import IntegrityError, Refused
 from kvd.metrics.counts import LookupCounts
-from kvd_proto.messages import ErrorCode, Register
+from kvd_proto.messages import ErrorCode, Message, Register, Unregister
 from kvd_proto.states import SESSION, Machine, SessionEvent, SessionState
+
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +29,31 @@ class Peer:
     groups: tuple[int, ...] = ()
 
 
+class RegisterStep(StrEnum):
+    """How far a registration has come."""
+
+    UNCHECKED = "unchecked"  # its layout is large, and is checked in a turn of its own
+    WAITING = "waiting"  # for the pool's size, or for a lane that serves
+    IMPORTING = "importing"  # a lane maps the memory
+
+
 @dataclass(slots=True)
 class PendingRegister:
-    """A registration that waits for the pool's size, its lane, or the import.
+    """A registration that is under way."""
 
-    unchecked: its layout is large, and is looked at in a turn of its own.
-    """
-
-    request_id: int
-    message: Register
+    request: "Request[Register]"
     deadline: float
-    importing: bool = False
-    unchecked: bool = False
+    step: RegisterStep = RegisterStep.UNCHECKED
+
+    @property
+    def message(self) -> Register:
+        """What the rank asks for."""
+        return self.request.message
+
+    @property
+    def device(self) -> str:
+        """Whose lane is to map the memory."""
+        return self.request.message.device
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +73,7 @@ class Session:
     registration: Register | None = None
     imported: bool = False
     attempt: int = 0  # how many registrations were given up while a lane mapped the memory
-    releasing: tuple[int, str] | None = None  # an Unregister in progress: request id, device
+    releasing: "Releasing | None" = None
     since: float = 0.0  # when it said HELLO
     lookups: LookupCounts = field(default_factory=LookupCounts)  # as it said last
     refusal: str = ""  # why its registration was refused last
@@ -82,8 +100,34 @@ class Session:
         rank = self.registration.rank if self.registration is not None else None
         return Who(self.number, self.peer.pid, engine, self.kind, rank)
 
+    def event(self, text: str, level: str = "info") -> Event:
+        """Return an event that carries this session's identifiers."""
+        return Event(text, level, self.who.fields)
+
     def __repr__(self) -> str:
         return f"<Session {self.number} {self.state}: {self.who}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[M]):
+    """What a session asks for, at `now` in monotonic seconds."""
+
+    session: Session
+    id: int
+    message: M
+    now: float
+
+    def reply(self, message: Message) -> Reply:
+        """Return the answer to this request."""
+        return Reply(self.session.number, self.id, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Releasing:
+    """An Unregister that is answered when the lane of `device` has let go of the memory."""
+
+    request: Request[Unregister]
+    device: str
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +155,7 @@ class Engine:
         """By rank the sessions whose registration is under way; of several the first."""
         found: dict[int, Session] = {}
         for session in self.sessions.values():
-            if session.pending is not None and not session.pending.unchecked:
+            if session.pending is not None and session.pending.step is not RegisterStep.UNCHECKED:
                 found.setdefault(session.pending.message.rank, session)
         return found
 

@@ -1,20 +1,21 @@
 """Everything the broker knows, in one place, for the decision modules that share it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvd.broker.effects import Effect, Notify, ToLane
-from kvd.broker.lanes import Lane, Revocations, arrays
+from kvd.broker.effects import DropDirectory, Effect, Notify, ToLane
+from kvd.broker.lanes import Lane, Revocations
 from kvd.broker.measures import RecentMax
 from kvd.broker.progress import Progress
 from kvd.broker.recent_events import EventLog
 from kvd.broker.sessions import Engine, Peer, Registry, Session
+from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.settings import Settings
-from kvd.errors import IntegrityError, Refused
+from kvd.errors import IntegrityError
 from kvd.metrics.counts import BrokerCounts, LaneCounts, LookupCounts, ProcessUsage
 from kvd.wire.link import UnbindWorker
-from kvd_proto.messages import Detached, ErrorCode
+from kvd_proto.messages import Detached
 
 REVOKE_AT_ONCE = 4096  # slots of 12 bytes each, well inside one datagram of the link
 
@@ -72,7 +73,8 @@ class BrokerState:
     @property
     def ready(self) -> bool:
         """New work is served: memory is there and every lane is up. See `kvd.broker.readiness`."""
-        return self.pool_usable and not self.lanes_missing and not self.draining
+        missing = any(map(self.is_missing, self.lanes.values()))
+        return self.pool_usable and not missing and not self.draining
 
     @property
     def pool_bytes(self) -> int | None:
@@ -117,18 +119,26 @@ class BrokerState:
             if lane.up and lane.pins and self.workers_of(lane.device)
         ]
 
-    @property
-    def lanes_missing(self) -> list[Lane]:
-        """Lanes that ought to serve and are not up.
+    def is_missing(self, lane: Lane) -> bool:
+        """Return whether a lane ought to serve and is not up.
 
         One that starts for its first worker is not missing, and none is before the pool has a size.
         """
-        return [lane for lane in self.lanes.values() if self.is_missing(lane)]
-
-    def is_missing(self, lane: Lane) -> bool:
-        """See `lanes_missing`."""
         wanted = not lane.on_demand or bool(self.workers_of(lane.device))
         return not lane.up and wanted and self.pool_bytes is not None
+
+    @property
+    def open_namespaces(self) -> list[Namespace]:
+        """Every open namespace; none while the pool has no size."""
+        return list(self.namespaces) if self.namespaces is not None else []
+
+    def namespace(self, ns_id: bytes) -> Namespace | None:
+        """Return the open namespace of this id."""
+        return self.namespaces.get(ns_id) if self.namespaces is not None else None
+
+    def is_open(self, namespace: Namespace) -> bool:
+        """Return whether a namespace that was open is so still."""
+        return self.namespace(namespace.id) is namespace
 
     def workers_of(self, device: str) -> list[Session]:
         """Sessions whose registered memory is on `device`."""
@@ -138,56 +148,13 @@ class BrokerState:
             if session.registration is not None and session.registration.device == device
         ]
 
-    def waiting_for(self, device: str) -> list[Session]:
-        """Sessions whose registration on `device` is under way."""
-        return [
-            session
-            for session in self.registry.sessions.values()
-            if session.pending is not None and session.pending.message.device == device
-        ]
-
-    def attached_namespace(self, engine: Engine | None) -> tuple[Engine, Namespace]:
-        """The engine and its namespace.
-
-        Raises:
-            Refused: NOT_READY where the engine is not complete.
-        """
-        if engine is None:
-            raise Refused(ErrorCode.BAD_STATE, "this session belongs to no engine")
-        if engine.namespace is None:
-            missing = engine.missing_ranks
-            waits = f"ranks {list(missing)} have" if missing else "no rank has"
-            raise Refused(
-                ErrorCode.NOT_READY,
-                f"engine {engine.name!r}: {waits} not registered yet"
-                if missing
-                else f"engine {engine.name!r}: {waits} registered yet",
-            )
-        return engine, engine.namespace
-
-    def served_namespace(self, engine: Engine | None) -> tuple[Engine, Namespace]:
-        """The same, where bytes can be moved.
-
-        Raises:
-            Refused: LANE_LOST where a rank's lane is not there, besides those above.
-        """
-        found, namespace = self.attached_namespace(engine)
-        for rank, worker in found.workers.items():
-            if not worker.imported and worker.registration is not None:
-                raise Refused(
-                    ErrorCode.LANE_LOST,
-                    f"engine {found.name!r}: lane {worker.registration.device} of rank {rank} is"
-                    " being replaced; try again later",
-                )
-        return found, namespace
-
-    def revoke(self, namespace: Namespace, slots: list[tuple[int, int]]) -> list[Effect]:
+    def revoke(self, namespace: Namespace, slots: Refs) -> list[Effect]:
         """Call back writes into slots that are DRAINING now; free at once what no lane holds."""
         if not slots:
             return []
         devices = [lane.device for lane in self.lanes.values() if lane.up]
         if not devices:
-            namespace.table.revoked(*arrays(slots))
+            free(namespace, slots)
             return []
         effects: list[Effect] = []
         for begin in range(0, len(slots), REVOKE_AT_ONCE):
@@ -219,6 +186,16 @@ class BrokerState:
         effects += [Notify(number, Detached(reason=reason)) for number in engine.sessions]
         return effects, len(dropped)
 
+    def close_unused(self, namespaces: Sequence[Namespace]) -> list[Effect]:
+        """Close those of the namespaces that no engine uses and where nothing is under way."""
+        if self.namespaces is None:
+            return []
+        closable = self.namespaces.closable()
+        unused = [namespace for namespace in namespaces if namespace in closable]
+        for namespace in unused:
+            self.namespaces.close(namespace)
+        return [DropDirectory(namespace.id) for namespace in unused]
+
     def check_integrity(self) -> None:
         """All that can be checked, checked.
 
@@ -229,7 +206,10 @@ class BrokerState:
         if self.namespaces is not None:
             self.namespaces.check_integrity()
         for engine in self.registry.engines.values():
-            if engine.namespace is not None and (
-                self.namespaces is None or self.namespaces.get(engine.namespace.id) is None
-            ):
+            if engine.namespace is not None and not self.is_open(engine.namespace):
                 raise IntegrityError(f"{engine!r} is attached to a namespace that is gone")
+
+
+def free(namespace: Namespace, slots: Refs) -> None:
+    """Free slots that were DRAINING: no lane writes there any more."""
+    namespace.table.revoked([slot for slot, _ in slots], [generation for _, generation in slots])

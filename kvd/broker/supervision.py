@@ -1,14 +1,22 @@
-"""What becomes of it when a lane speaks, falls silent or ends.
+"""What follows when a lane reports, falls silent or ends.
 
-A lane's word moves a registration, a chunk or a slot on. One that is silent for too long is
+A lane's report moves a registration, a chunk or a slot on. One that is silent for too long is
 killed, and one that has ended writes nowhere: what it alone was writing is given up.
+
+Lanes of CUDA devices start for the first worker of a device. One that has started stays while
+it lives, with workers or without. One that cannot start refuses the registrations that wait for
+it, and those of the next seconds, in its own words; it is started again by itself only for
+workers that were served before.
 """
 
-from kvd.broker.demand import lane_ended, lane_failed
-from kvd.broker.effects import ChunksReady, Effect, Event, KillLane, Notify, ToLane
-from kvd.broker.lanes import NOTHING_SAID, arrays
+from kvd.broker.admission import MAX_CUDA_LANES
+from kvd.broker.effects import ChunksReady, DropLane, Effect, KillLane, Notify, ToLane
+from kvd.broker.lanes import NOTHING_SAID, Lane
 from kvd.broker.registration import Registration, in_words
-from kvd.broker.state import BrokerState
+from kvd.broker.sessions import RegisterStep, Session
+from kvd.broker.state import BrokerState, free
+from kvd.cache.directory import Refs
+from kvd.errors import Refused
 from kvd.wire.link import (
     Imported,
     LaneFailed,
@@ -20,7 +28,7 @@ from kvd.wire.link import (
     Revoked,
     ShareDone,
 )
-from kvd_proto.messages import MAX_TEXT, Detached, Message
+from kvd_proto.messages import MAX_TEXT, Detached, ErrorCode, Message
 
 PING_SECONDS = 0.5
 
@@ -39,72 +47,64 @@ class Supervision:
         self._watched = 0.0
 
     def heard(self, device: str, message: Message, now: float) -> list[Effect]:
-        """A lane said something."""
+        """A lane has sent a message."""
         lane = self._state.lanes[device]
         lane.last_seen = now
         match message:
             case LaneReady():
-                return self._registration.lane_ready(lane, message, now)
+                return self._ready(lane, message)
             case PoolUsable():
-                return self._registration.pool_usable(lane, message)
+                return self._pool_usable(lane, message)
             case Imported():
                 return self._registration.imported(message)
             case Released():
-                return self._registration.released(message)
+                session = self._state.registry.sessions.get(message.session)
+                return self._registration.released(session) if session is not None else []
             case Revoked():
-                free = self._state.revocations.answered(
-                    device, message.namespace, message.slots, message.generations
-                )
-                self._free(message.namespace, free)
-                return []
+                slots = self._state.revocations.answered(device, message)
+                self._free(message.namespace, slots)
             case ShareDone():
                 return self._share_done(message)
             case LanePong():
                 lane.pong = message
-                return []
             case LaneFailed():
-                return lane_failed(self._state, lane, message, now)
+                return self._failed(lane, message, now)
             case _:
-                text = f"lane {device} sent {type(message).__name__}"
-                return [Event(text, "error", lane.fields)]
+                return [lane.event(f"lane {device} sent {type(message).__name__}", "error")]
+        return []
 
-    def lost(self, device: str, reason: str) -> list[Effect]:
-        """A lane process has ended: all it was writing is lost, nothing else is."""
-        lane = self._state.lanes[device]
-        served, lane.up = lane.up, False
-        lane.last_error = lane.failure or reason
-        lane.past.add(lane.pong.counters)
-        lane.past.restarts += 1
-        lane.pong = NOTHING_SAID
+    def _ready(self, lane: Lane, message: LaneReady) -> list[Effect]:
+        lane.up = True
+        lane.pins = message.pins
+        lane.killed = False
+        lane.pid = message.pid
+        lane.endpoint = message.endpoint
+        lane.usable_bytes = message.usable_bytes
+        lane.pool_error = ""
+        lane.incarnation = message.incarnation
+        text = f"lane {lane.device} is up (incarnation {lane.incarnation}, pid {lane.pid})"
+        return [lane.event(text), *self._registration.lane_serves(lane)]
+
+    def _pool_usable(self, lane: Lane, message: PoolUsable) -> list[Effect]:
+        """It can copy more of the pool, or knows that it never will."""
+        lane.usable_bytes = message.usable_bytes
         effects: list[Effect] = []
-        freed = 0
-        for namespace_id, free in self._state.revocations.lane_lost(device).items():
-            self._free(namespace_id, free)
-        for engine in self._state.registry.engines.values():
-            uses = any(
-                w.registration and w.registration.device == device for w in engine.workers.values()
-            )
-            if uses and engine.namespace is not None:
-                if engine.served:  # what is found could not be loaded
-                    reason = f"lane {device} is lost ({lane.last_error}), until another one serves"
-                    notice = Detached(reason=reason[:MAX_TEXT])
-                    effects += [Notify(number, notice) for number in engine.sessions]
-                slots = engine.namespace.table.drop_owner(engine.number)
-                effects += self._state.revoke(engine.namespace, slots)
-                freed += len(slots)
-        if served or not lane.failure or not self._state.waiting_for(device):
-            text = f"lane {device} is lost: {lane.last_error}{in_words(freed)}"
-            effects.append(Event(text, "error", lane.fields))
-        # Else the registrations that are refused for it say why it could not start.
-        for session in list(self._state.registry.sessions.values()):
-            if session.registration is not None and session.registration.device == device:
-                session.imported = False
-            if session.pending is not None and session.pending.message.device == device:
-                session.pending.importing = False
-            # A dead lane touches nothing.
-            if session.releasing is not None and session.releasing[1] == device:
-                effects += self._registration.released(Released(session=session.number))
-        return effects + lane_ended(self._state, lane, served=served)
+        if message.error:
+            lane.pool_error = message.error
+            effects.append(lane.event(f"lane {lane.device}: {message.error}", "error"))
+        for session in self._waiting_for(lane.device):
+            effects += self._registration.advance(session)
+        return effects
+
+    def _failed(self, lane: Lane, message: LaneFailed, now: float) -> list[Effect]:
+        """It cannot serve and tells why; the rest follows with its end."""
+        failed = self._state.failed_lanes
+        lane.failure = message.error
+        failed.pop(lane.device, None)
+        failed[lane.device] = (now, message.error)
+        if len(failed) > MAX_CUDA_LANES:
+            del failed[next(iter(failed))]  # the oldest
+        return [KillLane(lane.device)]
 
     def _share_done(self, message: ShareDone) -> list[Effect]:
         session = self._state.registry.sessions.get(message.session)
@@ -124,11 +124,79 @@ class Supervision:
         effects = self._state.revoke(engine.namespace, result.dropped)
         return [*effects, ChunksReady(engine.number)] if result.ready else effects
 
-    def _free(self, namespace_id: bytes, slots: list[tuple[int, int]]) -> None:
-        namespaces = self._state.namespaces
-        namespace = namespaces.get(namespace_id) if namespaces is not None else None
-        if namespace is not None and slots:
-            namespace.table.revoked(*arrays(slots))
+    # ------------------------------------------------------------------ end
+
+    def lost(self, device: str, reason: str) -> list[Effect]:
+        """A lane process has ended: what it was writing is lost, nothing else is."""
+        state = self._state
+        lane = state.lanes[device]
+        served, lane.up = lane.up, False
+        failure, lane.failure = lane.failure, ""
+        lane.last_error = failure or reason
+        lane.past.add(lane.pong.counters)
+        lane.past.restarts += 1
+        lane.pong = NOTHING_SAID
+        for namespace_id, slots in state.revocations.lane_lost(device).items():
+            self._free(namespace_id, slots)
+        effects, freed = self._give_up_writes(lane)
+        waiting = self._waiting_for(device)
+        if served or not failure or not waiting:
+            text = f"lane {device} is lost: {lane.last_error}{in_words(freed)}"
+            effects.append(lane.event(text, "error"))
+        # Else the registrations that are refused for it say why it could not start.
+        for session in waiting:
+            if session.pending is not None and session.pending.step is RegisterStep.IMPORTING:
+                session.pending.step = RegisterStep.WAITING
+        for session in list(state.registry.sessions.values()):
+            if session.registration is not None and session.registration.device == device:
+                session.imported = False
+            if session.releasing is not None and session.releasing.device == device:
+                effects += self._registration.released(session)
+        if lane.on_demand and not served:
+            text = f"lane {device} did not start: {lane.last_error}; the daemon's log says more"
+            code = ErrorCode.BAD_LAYOUT if failure else ErrorCode.LANE_LOST
+            for session in waiting:
+                effects += self._registration.give_up(session, Refused(code, failure or text))
+        if lane.on_demand and not state.workers_of(device) and not self._waiting_for(device):
+            effects.append(self._drop(lane))
+        return effects
+
+    def _give_up_writes(self, lane: Lane) -> tuple[list[Effect], int]:
+        """Give up what engines of this lane were writing, and tell them that nothing is found."""
+        effects: list[Effect] = []
+        freed = 0
+        for engine in self._state.registry.engines.values():
+            devices = {w.registration.device for w in engine.workers.values() if w.registration}
+            if engine.namespace is None or lane.device not in devices:
+                continue
+            if engine.served:
+                reason = f"lane {lane.device} is lost ({lane.last_error}), until another one serves"
+                notice = Detached(reason=reason[:MAX_TEXT])
+                effects += [Notify(number, notice) for number in engine.sessions]
+            slots = engine.namespace.table.drop_owner(engine.number)
+            effects += self._state.revoke(engine.namespace, slots)
+            freed += len(slots)
+        return effects, freed
+
+    def _drop(self, lane: Lane) -> Effect:
+        del self._state.lanes[lane.device]
+        self._state.gone_lanes.add(lane.past)
+        return DropLane(lane.device)
+
+    def _free(self, namespace_id: bytes, slots: Refs) -> None:
+        namespace = self._state.namespace(namespace_id)
+        if namespace is not None:
+            free(namespace, slots)
+
+    def _waiting_for(self, device: str) -> list[Session]:
+        """Return the sessions whose registration on `device` is under way."""
+        return [
+            session
+            for session in self._state.registry.sessions.values()
+            if session.pending is not None and session.pending.device == device
+        ]
+
+    # -------------------------------------------------------------- silence
 
     def watch(self, now: float) -> list[Effect]:
         """Ask lanes whether they are alive; kill those that have not answered for too long."""
@@ -146,7 +214,7 @@ class Supervision:
             if silent > timeout:
                 lane.killed = True
                 text = f"lane {lane.device} is killed: silent for {silent:.1f} s"
-                effects += [Event(text, "error", lane.fields), KillLane(lane.device)]
+                effects += [lane.event(text, "error"), KillLane(lane.device)]
             elif now - lane.last_ping > PING_SECONDS:
                 lane.pings += 1
                 lane.last_ping = now

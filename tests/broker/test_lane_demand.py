@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
+from kvd.broker.admission import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.broker.broker import Broker
-from kvd.broker.demand import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.broker.effects import DropLane, Effect, Event, KillLane, StartLane, ToLane
 from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report

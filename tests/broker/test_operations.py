@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvd.broker.background import MAX_TASKS
 from kvd.broker.effects import Event, Reply
 from kvd.broker.sessions import Peer, Session
-from kvd.broker.sweeps import MAX_SWEEPS
 from kvd.cache.chunks import PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
 from kvd_proto.answers import LookupResult
@@ -295,7 +295,7 @@ def test_a_namespace_that_is_closed_under_a_sweep_ends_it(bench: Bench) -> None:
 
 def test_too_many_sweeps_at_a_time_are_refused(bench: Bench) -> None:
     """The limit is named; each of those before gets its answer."""
-    for number in range(MAX_SWEEPS):
+    for number in range(MAX_TASKS["sweeps"]):
         assert bench.broker.request(bench.tool, 100 + number, Clear(), bench.now) == []
     (reply,) = bench.broker.request(bench.tool, 8, Clear(), bench.now)
     assert isinstance(reply, Reply)
@@ -305,7 +305,7 @@ def test_too_many_sweeps_at_a_time_are_refused(bench: Bench) -> None:
     answered = []
     while bench.broker.busy:
         answered += [e.request_id for e in bench.broker.work() if isinstance(e, Reply)]
-    assert answered == list(range(100, 100 + MAX_SWEEPS))
+    assert answered == list(range(100, 100 + MAX_TASKS["sweeps"]))
 
 
 def test_a_check_looks_at_every_chunk(bench: Bench) -> None:

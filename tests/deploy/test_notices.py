@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kvd.broker.notices import SLOWEST_BEAT_SECONDS, Notices
+from kvd.daemon.notify import SLOWEST_BEAT_SECONDS, Notices
 
 
 def said(notices: Notices, seconds: float, *, step: float = 0.25) -> list[tuple[float, str]]:

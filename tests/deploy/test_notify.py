@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.broker.notices import Notices
-from kvd.daemon.notify import Notifier
+from kvd.daemon.notify import Notices, Notifier
 from kvd.errors import ConfigError
 from tests.conftest import StartDaemon
 from tests.deploy.manager import Manager, listening

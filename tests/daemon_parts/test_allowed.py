@@ -1,0 +1,41 @@
+"""Who may connect, by what the kernel tells of a peer."""
+
+import pytest
+
+from kvd.broker.sessions import Peer
+from kvd.daemon.allowed import AllowList
+from kvd.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("peer", "allowed"),
+    [
+        (Peer(1, 1001, 1), True),
+        (Peer(1, 1002, 1), False),
+        (Peer(1, 1002, 50), True),
+        (Peer(1, 1002, 1, (7, 50)), True),
+        (Peer(1, 1002, 1, (7, 1001)), False),
+        (Peer(1, 7, 1), True),
+        (Peer(1, 0, 0), True),
+    ],
+)
+def test_a_list_lets_in_its_users_groups_root_and_the_daemon(peer: Peer, *, allowed: bool) -> None:
+    """A user or any group suffices; ids of users are not taken for ids of groups."""
+    objection = AllowList(7, frozenset({1001}), frozenset({50})).objection(peer)
+    assert bool(objection) is not allowed
+    if objection:
+        assert str(peer.uid) in objection
+        assert "allow_users" in objection
+
+
+def test_without_a_list_the_file_rights_alone_decide() -> None:
+    """Two empty settings turn nobody away."""
+    assert AllowList.of("", " ").objection(Peer(1, 4711, 4711)) == ""
+
+
+def test_names_are_looked_up_on_this_machine() -> None:
+    """Names and numbers mix; an unknown name is refused with the key and the remedy."""
+    allowed = AllowList.of("root, 1234", "root")
+    assert (allowed.users, allowed.groups) == (frozenset({0, 1234}), frozenset({0}))
+    with pytest.raises(ConfigError, match=r"allow_groups.*'no-such-group'.*not known"):
+        AllowList.of("", "no-such-group")
