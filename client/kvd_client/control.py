@@ -6,9 +6,9 @@ import os
 import threading
 from typing import Protocol
 
-from kvd_client import sealed
 from kvd_client.arguments import shown
 from kvd_client.errors import UsageError
+from kvd_client.memory import sealed_file
 from kvd_proto.control import CONTROL_BYTES, CONTROL_WORDS, TIMELINE_WORD, ControlWords
 
 
@@ -18,7 +18,7 @@ class ControlPage(ControlWords):
     nbytes = CONTROL_BYTES
 
     def __init__(self) -> None:
-        self.fd = sealed.make("kvd-control", CONTROL_BYTES)
+        self.fd = sealed_file("kvd-control", CONTROL_BYTES)
         super().__init__(mmap.mmap(self.fd, CONTROL_BYTES))
 
     @property

@@ -9,10 +9,11 @@ What is given away must stay mapped: an engine that remaps its memory registers 
 
 import os
 import weakref
+from dataclasses import dataclass, replace
 from typing import Self
 
 from kvd_client import cuda_driver
-from kvd_client.arguments import shown, size_of_file, whole
+from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_proto.devices import cuda_device
 from kvd_proto.messages import IpcHandle, VmmHandle
@@ -24,12 +25,13 @@ _REMEDY = (
 )
 
 
+@dataclass(eq=False)
 class DeviceMemory:
-    """One storage in CUDA memory. A descriptor is closed with it; the memory is not its own.
+    """One storage in CUDA memory, made by `at`. It owns its descriptor, not the memory.
 
     Attributes:
-        device: "cuda:" and the device's UUID.
         ordinal: the device's number in this process.
+        device: "cuda:" and the device's UUID.
         base: where the allocation begins, as this process sees it.
         allocation: its bytes.
         offset: where the storage begins in it.
@@ -38,41 +40,26 @@ class DeviceMemory:
         fd: that descriptor; -1 where there is an IPC handle.
     """
 
-    def __init__(
-        self,
-        *,
-        ordinal: int,
-        device: str,
-        base: int,
-        allocation: int,
-        offset: int,
-        nbytes: int,
-        ipc: bytes = b"",
-        fd: int = -1,
-    ) -> None:
-        for name, number in (("allocation", allocation), ("nbytes", nbytes), ("fd", fd)):
-            if not isinstance(number, int):
-                raise UsageError(f"{name}={shown(number)}: a whole number; use DeviceMemory.at")
-        if fd >= 0:
-            size_of_file(fd)
-        self.ordinal = ordinal
-        self.device = device
-        self.base = base
-        self.allocation = allocation
-        self.offset = offset
-        self.nbytes = nbytes
-        self.ipc = ipc
-        self.fd = fd
+    ordinal: int
+    device: str
+    base: int
+    allocation: int
+    offset: int
+    nbytes: int
+    ipc: bytes = b""
+    fd: int = -1
+
+    def __post_init__(self) -> None:
         self.closed = False
-        self._closing = weakref.finalize(self, os.close, fd) if fd >= 0 else None
+        self._closing = weakref.finalize(self, os.close, self.fd) if self.fd >= 0 else None
 
     @classmethod
     def at(cls, address: int, nbytes: int) -> Self:
-        """The storage of `nbytes` at a device pointer.
+        """Return the storage of `nbytes` at a device pointer.
 
         Raises:
-            UsageError: no address or size that can be meant.
-            UnsupportedMemory: memory that no other process can be given, or no CUDA driver.
+            UsageError: an invalid address or size.
+            UnsupportedMemory: memory that no other process can map, or no CUDA driver.
             CudaError: the driver refuses; the address is no device memory of this process.
         """
         if not isinstance(address, int) or not 0 < address < 2**64:
@@ -104,26 +91,17 @@ class DeviceMemory:
         return self.base
 
     def duplicate(self) -> "DeviceMemory":
-        """The same storage with a descriptor of its own.
+        """Return the same storage with a descriptor of its own.
 
         Raises:
             UsageError: closed.
         """
         if self.closed:
             raise UsageError(f"{self!r}: make it anew with DeviceMemory.at")
-        return DeviceMemory(
-            ordinal=self.ordinal,
-            device=self.device,
-            base=self.base,
-            allocation=self.allocation,
-            offset=self.offset,
-            nbytes=self.nbytes,
-            ipc=self.ipc,
-            fd=os.dup(self.fd) if self.fd >= 0 else -1,
-        )
+        return replace(self, fd=os.dup(self.fd) if self.fd >= 0 else -1)
 
     def handle(self, fd_index: int) -> IpcHandle | VmmHandle:
-        """How a registration names it, where its descriptor, if any, has this number."""
+        """Return how a registration names it, if its descriptor, if any, has this number."""
         if self.ipc:
             return IpcHandle(handle=self.ipc, allocation=self.allocation, offset=self.offset)
         return VmmHandle(fd_index=fd_index, allocation=self.allocation, offset=self.offset)

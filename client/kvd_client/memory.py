@@ -1,5 +1,11 @@
-"""Host memory that another process can map: by descriptor, without a name."""
+"""Host memory that another process can map: by descriptor, without a name.
 
+The daemon maps what a worker shares. If its file could lose pages under the mapping, the
+process that touches them would end by a signal. A seal (fcntl(2), F_SEAL_SHRINK) prevents
+that for good, and only files of memfd_create(2) can carry one.
+"""
+
+import fcntl
 import math
 import mmap
 import os
@@ -9,11 +15,53 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client import sealed
 from kvd_client.arguments import collection, shown, size_of_file, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_proto.devices import HOST
 from kvd_proto.messages import HostHandle
+
+
+def sealed_file(name: str, nbytes: int) -> int:
+    """Return the descriptor of a new zeroed memory file of fixed size.
+
+    Raises:
+        OSError: the system has no room for it.
+        OverflowError: a size that no file has.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_sealed(fd: int) -> bool:
+    """Return whether the descriptor's file cannot be shortened any more."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # a file of another kind
+        return False
+
+
+def seal(fd: int) -> None:
+    """Keep the descriptor's file from being shortened.
+
+    Raises:
+        UnsupportedMemory: it cannot carry the seal.
+    """
+    if is_sealed(fd):
+        return
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except OSError as error:
+        raise UnsupportedMemory(
+            f"fd={fd} could be shortened while the daemon has it mapped, and cannot be sealed"
+            f" against that ({error.strerror}): use HostMemory.allocate, or a descriptor of"
+            " memfd_create with MFD_ALLOW_SEALING"
+        ) from error
 
 
 class HostMemory:
@@ -26,7 +74,7 @@ class HostMemory:
         array: the storage as u8[nbytes] in this process, where numpy made it.
 
     Raises:
-        UsageError: no open descriptor, no numbers, or an array of another size.
+        UsageError: not an open descriptor, not numbers, or an array of another size.
         UnsupportedMemory: the file is smaller than offset + nbytes, or cannot be sealed.
     """
 
@@ -35,17 +83,16 @@ class HostMemory:
     def __init__(
         self, fd: int, nbytes: int, offset: int = 0, array: npt.NDArray[np.uint8] | None = None
     ) -> None:
-        for name, number in (("fd", fd), ("nbytes", nbytes), ("offset", offset)):
-            if not isinstance(number, int):
-                raise UsageError(f"{name}={shown(number)}: a whole number is needed")
+        whole("nbytes", nbytes, 0)
+        whole("offset", offset, 0)
         if array is not None and not (isinstance(array, np.ndarray) and array.nbytes == nbytes):
             raise UsageError(f"array={shown(array)}: u8[{nbytes}] is needed, or None")
         have = size_of_file(fd)
-        if offset < 0 or nbytes <= 0 or have < offset + nbytes:
+        if not nbytes or have < offset + nbytes:
             raise UnsupportedMemory(
                 f"nbytes={nbytes} from offset={offset} do not lie inside a file of {have} bytes"
             )
-        sealed.seal(fd)
+        seal(fd)
         self.fd = fd
         self._closing = weakref.finalize(self, os.close, fd)
         self.nbytes = nbytes
@@ -54,17 +101,16 @@ class HostMemory:
 
     @classmethod
     def allocate(cls, nbytes: int) -> Self:
-        """New zeroed memory, mapped here as `array`.
+        """Return new zeroed memory, mapped here as `array`.
 
         Raises:
-            UsageError: no size above 0.
+            UsageError: not a size above 0.
             UnsupportedMemory: the system has no room for it.
         """
-        if not isinstance(nbytes, int) or nbytes <= 0:
-            raise UsageError(f"nbytes={shown(nbytes)}: a number of bytes above 0 is needed")
+        whole("nbytes", nbytes, 1)
         fd = -1
         try:
-            fd = sealed.make("kvd-memory", nbytes)
+            fd = sealed_file("kvd-memory", nbytes)
             array = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         except (OSError, ValueError, OverflowError) as error:
             if fd >= 0:
@@ -73,7 +119,7 @@ class HostMemory:
         return cls(fd, nbytes, array=array)
 
     def part(self, offset: int, nbytes: int) -> "HostMemory":
-        """A range of this memory as a storage of its own, with a descriptor of its own.
+        """Return a range of this memory as a storage with a descriptor of its own.
 
         Raises:
             UsageError: outside this memory; or closed.
@@ -106,11 +152,11 @@ class HostMemory:
         return status.st_dev, status.st_ino
 
     def duplicate(self) -> "HostMemory":
-        """The same storage with a descriptor of its own."""
+        """Return the same storage with a descriptor of its own."""
         return self.part(0, self.nbytes)
 
     def handle(self, fd_index: int) -> HostHandle:
-        """How a registration names it, where its descriptor has this number."""
+        """Return how a registration names it, if its descriptor has this number."""
         return HostHandle(fd_index=fd_index, offset=self.offset)
 
     @property
@@ -125,7 +171,7 @@ class HostMemory:
         return self._array
 
     def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """The memory from its start on as an array of this dtype and shape.
+        """Return the memory from its start on as an array of this dtype and shape.
 
         Raises:
             UsageError: that does not fit.

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from kvd_client import sealed
 from kvd_client.arguments import collection, shown, whole
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_client.memory import HostMemory
+from kvd_client.memory import HostMemory, is_sealed, sealed_file
 from kvd_client.registration import Memory
 from kvd_proto.layout import TensorSpec
 
@@ -227,7 +226,7 @@ def _share_cpu(storage: Any) -> HostMemory:
             f"{storage.nbytes()} bytes cannot be moved to shared memory: {error}; is /dev/shm"
             " large enough?"
         ) from error
-    if not sealed.is_sealed(fd):
+    if not is_sealed(fd):
         if shared_before:
             raise UnsupportedMemory(
                 f"{size} bytes are in shared memory of torch already, in a file that could be"
@@ -241,7 +240,7 @@ def _share_cpu(storage: Any) -> HostMemory:
 def _into_sealed_file(address: int, nbytes: int, fd: int) -> None:
     """Put a memory file where another file is mapped, and under its descriptor."""
     try:
-        file = sealed.make("kvd-tensor", nbytes)
+        file = sealed_file("kvd-tensor", nbytes)
     except OSError as error:
         raise UnsupportedMemory(f"{nbytes} bytes of shared memory: {error}") from error
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvd.daemon.receiver import READ, serve
-from kvd_client import sealed
+from kvd_client.memory import sealed_file
 from kvd_proto.messages import ErrorCode, Ping, Pong
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
@@ -182,7 +182,7 @@ def test_memory_and_devices_are_passed_on() -> None:
     ours, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, link, client, connection, tempfile.TemporaryFile(dir="/dev/shm") as shared:
-        fds = [sealed.make("m", 1), os.memfd_create("loose"), os.dup(shared.fileno())]
+        fds = [sealed_file("m", 1), os.memfd_create("loose"), os.dup(shared.fileno())]
         fds += [os.open("/dev/null", os.O_RDONLY), os.eventfd(0)]
         socket.send_fds(client, [b"frame"], fds)
         socket.send_fds(ours, [READ], [connection.fileno()])

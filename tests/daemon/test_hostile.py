@@ -19,8 +19,8 @@ from kvd_client import (
     TensorRef,
     TensorSpec,
     Worker,
-    sealed,
 )
+from kvd_client.memory import sealed_file
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import (
@@ -147,7 +147,7 @@ def test_the_descriptors_of_a_second_registration_are_closed(
         return list(open_files(daemon.process.pid).values()).count(f"/memfd:{name} (deleted)")
 
     for name, kind in (("kvd-test-first", Registered), ("kvd-test-second", Error)):
-        fds = [sealed.make(name, size) for size in sizes]
+        fds = [sealed_file(name, size) for size in sizes]
         assert isinstance(client.register(registration(), fds), kind)
     assert (held("kvd-test-first"), held("kvd-test-second")) == (3, 0)
     assert isinstance(client.ask(Unregister()), Unregistered)
@@ -181,7 +181,7 @@ def test_a_worker_that_ends_while_it_registers_ends_nothing_else(daemon: Daemon)
     raw = RawClient(daemon.runtime_dir)
     raw.hello(kind="worker")
     sizes = (CONTROL_BYTES, *make_layout().storages)
-    fds = [sealed.make("kvd-test-going", size) for size in sizes]
+    fds = [sealed_file("kvd-test-going", size) for size in sizes]
     broker = psutil.Process(daemon.process.pid)
     daemon.process.send_signal(signal.SIGSTOP)
     try:
@@ -206,7 +206,7 @@ def test_memory_smaller_than_claimed_is_refused(client: RawClient) -> None:
     first, second = make_layout().storages
     reply = client.register(
         registration(),
-        [sealed.make("test", size) for size in (CONTROL_BYTES, first, second - 4096)],
+        [sealed_file("test", size) for size in (CONTROL_BYTES, first, second - 4096)],
     )
     assert code_of(reply) is ErrorCode.BAD_LAYOUT
     assert str(second) in text_of(reply)
@@ -221,7 +221,7 @@ def test_memory_that_could_be_shortened_is_refused(
     """Be it the control page or a storage: the error says which one, and how to make it."""
     client.hello(kind="worker")
     sizes = (CONTROL_BYTES, *make_layout().storages)
-    fds = [make(n) if i == which else sealed.make("test", n) for i, n in enumerate(sizes)]
+    fds = [make(n) if i == which else sealed_file("test", n) for i, n in enumerate(sizes)]
     reply = client.register(registration(), fds)
     assert code_of(reply) is ErrorCode.BAD_LAYOUT
     assert f"descriptor {which}" in text_of(reply)

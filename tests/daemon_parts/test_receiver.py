@@ -15,7 +15,7 @@ from kvd.daemon import receiver as process
 from kvd.daemon.child import ChildProcess
 from kvd.daemon.descriptors import FIRST_SECONDS, MAX_HELD, SECONDS, Receiver, Taken
 from kvd.errors import Refused
-from kvd_client import sealed
+from kvd_client.memory import sealed_file
 from tests.waiting import PATIENCE
 
 HOSTILE, HONEST = 4242, 4243
@@ -109,7 +109,7 @@ def test_one_user_holds_a_bounded_number_of_processes(rig: Rig) -> None:
     """Then nothing of his is received any more until one ends; others' descriptors are."""
     with ExitStack() as stack:
         pipe, _ = (stack.enter_context(os.fdopen(fd)).fileno() for fd in os.pipe())
-        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
         for _ in range(MAX_HELD):
             rig.send(pipe, HOSTILE)
             assert "neither a memory file nor a device" in str(rig.outcome())
@@ -131,7 +131,7 @@ def test_one_user_holds_a_bounded_number_of_processes(rig: Rig) -> None:
 def test_a_process_that_does_not_answer_is_replaced(rig: Rig) -> None:
     """After a bounded time the session whose turn it was is refused; the next is served."""
     with ExitStack() as stack:
-        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
         Child.deaf = True
         rig.send(memory, HOSTILE)
         rig.send(memory, HONEST)
@@ -151,7 +151,7 @@ def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig) -> Non
     """The first answer is waited for as long as a start may take, later ones are not."""
     assert FIRST_SECONDS > 4 * SECONDS
     with ExitStack() as stack:
-        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
         Child.deaf = True
         rig.send(memory, HONEST)
         rig.now += 4 * SECONDS
@@ -168,7 +168,7 @@ def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig) -> Non
 def test_a_process_that_has_ended_is_replaced(rig: Rig) -> None:
     """Whoever's turn it was is refused, the next one is served by another process."""
     with ExitStack() as stack:
-        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
         Child.deaf = True
         rig.turn()
         Child.deaf = False
@@ -190,7 +190,7 @@ def test_without_a_process_to_be_had_whoever_sends_is_refused(
         raise OSError(24, "Too many open files")
 
     with ExitStack() as stack, monkeypatch.context() as patch:
-        memory = stack.enter_context(os.fdopen(sealed.make("m", 1))).fileno()
+        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
         patch.setattr(Child, "spawn", full)
         rig.send(memory, HONEST)
         assert "raise LimitNOFILE" in str(rig.outcome())

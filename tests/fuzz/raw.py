@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from kvd_client import sealed
+from kvd_client.memory import sealed_file
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import MAX_DESCRIPTORS, Error, ErrorCode, LaneUp, Message
@@ -165,7 +165,7 @@ def _open(kind: str, control_socket: socket.socket, stack: ExitStack) -> int:
     elif kind == "event":
         fd = os.eventfd(0)
     elif kind.startswith("mem:"):
-        fd = sealed.make("fuzz", int(kind.partition(":")[2]))
+        fd = sealed_file("fuzz", int(kind.partition(":")[2]))
     elif kind.startswith("loose:"):
         fd = os.memfd_create("fuzz")
         os.ftruncate(fd, int(kind.partition(":")[2]))

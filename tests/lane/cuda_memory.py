@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvd_client import sealed
+from kvd_client.memory import sealed_file
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
 from tests.asked import Asked
 from tests.fakecuda import cudatensor
@@ -38,7 +38,7 @@ class CudaWorkers:
         together, apart = sizes[:2], sizes[2:]
         handles: list[Handle] = []
         addresses: list[int] = []
-        descriptors = [sealed.make("control page", 4096)]
+        descriptors = [sealed_file("control page", 4096)]
         for group in (together, *((size,) for size in apart)):
             total = sum(group) + GAP * (len(group) + 1)
             offset = GAP

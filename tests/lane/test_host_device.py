@@ -11,7 +11,7 @@ from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.device import Direction
 from kvd.lane.devices.host import HostDevice
 from kvd.lane.workers import open_control_page
-from kvd_client import sealed
+from kvd_client.memory import sealed_file
 from kvd_proto.messages import HostHandle
 from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain, transfer
 from tests.lane.support import Memory
@@ -126,7 +126,7 @@ def test_a_pool_file_smaller_than_promised_is_refused(host: HostRig) -> None:
 
 def test_an_empty_descriptor_is_refused(host: HostRig) -> None:
     """A file of 0 bytes is refused by name instead of by mmap's own words."""
-    empty = sealed.make("empty", 0)
+    empty = sealed_file("empty", 0)
     with pytest.raises(ImportFailed, match="0 bytes"):
         host.device.import_memory((HostHandle(0),), (1,), (empty,))
     os.close(empty)
