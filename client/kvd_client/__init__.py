@@ -21,7 +21,6 @@ imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(
 
 from kvd_client.attaching import AttachState
 from kvd_client.chunk_blocks import ChunkBlocks
-from kvd_client.control import Timeline
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import (
     CudaError,
@@ -36,6 +35,7 @@ from kvd_client.jobs import JobResult
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
+from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
 from kvd_proto.answers import LookupResult, StoreAnswer
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec

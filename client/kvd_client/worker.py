@@ -16,7 +16,7 @@ from typing import Self
 from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.attaching import AttachState, why_not_attached
 from kvd_client.chunk_blocks import ChunkBlocks, JobArrays, job_arrays
-from kvd_client.control import ControlPage, Timeline
+from kvd_client.control import ControlPage
 from kvd_client.control_socket import Notice
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import RegistrationError, Unavailable, UsageError
@@ -25,8 +25,8 @@ from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
 from kvd_client.registration import Memory, Wanted, wanted_registration
 from kvd_client.session import Session
-from kvd_client.stream_signal import stream_signals
 from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_client.timeline import Timeline, stream_signals
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import (
     MAX_RANKS,

@@ -30,11 +30,13 @@ from kvd_client import (
     UnsupportedMemory,
     UsageError,
     cuda_driver,
-    stream_signal,
+)
+from kvd_client import (
+    timeline as timelines,
 )
 from kvd_client.control import ControlPage
 from kvd_client.registration import Wanted, wanted_registration
-from kvd_client.stream_signal import EventWatch, StreamWrites, stream_signals
+from kvd_client.timeline import EventWatch, StreamWrites, stream_signals
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint, IpcHandle, VmmHandle
 
@@ -253,14 +255,14 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
     for name in sorted(functions & calls.keys()):
         for number in range(1, calls[name] + 1):
             switch(f"fail={name}:{number}:999")
-            kept = len(stream_signal._KEPT)
+            kept = len(timelines._KEPT)
             errors = life(plain, exported, streams, heard)
             switch("fail=")
             assert all("CUDA_ERROR_UNKNOWN (999)" in text for text in errors), (name, errors)
             # A page of which it is not known that nothing writes to it stays, without a word; its
             # mapping holds a descriptor.
-            assert errors or name in HARMLESS or len(stream_signal._KEPT) > kept, name
-            assert open_files() <= opened + len(stream_signal._KEPT), name
+            assert errors or name in HARMLESS or len(timelines._KEPT) > kept, name
+            assert open_files() <= opened + len(timelines._KEPT), name
     assert life(plain, exported, streams, heard) == []
 
 

@@ -1,8 +1,8 @@
-"""How the work on CUDA streams raises a worker's timeline: without a wait on the host.
+"""A worker's timeline: numbers that say how far the engine's own work has come.
 
-A stream writes the number into the control page by itself. Where streams cannot
-write, a thread waits for an event of each number and writes it instead. Both
-reach numbers in order, whatever streams they were asked for on.
+A CUDA stream writes its number into the control page by itself. Where streams cannot
+write, a thread waits for an event of each number and writes it instead. Both reach
+numbers in order, whatever streams they were asked for on; the host waits for nothing.
 """
 
 import contextlib
@@ -12,15 +12,16 @@ import threading
 from abc import ABC, abstractmethod
 
 from kvd_client import cuda_driver
+from kvd_client.arguments import shown
 from kvd_client.control import ControlPage
-from kvd_client.errors import KvdClientError
+from kvd_client.errors import KvdClientError, UsageError
 
 log = logging.getLogger("kvd_client")
 _KEPT: list[object] = []
 
 
 class StreamSignals(ABC):
-    """Raises one control page's timeline from streams. The caller calls from one thread at a time.
+    """Raises one control page's timeline from streams. Used by one thread at a time.
 
     Args:
         device: whose streams they are.
@@ -41,7 +42,7 @@ class StreamSignals(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what the driver holds. Never waits, never raises."""
+        """Free what the driver holds. Never waits, never raises."""
 
 
 class StreamWrites(StreamSignals):
@@ -125,7 +126,7 @@ class EventWatch(StreamSignals):
 
 
 def stream_signals(device: int, page: ControlPage) -> StreamSignals:
-    """The way that this device has.
+    """Return the way that this device supports.
 
     Raises:
         CudaError: the driver refuses.
@@ -134,3 +135,92 @@ def stream_signals(device: int, page: ControlPage) -> StreamSignals:
     if cuda_driver.streams_can_write(device):
         return StreamWrites(device, page)
     return EventWatch(device, page)
+
+
+class Timeline:
+    """Numbers for an engine that orders its own work: a job waits for the one that it names.
+
+    ``n = timeline.reserve()``; start the work; submit the job with ``after=n``;
+    when the work has finished, ``timeline.signal(n)``. A worker whose memory is
+    CUDA memory calls ``n = timeline.signal_on(stream)`` instead, once the work is
+    on the stream. Numbers are reached in order: signal(7) means that everything
+    up to 7 has finished. May be used by any thread.
+    """
+
+    def __init__(self, page: ControlPage) -> None:
+        self._page = page
+        self._lock = threading.Lock()
+        self._last = 0
+        self._signals: StreamSignals | None = None
+
+    @property
+    def reached(self) -> int:
+        """The highest number that has been signalled."""
+        return self._page.timeline
+
+    @property
+    def reserved(self) -> int:
+        """The highest number that has been given out."""
+        return self._last
+
+    def reserve(self) -> int:
+        """Return the next number."""
+        with self._lock:
+            self._last += 1
+            return self._last
+
+    def signal(self, number: int) -> None:
+        """Reach `number`: everything up to it has finished.
+
+        Raises:
+            UsageError: a number that was not reserved; or streams signal here.
+        """
+        if self._signals is not None:
+            raise UsageError(
+                f"signal({shown(number)}): this worker's memory is CUDA memory, where only streams"
+                " know what has finished; call signal_on(stream)"
+            )
+        if not isinstance(number, int) or not 0 < number <= self._last:
+            raise UsageError(
+                f"number={shown(number)}: up to {self._last} are reserved; call reserve() first"
+            )
+        with self._lock:
+            self._page.timeline = max(self._page.timeline, number)
+
+    def signal_on(self, stream: int) -> int:
+        """Return the next number, reached when all that is on a CUDA stream now has finished.
+
+        Args:
+            stream: the driver's handle, such as `torch.cuda.current_stream().cuda_stream`. When
+                it is another than the last time, its later work waits for the last number too.
+
+        Raises:
+            UsageError: not a stream, or the registered memory is not CUDA memory.
+            CudaError: the driver refuses.
+        """
+        if not isinstance(stream, int) or stream < 0:
+            raise UsageError(f"stream={shown(stream)}: the handle of a CUDA stream is needed")
+        with self._lock:
+            if self._signals is None:
+                raise UsageError(
+                    "signal_on: no CUDA memory is registered by this worker; call reserve() and"
+                    " signal()"
+                )
+            self._last += 1
+            self._signals.signal(stream, self._last)
+            return self._last
+
+    def follow(self, signals: StreamSignals | None) -> None:
+        """Let streams signal from now on, or, with None, the host again; close what was before."""
+        with self._lock:
+            before, self._signals = self._signals, signals
+            if before is not None:
+                before.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the driver's things are the parent's."""
+        self._lock = threading.Lock()
+        self._signals = None
+
+    def __repr__(self) -> str:
+        return f"<Timeline reached {self.reached}, reserved {self.reserved}>"
