@@ -7,11 +7,16 @@ the daemon refused or did not find must be left out of all of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 from kvd_client.arguments import collection, shown, whole
 from kvd_client.errors import UsageError
 from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_proto.arrays import Integers
+from kvd_proto.blocks import JobBlocks
+from kvd_proto.errors import Oversize, ProtoError
+
+_Arrays: TypeAlias = tuple[list[int], list[int], list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +35,30 @@ class ChunkBlocks:
     first: int = 0
 
 
-class JobArrays(NamedTuple):
-    """The arrays of one job, as `Worker.submit_store` describes them."""
+def pack_arrays(
+    block_ids: Integers,
+    group_sizes: Integers,
+    block_indices: Integers,
+    slots: Integers,
+    generations: Integers,
+) -> JobBlocks:
+    """Return the arrays of a job as they are sent.
 
-    block_ids: list[int]
-    group_sizes: list[int]
-    block_indices: list[int]
-    slots: list[int]
-    generations: list[int]
+    Raises:
+        UsageError: naming an array that is not of integers, or too long for one job.
+    """
+    try:
+        return JobBlocks.of(block_ids, group_sizes, block_indices, slots, generations)
+    except Oversize as error:
+        raise UsageError(f"{error}; submit several jobs, split between two chunks") from error
+    except ProtoError as error:
+        raise UsageError(f"{error}; whole numbers are needed") from error
 
 
-def job_arrays(
+def pack_chunks(
     ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks], blocks_per_chunk: int
-) -> JobArrays:
-    """The job for those chunks of `groups` that the ticket has.
+) -> JobBlocks:
+    """Return the job for those chunks of `groups` that the ticket has.
 
     Args:
         ticket: of keys among those of `groups`.
@@ -51,23 +66,24 @@ def job_arrays(
         blocks_per_chunk: of the layout.
 
     Raises:
-        UsageError: no ticket, or numbers of keys and blocks that do not fit each other.
+        UsageError: not a ticket, numbers of keys and blocks that do not fit each other, or as
+            `pack_arrays`.
     """
     if not isinstance(ticket, (StoreTicket, LoadTicket)):
         raise UsageError(f"ticket={shown(ticket)}: pass what prepare_store or prepare_load gave")
     try:
         slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
         places = dict(zip(ticket.keys, zip(slots, generations, strict=True), strict=True))
-    except (AttributeError, TypeError, ValueError) as error:  # none that the daemon gave
+    except (AttributeError, TypeError, ValueError) as error:  # not as the daemon gave it
         raise UsageError(f"ticket={shown(ticket)}: {error}") from error
-    arrays = JobArrays([], [], [], [], [])
+    arrays: _Arrays = ([], [], [], [], [])
     for index, group in enumerate(collection("groups", groups, "ChunkBlocks, one a group")):
         _add(arrays, f"groups[{index}]", group, places, blocks_per_chunk)
-    return arrays
+    return pack_arrays(*arrays)
 
 
 def _add(
-    arrays: JobArrays,
+    arrays: _Arrays,
     name: str,
     group: object,
     places: dict[bytes, tuple[int, int]],
@@ -84,7 +100,8 @@ def _add(
             f"{name} has {len(keys)} keys, its {len(blocks)} blocks from {group.first} on lie in"
             f" {chunks} chunks of {blocks_per_chunk}"
         )
-    before, start = len(arrays.block_ids), None
+    block_ids, group_sizes, block_indices, slots, generations = arrays
+    before, start = len(block_ids), None
     for index, key in enumerate(keys):
         if not isinstance(key, bytes):
             raise UsageError(f"{name}.keys has {shown(key)}: bytes are needed")
@@ -94,8 +111,8 @@ def _add(
         low = max(0, index * blocks_per_chunk - entered)
         if start is None:
             start = group.first + low
-        arrays.block_ids.extend(blocks[low : (index + 1) * blocks_per_chunk - entered])
-        arrays.slots.append(place[0])
-        arrays.generations.append(place[1])
-    arrays.group_sizes.append(len(arrays.block_ids) - before)
-    arrays.block_indices.append(start or 0)
+        block_ids.extend(blocks[low : (index + 1) * blocks_per_chunk - entered])
+        slots.append(place[0])
+        generations.append(place[1])
+    group_sizes.append(len(block_ids) - before)
+    block_indices.append(start or 0)

@@ -11,8 +11,10 @@ import logging
 import select
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+
+import msgspec
 
 from kvd_client.control import ControlPage, StoreWords
 from kvd_client.errors import UsageError
@@ -114,35 +116,34 @@ class JobTable:
 
     # ------------------------------------------------------------------ jobs
 
-    def submit(
-        self, job_id: int, build: Callable[[tuple[int, int]], Store | Load], *, usable: bool
-    ) -> bool:
-        """Give a job to the lane, or note its failure.
+    def submit(self, message: Store | Load, *, usable: bool) -> bool:
+        """Give a job to the lane, or record its failure.
 
         Args:
-            job_id: the caller's number.
-            build: makes the message, with a word of the control page and its epoch for a store.
+            message: the job; a store gets its word of the control page here.
             usable: false where the worker is not registered.
 
         Raises:
             UsageError: the id is in use, or the message is too large.
         """
+        job_id = message.job
         with self._lock:
             if job_id in self._running:
                 raise UsageError(f"job {job_id} has not ended; number the next one differently")
-            word, epoch = self._words.next
-            message = build((word, epoch))
-            is_store = isinstance(message, Store)
             lane = self._lane if usable else None
             if lane is None:
                 text = _LANE_ENDED if self._lane_ended else "no lane serves this worker now"
                 self._note(_failed(job_id, text))
                 return False
-            if is_store and not word:
-                text = f"{CONTROL_WORDS - 1} stores are under way already; wait for some of them"
-                result = JobResult(job_id, success=False, status=JobStatus.SHED, text=text)
-                self._note(result)
-                return False
+            word = 0
+            if isinstance(message, Store):
+                word, epoch = self._words.next
+                if not word:
+                    text = f"{CONTROL_WORDS - 1} stores are under way already; wait for some"
+                    shed = JobResult(job_id, success=False, status=JobStatus.SHED, text=text)
+                    self._note(shed)
+                    return False
+                message = msgspec.structs.replace(message, word=word, epoch=epoch)
             try:
                 request_id = lane.send(message)
             except ProtoError as error:
@@ -157,10 +158,9 @@ class JobTable:
                 self._collect()
                 return False
             lane.pending[request_id] = job_id
-            if is_store:
+            if word:
                 self._words.take()
-            now = time.monotonic()
-            self._running[job_id] = _Running(lane, request_id, word if is_store else 0, now)
+            self._running[job_id] = _Running(lane, request_id, word, time.monotonic())
             if self._readiness is not None:
                 self._collect()  # sending may have taken in what the descriptor would tell of
             return True

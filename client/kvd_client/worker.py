@@ -10,23 +10,24 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Self
 
 from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.attaching import AttachState, why_not_attached
-from kvd_client.chunk_blocks import ChunkBlocks, JobArrays, job_arrays
+from kvd_client.chunk_blocks import ChunkBlocks, pack_arrays, pack_chunks
 from kvd_client.control import ControlPage
 from kvd_client.control_socket import Notice
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import RegistrationError, Unavailable, UsageError
-from kvd_client.job_request import Integers, job_request
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
 from kvd_client.registration import Memory, Wanted, wanted_registration
 from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.timeline import Timeline, stream_signals
+from kvd_proto.arrays import Integers
+from kvd_proto.blocks import JobBlocks
+from kvd_proto.errors import JobShapeError
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import (
     MAX_RANKS,
@@ -75,17 +76,11 @@ class Worker:
         deadline: float = 1.0,
         job_timeout: float = 30.0,
     ) -> None:
-        if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
-            raise UsageError(f"world_size={shown(world_size)}: 1 to {MAX_RANKS} ranks are possible")
-        if not isinstance(rank, int) or not 0 <= rank < world_size:
-            raise UsageError(f"rank={shown(rank)} in a world of {world_size}: ranks count from 0")
-        if not isinstance(job_timeout, (int, float)) or not 0 < job_timeout <= MAX_JOB_SECONDS:
-            raise UsageError(
-                f"job_timeout={shown(job_timeout)}: seconds above 0, at most {MAX_JOB_SECONDS:g}"
-            )
+        whole("world_size", world_size, 1, MAX_RANKS)
+        whole("rank", rank, 0, world_size - 1)
+        self.job_timeout = seconds("job_timeout", job_timeout, MAX_JOB_SECONDS, positive=True)
         self.rank = rank
         self.world_size = world_size
-        self.job_timeout = float(job_timeout)
         self._session = Session(
             runtime_dir, "worker", engine, self, deadline=deadline, news=self._remind
         )
@@ -255,16 +250,8 @@ class Worker:
             UsageError: arrays that do not fit each other or have above 65,536 items, blocks that
                 were not registered, a job id in use; or closed.
         """
-        return self._submit(
-            Store,
-            after,
-            job_id=job_id,
-            block_ids=block_ids,
-            group_sizes=group_sizes,
-            block_indices=block_indices,
-            slots=slots,
-            generations=generations,
-        )
+        blocks = pack_arrays(block_ids, group_sizes, block_indices, slots, generations)
+        return self._submit(Store, job_id, blocks, after)
 
     def submit_load(  # noqa: PLR0917  # a job has so many arrays
         self,
@@ -277,16 +264,8 @@ class Worker:
         after: int | None = None,
     ) -> bool:
         """Copy chunks into blocks; arguments, result and errors as `submit_store`."""
-        return self._submit(
-            Load,
-            after,
-            job_id=job_id,
-            block_ids=block_ids,
-            group_sizes=group_sizes,
-            block_indices=block_indices,
-            slots=slots,
-            generations=generations,
-        )
+        blocks = pack_arrays(block_ids, group_sizes, block_indices, slots, generations)
+        return self._submit(Load, job_id, blocks, after)
 
     def store(
         self,
@@ -311,7 +290,7 @@ class Worker:
             UsageError: as `submit_store`; keys and blocks that do not fit each other; not
                 registered yet.
         """
-        return self.submit_store(job_id, *self._arrays(ticket, groups), after)
+        return self._submit(Store, job_id, self._blocks(ticket, groups), after)
 
     def load(
         self,
@@ -321,7 +300,7 @@ class Worker:
         after: int | None = None,
     ) -> bool:
         """Copy the ticket's chunks into their blocks; arguments, result and errors as `store`."""
-        return self.submit_load(job_id, *self._arrays(ticket, groups), after)
+        return self._submit(Load, job_id, self._blocks(ticket, groups), after)
 
     def get_finished(self) -> list[JobResult]:
         """Jobs that have ended since the last call. Never waits.
@@ -397,12 +376,7 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -414,56 +388,42 @@ class Worker:
 
     # ---------------------------------------------------------- jobs, inside
 
-    def _arrays(self, ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks]) -> JobArrays:
+    def _blocks(self, ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks]) -> JobBlocks:
         self._session.check_open()
         wanted = self._wanted
         if wanted is None:
             raise UsageError("nothing is registered yet; call register first")
-        return job_arrays(ticket, groups, wanted.message.layout.blocks_per_chunk)
+        return pack_chunks(ticket, groups, wanted.message.layout.blocks_per_chunk)
 
     def _submit(
-        self,
-        kind: type[Store] | type[Load],
-        after: int | None,
-        *,
-        job_id: int,
-        block_ids: Integers,
-        group_sizes: Integers,
-        block_indices: Integers,
-        slots: Integers,
-        generations: Integers,
+        self, kind: type[Store] | type[Load], job_id: int, blocks: JobBlocks, after: int | None
     ) -> bool:
         self._session.check_open()
         whole("job_id", job_id, 0)
-        if after is not None and not (
-            isinstance(after, int)
-            and not isinstance(after, bool)
-            and 0 <= after <= self.timeline.reserved
-        ):
+        if after is None:
+            # What has been reached already is "now"; to signal a new number here would also
+            # vouch for work that was reserved before and has not finished.
+            after = self.timeline.reached
+        elif whole("after", after, 0) > self.timeline.reserved:
             raise UsageError(
-                f"after={shown(after)}: numbers up to {self.timeline.reserved} are reserved;"
-                " take one from timeline.reserve(), or None"
+                f"after={after}: numbers up to {self.timeline.reserved} are reserved; take one from"
+                " timeline.reserve(), or None"
             )
         wanted = self._wanted
-
-        def build(word: tuple[int, int]) -> Store | Load:
-            return job_request(
-                kind,
-                wanted.message.layout if wanted is not None else None,
-                job_id=job_id,
-                block_ids=block_ids,
-                group_sizes=group_sizes,
-                block_indices=block_indices,
-                slots=slots,
-                generations=generations,
-                # What has been reached already is "now"; to signal a new number here would also
-                # vouch for work that was reserved before and has not finished.
-                after=self.timeline.reached if after is None else after,
-                word=word,
-                seconds=self.job_timeout,
-            )
-
-        return self._jobs.submit(job_id, build, usable=self._registered)
+        if wanted is not None:
+            try:
+                blocks.check(wanted.message.layout)
+            except JobShapeError as error:
+                raise UsageError(str(error)) from error
+        words = {"word": 0, "epoch": 0} if kind is Store else {}  # chosen where it is sent
+        message = kind(
+            job=job_id,
+            blocks=blocks,
+            after=after,
+            deadline_ms=max(1, round(self.job_timeout * 1000)),
+            **words,
+        )
+        return self._jobs.submit(message, usable=self._registered)
 
     def _remind(self) -> None:
         self._jobs.remind()

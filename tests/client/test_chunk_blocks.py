@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_client import ChunkBlocks, LoadTicket, StoreTicket, UsageError
-from kvd_client.chunk_blocks import job_arrays
+from kvd_client.chunk_blocks import pack_chunks
 from kvd_proto.blocks import chunks_per_group
 
 
@@ -44,10 +44,11 @@ def test_a_job_has_exactly_the_granted_chunks(
     """Each granted chunk's blocks are where it holds them; those of others are left out."""
     factor, groups, granted = made
     places = {key: (index, 100 + index) for index, key in enumerate(granted)}
-    job = job_arrays(store_ticket(places), groups, factor)
-    assert sum(job.group_sizes) == len(job.block_ids)
-    counts = chunks_per_group(job.group_sizes, job.block_indices, factor)
-    assert sum(counts) == len(job.slots) == len(granted)
+    job = pack_chunks(store_ticket(places), groups, factor)
+    assert sum(job.sizes) == len(job.block_ids)
+    counts = chunks_per_group(job.sizes, job.indices, factor)
+    block_ids, slots = job.block_ids.numpy().tolist(), job.slots.numpy().tolist()
+    assert sum(counts) == len(slots) == len(granted)
     # Read the job as a lane does, and compare with what the engine said.
     said = {}
     for group in groups:
@@ -57,37 +58,37 @@ def test_a_job_has_exactly_the_granted_chunks(
             said[block] = (key, logical % factor)
     keys_by_slot = {slot: key for key, (slot, _) in places.items()}
     position = chunk = 0
-    for size, index in zip(job.group_sizes, job.block_indices, strict=True):
+    for size, index in zip(job.sizes, job.indices, strict=True):
         inside = index % factor
         for _ in range(size):
-            key = keys_by_slot[job.slots[chunk]]
-            assert said[job.block_ids[position]] == (key, inside)
+            key = keys_by_slot[slots[chunk]]
+            assert said[block_ids[position]] == (key, inside)
             position, inside = position + 1, inside + 1
             if inside == factor:
                 chunk, inside = chunk + 1, 0
         chunk += bool(inside)
-    assert [keys_by_slot[slot] for slot in job.slots] == [
+    assert [keys_by_slot[slot] for slot in slots] == [
         key for group in groups for key in group.keys if key in places
     ]
-    assert job.generations == [slot + 100 for slot in job.slots]
+    assert job.generations.numpy().tolist() == [slot + 100 for slot in slots]
 
 
 def test_keys_and_blocks_that_do_not_fit_are_refused() -> None:
     """The error names both numbers; a value of another kind is named."""
     ticket = store_ticket({b"k": (0, 1)})
     with pytest.raises(UsageError, match=r"groups\[0\] has 1 keys, its 5 blocks from 3 on lie in"):
-        job_arrays(ticket, [ChunkBlocks([b"k"], [1, 2, 3, 4, 5], first=3)], 2)
+        pack_chunks(ticket, [ChunkBlocks([b"k"], [1, 2, 3, 4, 5], first=3)], 2)
     with pytest.raises(UsageError, match="ChunkBlocks are needed"):
-        job_arrays(ticket, [([b"k"], [1])], 2)  # type: ignore[list-item]
+        pack_chunks(ticket, [([b"k"], [1])], 2)  # type: ignore[list-item]
     with pytest.raises(UsageError, match="prepare_store or prepare_load"):
-        job_arrays(None, [], 2)  # type: ignore[arg-type]
+        pack_chunks(None, [], 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", ["k", [1], bytearray(b"k"), None])
 def test_keys_that_are_no_bytes_are_refused(key: Any) -> None:
     """They would be left out without a word, as are those that the ticket has not."""
     with pytest.raises(UsageError, match=r"groups\[0\]\.keys has .*: bytes are needed"):
-        job_arrays(store_ticket({b"k": (0, 1)}), [ChunkBlocks([key], [1])], 1)
+        pack_chunks(store_ticket({b"k": (0, 1)}), [ChunkBlocks([key], [1])], 1)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_keys_that_are_no_bytes_are_refused(key: Any) -> None:
 def test_tickets_that_no_daemon_gave_are_refused(ticket: StoreTicket | LoadTicket) -> None:
     """Their fields have other types, or do not fit each other."""
     with pytest.raises(UsageError, match="ticket=<"):
-        job_arrays(ticket, [ChunkBlocks([b"k"], [1])], 1)
+        pack_chunks(ticket, [ChunkBlocks([b"k"], [1])], 1)
 
 
 def test_tickets_travel_to_other_processes() -> None:
