@@ -3,8 +3,8 @@
 A job ends with the lane's answer, or with the lane's death, which its lifeline
 shows without doubt. Only a store can also be ended from here: a new number at its
 word of the control page makes the lane discard whatever it still copies for it.
-An answer may be lost, where a lane had to close the way to this worker; so the lane
-is asked about loads that are long in coming, and they end when it says that they did.
+An answer may be lost, where a lane had to close the connection; so the lane is
+asked about overdue loads, and they end when it answers that they have.
 """
 
 import logging
@@ -79,11 +79,12 @@ class JobTable:
         self._lock = threading.Lock()
         self._lane: LaneLink | None = None
         self._lane_ended = False  # there was one, and it has died
-        self._links: list[LaneLink] = []  # the lane, and predecessors that still owe answers
+        self._links: list[LaneLink] = []  # the lane, and predecessors with unanswered jobs
         self._running: dict[int, _Running] = {}
         self._finished: list[JobResult] = []
-        self._readiness: Readiness | None = None  # where somebody has asked for it
-        self._asked = 0.0  # when loads that are long in coming were asked about
+        self.readiness = Readiness()  # readable when `finished` has work to do
+        self._watched = False  # an event loop has its descriptor
+        self._asked = 0.0  # when overdue loads were asked about
 
     # ----------------------------------------------------------------- lanes
 
@@ -104,14 +105,12 @@ class JobTable:
             )
 
     def set_lane(self, lane: LaneLink | None) -> None:
-        """From now on give jobs to this lane. Those of the one before go on until they end."""
+        """Give jobs to this lane from now on. Those of the one before go on until they end."""
         with self._lock:
             self._lane = lane
             self._lane_ended = False
             if lane is not None:
                 self._links.append(lane)
-                if self._readiness is not None:
-                    lane.tell(self._readiness)
             self._collect()
 
     # ------------------------------------------------------------------ jobs
@@ -161,38 +160,35 @@ class JobTable:
             if word:
                 self._words.take()
             self._running[job_id] = _Running(lane, request_id, word, time.monotonic())
-            if self._readiness is not None:
-                self._collect()  # sending may have taken in what the descriptor would tell of
+            if self._watched:
+                self._collect()  # sending may have processed what the descriptor would show
             return True
 
     def finished(self) -> list[JobResult]:
-        """What has ended since the last call. Never waits."""
+        """Return what has ended since the last call. Never waits."""
         with self._lock:
-            if self._readiness is not None:
-                self._readiness.clear()
-            if self._running or self._readiness is not None:
+            if self._watched:
+                self.readiness.clear()
+            if self._running or self._watched:
                 self._ask_about_overdue()
-                # After sending, which may take in what the descriptor would have told of.
+                # After sending, which may process what the descriptor would have shown.
                 self._collect()
                 self._void_overdue()
             finished, self._finished = self._finished, []
         return finished
 
-    def readiness(self) -> Readiness:
-        """Readable when `finished` has something to say, or something to look after."""
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `finished` has results, or work to do."""
         with self._lock:
-            if self._readiness is None:
-                self._readiness = Readiness()
-                for link in self._links:
-                    link.tell(self._readiness)
-                self._readiness.set()  # what has come until now
-            return self._readiness
+            self._watched = True
+            self.readiness.set()  # what has arrived until now
+            return self.readiness.fileno()
 
     def remind(self) -> None:
-        """Have an event loop call `finished` for the sake of jobs that are long in coming."""
-        with self._lock:  # `close` closes the descriptor, whose number others may get
-            if self._readiness is not None and self._running:
-                self._readiness.set()
+        """Have an event loop call `finished` because of jobs that may be overdue."""
+        with self._lock:  # `close` closes the descriptor, whose number may be reused
+            if self._running:
+                self.readiness.set()
 
     def wait(self, job_ids: Iterable[int], timeout: float) -> frozenset[int]:
         """See `Worker.wait`."""
@@ -209,7 +205,7 @@ class JobTable:
                 if hurry_at is not None and time.monotonic() >= hurry_at:
                     self._tell_lanes(Wait, left)
                     hurry_at = None
-                # After sending, which may take in what the descriptor would have told of.
+                # After sending, which may process what the descriptor would have shown.
                 self._collect()
                 left &= self._running.keys()
                 for link in {self._running[job].link for job in left}:
@@ -217,7 +213,7 @@ class JobTable:
             seconds = end - time.monotonic()
             if not left or seconds <= 0:
                 break
-            # Another thread may take in what this one waits for: look again now and then.
+            # Another thread may process what this one waits for: look again now and then.
             pause = POLL_SECONDS if hurry_at is None else HURRY_SECONDS
             poller.poll(min(seconds, pause) * 1000)
         with self._lock:
@@ -237,9 +233,6 @@ class JobTable:
             for running in self._running.values():
                 if running.is_store:
                     self._words.end(running.word)
-            if self._readiness is not None:
-                for link in self._links:
-                    link.hush(self._readiness)
             self._forget()
 
     def abandon(self) -> None:
@@ -271,7 +264,7 @@ class JobTable:
     # ------------------------------------------------- under the lock, below
 
     def _collect(self) -> None:
-        """Take in what lanes have said, and the death of those that are dead."""
+        """Process lanes' answers, and the death of those that are dead."""
         for link in list(self._links):
             dead = link.dead
             for header, message in link.receive():
@@ -288,10 +281,8 @@ class JobTable:
                 if link is self._lane:
                     self._lane, self._lane_ended = None, True
             elif link.blocked and link is self._lane:  # it has closed the connection
-                link.reopen(self._readiness)
+                link.reopen()
             if not link.pending and link is not self._lane:
-                if self._readiness is not None:
-                    link.hush(self._readiness)
                 link.close()
                 self._links.remove(link)
 
@@ -303,8 +294,7 @@ class JobTable:
 
     def _note(self, result: JobResult) -> None:
         self._finished.append(result)
-        if self._readiness is not None:
-            self._readiness.set()
+        self.readiness.set()
 
     def _void(self, job_ids: Collection[int], seconds: float) -> None:
         if not job_ids:
@@ -338,11 +328,9 @@ class JobTable:
                 link.awaits(number, (self._running[job].request_id for job in jobs))
 
     def _forget(self) -> None:
+        self.readiness.close()  # before the links: a fork shares the parent's epoll
         for link in self._links:
             link.close()
-        if self._readiness is not None:
-            self._readiness.close()
-            self._readiness = None
         self._links = []
         self._lane = None
         self._running = {}

@@ -321,7 +321,7 @@ class Worker:
             UsageError: closed.
         """
         self._session.check_open()
-        return self._jobs.readiness().fileno()
+        return self._jobs.fileno()
 
     def wait(self, job_ids: Iterable[int], timeout: float = 10.0) -> frozenset[int]:
         """Return when the blocks of these jobs may be overwritten; the lane does them first.
@@ -445,7 +445,7 @@ class Worker:
         with self._changed:
             if isinstance(message, LaneUp) and identity is not None and len(notice.fds) == 1:
                 if self._wanted is not None and self._wanted.message.device == message.device:
-                    self._lane_up(message, notice.fds, *identity)
+                    self._lane_up(message, notice.fds, identity)
             elif isinstance(message, (Attached, Detached)):
                 self._attached = isinstance(message, Attached)
             self._changed.notify_all()
@@ -474,10 +474,10 @@ class Worker:
         self.timeline.abandon()
         self._control.close()
 
-    def _lane_up(self, up: LaneUp, fds: list[int], boot_id: bytes, token: bytes) -> None:
-        if not self._jobs.knows(up.endpoint, up.incarnation, token):
-            lane = LaneLink(self._session.context, up, fds[0], boot_id, token)
-            fds.clear()  # taken over
+    def _lane_up(self, up: LaneUp, fds: list[int], identity: tuple[bytes, bytes]) -> None:
+        if not self._jobs.knows(up.endpoint, up.incarnation, identity[1]):
+            lane = LaneLink(self._session.context, up, fds[0], identity, self._jobs.readiness)
+            fds.clear()  # owned by the link
             self._jobs.set_lane(lane)
 
     def _register(self) -> bool:
