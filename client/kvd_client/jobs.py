@@ -180,8 +180,9 @@ class JobTable:
     def fileno(self) -> int:
         """Return a descriptor that is readable when `finished` has results, or work to do."""
         with self._lock:
-            self._watched = True
-            self.readiness.set()  # what has arrived until now
+            if not self._watched:
+                self._watched = True
+                self.readiness.set()  # what has arrived until now
             return self.readiness.fileno()
 
     def remind(self) -> None:
