@@ -12,6 +12,7 @@ PAGE = Path(__file__).with_name("status.md")
 BEGIN = "<!-- generated from here by docs/generate_status.py -->\n"
 END = "<!-- to here -->\n"
 SECTIONS = {
+    "conditions": "What is wrong",
     "pool": "The pool",
     "namespaces": "Namespaces",
     "engines": "Engines",

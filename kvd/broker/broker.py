@@ -25,6 +25,7 @@ from kvd.cache.namespaces import Namespaces
 from kvd.config.loaded import Loaded
 from kvd.errors import Refused
 from kvd.metrics.counts import ProcessUsage
+from kvd.metrics.history import History
 from kvd.wire.link import StopLane
 from kvd_proto.errors import IllegalTransition
 from kvd_proto.messages import (
@@ -44,6 +45,9 @@ from kvd_proto.messages import (
 )
 from kvd_proto.sizes import format_size
 from kvd_proto.states import SessionEvent, SessionState
+
+SAMPLE_SECONDS = 10.0
+"""Between reports that are kept for a minute, to find conditions that are changes."""
 
 
 class Broker:
@@ -80,6 +84,8 @@ class Broker:
             started=started,
         )
         self.version = version
+        self._history = History()
+        self._next_sample = 0.0
         self.pid = pid
         self._background = Background(self.state)
         self._registration = Registration(self.state, self._background)
@@ -263,8 +269,10 @@ class Broker:
         return [request.reply(Pong(pid=self.pid))]
 
     def _status(self, request: Request[Status]) -> list[Effect]:
-        report = status_report(self.state, self.pid, self.version, request.now)
-        return [request.reply(StatusReport(status=report))]
+        return [request.reply(StatusReport(status=self._report(request.now)))]
+
+    def _report(self, now: float) -> dict[str, Any]:
+        return status_report(self.state, self.pid, self.version, now, self._history.oldest)
 
     # ----------------------------------------------------------------- time
 
@@ -280,6 +288,9 @@ class Broker:
     def tick(self, now: float) -> list[Effect]:
         """Do what is due: deadlines of leases, stores and registrations; lanes that are silent."""
         effects = self._registration.expire(now)
+        if now >= self._next_sample:
+            self._next_sample = now + SAMPLE_SECONDS
+            self._history.add(self._report(now))
         if not self.state.pool_usable:
             self.state.progress.tell(now, self.state.pinned_bytes)
         if self.state.namespaces is not None:

@@ -15,11 +15,18 @@ from kvd.broker.sessions import Engine
 from kvd.broker.state import BrokerState
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
+from kvd.metrics.conditions import conditions
 from kvd.metrics.counts import BrokerCounts, ChunkCounts, LaneCounts, ProcessUsage
+from kvd.metrics.history import Report, Span
 
 
-def status_report(state: BrokerState, pid: int, version: str, now: float) -> dict[str, Any]:
-    """Return the report as `kvd status --json` prints it."""
+def status_report(
+    state: BrokerState, pid: int, version: str, now: float, before: Report | None = None
+) -> dict[str, Any]:
+    """Return the report as `kvd status --json` prints it.
+
+    Conditions that are changes are looked for since the report `before`.
+    """
     namespaces = list(state.namespaces) if state.namespaces is not None else []
     usage = state.usage()
     checked = checks(state, now)
@@ -37,6 +44,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
         draining=state.draining,
         drain=drain_report(state, now),
         checks=checked,
+        conditions=[],
         pool=schema.Pool(
             cpu_bytes=pool.get("cpu_bytes", 0),
             free_bytes=pool.get("free_bytes", 0),
@@ -58,6 +66,7 @@ def status_report(state: BrokerState, pid: int, version: str, now: float) -> dic
         events=state.events.recent(),
     )
     found: dict[str, Any] = msgspec.to_builtins(report)
+    found["conditions"] = msgspec.to_builtins(conditions(Span(found, before)))
     return found
 
 

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvd.report.history import quantile
-from kvd.report.words import NOTHING, duration, number, percent, several, size
+from kvd.metrics.history import quantile
+from kvd.metrics.words import NOTHING, duration, number, percent, several, size
 
 _REFUSED = ("present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
 
@@ -19,6 +19,8 @@ def print_tables(report: dict[str, Any]) -> None:
     up = duration(report["time"] - report["started"])
     console.print(f"{report['version']}  pid {report['pid']}  {state}  up {up}")
     console.print(f"boot id {report['boot_id']}  {report['runtime_dir']}")
+    for condition in report["conditions"]:
+        console.print(f"{escape(condition['text'])} {escape(condition['remedy'])}", style="yellow")
     for table in (_checks, _lanes, _namespaces, _engines, _totals):
         console.print(table(report))
 

@@ -12,7 +12,7 @@ from kvd.cli.keys import Keys
 from kvd.cli.options import runtime_dir_option
 from kvd.cli.top_view import picture, waiting
 from kvd.errors import NotRunning
-from kvd.report.history import History, Report
+from kvd.metrics.history import History, Report
 from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 

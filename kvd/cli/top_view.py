@@ -10,9 +10,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from kvd.report import words
-from kvd.report.advice import Problem, problems
-from kvd.report.history import History, Report, Span, merged, quantile
+from kvd.metrics import words
+from kvd.metrics.history import History, Report, Span, merged, quantile
 
 BAR_CELLS = 50
 SPARK_CELLS = 48
@@ -39,7 +38,7 @@ def picture(history: History, restarts: int = 0, height: int | None = None) -> R
         IndexError: no report has come yet.
     """
     span = history.span()
-    found = problems(span)
+    found = span.now["conditions"]
     lists = [span.now["namespaces"], span.now["lanes"], span.now["engines"], span.now["events"]]
     wanted = [*map(len, lists[:2]), min(len(lists[2]), ENGINES), min(len(lists[3]), EVENTS)]
     told = len(found)
@@ -49,7 +48,7 @@ def picture(history: History, restarts: int = 0, height: int | None = None) -> R
     namespaces, lanes, engines, events = wanted
     return Group(
         _header(span.now, restarts),
-        _advice(found, told, served=any(engine["attached"] for engine in span.now["engines"])),
+        _conditions(found, told, served=any(engine["attached"] for engine in span.now["engines"])),
         Rule("Pool", style="dim"),
         _pool(span.now, namespaces),
         Rule("Throughput and hits", style="dim"),
@@ -99,16 +98,16 @@ def _header(report: Report, restarts: int) -> Text:
     return text
 
 
-def _advice(found: Sequence[Problem], told: int, *, served: bool) -> RenderableType:
+def _conditions(found: Sequence[Report], told: int, *, served: bool) -> RenderableType:
     if not found:
         if not served:
             return Text("● Nothing is wrong, but no engine is attached.", "blue")
         return Text("✔ All is well.", "green")
     table = Table.grid(padding=(0, 1))
-    for problem in found[:told]:
-        mark, style = _MARKS[problem.level]
-        table.add_row(Text(mark, style), Text(problem.what, style))
-        table.add_row("", Text(problem.remedy))
+    for condition in found[:told]:
+        mark, style = _MARKS[condition["level"]]
+        table.add_row(Text(mark, style), Text(condition["text"], style))
+        table.add_row("", Text(condition["remedy"]))
     if told < len(found):
         table.add_row("", Text(f"and {len(found) - told} more: kvd top --once shows all", "dim"))
     return table

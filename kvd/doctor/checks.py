@@ -312,12 +312,10 @@ def daemon(facts: Facts) -> Iterator[Finding]:
     """The daemon that serves the directory, and others on this machine."""
     here = facts.runtime
     if here.report is not None:
-        reasons = "; ".join(here.report["not_ready"])
         text = f"{here.report['version']}, pid {here.report['pid']}"
-        if here.report["ready"]:
-            yield ok("daemon", f"{text}, ready")
-        else:
-            yield warn("daemon", f"{text}, not ready: {reasons}", "see: kvd status")
+        yield ok("daemon", f"{text}, {'ready' if here.report['ready'] else 'not ready'}")
+        for condition in here.report["conditions"]:
+            yield warn("daemon", condition["text"], condition["remedy"])
     elif here.holder is not None:
         yield fail(
             "daemon",

@@ -59,6 +59,18 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Condition:
+    """Something that is wrong."""
+
+    name: str = shown("Which condition, such as `lane down`")
+    level: str = shown(
+        "`error` costs engines their cache now, `warning` will or may, `hint` could go better"
+    )
+    text: str = shown("What is wrong, over the last minute")
+    remedy: str = shown("What to do")
+
+
+@dataclass(frozen=True, slots=True)
 class Quota:
     """What a model with a quota may hold."""
 
@@ -254,6 +266,7 @@ class Report:
     )
     drain: Drain | None = part("The operator's drain; null where there is none")
     checks: list[Check] = listed(Items(("check",), lambda check: (check["name"],)))
+    conditions: list[Condition] = listed(Items((), lambda _: ()))
     pool: Pool = part()
     namespaces: list[Namespace] = listed(
         Items(("namespace", "model"), lambda space: (space["id"][:12], space["model"]))

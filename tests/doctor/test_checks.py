@@ -98,7 +98,8 @@ def with_facts(**changes: Any) -> Callable[[Facts], Facts]:
 
 
 GIVEN = ("settings", "unseen", "cpus", "subject")
-REPORT = {"version": "kvd 0.1.0", "pid": 7, "ready": False, "not_ready": ["lane host is not up"]}
+DOWN = {"name": "lane down", "level": "error", "text": "Lane host is down.", "remedy": "Wait."}
+REPORT = {"version": "kvd 0.1.0", "pid": 7, "ready": False, "conditions": [DOWN]}
 BROKEN: list[tuple[str, Level, str, Callable[[Facts], Facts]]] = [
     ("machine", Level.FAIL, "4.18", with_facts(kernel="4.18.0-553")),
     ("memory", Level.FAIL, "at most 58 GiB", with_facts(available=60 * GIB)),
@@ -126,7 +127,7 @@ BROKEN: list[tuple[str, Level, str, Callable[[Facts], Facts]]] = [
     ("runtime directory", Level.FAIL, "chmod o-w /run/kvd", runtime(mode=0o777)),
     ("runtime directory", Level.WARN, "users into group kvd", runtime(mode=0o755)),
     ("runtime directory", Level.WARN, "chgrp kvd /run/kvd", runtime(mode=0o755, group=0)),
-    ("daemon", Level.WARN, "lane host is not up", runtime(holder=7, report=REPORT)),
+    ("daemon", Level.WARN, "Lane host is down", runtime(holder=7, report=REPORT)),
     ("daemon", Level.FAIL, "silent", runtime(holder=7, silence="silent")),
     ("other daemon", Level.WARN, "kvd serve", with_facts(others={9: "kvd serve"})),
     ("HTTP", Level.FAIL, "in use", with_facts(port_problem="in use")),
@@ -163,7 +164,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
 
 def test_what_a_running_daemon_has_taken_is_not_missed() -> None:
     """A machine whose memory is the running daemon's pool is not called too small."""
-    facts = runtime(holder=7, report=REPORT | {"ready": True})(healthy())
+    facts = runtime(holder=7, report=REPORT | {"ready": True, "conditions": []})(healthy())
     facts = replace(
         pool(free=0)(facts), available=GIB, cgroup=MemoryLimit(Path("/g"), 66 * GIB, 65 * GIB)
     )

@@ -37,6 +37,7 @@ def empty_report(seconds: float = 0.0) -> dict[str, Any]:
             _check("lane host", "up"),
             _check("drain", "not draining"),
         ],
+        "conditions": [],
         "pool": {
             "cpu_bytes": 64 * GIB,
             "free_bytes": 64 * GIB,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.report.history import History, Span, count, quantile
+from kvd.metrics.history import History, Span, count, quantile
 from tests.report.reports import BOUNDS, changed, histogram, loaded_report
 
 

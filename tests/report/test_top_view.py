@@ -1,6 +1,7 @@
 """What `kvd top` draws, from recorded reports."""
 
 import copy
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from kvd.cli.top_view import picture, shares, waiting
-from kvd.report.history import History
+from kvd.metrics.conditions import conditions
+from kvd.metrics.history import History, Span
 from tests.report.reports import GIB, START, changed, empty_report, loaded_report
 
 SECTIONS = ["Pool", "Throughput and hits", "Lanes and their jobs", "Engines", "Events"]
@@ -119,7 +121,8 @@ def test_an_idle_daemon_is_drawn_too() -> None:
 def test_what_is_wrong_comes_with_its_remedy() -> None:
     """A lane that is down is named at the top, before the figures."""
     history = loaded_history()
-    history.add(changed(loaded_report(61.0), "lanes", 0, "state", to="down"))
+    report = changed(loaded_report(61.0), "lanes", 0, "state", to="down")
+    history.add(report | {"conditions": [asdict(found) for found in conditions(Span(report))]})
     text = drawn(picture(history))
     assert "All is well" not in text
     assert text.index("Lane host is down") < text.index("kvd doctor") < text.index("Pool")

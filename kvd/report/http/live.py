@@ -1,7 +1,6 @@
 """Live updates once a second to everybody who watches, as server-sent events.
 
-`advice` says what is wrong and what to do, over the last minute; `report` is the report;
-`trouble` says that the broker is silent.
+`report` is the report; `trouble` says that the broker is silent.
 
 While nobody watches, nobody is asked. All watchers share one report; one that
 reads slowly skips some. A broker that is silent is an event too.
@@ -11,11 +10,8 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 
 from kvd.errors import NotRunning
-from kvd.report.advice import problems
-from kvd.report.history import History
 from kvd.report.http.broker_client import Asking
 from kvd.report.http.traffic import Traffic
 
@@ -33,7 +29,6 @@ class Events:
     def __init__(self, asking: Asking, traffic: Traffic) -> None:
         self._asking = asking
         self._traffic = traffic
-        self._history = History()
         self._latest = b""
         self._number = 0
         self._news = asyncio.Condition()
@@ -84,9 +79,7 @@ class Events:
             now = time.time()
             since = self._asking.silent_since or now
             return _event("trouble", {"time": now, "since": since, "text": str(error)})
-        self._history.add(report)
-        advice = [asdict(problem) for problem in problems(self._history.span())]
-        return _event("advice", advice) + _event("report", report)
+        return _event("report", report)
 
     def __repr__(self) -> str:
         return f"<Events, {self._traffic.watchers} watchers>"

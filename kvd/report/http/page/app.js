@@ -3,7 +3,7 @@
 import { Charts } from "./charts.js";
 import { $, say, set } from "./dom.js";
 import { History } from "./history.js";
-import { showChecks, showEvents, showProblems, showState, stateOf } from "./overview.js";
+import { showChecks, showEvents, showConditions, showState, stateOf } from "./overview.js";
 import { Pool } from "./pool.js";
 import { Stream } from "./stream.js";
 import { clock, duration } from "./words.js";
@@ -12,7 +12,6 @@ import { showBroker, showEngines, showJobs, showLanes } from "./work.js";
 const history = new History();
 const pool = new Pool();
 const charts = new Charts();
-let problems = [];
 const news = [];
 let verdict = "";
 let paused = false;
@@ -20,7 +19,6 @@ let heard = null; // when the last report came, by this machine's clock, in unix
 let outage = null; // {since, text, next}: why what is shown is old
 
 const stream = new Stream({
-  advice: (found) => { problems = found; },
   report: take,
   trouble: (text, since) => silence({ since, text: `The broker does not answer: ${text}.`, next: null }),
   lost: (wait) => silence({
@@ -56,8 +54,8 @@ function show() {
   const report = history.now;
   if (!report) return;
   showState(report);
-  const words = showProblems(problems, report);
-  const rules = problems.map((problem) => problem.rule).join();
+  const words = showConditions(report);
+  const rules = report.conditions.map((condition) => condition.name).join();
   if (rules !== verdict) announce(words);
   verdict = rules;
   showChecks(report);
@@ -89,7 +87,7 @@ function contact() {
 
 function title() {
   const report = history.now;
-  const bad = problems.filter((problem) => problem.level !== "hint").length;
+  const bad = report ? report.conditions.filter((condition) => condition.level !== "hint").length : 0;
   const state = outage ? "no contact" : report ? stateOf(report).text.toLowerCase() : "connecting";
   const where = report ? `${report.host} – ` : "";
   const text = `${bad && !outage ? `(${bad}) ` : ""}${where}kvd – ${state}`;

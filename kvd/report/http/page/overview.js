@@ -21,22 +21,23 @@ export function showState(report) {
   say($("identity"), `${report.version}, process ${report.pid}, boot ${report.boot_id.slice(0, 8)}`);
 }
 
-/** Shows the verdict and returns it in words; `found` is the daemon's list of problems. */
-export function showProblems(found, report) {
-  const bad = found.filter((problem) => problem.level !== "hint");
+/** Shows what is wrong, and returns the verdict in words. */
+export function showConditions(report) {
+  const found = report.conditions;
+  const bad = found.filter((condition) => condition.level !== "hint");
   const served = report.engines.some((engine) => engine.attached);
   const good = served ? "All is well." : "Nothing is wrong, but no engine is attached.";
   const text = bad.length ? `${several(bad.length, "thing needs", "things need")} a look.` : `${good} ${doing(report)}`;
   say($("verdict"), text);
   set($("verdict"), "data-tone", bad.length ? TONES[bad[0].level] : served ? "good" : "info");
-  const ofRule = (problem) => found.filter((one) => one.rule === problem.rule).indexOf(problem);
-  each($("problems"), found, (problem) => `${problem.rule} ${ofRule(problem)}`, make, (item, problem) => {
-    set(item, "data-tone", TONES[problem.level]);
-    say(item.querySelector(".level"), LEVELS[problem.level]);
-    say(item.querySelector(".what"), problem.what);
-    say(item.querySelector(".remedy"), problem.remedy);
+  const ofName = (condition) => found.filter((one) => one.name === condition.name).indexOf(condition);
+  each($("problems"), found, (condition) => `${condition.name} ${ofName(condition)}`, make, (item, condition) => {
+    set(item, "data-tone", TONES[condition.level]);
+    say(item.querySelector(".level"), LEVELS[condition.level]);
+    say(item.querySelector(".what"), condition.text);
+    say(item.querySelector(".remedy"), condition.remedy);
   });
-  return bad.length ? `${text} ${bad.map((problem) => problem.what).join(" ")}` : good;
+  return bad.length ? `${text} ${bad.map((condition) => condition.text).join(" ")}` : good;
 }
 
 function make() {

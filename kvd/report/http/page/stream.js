@@ -5,7 +5,7 @@ const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 15000;
 
 /**
- * Calls `on.report(report)`, `on.advice(problems)`, `on.trouble(text, since)` and
+ * Calls `on.report(report)`, `on.trouble(text, since)` and
  * `on.lost(waitMs)`; whatever becomes of the server, it tries again.
  */
 export class Stream {
@@ -27,7 +27,6 @@ export class Stream {
       this.#expect();
       take(JSON.parse(event.data));
     });
-    hear("advice", (found) => this.#on.advice(found));
     hear("report", (report) => this.#on.report(report));
     hear("trouble", ({ text, since }) => this.#on.trouble(text, since));
     source.onerror = () => this.#again();

@@ -1,16 +1,18 @@
-"""What is wrong and what to do: a table of rules over a `Span` of reports.
+"""What is wrong with a daemon and what to do: one table of conditions, found in its reports.
 
-A rule finds cases; each case fills the rule's two sentences, what is wrong and
-what to do. Levels: `error` costs engines their cache now, `warning` will or may,
-`hint` could go better.
+The broker looks for them when it reports, over the last minute; `kvd status`, the page,
+`kvd top` and `kvd doctor` show what they find in the report. Levels: `error` costs engines their
+cache now, `warning` will or may, `hint` could go better. A condition that also wakes somebody
+names its alerts in deploy/prometheus/kvd.rules.yml, which have thresholds of their own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvd.report.history import Span, quantile
-from kvd.report.words import duration, latency, percent, several, size
+from kvd.metrics import schema
+from kvd.metrics.history import Span, quantile
+from kvd.metrics.words import duration, latency, percent, several, size
 
 Level = Literal["error", "warning", "hint"]
 Case = Mapping[str, Any]
@@ -24,32 +26,25 @@ YOUNG_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong, in words."""
-
-    rule: str
-    level: Level
-    what: str
-    remedy: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One row of the table: `find` gives the cases that fill `what` and `remedy`."""
+class Kind:
+    """One row of the table: `find` gives the cases that fill `text` and `remedy`."""
 
     name: str
     level: Level
     find: Callable[[Span], Iterable[Case]]
-    what: str
+    text: str
     remedy: str
+    alerts: tuple[str, ...] = ()
 
 
-def problems(span: Span) -> list[Problem]:
-    """All that is wrong now, the worst first."""
+def conditions(span: Span) -> list[schema.Condition]:
+    """Return all that is wrong now, the worst first."""
     return [
-        Problem(rule.name, rule.level, rule.what.format(**case), rule.remedy.format(**case))
-        for rule in RULES
-        for case in rule.find(span)
+        schema.Condition(
+            kind.name, kind.level, kind.text.format(**case), kind.remedy.format(**case)
+        )
+        for kind in CONDITIONS
+        for case in kind.find(span)
     ]
 
 
@@ -197,31 +192,33 @@ def _few_hits(span: Span) -> Iterator[Case]:
 
 # -------------------------------------------------------------------- the table
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+CONDITIONS: tuple[Kind, ...] = (
+    Kind(
         "lane down",
         "error",
         _lanes("down"),
         "Lane {device} is down{error}.",
         "kvd starts it again by itself. If it stays down, run kvd doctor and read the log:"
         " journalctl -u kvd.",
+        ("KvdLaneDown",),
     ),
-    Rule(
+    Kind(
         "not ready",
         "warning",
         _checks,
         "{name}: {text}.",
         "Wait while the figure grows; what is ready is served already. If it stands still,"
         " run kvd doctor.",
+        ("KvdNotReady", "KvdPinningStuck"),
     ),
-    Rule(
+    Kind(
         "lane starting",
         "warning",
         _lanes("starting"),
         "Lane {device} is starting{error}.",
         "Wait some seconds; until then engines on this device compute everything themselves.",
     ),
-    Rule(
+    Kind(
         "pinning",
         "warning",
         _pinning,
@@ -229,14 +226,15 @@ RULES: tuple[Rule, ...] = (
         "Raise the memlock limit (LimitMEMLOCK=infinity in the unit, ulimits.memlock in the"
         " container), restart kvd, and see kvd doctor.",
     ),
-    Rule(
+    Kind(
         "draining",
         "warning",
         _draining,
         "The daemon is draining: it takes no new chunks, and is not ready.",
         "To take chunks again: kvd resume. If it is being stopped, there is nothing to do.",
+        ("KvdDrainForgotten",),
     ),
-    Rule(
+    Kind(
         "lane silent",
         "warning",
         _silent,
@@ -244,106 +242,117 @@ RULES: tuple[Rule, ...] = (
         "Its device or this machine may hang; when its time is up kvd ends the lane and starts"
         " another.",
     ),
-    Rule(
+    Kind(
         "lane restarted",
         "warning",
         _restarted,
         "Lane {device} was lost a moment ago and has been started again{error}.",
         "Nothing now. If it comes back, run kvd doctor and read the log: journalctl -u kvd.",
+        ("KvdLaneRestarting",),
     ),
-    Rule(
+    Kind(
         "missing ranks",
         "warning",
         _missing_ranks,
         "Engine {engine} has waited {waiting} for {ranks} of {size}; it has no cache till then.",
         "Look at the log of that rank: is it running, and does it use this runtime directory?",
+        ("KvdEngineIncomplete",),
     ),
-    Rule(
+    Kind(
         "old jobs",
         "warning",
         _old_jobs,
         "The oldest job of lane {device} has waited {age}; {queued} in the queue.",
         "See the stages of its jobs: long in 'stream_wait' is an engine whose stream stands still,"
         " long in 'queued' or 'copied' is a device with too much to do.",
+        ("KvdLaneBehind",),
     ),
-    Rule(
+    Kind(
         "no room",
         "warning",
         _rises("counters", "full", word="chunk"),
         "{times} got no room in the last minute: everything in the pool is in use.",
         "Enlarge the pool (cpu_bytes), or let the engines serve fewer requests at a time.",
+        ("KvdStoresRefused", "KvdPoolPinned"),
     ),
-    Rule(
+    Kind(
         "failed loads",
         "warning",
         _jobs("load", ("failed", "refused", "shed", "timeout")),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "The engine computes what it missed. If this goes on, read the log: journalctl -u kvd.",
+        ("KvdLoadsFailing",),
     ),
-    Rule(
+    Kind(
         "failed stores",
         "warning",
         _jobs("store", ("failed", "refused", "shed", "timeout")),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "These chunks will be computed again. If this goes on, read the log: journalctl -u kvd.",
+        ("KvdStoresFailing",),
     ),
-    Rule(
+    Kind(
         "loop lag",
         "warning",
         _lag,
         "The broker was held up for {lag} in the last minute.",
         "Look whether the machine is out of CPU or swaps; give kvd a core of its own.",
+        ("KvdLoopLag",),
     ),
-    Rule(
+    Kind(
         "descriptors",
         "warning",
         _descriptors,
         "{open} of {most} file descriptors are in use.",
         "Raise LimitNOFILE in the unit (ulimit -n), or end engines that nobody needs.",
+        ("KvdLimitNear",),
     ),
-    Rule(
+    Kind(
         "sessions",
         "warning",
         _sessions,
         "{open} of {limit} sessions are open.",
         "Raise max_sessions in the configuration, or end engines that nobody needs.",
+        ("KvdLimitNear",),
     ),
-    Rule(
+    Kind(
         "replies dropped",
         "warning",
         _dropped_replies,
         "Lane {device} dropped {times} in the last minute, because an engine did not read them.",
         "Look for an engine that hangs: kvd engines names the processes.",
     ),
-    Rule(
+    Kind(
         "messages dropped",
         "warning",
         _rises("broker", "dropped_frames", word="message"),
         "{times} could not be understood in the last minute.",
         "Look in the log for who sent them; an engine may run another version of kvd's client.",
     ),
-    Rule(
+    Kind(
         "bad keys",
         "warning",
         _rises("counters", "bad_key", word="chunk"),
         "{times} with a key that kvd cannot hold came in the last minute.",
         "Look at the engine's connector; docs/protocol.md says what a key may be.",
+        ("KvdStoresRefused",),
     ),
-    Rule(
+    Kind(
         "leases expired",
         "warning",
         _rises("counters", "leases_expired", word="lease"),
         "{times} ran out in the last minute: an engine did not say that its load had ended.",
         "Look whether an engine hangs or was stopped; kvd engines names the processes.",
+        ("KvdLeasesExpiring",),
     ),
-    Rule(
+    Kind(
         "stores given up",
         "warning",
         _rises("counters", "tickets_expired", word="chunk"),
         "{times} had room, but their bytes did not come in time.",
         "Look whether an engine hangs or was stopped; kvd engines names the processes.",
     ),
-    Rule(
+    Kind(
         "evicted young",
         "hint",
         _young,
@@ -351,13 +360,15 @@ RULES: tuple[Rule, ...] = (
         " this load.",
         "A larger pool (cpu_bytes) keeps them longer; reuse_threshold = 2 stores only what"
         " is asked for twice.",
+        ("KvdEvictionYoung",),
     ),
-    Rule(
+    Kind(
         "few hits",
         "hint",
         _few_hits,
         "Almost no chunk that engines look for is there ({share} in the last minute).",
         "Right after a start this passes. Else prompts share nothing, or are evicted before"
         " they come back: see the age at eviction.",
+        ("KvdHitRateCollapsed",),
     ),
 )

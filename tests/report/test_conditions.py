@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvd.report.advice import RULES, problems
-from kvd.report.history import Span
+from kvd.metrics.conditions import CONDITIONS, conditions
+from kvd.metrics.history import Span
 from tests.report.reports import AGES, changed, empty_report, histogram, loaded_report
 
 LATER = 60.0
@@ -53,14 +53,14 @@ CASES: list[tuple[str, Change, list[str]]] = [
 
 def rules_of(span: Span) -> list[str]:
     """The names of the rules that speak."""
-    return [problem.rule for problem in problems(span)]
+    return [problem.name for problem in conditions(span)]
 
 
 @pytest.mark.parametrize("report", [empty_report, loaded_report])
 def test_a_healthy_daemon_needs_no_advice(report: Any) -> None:
     """Nothing is said of a daemon that idles or works."""
-    assert problems(Span(report(LATER), report(0.0))) == []
-    assert problems(Span(report(LATER))) == []
+    assert conditions(Span(report(LATER), report(0.0))) == []
+    assert conditions(Span(report(LATER))) == []
 
 
 @pytest.mark.parametrize(("rule", "change", "words"), CASES, ids=[case[0] for case in CASES])
@@ -69,17 +69,17 @@ def test_each_rule_speaks_of_its_case_alone(rule: str, change: Change, words: li
     path, value = change
     before = changed(loaded_report(0.0), *EVICTED, to=histogram(AGES))
     span = Span(changed(loaded_report(LATER), *path, to=value), before)
-    (problem,) = problems(span)
-    assert problem.rule == rule
+    (problem,) = conditions(span)
+    assert problem.name == rule
     for word in words:
-        assert word in f"{problem.what} {problem.remedy}"
-    assert problem.what.endswith(".")
+        assert word in f"{problem.text} {problem.remedy}"
+    assert problem.text.endswith(".")
     assert problem.remedy.endswith(".")
 
 
 def test_every_rule_has_a_case() -> None:
     """No rule is without a test; missing ranks has one of its own."""
-    assert {rule.name for rule in RULES} == {case[0] for case in CASES} | {"missing ranks"}
+    assert {rule.name for rule in CONDITIONS} == {case[0] for case in CASES} | {"missing ranks"}
 
 
 def test_ranks_may_start_apart_but_not_for_long() -> None:
@@ -89,16 +89,16 @@ def test_ranks_may_start_apart_but_not_for_long() -> None:
     engine |= {"attached": False, "missing_ranks": [1, 3]}
     for session in engine["sessions"]:
         session["seconds"] = 5.0
-    assert problems(Span(report)) == []
+    assert conditions(Span(report)) == []
     engine["sessions"][0]["seconds"] = 200.0
-    (problem,) = problems(Span(report))
-    assert "Engine llama-70b-0 has waited 3 min 20 s for ranks 1, 3 of 4" in problem.what
+    (problem,) = conditions(Span(report))
+    assert "Engine llama-70b-0 has waited 3 min 20 s for ranks 1, 3 of 4" in problem.text
 
 
 def test_the_worst_comes_first() -> None:
     """Errors before warnings before hints, as the table is written."""
     order = ["error", "warning", "hint"]
-    levels = [order.index(rule.level) for rule in RULES]
+    levels = [order.index(rule.level) for rule in CONDITIONS]
     assert levels == sorted(levels)
     report = changed(loaded_report(LATER), *LANE, "state", to="down")
     report["sessions"]["open"] = 1000

@@ -91,6 +91,11 @@ class History:
             reports.popleft()
         return restarted
 
+    @property
+    def oldest(self) -> Report | None:
+        """The oldest report that is kept; None where there is none."""
+        return self._reports[0] if self._reports else None
+
     def span(self, seconds: float | None = None) -> Span:
         """From the oldest report, or the newest that is at least `seconds` old, until now.
 
