@@ -6,6 +6,7 @@ with its code), or leaves a note in the state that a later event answers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from kvd.broker.admission import check_descriptors, check_names
 from kvd.broker.attachment import attached_notice
