@@ -97,8 +97,8 @@ def make_plan(model: Model, wishes: Wishes) -> Plan:
 
     Raises:
         PlanError: dtype, heads and ranks that do not go together.
-        SizeError: the budget holds no chunk, or block counts below 1.
-        AdmissionError: `max_seq_len` can never be served.
+        SizeError: the budget holds no chunk, block counts are below 1, or `max_seq_len` can
+            never be served.
     """
     dtype = _cache_dtype(model, wishes.dtype)
     token_bytes = model.rank_elements(wishes.tensor_parallel) * DTYPE_BYTES[dtype]

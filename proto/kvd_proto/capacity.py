@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvd_proto.errors import AdmissionError, SizeError
+from kvd_proto.errors import SizeError
 from kvd_proto.sizes import format_size
 
 NULL_BLOCKS = 1  # block 0 is never handed out
@@ -137,9 +137,8 @@ def admit(
     """Check that a request of `max_seq_len` tokens can ever be served.
 
     Raises:
-        AdmissionError: it cannot; with both figures, in blocks and bytes of
-            one rank, and what to change.
-        SizeError: there is no pool to speak of.
+        SizeError: it cannot, or there is no pool; with both figures, in blocks and bytes of one
+            rank, and what to change.
     """
     blocks = effective_num_blocks(measured, override)
     available = blocks - NULL_BLOCKS
@@ -150,7 +149,7 @@ def admit(
     origin = "measured" if override is None else "by the override"
     fits = longest_request(groups, blocks, max_seq_len, batched_tokens)
     more = "give the KV cache more memory" if override is None else "raise the block override"
-    raise AdmissionError(
+    raise SizeError(
         f"max seq len {max_seq_len} needs {needed} blocks ({format_size(needed * each)} a rank),"
         f" available are {available} ({format_size(available * each)}; {blocks} blocks"
         f" {origin}, less the null block); {more}, or lower max seq len to {fits} or less"

@@ -3,8 +3,7 @@
 ::
 
     ProtoError
-    ├── LocalProtocolError        our side broke the rules: a bug in the caller
-    │   └── IllegalTransition     an event that the state machine does not allow
+    ├── IllegalTransition         an event that the state machine does not allow
     ├── DecodeError               the other side sent something that is not the protocol
     │   ├── BadHeader             too short, wrong magic: not even a request id can be read
     │   ├── VersionMismatch       a protocol version that is not spoken here
@@ -13,9 +12,7 @@
     │   └── Oversize              a message, array, string or map above its limit
     ├── LayoutError               a KV layout that cannot be served
     │   ├── LayoutMismatch        ranks of one engine that disagree
-    │   ├── SizeError             sizes that make no pool: zero, below one chunk, unreadable
-    │   ├── AlignmentError        block size and hash block size do not divide
-    │   ├── AdmissionError        a request that can never fit
+    │   ├── SizeError             sizes that hold nothing, or that are unreadable
     │   └── JobShapeError         a job whose arrays do not fit each other or the layout
     ├── DurationError             text that is no duration
     └── DirectoryError            a buffer that is not a directory of this version
@@ -26,11 +23,7 @@ class ProtoError(Exception):
     """Base of everything that kvd_proto raises."""
 
 
-class LocalProtocolError(ProtoError):
-    """Our own side broke the rules of the protocol."""
-
-
-class IllegalTransition(LocalProtocolError):
+class IllegalTransition(ProtoError):
     """The state machine does not allow this event now; its state is unchanged."""
 
 
@@ -68,14 +61,6 @@ class LayoutMismatch(LayoutError):
 
 class SizeError(LayoutError):
     """Sizes that make no pool."""
-
-
-class AlignmentError(LayoutError):
-    """Block size and hash block size do not divide."""
-
-
-class AdmissionError(LayoutError):
-    """A request that can never fit, refused at once."""
 
 
 class JobShapeError(LayoutError):

@@ -21,7 +21,7 @@ import msgpack
 import msgspec
 from msgspec import Meta
 
-from kvd_proto.errors import AlignmentError, LayoutError, LayoutMismatch, SizeError
+from kvd_proto.errors import LayoutError, LayoutMismatch, SizeError
 
 SLOT_ALIGNMENT = 4096
 MAX_BYTES = 2**48
@@ -171,8 +171,7 @@ def validate_layout(layout: RankLayout) -> None:
 
     Raises:
         SizeError: a count or size that makes no pool.
-        AlignmentError: a group's block size is no multiple of the hash block size.
-        LayoutError: indices or ranges that do not fit what was reported.
+        LayoutError: indices, ranges or block sizes that do not fit what was reported.
     """
     _check_range("num_blocks", layout.num_blocks, COUNT, "start the engine with more memory")
     _check_range("blocks_per_chunk", layout.blocks_per_chunk, CHUNK_BLOCKS, "use 1 or more")
@@ -230,7 +229,7 @@ def _check_group(layout: RankLayout, index: int, group: GroupSpec) -> None:
     name = f"groups[{index}]"
     _check_range(f"{name}.block_size", group.block_size, COUNT, "give tokens per block")
     if group.block_size % layout.hash_block_size:
-        raise AlignmentError(
+        raise LayoutError(
             f"{name}: block size {group.block_size} is no multiple of the hash block size"
             f" {layout.hash_block_size}; hybrid models need prefix caching enabled"
             " (--enable-prefix-caching) to align block sizes"

@@ -168,9 +168,9 @@ class Conductor:
         waits_for = len(self._ranks)
         answers = 0
         while answers < waits_for and time.monotonic() < end and self._phase[0] != Phase.END:
-            heard = self._hear()
-            answers += sum(answer.number == self._order for answer in heard)
-            done |= {a.rank for a in heard if a.success and a.number == self._order}
+            answers_now = self._receive()
+            answers += sum(answer.number == self._order for answer in answers_now)
+            done |= {a.rank for a in answers_now if a.success and a.number == self._order}
             waits_for = min(waits_for, len(self._ranks) + answers)
         return len(done) == self.spec.ranks
 
@@ -180,22 +180,22 @@ class Conductor:
                 connection, _ = self._listener.accept()
                 self._ranks.append(connection)
 
-    def _hear(self) -> list[Answer]:
+    def _receive(self) -> list[Answer]:
         poller = select.poll()
         by_fd = {rank.fileno(): rank for rank in self._ranks}
         for fd in by_fd:
             poller.register(fd, select.POLLIN)
-        heard = []
+        answers_now = []
         for fd, _ in poller.poll(NAP_SECONDS * 1000):
             try:
                 frame = by_fd[fd].recv(LARGEST)
             except OSError:
                 frame = b""
             if frame:
-                heard.append(msgspec.json.decode(frame, type=Answer))
+                answers_now.append(msgspec.json.decode(frame, type=Answer))
             else:
                 self._gone(by_fd[fd])
-        return heard
+        return answers_now
 
     def _gone(self, rank: socket.socket) -> None:
         self._ranks.remove(rank)

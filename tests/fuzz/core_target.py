@@ -69,7 +69,7 @@ class _Play:
         self.came = 0
         self.wanted = {HOST}
         self.broker = make_broker(POOL, max_namespaces=8, max_leases=16)
-        self._lane_says(lane_ready(HOST))
+        self._from_lane(lane_ready(HOST))
 
     # ---------------------------------------------------------------- a step
 
@@ -179,11 +179,11 @@ class _Play:
                 groups=IntArray.of([0] * many, "u2"),
                 ok=message.deadline_ms % 5 != 4,
             )
-            self._lane_says(share)
+            self._from_lane(share)
 
     # ------------------------------------------------------------- the rest
 
-    def _lane_says(self, message: Message, device: str = HOST) -> None:
+    def _from_lane(self, message: Message, device: str = HOST) -> None:
         self._carry_out(self.broker.supervision.heard(device, message, self.now))
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -197,7 +197,7 @@ class _Play:
                     self._told(effect)
                 case StartLane(device=device):
                     self.wanted.add(device)
-                    self._lane_says(LaneFailed(error="there is no such device"), device)
+                    self._from_lane(LaneFailed(error="there is no such device"), device)
                 case DropLane(device=device):
                     self.wanted.discard(device)
                 case KillLane():
@@ -206,7 +206,7 @@ class _Play:
                     pass
 
     def _reply(self, effect: Reply) -> None:
-        if effect.session in self.broker.state.registry.sessions:  # nobody else hears it
+        if effect.session in self.broker.state.registry.sessions:  # the others have left
             self.answers[effect.session, effect.request_id] += 1
         self.marks.learn(_sent(effect.message))
 
@@ -214,14 +214,14 @@ class _Play:
         match effect.message:
             case ImportWorker(session=session, rank=rank, attempt=attempt):
                 error = "it cannot be mapped" if rank == 3 else ""
-                self._lane_says(Imported(session=session, error=error, attempt=attempt))
+                self._from_lane(Imported(session=session, error=error, attempt=attempt))
             case BindWorker(session=session):
                 self.bound[session] = effect.message
             case ReleaseWorker(session=session):
                 self.bound.pop(session, None)
-                self._lane_says(Released(session=session))
+                self._from_lane(Released(session=session))
             case Revoke(namespace=namespace, slots=slots, generations=generations):
-                self._lane_says(Revoked(namespace=namespace, slots=slots, generations=generations))
+                self._from_lane(Revoked(namespace=namespace, slots=slots, generations=generations))
             case LanePing(sequence=sequence):
                 pong = LanePong(
                     sequence=sequence,
@@ -229,7 +229,7 @@ class _Play:
                     bytes_in_flight=0,
                     workers=len(self.bound),
                 )
-                self._lane_says(pong)
+                self._from_lane(pong)
             case _:
                 pass
 

@@ -132,13 +132,13 @@ class LiveTarget:
         parts = [marks.resolve(part) for part in step.parts]
         if step.where == "control socket":
             frame = b"".join(parts)
-            if actor.say(frame, step.fds):
-                self._hear_reply(actor, "broker", frame, marks)
+            if actor.send_datagram(frame, step.fds):
+                self._await_reply(actor, "broker", frame, marks)
         elif actor.send(step.where, parts) and len(parts) == 1:
-            self._hear_reply(actor, step.where, parts[0], marks)
-        actor.hear(marks)
+            self._await_reply(actor, step.where, parts[0], marks)
+        actor.receive_notices(marks)
 
-    def _hear_reply(self, actor: Actor, where: str, frame: bytes, marks: Marks) -> None:
+    def _await_reply(self, actor: Actor, where: str, frame: bytes, marks: Marks) -> None:
         """Wait a moment for the reply, if there must be one; some come much later."""
         if len(frame) < HEADER_BYTES or not frame.startswith(MAGIC):
             return
@@ -155,7 +155,7 @@ class LiveTarget:
         """The broker answers, in the process that it was.
 
         Raises:
-            Finding: it does not, or the neighbour fares ill.
+            Finding: it does not, or the neighbour fails.
         """
         if self.daemon.process.poll() is not None:
             raise Finding(f"the daemon has ended: {self.daemon.process.returncode}")

@@ -65,7 +65,7 @@ class Actor:
         """The next reply from there.
 
         Raises:
-            Finding: it is no message, nobody has asked, or it says that there is a bug.
+            Finding: it is no message, no request is open, or it is an internal error.
         """
         sock = self._sockets.get(where)
         if sock is None or not sock.poll(wait_ms):
@@ -76,13 +76,13 @@ class Actor:
         except DecodeError as error:
             raise Finding(f"an unreadable reply from the {where}: {error}") from error
         if isinstance(message, Error) and message.code is ErrorCode.INTERNAL:
-            raise Finding(f"the {where} says: {message.text}")
+            raise Finding(f"an internal error of the {where}: {message.text}")
         self._owed[where, header.request_id] -= 1
         if self._owed[where, header.request_id] < 0:
             raise Finding(f"an answer of the {where} too many: {header}, {message}")
         return header, message
 
-    def say(self, frame: bytes, fds: tuple[str, ...]) -> bool:
+    def send_datagram(self, frame: bytes, fds: tuple[str, ...]) -> bool:
         """Send a datagram over the control socket; whether its reply may come from the broker."""
         with (
             descriptors(fds, self.control_socket) as numbers,
@@ -94,8 +94,8 @@ class Actor:
                 return True
         return False
 
-    def hear(self, marks: Marks) -> None:
-        """Take in what the control socket has said; descriptors that come are closed.
+    def receive_notices(self, marks: Marks) -> None:
+        """Read the notices of the control socket; descriptors that come are closed.
 
         Raises:
             Finding: a notice is no message.
@@ -118,8 +118,8 @@ class Actor:
                 self._endpoints["lane"] = message.endpoint
 
     def knows_lane(self, marks: Marks) -> bool:
-        """Whether the control socket has said where the lane is."""
-        self.hear(marks)
+        """Whether a notice has named the lane's endpoint."""
+        self.receive_notices(marks)
         return "lane" in self._endpoints
 
     def close(self) -> None:

@@ -4,7 +4,7 @@
     python tests/fuzz/run.py --replay build/fuzz/live-7-1.json
 
 Every script is a valid session that was changed; its seed is that of the run and its
-number. What a target minds is written to build/fuzz/, whole and then made shorter by
+number. A script that shows a fault is written to build/fuzz/, whole and then made shorter by
 leaving steps out. The last line of the output is JSON.
 """
 

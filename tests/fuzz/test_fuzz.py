@@ -88,7 +88,7 @@ def test_a_finding_is_made_shorter() -> None:
     """Of a long script those steps are left that the finding needs."""
 
     class Pair:
-        """Minds two steps, if they come in order."""
+        """Finds a fault in two steps that come in order."""
 
         name = "pair"
 

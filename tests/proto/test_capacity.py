@@ -12,7 +12,7 @@ from kvd_proto.capacity import (
     longest_request,
     per_block_pool_bytes,
 )
-from kvd_proto.errors import AdmissionError, SizeError
+from kvd_proto.errors import SizeError
 
 FULL = LayerGroup((4096,) * 32, 16)
 WINDOW = LayerGroup((4096,) * 32, 16, sliding_window=64)
@@ -69,14 +69,14 @@ def test_the_null_block_is_nobodys() -> None:
     """Of n blocks a request gets n - 1."""
     assert longest_request([FULL], 11, limit=10_000) == 160
     admit(160, [FULL], measured=11)
-    with pytest.raises(AdmissionError):
+    with pytest.raises(SizeError):
         admit(161, [FULL], measured=11)
 
 
 def test_an_override_is_not_ignored_until_a_request_waits_for_ever() -> None:
     """Regression: a request that only the measured count could hold is refused at once."""
     admit(8192, [FULL], measured=4096)
-    with pytest.raises(AdmissionError) as refusal:
+    with pytest.raises(SizeError) as refusal:
         admit(8192, [FULL], measured=4096, override=101)
     text = str(refusal.value)
     assert "max seq len 8192 needs 512 blocks (64 MiB a rank)" in text
@@ -87,7 +87,7 @@ def test_an_override_is_not_ignored_until_a_request_waits_for_ever() -> None:
 
 def test_without_an_override_the_remedy_is_memory() -> None:
     """The remedy names what the operator can change."""
-    with pytest.raises(AdmissionError, match="give the KV cache more memory"):
+    with pytest.raises(SizeError, match="give the KV cache more memory"):
         admit(8192, [FULL], measured=101)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_proto.errors import AlignmentError, LayoutError, LayoutMismatch, SizeError
+from kvd_proto.errors import LayoutError, LayoutMismatch, SizeError
 from kvd_proto.layout import (
     GroupSpec,
     Range,
@@ -183,7 +183,7 @@ def test_one_block_needs_no_stride() -> None:
 def test_unaligned_block_sizes_are_refused_with_the_hint() -> None:
     """A block size that is no multiple of the hash block size names both and the remedy."""
     layout = dense(groups=(GroupSpec((TensorRef(0, 4096),), 40),))
-    with pytest.raises(AlignmentError) as refusal:
+    with pytest.raises(LayoutError) as refusal:
         validate_layout(layout)
     text = str(refusal.value)
     assert "40" in text

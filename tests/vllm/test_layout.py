@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from kvd_client import RankLayout, TensorRef, TensorSpec, UnsupportedMemory
 from kvd_client.torch_memory import SharedTensors
 from kvd_client.vllm.layout import rank_layout, share_caches
-from kvd_proto.errors import AlignmentError
+from kvd_proto.errors import LayoutError
 from kvd_proto.layout import (
     validate_layout,
 )
@@ -222,7 +222,7 @@ def test_kvd_refuses_it_where_vllm_does_not(tmp_path: Path) -> None:
     shared = share_caches(caches)
     layout = rank_layout(caches, shared, config, kv_cache_config)
     shared.close()
-    with pytest.raises(AlignmentError, match=r"block size 16 .* hash block size 24") as refused:
+    with pytest.raises(LayoutError, match=r"block size 16 .* hash block size 24") as refused:
         validate_layout(layout)
     assert "--enable-prefix-caching" in str(refused.value)
 

@@ -77,7 +77,7 @@ class Bench:
         blocks = CHUNKS * BLOCKS_PER_CHUNK
         self.source = list(range(1, 1 + blocks))  # block 0 is never listed in a job
         self.destination = list(range(1 + blocks, 1 + 2 * blocks))
-        random.Random(seed).shuffle(self.destination)  # to meet no pattern
+        random.Random(seed).shuffle(self.destination)  # so that no pattern helps
         generator = np.random.default_rng(seed)  # new bytes each time: an older run's are no proof
         block_bytes = self.chunk_bytes // BLOCKS_PER_CHUNK
         self.content: list[Bytes] = [
