@@ -1,4 +1,4 @@
-"""File descriptors, memory for tables and room for ledgers run out: nobody is disturbed."""
+"""File descriptors, memory for tables and room for ledgers run out: sessions go on."""
 
 import resource
 import socket
@@ -27,8 +27,8 @@ def descriptors_limited(pid: int, more: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("more", [0, 1, 2, 3, 9])
-def test_whoever_is_here_works_on_without_descriptors(daemon: Daemon, more: int) -> None:
-    """Newcomers at every socket find no descriptor; nobody ends, and later all are let in."""
+def test_sessions_work_on_without_descriptors(daemon: Daemon, more: int) -> None:
+    """New connections to every socket are refused; no session ends, and later all are served."""
     control_socket, requests = (
         daemon.runtime_dir / name for name in ("control.sock", "broker.sock")
     )

@@ -1,4 +1,4 @@
-"""Clients that say too much at the request sockets: of the broker, and of a lane."""
+"""Clients that send too much to the request sockets of the broker and of a lane."""
 
 import socket
 from pathlib import Path
@@ -42,7 +42,7 @@ def own_memory(process: psutil.Process) -> int:
 
 
 def pour(sock: socket.socket, data: bytes, times: int) -> bool:
-    """Send it so often; false where the other side has hung up."""
+    """Send it so often; return False where the other side has closed."""
     try:
         for _ in range(times):
             sock.sendall(data)

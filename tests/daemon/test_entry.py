@@ -57,7 +57,7 @@ def test_a_member_of_an_allowed_group_is_let_in(start_daemon: StartDaemon) -> No
 
 
 @needs_root
-def test_an_engine_that_is_not_let_in_hears_why_and_goes_on(
+def test_an_engine_that_is_refused_logs_why_and_goes_on(
     start_daemon: StartDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The reason is in the engine's log once, and in the error of a registration that must be."""

@@ -184,7 +184,7 @@ def test_wait_that_runs_out_of_time_leaves_other_jobs_alone(daemon: Daemon) -> N
 
 
 def test_a_ticket_that_is_never_used_runs_out(start_daemon: StartDaemon, tmp_path: Path) -> None:
-    """Slots that nobody writes are freed at the ticket's deadline, leases at theirs."""
+    """Slots that are not written are freed at the ticket's deadline, leases at theirs."""
     config = tmp_path / "kvd.toml"
     config.write_text("")
     daemon = start_daemon("--config", str(config))
@@ -222,7 +222,7 @@ def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there
         assert engine.load(keys) == (3, 0)
 
 
-def test_what_a_frozen_daemon_was_not_told_it_hears_when_it_goes_on(
+def test_what_a_stopped_daemon_missed_is_sent_again_when_it_goes_on(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
     """A load that ends meanwhile leaves no pin for the rest of its lease, a store no slot."""

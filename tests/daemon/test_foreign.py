@@ -46,7 +46,7 @@ def hostile(daemon: Daemon, slow: SlowFilesystem) -> Iterator[RawClient]:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[SlowFilesystem]:
-    """A file system that answers nobody but this process."""
+    """A file system that answers this process only."""
     with slow_filesystem(tmp_path / "slow") as mounted:
         yield mounted
 
@@ -59,10 +59,10 @@ def open_daemon(start_daemon: StartDaemon, runtime_dir: Path) -> Daemon:
 
 
 @needs_root
-def test_a_file_system_that_never_answers_holds_nobody_that_serves(
+def test_a_file_system_that_never_answers_holds_no_process_that_serves(
     open_daemon: Daemon, slow: SlowFilesystem
 ) -> None:
-    """Only the process that is there for it asks; everybody is served, newcomers too."""
+    """Only the process that is there for it asks; all sessions are served, new ones too."""
     daemon = open_daemon
     eventually(lambda: receivers(daemon), bool)
     with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:

@@ -1,4 +1,4 @@
-"""Bytes that no honest client sends: one clear error each, nobody else disturbed."""
+"""Bytes that no honest client sends: one clear error each, and no other session is disturbed."""
 
 import gc
 import mmap
@@ -79,7 +79,7 @@ def test_frames_without_a_header_are_dropped(client: RawClient) -> None:
 
 
 def test_tokens_and_boot_ids_are_checked(client: RawClient, daemon: Daemon) -> None:
-    """A wrong token, a stale boot id and somebody else's token are refused."""
+    """A wrong token, a stale boot id and another session's token are refused."""
     client.hello()
     assert code_of(client.ask(Ping(), token=bytes(15) + b"x")) is ErrorCode.BAD_SESSION
     assert code_of(client.ask(Ping(), boot_id=bytes(15) + b"x")) is ErrorCode.STALE_BOOT
@@ -111,7 +111,7 @@ def test_a_tool_changes_nothing(client: RawClient) -> None:
 def test_junk_at_the_control_socket_ends_that_session_only(
     client: RawClient, daemon: Daemon, junk: bytes
 ) -> None:
-    """Whoever talks nonsense at the control socket is shown out; others stay."""
+    """A session that sends no message there is ended; others stay."""
     other = RawClient(daemon.runtime_dir)
     other.hello()
     client.control_socket.send(junk)
@@ -154,8 +154,8 @@ def test_the_descriptors_of_a_second_registration_are_closed(
     eventually(lambda: held("kvd-test-first") == 0)
 
 
-def test_a_control_socket_that_is_sent_through_itself_holds_nobody_in(client: RawClient) -> None:
-    """A socket is no memory: whoever sends his own end is shown out, and not kept by it."""
+def test_a_control_socket_that_is_sent_through_itself_is_refused(client: RawClient) -> None:
+    """A socket is no memory: the session ends, and its own descriptor does not keep it open."""
     client.hello()
     client.send_with(registration(), [client.control_socket.fileno()])
     assert "descriptor 0" in said_at_the_end(client)
@@ -246,7 +246,7 @@ def test_a_forged_job_moves_nothing(daemon: Daemon) -> None:
         ready = owner.scheduler.prepare_load(keys)
         for slots, generations in (
             (ticket.slots, ticket.generations),  # writing, but another engine's
-            (ready.slots, ready.generations),  # READY: nobody may write
+            (ready.slots, ready.generations),  # READY: may not be written
             (ticket.slots + 50, ticket.generations),  # free
             (ticket.slots + 10_000_000, ticket.generations),  # no slot at all
         ):
@@ -292,7 +292,7 @@ def test_the_directory_cannot_be_written_by_clients(daemon: Daemon) -> None:
 
 
 def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: StartDaemon) -> None:
-    """A scheduler that dies with 20,000 chunks in writing costs nobody anything."""
+    """A scheduler that dies with 20,000 chunks in writing: all are freed, and the lane lives."""
     daemon = start_daemon(cpu_bytes="96MiB")
     layout = RankLayout(
         num_blocks=8,

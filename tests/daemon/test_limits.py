@@ -22,7 +22,7 @@ from tests.waiting import DEADLINE, eventually
 
 
 def reached(daemon: Daemon) -> dict[str, int]:
-    """How often each limit turned somebody away."""
+    """How often each limit was reached."""
     return {name: count for name, count in daemon.status()["broker"]["limits"].items() if count}
 
 
@@ -34,10 +34,10 @@ def register(daemon: Daemon, model: str, timeout: float = 30.0) -> None:
         worker.register(memory, layout, Fingerprint(model=model), required=True, timeout=timeout)
 
 
-def test_more_sessions_than_allowed_are_turned_away_with_the_setting(
+def test_more_sessions_than_allowed_are_refused_with_the_setting(
     start_daemon: StartDaemon,
 ) -> None:
-    """Who comes too late reads why, and gets in when another has left; who is in goes on."""
+    """The error names the setting; there is room when a session has ended; others go on."""
     daemon = start_daemon("--max-sessions", "2")
     with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
 

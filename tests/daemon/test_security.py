@@ -75,7 +75,7 @@ def at_the_lane(daemon: Daemon) -> Iterator[Ask]:
 
 
 def job_of(engine: Engine, kind: type[Store] | type[Load], **changed: Any) -> Store | Load:
-    """A job for group 0 as nobody's client would make it."""
+    """A job for group 0, with forged arrays."""
     arrays: dict[str, Any] = {
         "block_ids": [1, 2],
         "group_sizes": [2, 0],

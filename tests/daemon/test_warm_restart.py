@@ -84,7 +84,7 @@ def test_an_engine_that_stays_hits_again(warm: Daemon, start_daemon: StartDaemon
     with Engine(warm.runtime_dir).wait_attached() as engine:
         stored(engine, keys)
         warm.stop(signal.SIGKILL)
-        assert hits(engine, keys) in {0, 10}  # none, unless nobody noticed yet
+        assert hits(engine, keys) in {0, 10}  # none, unless it has not been noticed yet
         engine.wait_attached(start_daemon(*KEEP))
         assert hits(engine, keys) == 10
 

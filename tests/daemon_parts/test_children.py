@@ -61,7 +61,7 @@ def test_a_child_that_cannot_be_started_is_tried_with_growing_pauses(
 def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What still waits to be sent to it hinders nobody; its end is told."""
+    """What still waits to be sent to it delays nothing; its end is reported."""
     deaf = tmp_path / "deaf"
     deaf.write_text("#!/bin/sh\nexec sleep 600\n")
     deaf.chmod(0o700)

@@ -686,7 +686,7 @@ def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Pat
     assert not list(area(tmp_path).glob("*.ledger"))
 
 
-def test_nobody_else_can_read_or_enter(start: Start, tmp_path: Path) -> None:
+def test_no_other_user_can_read_or_enter(start: Start, tmp_path: Path) -> None:
     """The area is the daemon's user's alone, and so are its files."""
     start().open()
     place = area(tmp_path)
@@ -705,7 +705,7 @@ def test_an_area_in_use_is_refused(start: Start, tmp_path: Path) -> None:
 def test_a_foreign_area_is_left_alone(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where somebody else has taken the name the pool goes elsewhere, and is not kept."""
+    """Where another user has taken the name the pool goes elsewhere, and is not kept."""
     other = tmp_path / "elsewhere"
     other.mkdir()
     area(tmp_path).symlink_to(other)

@@ -1,4 +1,4 @@
-"""Who receives descriptors may be lost: what the broker does then, and with whom."""
+"""The process that receives descriptors may be lost: what the broker does then."""
 
 import os
 import socket
@@ -106,7 +106,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 def test_one_user_holds_a_bounded_number_of_processes(rig: Rig) -> None:
-    """Then nothing of his is received any more until one ends; others' descriptors are."""
+    """Then nothing of that user is received until one ends; others' descriptors are."""
     with ExitStack() as stack:
         pipe, _ = (stack.enter_context(os.fdopen(fd)).fileno() for fd in os.pipe())
         memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
@@ -166,7 +166,7 @@ def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig) -> Non
 
 
 def test_a_process_that_has_ended_is_replaced(rig: Rig) -> None:
-    """Whoever's turn it was is refused, the next one is served by another process."""
+    """The session whose turn it was is refused, the next one is served by another process."""
     with ExitStack() as stack:
         memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
         Child.deaf = True
@@ -181,7 +181,7 @@ def test_a_process_that_has_ended_is_replaced(rig: Rig) -> None:
         assert len(Child.all) == 2
 
 
-def test_without_a_process_to_be_had_whoever_sends_is_refused(
+def test_without_a_process_to_receive_registrations_are_refused(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason is the limit of descriptors; when there are some again all is as before."""

@@ -34,7 +34,7 @@ def test_ordinary_turns_say_nothing() -> None:
     ],
     ids=["work", "in the turn", "while waiting", "both", "endless wait"],
 )
-def test_a_standstill_is_said_once(
+def test_a_standstill_is_logged_once(
     turn: tuple[float, float, float, float | None], seconds: str, cause: str
 ) -> None:
     """With what it took and of what kind it was; the turns after it are ordinary ones."""

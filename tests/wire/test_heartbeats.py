@@ -78,7 +78,7 @@ def test_pipelined_requests_between_silences_keep_their_connection(tmp_path: Pat
 PING = b"\x04\x0b\x04PING\0\0beat"
 
 
-def test_a_flood_of_pings_is_answered_and_delays_nobody(tmp_path: Path) -> None:
+def test_a_flood_of_pings_is_answered_and_delays_no_message(tmp_path: Path) -> None:
     """Others' messages are heard among them, and all PONGs come."""
     router = Router(tmp_path / "socket", max_bytes=2**20)
     poller = select.poll()

@@ -1,4 +1,4 @@
-"""The daemon's request sockets: libzmq's clients are served, nobody is kept beyond a bound."""
+"""The daemon's request sockets: libzmq's clients are served, each within bounds."""
 
 import gc
 import os
@@ -65,7 +65,7 @@ def until(router: Router, true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000, MIB])
-def test_a_dealer_is_heard_and_answered(make: Make, tmp_path: Path, size: int) -> None:
+def test_a_dealers_message_is_received_and_answered(make: Make, tmp_path: Path, size: int) -> None:
     """A message of libzmq's and its answer of the same size arrive whole."""
     router = make()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -80,7 +80,7 @@ def test_a_dealer_is_heard_and_answered(make: Make, tmp_path: Path, size: int) -
         assert dealer.recv() == frame
 
 
-def test_who_sends_much_waits_for_who_sends_little(make: Make, tmp_path: Path) -> None:
+def test_a_peer_that_sends_much_waits_for_one_that_sends_little(make: Make, tmp_path: Path) -> None:
     """One message of another comes after one of the flood's, however many of these wait."""
     router = make()
     with connect(tmp_path / "socket") as flood, connect(tmp_path / "socket") as quiet:
@@ -91,8 +91,8 @@ def test_who_sends_much_waits_for_who_sends_little(make: Make, tmp_path: Path) -
         assert b"quiet" in following
 
 
-def test_who_reads_no_replies_is_not_read_and_others_are_served(make: Make, tmp_path: Path) -> None:
-    """Replies wait up to a bound; then the peer's requests wait too, and nobody else's."""
+def test_a_peer_that_reads_no_replies_is_not_read(make: Make, tmp_path: Path) -> None:
+    """Replies wait up to a bound; then the peer's requests wait too, others' do not."""
     router = make()
     with connect(tmp_path / "socket") as deaf, connect(tmp_path / "socket") as other:
         deaf.sendall(message(b"ask") * 100)
@@ -131,8 +131,8 @@ def test_a_flood_of_what_is_no_message_takes_a_bounded_turn(make: Make, tmp_path
         assert router.dropped == FLOOD
 
 
-def test_a_crowd_of_newcomers_takes_a_bounded_turn(make: Make, tmp_path: Path) -> None:
-    """Some are let in at a time, all in the end."""
+def test_many_new_connections_take_a_bounded_turn(make: Make, tmp_path: Path) -> None:
+    """Some are accepted at a time, all in the end."""
     router = make()
     with ExitStack() as crowd:
         for _ in range(3 * AT_ONCE):
@@ -143,7 +143,7 @@ def test_a_crowd_of_newcomers_takes_a_bounded_turn(make: Make, tmp_path: Path) -
 
 
 def test_unfinished_messages_of_all_together_are_bounded(make: Make, tmp_path: Path) -> None:
-    """Above the bound whoever has most kept goes; the others finish what they began."""
+    """Above the bound the connection with most is closed; the others finish what they began."""
     router = make(max_kept=3 * MIB)
     small = connect(tmp_path / "socket")
     small.sendall(unfinished(1000, 900))
@@ -161,18 +161,20 @@ def test_unfinished_messages_of_all_together_are_bounded(make: Make, tmp_path: P
     assert router.kept_bytes == 0
 
 
-def test_who_has_shown_nothing_gives_way_to_newcomers(make: Make, tmp_path: Path) -> None:
-    """Of those of a process who have not been called proven the oldest goes; the proven stay."""
+def test_a_new_connection_displaces_the_oldest_without_a_session(
+    make: Make, tmp_path: Path
+) -> None:
+    """Of those of a process the oldest is closed; those with a session stay."""
     router = make(max_unproven=2)
     proven = connect(tmp_path / "socket")
     proven.sendall(message(b"token"))
     router.prove(received(router).identity)
-    strangers = [connect(tmp_path / "socket") for _ in range(4)]
+    unproven = [connect(tmp_path / "socket") for _ in range(4)]
     until(router, lambda: router.limits["connections"] == 2)
-    assert [_hung_up(sock) for sock in strangers] == [True, True, False, False]
+    assert [_hung_up(sock) for sock in unproven] == [True, True, False, False]
     proven.sendall(message(b"again"))
     assert received(router).frame == b"again"
-    for sock in (proven, *strangers):
+    for sock in (proven, *unproven):
         sock.close()
 
 
@@ -196,8 +198,8 @@ def crowd_of_another_process(path: Path, count: int) -> Iterator[None]:
         yield
 
 
-def test_a_crowd_displaces_its_own(make: Make, tmp_path: Path) -> None:
-    """What somebody else has sent, and nobody has read yet, is not lost by it."""
+def test_many_connections_of_a_process_displace_its_own(make: Make, tmp_path: Path) -> None:
+    """What another process has sent, and was not read yet, is not lost by it."""
     router = make(max_unproven=5)
     first = connect(tmp_path / "socket")
     first.sendall(message(b"said before the crowd came"))
@@ -212,10 +214,10 @@ def test_a_crowd_displaces_its_own(make: Make, tmp_path: Path) -> None:
     first.close()
 
 
-def test_without_descriptors_a_newcomer_waits_and_nobody_is_displaced(
+def test_without_descriptors_new_connections_are_refused_and_none_is_displaced(
     make: Make, tmp_path: Path
 ) -> None:
-    """Who is here, has shown no token and is one of a few, stays: what was sent is heard."""
+    """One of a few without a session stays: what it has sent is received."""
     router = make()
     first = connect(tmp_path / "socket")
     first.sendall(message(b"early"))
@@ -280,8 +282,8 @@ def _hung_up(sock: socket.socket) -> bool:
     return True
 
 
-def test_who_is_hung_up_on_at_the_end_finds_nobody(make: Make, tmp_path: Path) -> None:
-    """A client that comes again at once is refused, and not let in to be hung up on once more."""
+def test_no_connection_is_accepted_during_the_end(make: Make, tmp_path: Path) -> None:
+    """A client that connects again at once is refused by the kernel."""
     router = make()
     with connect(tmp_path / "socket") as sock:
         sock.sendall(message(b"ask"))
@@ -301,7 +303,7 @@ def test_who_is_hung_up_on_at_the_end_finds_nobody(make: Make, tmp_path: Path) -
         assert seen
 
 
-def test_replies_may_leave_before_the_end(make: Make, tmp_path: Path) -> None:
+def test_unread_replies_are_delivered_by_a_close_that_lingers(make: Make, tmp_path: Path) -> None:
     """A reply that waits for its reader is delivered by a close that lingers."""
     router = make()
     with connect(tmp_path / "socket") as sock:

@@ -1,4 +1,4 @@
-"""ZMTP as the daemon hears it: any pieces, any junk, nothing kept that nobody needs."""
+"""The decoder of ZMTP: any pieces, any junk, and nothing is kept without need."""
 
 import contextlib
 
@@ -74,7 +74,7 @@ def test_a_message_above_the_limit_is_refused_before_its_bytes_come() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 100, LIMIT])
-def test_a_message_without_an_end_is_given_up_and_nothing_of_it_is_kept(size: int) -> None:
+def test_a_message_without_an_end_is_refused_and_nothing_of_it_is_kept(size: int) -> None:
     """Endless parts, empty or of the largest size, end in an error after a bounded number."""
     incoming = Incoming(LIMIT)
     incoming.feed(HELLO)
@@ -151,8 +151,8 @@ def test_a_ping_of_another_size_is_refused(body: bytes) -> None:
         incoming.take()
 
 
-def test_other_commands_say_nothing() -> None:
-    """A PONG that nobody asked for, and commands of other sockets, are passed over."""
+def test_other_commands_are_ignored() -> None:
+    """An unexpected PONG and commands of other sockets are skipped."""
     incoming = Incoming(LIMIT)
     strange = command(b"PONG", b"x") + command(b"SUBSCRIBE", b"x") + command(b"", b"")
     incoming.feed(HELLO + strange + part(b"after"))
