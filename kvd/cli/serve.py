@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from kvd.cli.options import settings_options, sources
-from kvd.daemon.kept_pool import KeptPool, area_name
+from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.loop import Service
+from kvd.daemon.pool_area import area_name
 from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.errors import KvdError
 from kvd.logs.setup import configure

@@ -1,15 +1,7 @@
 """The kept pool: what a daemon leaves to the next one in files.
 
-They lie in a directory of their own (mode 0700) that is named after the runtime
-directory's path, so that a daemon finds what its predecessor left, and no other's::
-
-    <pool_dir>/kvd-<digest>/pool               the bytes of all chunks
-    <pool_dir>/kvd-<digest>/manifest.json      which pool this is
-    <pool_dir>/kvd-<digest>/<namespace>.ledger its READY chunks, see kvd.cache.ledger
-
-On hugetlbfs, where files cannot be written, only the pool lies there; the rest is in a
-directory of /dev/shm. A damaged ledger or manifest is renamed, and the latest one stays; a
-pool never is, since two do not fit into memory: its file is used again.
+A damaged ledger or manifest is renamed, and the latest one stays; a pool never is, since
+two do not fit into memory: its file is used again.
 
 A pool that this daemon does not go on with is given up only when the new one is allocated:
 the file grows beside the old bytes, new ledgers have names of their own, and no lane writes
@@ -19,14 +11,10 @@ or is killed before leaves everything as it was.
 
 import contextlib
 import errno
-import fcntl
-import hashlib
 import logging
 import mmap
 import os
-import shutil
 import stat
-import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,9 +27,8 @@ from kvd.config.settings import Settings
 from kvd.daemon import manifest as manifests
 from kvd.daemon.manifest import VERSION, Manifest, kernel_boot, objection
 from kvd.daemon.memory import PoolMemory
-from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError, Refused
-from kvd.machine.filesystem import Filesystem
-from kvd.machine.places import check_place
+from kvd.daemon.pool_area import PoolArea, remove_tree
+from kvd.errors import LedgerDamaged, PoolError, Refused
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
@@ -49,7 +36,6 @@ log = logging.getLogger("kvd.daemon")
 
 MANIFEST = "manifest.json"
 POOL = "pool"
-NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
 _LEDGER = ".ledger"
 _DRAFT = ".new"  # of a ledger beside those of the pool before
 _ASIDE = ".damaged-"
@@ -90,41 +76,14 @@ class KeptPool:
     def __init__(
         self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
     ) -> None:
-        if not pool_dir.is_dir():
-            raise ConfigError(
-                f"pool_dir = {pool_dir}: no such directory; use a tmpfs such as /dev/shm"
-            )
-        self.keeps = keeps
+        self._area = PoolArea(pool_dir, runtime_dir)
+        self.keeps = keeps and self._area.own
         self._cold = cold
-        name = area_name(runtime_dir)
-        self._filesystem = Filesystem.of(pool_dir)
-        notes = notes_area(runtime_dir, pool_dir, self._filesystem)
-        check_place("pool_dir", pool_dir)
-        if notes.parent != pool_dir:
-            check_place("the directory of the pool's manifest", notes.parent)
-        for area in {pool_dir / name, notes}:
-            for litter in area.parent.glob(f"{area.name}-*"):
-                _remove_tree(litter)
-        try:
-            self._notes = self._own_directory(notes)
-            self._place = (
-                self._notes if notes == pool_dir / name else self._own_directory(pool_dir / name)
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"pool_dir = {pool_dir}: {error.strerror}; choose a directory that this user may"
-                " write, with --pool-dir"
-            ) from error
-        self._lock_fd = os.open(self._notes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock_fd)
-            raise AlreadyRunning(f"another daemon uses the pool in {self._notes}") from None
-        self.pool_file = self._place / POOL
+        self._notes = self._area.notes
+        self.pool_file = self._area.place / POOL
         self._manifest_file = self._notes / MANIFEST
         self._goes_on = False
-        self._own = False  # nothing of a daemon before is left
+        self._fresh = False  # nothing of an older pool is left
         self._new: tuple[Manifest, PoolMemory] | None = None  # not there yet
 
     @classmethod
@@ -226,22 +185,22 @@ class KeptPool:
             if self._before is not None:
                 log.info("the new pool is there: the one that was kept is given up")
             for file in self._notes.glob(f"*{_LEDGER}"):
-                _remove_tree(file)
+                remove_tree(file)
         manifests.write(self._manifest_file, manifest)
-        self._before, self._new, self._own = manifest, None, not self._goes_on
+        self._before, self._new, self._fresh = manifest, None, not self._goes_on
         for draft in self._notes.glob(f"*{_LEDGER}{_DRAFT}"):
             draft.rename(draft.with_suffix(""))
         pool.settle()
 
     def failed(self) -> None:
         """The pool cannot be allocated: what this daemon made goes with it."""
-        if self._own:
+        if self._fresh:
             self.keeps = False  # it will not fit next time either
 
     @property
     def what_stays(self) -> str:
         """What a start that fails leaves, for the end of an error; empty for nothing."""
-        if self._before is None or self._own:
+        if self._before is None or self._fresh:
             return ""
         return f"; the kept pool of {format_size(self._before.cpu_bytes)} stays as it was"
 
@@ -282,40 +241,17 @@ class KeptPool:
         """Leave the files to the next daemon, or remove them; close the pool's memory before."""
         if self._new is not None:
             self._undo()
-        elif self._own and not self.keeps:
+        elif self._fresh and not self.keeps:
             self.remove()
-        for place in {self._place, self._notes}:
-            with contextlib.suppress(OSError):  # only where nothing was ever put there
-                place.rmdir()
-        os.close(self._lock_fd)
+        self._area.close()
 
     def remove(self) -> int:
         """Remove all files; return how many bytes the pool had."""
         held = self.held_bytes()
-        for place in {self._place, self._notes}:
-            _remove_tree(place)
+        self._area.remove()
         return held
 
     # -------------------------------------------------------------- helpers
-
-    def _own_directory(self, path: Path) -> Path:
-        """A directory that only this user can enter; another one where `path` is not."""
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        status = path.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-            path.chmod(0o700)
-            return path
-        other = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
-        log.error(
-            "%s belongs to uid %d or is no directory: the pool lies in %s and is not kept when the"
-            " daemon ends; remove the former",
-            path,
-            status.st_uid,
-            other,
-        )
-        self.keeps = False
-        return other
 
     @cached_property
     def _before(self) -> Manifest | None:
@@ -348,7 +284,7 @@ class KeptPool:
         """Remove what an unfinished start has made, this one's or another's."""
         self._new = None
         for draft in self._notes.glob(f"*{_LEDGER}{_DRAFT}"):
-            _remove_tree(draft)
+            remove_tree(draft)
         with contextlib.suppress(FileNotFoundError):
             if self._before is not None and self.pool_file.lstat().st_size > self._before.bytes:
                 os.truncate(self.pool_file, self._before.bytes)
@@ -358,7 +294,7 @@ class KeptPool:
         with contextlib.suppress(OSError):
             status = self.pool_file.lstat()
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                _remove_tree(self.pool_file)
+                remove_tree(self.pool_file)
 
     def _ledger_file(self, name: str) -> Path:
         """The ledger of a namespace of this daemon."""
@@ -392,35 +328,10 @@ class KeptPool:
 
     def _set_aside(self, file: Path, reason: str) -> None:
         for older in self._notes.glob(f"*{_ASIDE}*"):
-            _remove_tree(older)
+            remove_tree(older)
         aside = file.with_name(f"{file.name}{_ASIDE}{int(time.time())}")
         file.rename(aside)
         log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
 
     def __repr__(self) -> str:
-        return f"<KeptPool {self._place}{'' if self.keeps else ', not kept'}>"
-
-
-def area_name(*paths: Path) -> str:
-    """What the directory is called that belongs to a runtime directory, or to that and more."""
-    digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=6).hexdigest()
-    return f"kvd-{digest}"
-
-
-def notes_area(runtime_dir: Path, pool_dir: Path, filesystem: Filesystem) -> Path:
-    """Where manifest and ledgers of a pool lie: beside it, or in a directory for this pool_dir.
-
-    The latter is no other pool's, so that nothing of a pool in NOTES_DIR is taken for its own.
-    """
-    if filesystem.writable:
-        return pool_dir / area_name(runtime_dir)
-    return NOTES_DIR / area_name(runtime_dir, pool_dir.absolute())
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a file or a directory, if it is this user's to remove."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        return f"<KeptPool {self._area.place}{'' if self.keeps else ', not kept'}>"

@@ -17,11 +17,11 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
-from kvd.daemon import kept_pool as keep
-from kvd.daemon import memory
-from kvd.daemon.kept_pool import KeptPool, area_name
+from kvd.daemon import memory, pool_area
+from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.manifest import VERSION
 from kvd.daemon.memory import DirectoryMemory, PoolMemory
+from kvd.daemon.pool_area import area_name
 from kvd.daemon.reopen import open_pool
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import filesystem
@@ -89,7 +89,7 @@ class Life:
         """The kernel lets go of everything, and nothing is undone."""
         self.ended = True
         self.directories.close()
-        for fd in (self.pool.fd, self.keep._lock_fd):
+        for fd in (self.pool.fd, self.keep._area._lock_fd):
             os.close(fd)
 
     def end(self) -> None:
@@ -758,7 +758,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
         lambda **_: [SimpleNamespace(mountpoint=str(huge), fstype="hugetlbfs")],
     )
     monkeypatch.setattr(filesystem, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
-    monkeypatch.setattr(keep, "NOTES_DIR", notes)
+    monkeypatch.setattr(pool_area, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
     assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
     assert found.whole_pages(2**21 + 1) == 2**22
