@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.waiting import PATIENCE
 from tests.wire.raw_zmtp import connect, message, unfinished
 
 MIB = 2**20
+PING = b"\x04\x0b\x04PING\0\0beat"
+TIMEOUT_MS = 5000  # a busy machine stands still for seconds
 FLOOD = 10_000  # messages of two parts, in one read
 Make = Callable[..., Router]
 
@@ -323,3 +326,51 @@ def test_unread_replies_are_delivered_by_a_close_that_lingers(make: Make, tmp_pa
         reader.join(PATIENCE)
     assert got > MIB // 2
     assert not (tmp_path / "socket").exists()
+
+
+def test_heartbeats_of_libzmq_keep_a_silent_connection(make: Make, tmp_path: Path) -> None:
+    """Their PINGs are answered: after a silence above their timeout the connection is the same."""
+    router = make()
+    poller = select.poll()
+    poller.register(router, select.POLLIN)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.set(zmq.HEARTBEAT_IVL, 50)
+        dealer.set(zmq.HEARTBEAT_TIMEOUT, TIMEOUT_MS)
+        with dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            dealer.connect(f"ipc://{tmp_path / 'socket'}")
+            end = time.monotonic() + 1.2 * TIMEOUT_MS / 1000
+            while time.monotonic() < end:
+                poller.poll(10)
+                router.look()
+                assert router.take() is None
+            dealer.send(b"after")
+            assert received(router).frame == b"after"
+            assert not monitor.poll(0)
+            dealer.disable_monitor()
+
+
+def test_a_flood_of_pings_is_answered_and_delays_no_message(make: Make, tmp_path: Path) -> None:
+    """Messages of others are received among them, and all PONGs come."""
+    router = make()
+    poller = select.poll()
+    poller.register(router, select.POLLIN)
+    with connect(tmp_path / "socket") as flood, connect(tmp_path / "socket") as quiet:
+        flood.sendall(PING * 5000)
+        turns = 0
+        while not router.pending:
+            assert poller.poll(PATIENCE * 1000)
+            router.look()
+        quiet.sendall(message(b"quiet"))
+        while (received := router.take()) is None:
+            turns += 1
+            router.look()
+        assert received.frame == b"quiet"
+        assert turns < 10  # of the 79 turns that the flood takes
+        heard, end = b"", time.monotonic() + PATIENCE
+        while heard.count(b"\x04PONGbeat") < 5000 and time.monotonic() < end:
+            router.look()
+            router.take()
+            if select.select([flood], [], [], 0)[0]:
+                heard += flood.recv(2**20)
+        assert heard.count(b"\x04PONGbeat") == 5000
