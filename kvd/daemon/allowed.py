@@ -1,7 +1,7 @@
 """Who may connect: the settings `allow_users` and `allow_groups`.
 
-The file rights of the runtime directory come first: whoever cannot open the sockets is
-never seen here. A list makes the circle smaller.
+The file rights of the runtime directory come first: a process that cannot open the sockets
+never gets here. A list restricts them further.
 """
 
 import grp

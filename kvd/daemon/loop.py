@@ -73,9 +73,9 @@ class Service:
 
     Args:
         loaded: the settings.
-        sources: where they came from, for readings to come.
-        version: name and version, for those who ask.
-        cold: begin without what is kept.
+        sources: where they came from, to read them again.
+        version: name and version of the daemon.
+        cold: begin without the kept pool.
 
     Raises:
         KvdError: it cannot start, with the remedy.
@@ -136,7 +136,7 @@ class Service:
     # ----------------------------------------------------------------- loop
 
     def run(self) -> int:
-        """Serve until a signal ends it; the exit status."""
+        """Serve until a signal ends it; return the exit status."""
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._config.on_signal)
         wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -268,7 +268,7 @@ class Service:
                     self._account(effect)
 
     def _account(self, effect: Effect) -> None:
-        """What concerns this process alone: the log, and descriptors that it holds."""
+        """Carry out what concerns this process alone: the log, and descriptors that it holds."""
         match effect:
             case OpenPool():
                 self._open_sized(effect)

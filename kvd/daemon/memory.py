@@ -81,17 +81,17 @@ class PoolMemory:
         self._thread = threading.Thread(target=self._allocate, name="kvd-pool", daemon=True)
 
     def start(self) -> None:
-        """Begin to allocate."""
+        """Start the thread that allocates."""
         self._thread.start()
 
     @property
     def done_fd(self) -> int:
-        """The descriptor that becomes readable when a piece is there, or allocation has ended."""
+        """A descriptor that is readable when a piece is allocated, or allocation has ended."""
         return self._wake_read
 
     @property
     def may_be_written(self) -> bool:
-        """Whether lanes may start: no lane of a dead daemon is left that may still write here.
+        """Whether lanes may start: no lane of a dead daemon can still write here.
 
         Every lane holds a lock on the pool's file for as long as anything of it can move bytes.
         """
@@ -131,16 +131,16 @@ class PoolMemory:
 
     @property
     def ready(self) -> bool:
-        """Every page is there."""
+        """Whether every page is allocated."""
         return self.allocated >= self.nbytes and not self.error
 
     def settle(self) -> None:
-        """The file is this pool from here on: what it has beyond is given back."""
+        """Cut the file to the size of this pool."""
         os.ftruncate(self.fd, self.nbytes)
         self._size_before = None
 
     def close(self) -> None:
-        """Stop allocating, and let go of the file; without `settle` it has its old size again."""
+        """Stop allocating and close the file; without `settle` it gets its old size again."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -154,7 +154,7 @@ class PoolMemory:
 
 
 def lack_of_room(filesystem: Filesystem, nbytes: int, held: int) -> str:
-    """Why a pool of `nbytes` cannot be had, with figures and remedy; empty where it may be.
+    """Return why a pool of `nbytes` does not fit, with figures and remedy; empty where it does.
 
     Args:
         filesystem: where the pool's file goes.
@@ -184,7 +184,7 @@ class DirectoryMemory:
         self._fds: dict[str, int] = {}
 
     def make(self, name: str, nbytes: int) -> mmap.mmap:
-        """A zeroed writable buffer of `nbytes`; its read-only descriptor is kept under `name`.
+        """Return a zeroed writable buffer; its read-only descriptor is kept under `name`.
 
         Raises:
             Refused: NOT_READY where there is no descriptor or memory for it now.
@@ -214,7 +214,7 @@ class DirectoryMemory:
         return buffer
 
     def fd(self, name: str) -> int:
-        """The read-only descriptor."""
+        """Return the read-only descriptor."""
         return self._fds[name]
 
     def drop(self, name: str) -> None:

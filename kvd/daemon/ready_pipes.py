@@ -2,7 +2,7 @@
 
 An engine's scheduler gets the read end; the broker writes a byte each time that chunks of
 the engine became READY. The two ends have flags of their own: whatever a client does to
-its end, a write here never waits. A pipe that is full tells enough already.
+its end, a write here never waits. Where the pipe is full the byte is not needed.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ class ReadyPipes:
         self._pipes: dict[int, tuple[int, int]] = {}
 
     def read_end(self, engine: int) -> list[int]:
-        """The descriptor for the engine's scheduler; none where no more are to be had."""
+        """Return the descriptor for the engine's scheduler, in a list; empty where none is left."""
         if engine not in self._pipes:
             try:
                 self._pipes[engine] = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -25,14 +25,14 @@ class ReadyPipes:
         return [self._pipes[engine][0]]
 
     def tell(self, engine: int) -> None:
-        """Chunks of the engine became READY."""
+        """Write a byte: chunks of the engine became READY."""
         pipe = self._pipes.get(engine)
         if pipe is not None:
             with contextlib.suppress(BlockingIOError):
                 os.write(pipe[1], b"\1")
 
     def drop(self, engine: int) -> None:
-        """The engine is gone."""
+        """Close the pipe of an engine that is gone."""
         for fd in self._pipes.pop(engine, ()):
             os.close(fd)
 

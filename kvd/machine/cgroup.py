@@ -22,14 +22,14 @@ class MemoryLimit:
 
     @property
     def room(self) -> int:
-        """What is left."""
+        """Bytes that are left."""
         return max(0, self.limit - self.used)
 
 
 def memory_limit(
     pid: int | None = None, root: Path = _ROOT, proc: Path = Path("/proc")
 ) -> MemoryLimit | None:
-    """The limit of process `pid` (None: this one); None where there is none.
+    """Return the limit of process `pid` (None: this one); None where there is none.
 
     Args:
         pid: in this process's own pid namespace.

@@ -37,7 +37,7 @@ class Filesystem:
 
     @classmethod
     def of(cls, directory: Path) -> "Filesystem":
-        """Look at the filesystem that `directory` is on."""
+        """Return the filesystem that `directory` is on."""
         found = os.statvfs(directory)
         size, room = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
         kind, mounted_at = _mount(directory)
@@ -59,11 +59,11 @@ class Filesystem:
         return self.kind == _TMPFS
 
     def whole_pages(self, nbytes: int) -> int:
-        """`nbytes` rounded up to whole pages."""
+        """Return `nbytes` rounded up to whole pages."""
         return -(-nbytes // self.page_bytes) * self.page_bytes
 
     def remedy(self, wanted: int, missing: int) -> str:
-        """What to do where a pool of `wanted` bytes lacks some, in whole pages."""
+        """Return the remedy where a pool of `wanted` bytes lacks some; both in whole pages."""
         if not self.writable:
             return (
                 f"choose a smaller --cpu-bytes or reserve {wanted // self.page_bytes} huge pages of"
@@ -82,7 +82,7 @@ class Filesystem:
 
 
 def _mount(directory: Path) -> tuple[str, str]:
-    """Type and place of what is mounted nearest above `directory`."""
+    """Return type and place of the mount that `directory` is in."""
     place = str(directory.resolve())
     nearest = max(
         (
