@@ -99,37 +99,23 @@ def test_a_daemon_that_was_sent_such_a_file_ends_and_another_follows(
             assert engine.store(keys_of("again", 2))
 
 
-def of_pipe() -> int:
+def read_end() -> int:
     """The read end of a pipe."""
     read, write = os.pipe()
     os.close(write)
     return read
 
 
-def of_socket() -> int:
-    """A socket."""
-    return socket.socket(socket.AF_UNIX).detach()
+FOREIGN: dict[str, Callable[[], int]] = {
+    "pipe": read_end,
+    "socket": lambda: socket.socket(socket.AF_UNIX).detach(),
+    "file": lambda: os.open(__file__, os.O_RDONLY),
+    "kernel's file": lambda: os.open("/proc/self/maps", os.O_RDONLY),
+    "folder": lambda: os.open("/", os.O_RDONLY),
+}
 
 
-def of_file() -> int:
-    """An ordinary file."""
-    return os.open(__file__, os.O_RDONLY)
-
-
-def of_proc() -> int:
-    """A file of the kernel's, which has an owner's file system all the same."""
-    return os.open("/proc/self/maps", os.O_RDONLY)
-
-
-def of_folder() -> int:
-    """A directory."""
-    return os.open("/", os.O_RDONLY)
-
-
-FOREIGN = [of_pipe, of_socket, of_file, of_proc, of_folder]
-
-
-@pytest.mark.parametrize("make", FOREIGN)
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
 def test_what_is_neither_memory_nor_device_is_named_and_ends_its_session(
     daemon: Daemon, make: Callable[[], int]
 ) -> None:
@@ -150,7 +136,7 @@ def test_what_is_neither_memory_nor_device_is_named_and_ends_its_session(
         os.close(fd)
 
 
-@pytest.mark.parametrize("make", FOREIGN)
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
 def test_the_receiver_says_what_is_foreign_without_a_question_to_its_file_system(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], int]
 ) -> None:
@@ -198,7 +184,7 @@ def test_memory_and_devices_are_passed_on() -> None:
 def test_what_was_not_read_goes_with_the_process_that_may_wait(daemon: Daemon) -> None:
     """Junk before descriptors, and a hang-up: the session ends without a reset, and all goes on."""
     client = RawClient(daemon.runtime_dir)
-    foreign = of_file()
+    foreign = FOREIGN["file"]()
     client.control_socket.send(b"junk")
     with contextlib.suppress(BrokenPipeError):
         for _ in range(3):

@@ -4,7 +4,9 @@ import itertools
 import json
 import logging
 import os
+import socket
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +39,7 @@ from kvd_proto.messages import (
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit
 from tests.daemon.raw_client import RawClient, code_of
+from tests.daemon.serving import started_daemons
 from tests.descriptors import open_files
 from tests.http.serving import over_tcp, over_unix
 from tests.waiting import PATIENCE, eventually
@@ -58,20 +61,16 @@ def token_of(engine: Engine) -> bytes:
 def at_the_lane(daemon: Daemon) -> Iterator[Ask]:
     """Ask the lane by hand, under any token."""
     (path,) = daemon.runtime_dir.glob("lane-host-*.sock")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.connect(f"ipc://{path}")
 
     def ask(message: Message, token: bytes) -> Message:
-        socket.send(WIRE.encode(message, next(_NUMBERS), bytes(16), token))
-        assert socket.poll(int(PATIENCE * 1000)), "no reply"
-        return WIRE.decode(socket.recv())[1]
+        dealer.send(WIRE.encode(message, next(_NUMBERS), bytes(16), token))
+        assert dealer.poll(int(PATIENCE * 1000)), "no reply"
+        return WIRE.decode(dealer.recv())[1]
 
-    try:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"ipc://{path}")
         yield ask
-    finally:
-        context.destroy(0)
 
 
 def job_of(engine: Engine, kind: type[Store] | type[Load], **changed: Any) -> Store | Load:
@@ -121,16 +120,9 @@ def test_nothing_listens_on_the_network_where_http_is_off(daemon: Daemon) -> Non
     """No process of the daemon has an internet socket: requests and jobs know Unix sockets only."""
     with over_unix(daemon) as client:
         assert client.get("/livez").status_code == 200
-    assert _internet_sockets(daemon) == []
-
-
-def _internet_sockets(daemon: Daemon) -> list[Any]:
     broker = psutil.Process(daemon.process.pid)
-    return [
-        found
-        for process in [broker, *broker.children(recursive=True)]
-        for found in process.net_connections("inet")
-    ]
+    for process in [broker, *broker.children(recursive=True)]:
+        assert not process.net_connections("inet")
 
 
 def test_jobs_without_the_sessions_token_are_refused(daemon: Daemon) -> None:
@@ -189,10 +181,6 @@ def test_forged_arrays_are_refused_before_a_byte_moves(
 @pytest.fixture(scope="module")
 def daemon_with_engine() -> Iterator[tuple[Daemon, Engine]]:
     """A daemon and an attached engine of one rank, shared by tests that are all refused."""
-    import tempfile  # noqa: PLC0415  # for this fixture only
-
-    from tests.conftest import started_daemons  # noqa: PLC0415  # the same
-
     with (
         tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
         started_daemons(Path(path) / "run") as start,
@@ -264,29 +252,20 @@ def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(daemon: Daemon
             jobs = two.submit(kind, [0], [1, 2, 3, 4], ready.slots, ready.generations)
             assert not two.results(jobs)[0].success
         assert (two.memory[0][0].array[4096 : 5 * 4096] == POISON).all()
-        client = RawClient(daemon.runtime_dir)
-        client.hello(engine="two")
-        with _directory_of(client) as directory:
-            assert keys[0] not in directory
-        client.close()
-        client = RawClient(daemon.runtime_dir)
-        client.hello(engine="one")
-        with _directory_of(client) as directory:
-            assert keys[0] in directory  # what is searched for would be found
-        client.close()
+        assert keys[0] not in directory_of(daemon, "two")
+        assert keys[0] in directory_of(daemon, "one")  # what is searched for would be found
 
 
-@contextmanager
-def _directory_of(client: RawClient) -> Iterator[bytes]:
-    import socket  # noqa: PLC0415  # descriptors over the control socket
-
+def directory_of(daemon: Daemon, engine: str) -> bytes:
+    """The directory that an engine's sessions get."""
+    client = RawClient(daemon.runtime_dir)
+    client.hello(engine=engine)
     _, fds, _, _ = socket.recv_fds(client.control_socket, 65536, 4)
-    try:
-        size = os.fstat(fds[0]).st_size
-        yield os.pread(fds[0], size, 0)
-    finally:
-        for fd in fds:
-            os.close(fd)
+    directory = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
+    for fd in fds:
+        os.close(fd)
+    client.close()
+    return directory
 
 
 def test_what_a_slot_held_before_cannot_be_loaded(start_daemon: StartDaemon) -> None:

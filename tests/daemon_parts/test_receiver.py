@@ -88,6 +88,14 @@ class Rig:
 
 
 @pytest.fixture
+def memory() -> Iterator[int]:
+    """A memory file."""
+    fd = sealed_file("m", 1)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """With processes that nothing ends."""
     monkeypatch.setattr(receiver, "ChildProcess", Child)
@@ -105,11 +113,10 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         child.link.close()
 
 
-def test_one_user_holds_a_bounded_number_of_processes(rig: Rig) -> None:
+def test_one_user_holds_a_bounded_number_of_processes(rig: Rig, memory: int) -> None:
     """Then nothing of that user is received until one ends; others' descriptors are."""
     with ExitStack() as stack:
         pipe, _ = (stack.enter_context(os.fdopen(fd)).fileno() for fd in os.pipe())
-        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
         for _ in range(MAX_HELD):
             rig.send(pipe, HOSTILE)
             assert "neither a memory file nor a device" in str(rig.outcome())
@@ -128,69 +135,62 @@ def test_one_user_holds_a_bounded_number_of_processes(rig: Rig) -> None:
         assert [child.reaped for child in Child.all] == [True, *[False] * MAX_HELD]
 
 
-def test_a_process_that_does_not_answer_is_replaced(rig: Rig) -> None:
+def test_a_process_that_does_not_answer_is_replaced(rig: Rig, memory: int) -> None:
     """After a bounded time the session whose turn it was is refused; the next is served."""
-    with ExitStack() as stack:
-        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
-        Child.deaf = True
-        rig.send(memory, HOSTILE)
-        rig.send(memory, HONEST)
-        rig.now += FIRST_SECONDS / 2
-        rig.turn()
-        assert not rig.outcomes
-        Child.deaf = False
-        rig.now += FIRST_SECONDS
-        rig.turn()
-        assert "could not be received in time" in str(rig.outcome())
-        _, fds = rig.outcome()
-        os.close(fds[0])
-        assert len(Child.all) == 2
+    Child.deaf = True
+    rig.send(memory, HOSTILE)
+    rig.send(memory, HONEST)
+    rig.now += FIRST_SECONDS / 2
+    rig.turn()
+    assert not rig.outcomes
+    Child.deaf = False
+    rig.now += FIRST_SECONDS
+    rig.turn()
+    assert "could not be received in time" in str(rig.outcome())
+    _, fds = rig.outcome()
+    os.close(fds[0])
+    assert len(Child.all) == 2
 
 
-def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig) -> None:
+def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig, memory: int) -> None:
     """The first answer is waited for as long as a start may take, later ones are not."""
     assert FIRST_SECONDS > 4 * SECONDS
-    with ExitStack() as stack:
-        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
-        Child.deaf = True
-        rig.send(memory, HONEST)
-        rig.now += 4 * SECONDS
-        rig.turn()
-        assert not rig.outcomes
-        Child.all[0].link.send(process.NOTHING)
-        assert "cut off" in str(rig.outcome())
-        rig.send(memory, HONEST)
-        rig.now += SECONDS
-        rig.turn()
-        assert "could not be received in time" in str(rig.outcome())
+    Child.deaf = True
+    rig.send(memory, HONEST)
+    rig.now += 4 * SECONDS
+    rig.turn()
+    assert not rig.outcomes
+    Child.all[0].link.send(process.NOTHING)
+    assert "cut off" in str(rig.outcome())
+    rig.send(memory, HONEST)
+    rig.now += SECONDS
+    rig.turn()
+    assert "could not be received in time" in str(rig.outcome())
 
 
-def test_a_process_that_has_ended_is_replaced(rig: Rig) -> None:
+def test_a_process_that_has_ended_is_replaced(rig: Rig, memory: int) -> None:
     """The session whose turn it was is refused, the next one is served by another process."""
-    with ExitStack() as stack:
-        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
-        Child.deaf = True
-        rig.turn()
-        Child.deaf = False
-        rig.send(memory, HONEST)
-        Child.all[0].link.close()
-        assert "has ended" in str(rig.outcome())
-        rig.send(memory, HONEST)
-        _, fds = rig.outcome()
-        os.close(fds[0])
-        assert len(Child.all) == 2
+    Child.deaf = True
+    rig.turn()
+    Child.deaf = False
+    rig.send(memory, HONEST)
+    Child.all[0].link.close()
+    assert "has ended" in str(rig.outcome())
+    rig.send(memory, HONEST)
+    _, fds = rig.outcome()
+    os.close(fds[0])
+    assert len(Child.all) == 2
 
 
 def test_without_a_process_to_receive_registrations_are_refused(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason is the limit of descriptors; when there are some again all is as before."""
 
     def full(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    with ExitStack() as stack, monkeypatch.context() as patch:
-        memory = stack.enter_context(os.fdopen(sealed_file("m", 1))).fileno()
+    with monkeypatch.context() as patch:
         patch.setattr(Child, "spawn", full)
         rig.send(memory, HONEST)
         assert "raise LimitNOFILE" in str(rig.outcome())
