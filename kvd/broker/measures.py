@@ -1,9 +1,15 @@
-"""What the broker measures of itself, and lookups that engines report."""
+"""What the broker measures of itself, notes, and hears from engines, for its reports."""
 
 from collections import deque
 
+from kvd.broker.effects import Event
+from kvd.metrics import schema
 from kvd.metrics.counts import LookupCounts
 from kvd_proto.messages import Lookups
+
+WINDOW_SECONDS = 10.0
+MAX_EVENTS = 200
+_APART_SECONDS = 0.1
 
 
 class RecentMax:
@@ -34,6 +40,58 @@ class RecentMax:
 
     def __repr__(self) -> str:
         return f"<RecentMax of {len(self._greatest)} parts>"
+
+
+class Progress:
+    """Amounts done over time; the rate is that of the last ten seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def tell(self, now: float, done: int) -> None:
+        """`done` is done by `now`. Less than before means that it began anew."""
+        samples = self._samples
+        if samples and done < samples[-1][1]:
+            samples.clear()
+        if samples and now < samples[-1][0] + _APART_SECONDS:
+            return
+        samples.append((now, done))
+        while len(samples) > 2 and samples[1][0] <= now - WINDOW_SECONDS:
+            samples.popleft()
+
+    def seconds_left(self, total: int) -> float | None:
+        """Until `total` is done, at the measured rate; None while no rate is known."""
+        if not self._samples:
+            return None
+        (begin, first), (end, last) = self._samples[0], self._samples[-1]
+        if last >= total:
+            return 0.0
+        if end <= begin or last <= first:
+            return None
+        return (total - last) * (end - begin) / (last - first)
+
+    def __repr__(self) -> str:
+        return f"<Progress {list(self._samples)[-1:]}>"
+
+
+class EventLog:
+    """The last events, numbered from 1 in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._events: deque[schema.Event] = deque(maxlen=MAX_EVENTS)
+        self._last = 0
+
+    def add(self, event: Event, time: float) -> None:
+        """Note an event; `time` in unix seconds."""
+        self._last += 1
+        self._events.append(schema.Event(self._last, time, event.level, event.text))
+
+    def recent(self) -> list[schema.Event]:
+        """Return the last ones, oldest first."""
+        return list(self._events)
+
+    def __repr__(self) -> str:
+        return f"<EventLog of {self._last} events>"
 
 
 def new_lookups(

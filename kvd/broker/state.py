@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 
 from kvd.broker.effects import DropDirectory, Effect, Notify, ToLane
 from kvd.broker.lanes import Lane, Revocations
-from kvd.broker.measures import RecentMax
-from kvd.broker.progress import Progress
-from kvd.broker.recent_events import EventLog
+from kvd.broker.measures import EventLog, Progress, RecentMax
 from kvd.broker.sessions import Engine, Peer, Registry, Session
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces

@@ -160,24 +160,15 @@ def test_a_lane_that_ends_without_workers_is_let_go(broker: Broker) -> None:
     assert (totals["store_bytes"], totals["restarts"]) == (4096, 1)
 
 
-def test_a_release_ends_with_its_lane(broker: Broker) -> None:
-    """A worker that leaves while its lane dies is answered once, and the lane is let go."""
+def test_a_release_ends_with_its_own_lane(broker: Broker) -> None:
+    """A worker that leaves while lanes die is answered once, by the end of the one that had it."""
     session = worker(broker)
     serve(broker, session)
-    assert not replies(broker.request(session, 3, Unregister(), 0.0, 2))
+    assert not replies(broker.request(session, 3, Unregister(), 0.0))
+    assert not replies(broker.supervision.lost("host", "killed by signal 9"))
     effects = broker.supervision.lost(CUDA, "killed by signal 9")
     assert answers(effects) == [Unregistered]
     assert effects[-1] == DropLane(CUDA)
-
-
-def test_a_release_does_not_end_with_another_lane(broker: Broker) -> None:
-    """A worker that leaves is answered when its own lane has let go of its memory."""
-    session = worker(broker)
-    serve(broker, session)
-    assert not replies(broker.request(session, 3, Unregister(), 0.0, 2))
-    assert not replies(broker.supervision.lost("host", "killed by signal 9"))
-    released = broker.supervision.heard(CUDA, Released(session=session.number), 0.0)
-    assert answers(released) == [Unregistered]
 
 
 def test_a_worker_that_leaves_while_the_next_lane_maps_is_released_there(

@@ -5,9 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.broker.effects import Event
-from kvd.broker.measures import RecentMax, new_lookups
-from kvd.broker.progress import Progress
-from kvd.broker.recent_events import MAX_EVENTS, EventLog
+from kvd.broker.measures import MAX_EVENTS, EventLog, Progress, RecentMax, new_lookups
 from kvd.metrics import schema
 from kvd.metrics.counts import LookupCounts
 from kvd_proto.messages import Lookups

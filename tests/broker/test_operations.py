@@ -27,17 +27,27 @@ from kvd_proto.messages import (
     Message,
     OlderEvicted,
     PrepareStore,
+    ReloadConfig,
     Reset,
     ResetDone,
     Resume,
     Resumed,
+    ShowConfig,
     Status,
     StatusReport,
 )
-from tests.broker.brokers import PAGE, join, make_broker
+from tests.broker.brokers import PAGE, join, make_broker, refusal, replies
 
 OWNER = 1
-OPERATIONS = [Drain(), Resume(), Clear(), EvictOlderThan(seconds=0), Check()]
+OPERATIONS = [
+    Drain(),
+    Resume(),
+    Clear(),
+    EvictOlderThan(seconds=0),
+    Check(),
+    ReloadConfig(),
+    ShowConfig(),
+]
 
 
 class Bench:
@@ -84,8 +94,7 @@ class Bench:
             effects += self.broker.work()
             self.broker.state.check_integrity()
         self.events += [effect.text for effect in effects if isinstance(effect, Event)]
-        replies = [effect for effect in effects if isinstance(effect, Reply)]
-        (reply,) = [effect.message for effect in replies if effect.request_id == 7]
+        (reply,) = [each.message for each in replies(effects) if each.request_id == 7]
         return reply
 
     def report(self) -> dict[str, object]:
@@ -288,24 +297,21 @@ def test_a_namespace_that_is_closed_under_a_sweep_ends_it(bench: Bench) -> None:
     bench.broker.request(bench.tool, 8, Clear(), bench.now)
     namespaces.close(namespace)
     effects = bench.broker.work() + bench.broker.work()
-    assert [e.message for e in effects if isinstance(e, Reply)] == [
-        Cleared(chunks=0, bytes=0, deferred=0)
-    ]
+    assert [e.message for e in replies(effects)] == [Cleared(chunks=0, bytes=0, deferred=0)]
 
 
-def test_too_many_sweeps_at_a_time_are_refused(bench: Bench) -> None:
-    """The limit is named; each of those before gets its answer."""
-    for number in range(MAX_TASKS["sweeps"]):
-        assert bench.broker.request(bench.tool, 100 + number, Clear(), bench.now) == []
-    (reply,) = bench.broker.request(bench.tool, 8, Clear(), bench.now)
-    assert isinstance(reply, Reply)
-    assert isinstance(reply.message, Error)
-    assert reply.message.code is ErrorCode.LIMIT
-    assert bench.broker.state.counts.limits["sweeps"] == 1
+@pytest.mark.parametrize(("kind", "message"), [("sweeps", Clear()), ("checks", Check())])
+def test_too_many_sweeps_at_a_time_are_refused(bench: Bench, kind: str, message: Message) -> None:
+    """The limit is counted by its name; each request before gets its answer, in its turn."""
+    for number in range(MAX_TASKS[kind]):
+        assert bench.broker.request(bench.tool, 100 + number, message, bench.now) == []
+    error = refusal(bench.broker.request(bench.tool, 8, message, bench.now))
+    assert error.code is ErrorCode.LIMIT
+    assert bench.broker.state.counts.limits[kind] == 1
     answered = []
     while bench.broker.busy:
-        answered += [e.request_id for e in bench.broker.work() if isinstance(e, Reply)]
-    assert answered == list(range(100, 100 + MAX_TASKS["sweeps"]))
+        answered += [reply.request_id for reply in replies(bench.broker.work())]
+    assert answered == list(range(100, 100 + MAX_TASKS[kind]))
 
 
 def test_a_check_looks_at_every_chunk(bench: Bench) -> None:
@@ -327,25 +333,13 @@ def test_a_check_goes_in_pieces(bench: Bench) -> None:
     assert bench.ask(Check()) == Checked(violation="", chunks=2500, whole=False)
     assert bench.turns >= 3
     namespace.table.slots.policy.remove(2000)
-    effects = bench.broker.request(bench.tool, 8, Check(), bench.now)
-    while bench.broker.busy:
-        effects += bench.broker.work()
-    (reply,) = [effect.message for effect in effects if isinstance(effect, Reply)]
+    bench.broker.request(bench.tool, 8, Check(), bench.now)
+    found: list[Reply] = []
+    while not found:
+        found = replies(bench.broker.work())
+    (reply,) = [each.message for each in found]
     assert isinstance(reply, Checked)
     assert "slot 2000 is READY" in reply.violation
-
-
-def test_only_some_checks_at_a_time(bench: Bench) -> None:
-    """Whoever asks again and again is told to wait."""
-    replies = [
-        effect.message
-        for _ in range(5)
-        for effect in bench.broker.request(bench.tool, 9, Check(), bench.now)
-        if isinstance(effect, Reply)
-    ]
-    (reply,) = replies
-    assert isinstance(reply, Error)
-    assert reply.code is ErrorCode.LIMIT
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -362,12 +356,8 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     bench.store(namespace, keys)
     lease = table.prepare_load([b"3000"], OWNER, bench.now, 60.0)
     bench.store(namespace, [b"begun"], finish=False)
-    (reply,) = [
-        effect.message
-        for effect in bench.broker.request(scheduler, 8, Reset(), bench.now)
-        if isinstance(effect, Reply)
-    ]
-    assert reply == ResetDone(dropped=len(keys), deferred=1)  # with the one that was begun
+    (reply,) = replies(bench.broker.request(scheduler, 8, Reset(), bench.now))
+    assert reply.message == ResetDone(dropped=len(keys), deferred=1)  # with the one that was begun
     assert set(table.directory.lookup_many([*keys, b"begun"])) == {LookupResult.MISS}
     assert not table.prepare_load(keys, OWNER, bench.now, 60.0).found.any()
     assert table.slots.stats()["ready"] == table.slots.stats()["doomed"] == 1
@@ -413,33 +403,3 @@ def test_a_reset_takes_as_many_steps_however_much_there_is() -> None:
             gc.enable()
         steps.append(lines)
     assert steps[0] == steps[1]
-
-
-def test_stores_take_the_room_that_a_reset_has_left() -> None:
-    """In a full pool they are not refused because it was not swept yet, and evict nothing new."""
-    bench = Bench(chunks=64)
-    namespace = bench.namespace()
-    bench.store(namespace, [b"%d" % number for number in range(64)])
-    namespace.table.reset()
-    again = [b"%d" % number for number in range(64)]
-    bench.store(namespace, again)
-    assert namespace.table.directory.lookup_many(again) == [LookupResult.HIT] * 64
-    assert namespace.table.is_swept
-    assert namespace.table.counts.evicted == 0
-
-
-def test_a_second_reset_before_the_first_is_swept() -> None:
-    """What was stored in between goes, too, and each slot is freed once."""
-    bench = Bench(chunks=4 * PIECE_SLOTS)
-    namespace = bench.namespace()
-    table = namespace.table
-    for name in ("one", "two"):
-        bench.store(namespace, [b"%s %d" % (name.encode(), n) for n in range(PIECE_SLOTS)])
-        table.reset()
-        bench.broker.work()
-        table.check_integrity()
-    while bench.broker.busy:
-        bench.broker.work()
-    table.check_integrity()
-    assert not any(table.slots.stats().values())
-    assert table.space.held == 0

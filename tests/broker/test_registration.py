@@ -143,9 +143,8 @@ def test_ranks_that_contradict_each_other_do_not_size_the_pool() -> None:
         (register(rank=1, world_size=3), "world_size = 3"),
         (register(), "rank 0 of engine 'e' is held by pid 1"),
     ):
-        (reply,) = replies(broker.request(worker(broker), 2, wrong, 0.0, 2))
-        assert isinstance(reply.message, Error)
-        assert text in reply.message.text
+        error = refusal(broker.request(worker(broker), 2, wrong, 0.0, 2))
+        assert text in error.text
     assert broker.state.namespaces is None
     assert opened(broker.request(worker(broker), 2, register(rank=1), 0.0, 2))
 
@@ -269,9 +268,8 @@ def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> 
         assert not replies(broker.request(each, 2, wrong, 0.0, 2))
     broker.lost(gone)
     assert not broker.work()
-    (reply,) = replies(broker.work())
-    assert isinstance(reply.message, Error)
-    assert "no multiple of the hash block size 7" in reply.message.text
+    error = refusal(broker.work())
+    assert "no multiple of the hash block size 7" in error.text
     assert session.pending is None
     while broker.busy:
         assert not broker.work()
@@ -284,9 +282,8 @@ def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:
     """With auto it is refused until another engine has; nothing is opened."""
     broker = unsized()
     message = msgspec.structs.replace(register(), temporary=True)
-    (reply,) = replies(broker.request(worker(broker), 2, message, 0.0, 2))
-    assert isinstance(reply.message, Error)
-    assert reply.message.code is ErrorCode.BAD_STATE
+    error = refusal(broker.request(worker(broker), 2, message, 0.0, 2))
+    assert error.code is ErrorCode.BAD_STATE
     assert broker.state.namespaces is None
 
 
@@ -299,20 +296,13 @@ def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
         check_rank(engine, message, {0: first})
 
 
-def test_a_temporary_engine_shares_with_its_own_kind_only() -> None:
-    """The same registration has another namespace where it is temporary."""
-    lasting = register()
-    passing = msgspec.structs.replace(lasting, temporary=True)
-    assert namespace_id([lasting]) != namespace_id([passing])
-    assert namespace_id([passing]) == namespace_id([passing])
-
-
-def test_users_that_do_not_share_have_namespaces_of_their_own() -> None:
-    """With share_between_users = no the user is part of the namespace's id, which nobody forges."""
-    registrations = [register()]
-    ids = {namespace_id(registrations, uid) for uid in (None, 5, 6)}
-    assert len(ids) == 3
-    assert namespace_id(registrations, 5) in ids
+def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
+    """Temporary ones share with their kind; with share_between_users = no the user counts."""
+    lasting = [register()]
+    passing = [msgspec.structs.replace(lasting[0], temporary=True)]
+    ids = {namespace_id(lasting, uid) for uid in (None, 5, 6)} | {namespace_id(passing)}
+    assert len(ids) == 4
+    assert namespace_id(lasting, 5) in ids
 
 
 def test_an_engines_name_belongs_to_one_user() -> None:
@@ -420,10 +410,9 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
     late, _ = broker.connected(b"late".ljust(16), Peer(1, 0, 0))
     assert notified(broker.request(late, 1, hello("scheduler"), 0.0)) == set()
     for message in (PrepareStore(keys=(b"k",)), PrepareLoad(keys=(b"k",), lease_ms=1000)):
-        (reply,) = replies(broker.request(late, 2, message, 0.0, 2))
-        assert isinstance(reply.message, Error)
-        assert reply.message.code is ErrorCode.LANE_LOST
-        assert f"lane {device} of rank" in reply.message.text
+        error = refusal(broker.request(late, 2, message, 0.0, 2))
+        assert error.code is ErrorCode.LANE_LOST
+        assert f"lane {device} of rank" in error.text
     back = ranks[device == CUDA]
     assert notified(lane_up(broker, device)) == {(LaneUp, back.number)}
     served = broker.supervision.heard(device, Imported(session=back.number, error=""), 0.0)
@@ -440,13 +429,12 @@ def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
     message = msgspec.structs.replace(
         register(), fingerprint=msgspec.structs.replace(Fingerprint(model="m"), **{field: name})
     )
-    (reply,) = replies(broker.request(worker(broker), 2, message, 0.0, 2))
-    assert isinstance(reply.message, Error)
-    assert reply.message.code is ErrorCode.BAD_LAYOUT
+    error = refusal(broker.request(worker(broker), 2, message, 0.0, 2))
+    assert error.code is ErrorCode.BAD_LAYOUT
     odd = next(character for character in name if not character.isprintable())
-    assert f"fingerprint.{field} {name!r}" in reply.message.text
-    assert f"U+{ord(odd):04X}" in reply.message.text
-    assert reply.message.text.isprintable()
+    assert f"fingerprint.{field} {name!r}" in error.text
+    assert f"U+{ord(odd):04X}" in error.text
+    assert error.text.isprintable()
 
 
 def test_an_engine_whose_name_cannot_be_shown_does_not_come_in() -> None:

@@ -19,7 +19,6 @@ from kvd_proto.messages import (
     ConfigShown,
     Error,
     ErrorCode,
-    Kind,
     ReloadConfig,
     ShowConfig,
 )
@@ -34,9 +33,9 @@ def broker() -> Broker:
     return make_broker(START.cpu_bytes)
 
 
-def tool(broker: Broker, kind: Kind = "tool") -> int:
+def tool(broker: Broker) -> int:
     """A session that has said HELLO; its number."""
-    return join(broker, kind, peer=Peer(77, 5, 5)).number
+    return join(broker, "tool", peer=Peer(77, 5, 5)).number
 
 
 def ask(broker: Broker, number: int, message: ReloadConfig | ShowConfig) -> list[Effect]:
@@ -133,16 +132,6 @@ def test_who_asks_during_a_reading_is_answered_from_the_next(broker: Broker) -> 
     assert broker.reloading.begin()
     answered = [e.session for e in broker.reloading.read(read()) if isinstance(e, Reply)]
     assert answered == [second, third]
-    assert not broker.reloading.begin()
-
-
-@pytest.mark.parametrize("message", [ReloadConfig(), ShowConfig()])
-def test_engines_may_not_ask(broker: Broker, message: ReloadConfig | ShowConfig) -> None:
-    """Only sessions of tools reload or see the configuration."""
-    (reply,) = ask(broker, tool(broker, "scheduler"), message)
-    assert isinstance(reply, Reply)
-    assert isinstance(reply.message, Error)
-    assert reply.message.code is ErrorCode.BAD_STATE
     assert not broker.reloading.begin()
 
 
