@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.ledger import Kept, Ledger, ledger_bytes
+from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd_proto.directory import SlotState
 from tests.cache.tables import add, make_namespaces, store
@@ -226,13 +226,3 @@ def test_every_moment_is_a_good_one_under_arc() -> None:
     run_state_machine_as_test(
         ArcReopening, settings=settings(stateful_step_count=40, max_examples=10)
     )
-
-
-def test_a_ledger_that_is_being_made_is_none() -> None:
-    """Its magic word comes last: before that there is nothing to believe."""
-    kept = Kept("00" * 16, "m", "p", SIZE, (4096, 4096), 2, replicated=False, blocks_per_chunk=1)
-    buffer = bytearray(ledger_bytes(8))
-    Ledger.create(buffer, 8, kept)
-    assert len(Ledger(buffer)) == 0
-    assert Ledger(buffer).kept == kept
-    assert "0 of 8 slots" in repr(Ledger(buffer))

@@ -132,20 +132,6 @@ def test_no_byte_has_two_owners(shapes: list[tuple[list[int], int]], pages: int)
             namespaces.check_integrity()
 
 
-def test_stats() -> None:
-    """Bytes are told by namespace and by state, and add up."""
-    namespaces = make_namespaces(MIB)
-    namespace = add(namespaces, 1, PAGE, PAGE)
-    store(namespace, 0, 3)
-    namespace.table.prepare_store([b"w"], 1, 0.0)
-    stats = namespaces.stats()
-    mine = stats["namespaces"][namespace.id.hex()]
-    assert (mine["ready_bytes"], mine["writing_bytes"]) == (3 * 2 * PAGE, 2 * PAGE)
-    assert mine["held_bytes"] + stats["free_bytes"] == stats["cpu_bytes"] == MIB
-    assert "1 namespaces" in repr(namespaces.pool)
-    assert "model 1" in repr(namespace)
-
-
 def test_open_is_idempotent() -> None:
     """The same id and figures give the same namespace, other figures are refused."""
     namespaces = make_namespaces(MIB)
