@@ -79,7 +79,7 @@ class Runner:
         chunks = request.blocks.chunks(worker.layout.blocks_per_chunk)
         own = np.ones(len(chunks.slots), dtype=np.bool_)
         if not load:
-            if len(np.unique(chunks.slots)) != len(chunks.slots):
+            if len(set(chunks.slots.tolist())) != len(chunks.slots):
                 raise JobShapeError("a store names a slot twice")
             own = own_slots(worker, chunks.slots)
         self._serial += 1

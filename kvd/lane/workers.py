@@ -16,7 +16,7 @@ from kvd.machine.sealed import size_of
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.directory import DirectoryView
-from kvd_proto.errors import DirectoryError, LayoutError
+from kvd_proto.errors import DirectoryError
 from kvd_proto.expand import Expander
 from kvd_proto.layout import RankLayout
 
@@ -168,22 +168,15 @@ class Workers:
         self._by_token: dict[bytes, Worker] = {}
 
     def add(self, message: ImportWorker, descriptors: Sequence[int]) -> Worker:
-        """Map a worker's memory. The descriptors stay the caller's.
+        """Map the memory of a worker whose registration the broker has checked.
+
+        The descriptors stay the caller's; number 0 is the control page.
 
         Raises:
             ImportFailed: the memory is not as described; nothing stays mapped.
         """
         if message.session in self._by_session or message.token in self._by_token:
             raise ImportFailed(f"session {message.session} has its memory here already")
-        if not descriptors:
-            raise ImportFailed("no descriptors came; number 0 is the control page")
-        sizes = message.layout.storages
-        if len(sizes) != len(message.handles):
-            raise ImportFailed(f"{len(message.handles)} handles for {len(sizes)} storages")
-        try:
-            expander = Expander(message.layout)
-        except LayoutError as error:
-            raise ImportFailed(str(error)) from error
         control = open_control_page(descriptors[0])
         worker = Worker(
             session=message.session,
@@ -192,9 +185,11 @@ class Workers:
             rank=message.rank,
             world_size=message.world_size,
             layout=message.layout,
-            memory=self._device.import_memory(message.handles, sizes, descriptors),
+            memory=self._device.import_memory(
+                message.handles, message.layout.storages, descriptors
+            ),
             control=control,
-            expander=expander,
+            expander=Expander(message.layout),
         )
         self._by_session[worker.session] = worker
         self._by_token[worker.token] = worker

@@ -9,6 +9,7 @@ at a sliding window's edge a chunk's first blocks are simply not listed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ DTYPES: dict[str, DType] = {
     "slots": "u4",
     "generations": "u8",
 }
+_DTYPES = list(DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Chunks:
     group: npt.NDArray[np.uint16]
 
 
-class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Blocks of one rank, and the chunks that they lie in.
 
     block_ids: u4, flat, group by group; block 0 is the engine's null block and never listed.
@@ -60,9 +62,10 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generations: IntArray
 
     def __post_init__(self) -> None:
-        for name, dtype in DTYPES.items():
-            if (given := getattr(self, name).dtype) != dtype:
-                raise ValueError(f"{name} are {given}, {dtype} is needed")
+        arrays = (self.block_ids, self.group_sizes, self.block_indices, self.slots)
+        given = [array.dtype for array in (*arrays, self.generations)]
+        if given != _DTYPES:
+            raise ValueError(f"{', '.join(DTYPES)} are {given}, {_DTYPES} is needed")
 
     @classmethod
     def of(
@@ -87,13 +90,13 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise type(error)(f"{name}: {error}") from error
         return cls(*packed)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """The group sizes."""
         sizes: list[int] = self.group_sizes.numpy().tolist()
         return sizes
 
-    @property
+    @cached_property
     def indices(self) -> list[int]:
         """The block indices."""
         indices: list[int] = self.block_indices.numpy().tolist()

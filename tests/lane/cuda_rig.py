@@ -131,14 +131,14 @@ class CudaRig(Rig):
         return self._workers.make(sizes)
 
     def spoil(self, source: Source) -> Source:
-        """A descriptor that was not sent, or a handle that was never made."""
+        """A descriptor of no device memory, or a handle that was never made."""
         last = source.handles[-1]
         bad: Handle
         if isinstance(last, IpcHandle):
             bad = IpcHandle(bytes(64), last.allocation, last.offset)
         else:
             assert isinstance(last, VmmHandle)
-            bad = VmmHandle(len(source.descriptors), last.allocation, last.offset)
+            bad = VmmHandle(0, last.allocation, last.offset)
         return Source((*source.handles[:-1], bad), source.descriptors)
 
     def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:

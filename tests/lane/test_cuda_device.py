@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.errors import CudaMissing, ImportFailed, LaneError
+from kvd.errors import CudaMissing, ImportFailed
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.cuda.copier import BatchEngine, LoopEngine, Thresholds
@@ -180,23 +180,6 @@ def test_an_unknown_device_is_named(fake_driver: TestDriver) -> None:
     known = fake_driver.device.removeprefix("cuda:")
     with pytest.raises(CudaMissing, match=known):
         CudaDevice(f"cuda:{'0' * 32}", pool.fd, POOL_BYTES)
-    pool.close()
-
-
-def test_a_pool_file_smaller_than_promised_is_refused(fake_driver: TestDriver) -> None:
-    """Registering more than there is would end in SIGBUS; it ends in an error now."""
-    pool = Memory(POOL_BYTES)
-    with pytest.raises(LaneError, match=f"{POOL_BYTES} bytes"):
-        CudaDevice(fake_driver.device, pool.fd, 2 * POOL_BYTES)
-    pool.close()
-
-
-@pytest.mark.parametrize("nbytes", [0, 5000, 65 * 2**30])
-def test_an_impossible_size_of_piece_is_refused(fake_driver: TestDriver, nbytes: int) -> None:
-    """Pieces are whole pages, and no larger than drivers can be relied on to register."""
-    pool = Memory(POOL_BYTES)
-    with pytest.raises(LaneError, match="pieces of"):
-        CudaDevice(fake_driver.device, pool.fd, POOL_BYTES, Options(registration_bytes=nbytes))
     pool.close()
 
 

@@ -35,8 +35,8 @@ class HostRig(Rig):
         return Source(handles, (self.pool.fd, file.fd))
 
     def spoil(self, source: Source) -> Source:
-        """A descriptor that was not sent."""
-        return Source((*source.handles[:-1], HostHandle(2)), source.descriptors)
+        """A place behind the file's end."""
+        return Source((*source.handles[:-1], HostHandle(1, 2**40)), source.descriptors)
 
     def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:
         """By pread."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvd.errors import LaneError
-from kvd.lane.devices.cuda.backend import CudaDevice, Options
+from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.cuda.copier import Thresholds
 from kvd.lane.devices.device import Direction
 from kvd.pool.filling import FillOrder
@@ -40,14 +39,6 @@ def huge_pool() -> Iterator[Memory]:
     yield pool
     if pool.fd >= 0:
         pool.close()
-
-
-def test_pieces_are_whole_huge_pages(fake_driver: TestDriver, huge_pool: Memory) -> None:
-    """A boundary inside a huge page is refused before anything is registered."""
-    with pytest.raises(LaneError, match=f"a multiple of {HUGE}"):
-        CudaDevice(
-            fake_driver.device, huge_pool.fd, POOL_BYTES, Options(registration_bytes=HUGE // 2)
-        )
 
 
 def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(

@@ -196,7 +196,7 @@ def test_a_jobs_arrays_have_their_types() -> None:
     job = next(example for example in EXAMPLES if isinstance(example, Store))
     fields = msgspec.to_builtins(job, builtin_types=(bytes,))
     blocks = fields["blocks"] | {"block_ids": ["u8", bytes(8)]}
-    with pytest.raises(Malformed, match="block_ids are u8, u4 is needed"):
+    with pytest.raises(Malformed, match=r"block_ids, .* are \['u8', 'u4', .* is needed"):
         WIRE.decode(frame_of(0x20, fields | {"blocks": blocks}))
 
 

@@ -19,12 +19,15 @@ conformance suite in tests/lane/device_contract.py checks for every backend:
   can leave a mapping.
 """
 
+import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
+from kvd.errors import LaneError
 from kvd_proto.expand import Copies
 from kvd_proto.messages import Handle
 
@@ -104,11 +107,12 @@ class Device(ABC):
         Args:
             handles: one per storage.
             sizes: bytes of each storage that jobs may touch.
-            descriptors: what the handles' `fd_index` counts in; they stay the caller's.
+            descriptors: what the handles' `fd_index` counts in, all of which are there; they stay
+                the caller's.
 
         Raises:
-            ImportFailed: a handle that names no descriptor, memory smaller than promised, or
-                a mapping that the system refuses. Nothing stays mapped.
+            ImportFailed: a handle that names no memory, memory smaller than promised, or a
+                mapping that the system refuses. Nothing stays mapped.
         """
 
     @abstractmethod
@@ -150,3 +154,18 @@ class Device(ABC):
         Raises:
             LaneError: transfers are in flight.
         """
+
+
+def map_pool(pool_fd: int, pool_bytes: int) -> memoryview:
+    """Map the pool's file; the descriptor stays the caller's.
+
+    Raises:
+        LaneError: the file is smaller than `pool_bytes`, or cannot be mapped.
+    """
+    have = os.fstat(pool_fd).st_size
+    if have < pool_bytes:
+        raise LaneError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
+    try:
+        return memoryview(mmap.mmap(pool_fd, pool_bytes))
+    except (OSError, ValueError) as error:
+        raise LaneError(f"the pool's {pool_bytes} bytes cannot be mapped: {error}") from error

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvd.errors import ImportFailed, LaneError
-from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer, map_pool
 from kvd.lane.devices.pretouch import Pretouch
 from kvd.machine.sealed import size_of
 from kvd.pool.filling import FillOrder
@@ -29,14 +29,11 @@ class HostDevice(Device):
         pool_bytes: its size.
 
     Raises:
-        LaneError: the pool's file is smaller than `pool_bytes`.
+        LaneError: the pool's file is smaller than `pool_bytes`, or cannot be mapped.
     """
 
     def __init__(self, pool_fd: int, pool_bytes: int) -> None:
-        have = os.fstat(pool_fd).st_size
-        if have < pool_bytes or pool_bytes <= 0:
-            raise LaneError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
-        self._pool = memoryview(mmap.mmap(pool_fd, pool_bytes))
+        self._pool = map_pool(pool_fd, pool_bytes)
         fill = FillOrder.of(pool_bytes, os.fstat(pool_fd).st_blksize)
         self._pretouch = Pretouch(self._pool, pool_fd, fill)
         self._memories: dict[MemoryId, list[memoryview]] = {}
@@ -58,10 +55,6 @@ class HostDevice(Device):
             if not isinstance(handle, HostHandle):
                 raise ImportFailed(
                     f"{type(handle).__name__} is device memory; this is the host lane"
-                )
-            if handle.fd_index >= len(descriptors):
-                raise ImportFailed(
-                    f"descriptor {handle.fd_index} is named, {len(descriptors)} were sent"
                 )
             if handle.fd_index not in mapped:
                 mapped[handle.fd_index] = _map(

@@ -11,7 +11,6 @@ and its directory are as they were.
 """
 
 import logging
-import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +69,7 @@ class CudaDevice(Device):
 
     Raises:
         CudaMissing: no driver, no bindings, or no such device.
-        LaneError: the pool's file is smaller than `pool_bytes`, or the name is none.
+        LaneError: the pool's file is smaller than `pool_bytes`, or cannot be mapped.
         CudaError: the device cannot be set up. Nothing stays mapped or pinned.
     """
 
@@ -80,9 +79,6 @@ class CudaDevice(Device):
     def __init__(
         self, name: str, pool_fd: int, pool_bytes: int, options: Options | None = None
     ) -> None:
-        have = os.fstat(pool_fd).st_size
-        if have < pool_bytes or pool_bytes <= 0:
-            raise LaneError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
         self._options = options = options or Options()
         self._memories: dict[MemoryId, ImportedMemory] = {}
         self._last_id = 0

@@ -69,10 +69,6 @@ class ImportedMemory:
             key: _Key = handle.handle
         elif isinstance(handle, VmmHandle):
             key = handle.fd_index
-            if handle.fd_index >= len(self._descriptors):
-                raise ImportFailed(
-                    f"descriptor {handle.fd_index} is named, {len(self._descriptors)} were sent"
-                )
         else:
             raise ImportFailed(
                 f"{type(handle).__name__} is host memory; this is the lane of a CUDA device"

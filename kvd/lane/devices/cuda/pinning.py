@@ -19,16 +19,16 @@ import time
 
 import numpy as np
 
-from kvd.errors import CudaError, LaneError
+from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.binding import Context
 from kvd.lane.devices.cuda.driver import Addresses
+from kvd.lane.devices.device import map_pool
 from kvd.lane.devices.pretouch import Pretouch
 from kvd.pool.filling import FillOrder, piece_bytes_for
 
 _log = logging.getLogger(__name__)
 
-MAX_PIECE_BYTES = 64 * 2**30
 _WAIT_SECONDS = 0.01
 _STEPS_OF_PROGRESS = 10
 
@@ -40,11 +40,11 @@ class PinnedPool:
         pool_fd: the pool's file; stays the caller's.
         pool_bytes: its size.
         context: the device's.
-        piece_bytes: of one registration; whole pages of the file, which may be huge ones, and at
-            most 64 GiB. None: the pieces in which the broker fills the pool.
+        piece_bytes: of one registration; whole pages of the file, which may be huge ones. None:
+            the pieces in which the broker fills the pool.
 
     Raises:
-        LaneError: a size of piece that cannot be, or a file that cannot be mapped.
+        LaneError: a file that is too small or cannot be mapped.
     """
 
     def __init__(
@@ -54,18 +54,10 @@ class PinnedPool:
         context: Context,
         piece_bytes: int | None = None,
     ) -> None:
-        page_bytes = max(mmap.PAGESIZE, os.fstat(pool_fd).st_blksize)
         if piece_bytes is None:
+            page_bytes = max(mmap.PAGESIZE, os.fstat(pool_fd).st_blksize)
             piece_bytes = piece_bytes_for(pool_bytes, page_bytes)
-        if not 0 < piece_bytes <= MAX_PIECE_BYTES or piece_bytes % page_bytes:
-            raise LaneError(
-                f"pieces of {piece_bytes} bytes; choose a multiple of {page_bytes},"
-                f" at most {MAX_PIECE_BYTES}"
-            )
-        try:
-            self._mapping = memoryview(mmap.mmap(pool_fd, pool_bytes))
-        except (OSError, ValueError) as error:
-            raise LaneError(f"the pool's {pool_bytes} bytes cannot be mapped: {error}") from error
+        self._mapping = map_pool(pool_fd, pool_bytes)
         self.nbytes = pool_bytes
         self.piece_bytes = piece_bytes
         self.address = np.frombuffer(self._mapping, np.uint8).ctypes.data
