@@ -225,7 +225,7 @@ def _read_header(whole: memoryview) -> tuple[Kept, int]:
         raise LedgerDamaged(f"no ledger: it starts with {bytes(whole[:8])!r}")
     version, record, num_slots, length = _HEAD.unpack_from(whole, 8)
     if version != VERSION:
-        raise LedgerDamaged(f"ledger version {version}; {VERSION} is spoken here")
+        raise LedgerDamaged(f"ledger version {version}, {VERSION} is needed")
     (check,) = _CHECK.unpack_from(whole, 28)
     end = _DESCRIPTION_AT + length
     if end > _FLOOR_AT or check != crc32(
@@ -235,7 +235,7 @@ def _read_header(whole: memoryview) -> tuple[Kept, int]:
     try:
         kept = msgspec.json.decode(bytes(whole[_DESCRIPTION_AT:end]), type=Kept)
     except msgspec.DecodeError as error:
-        raise LedgerDamaged(f"the ledger's description makes no sense: {error}") from error
+        raise LedgerDamaged(f"the ledger's description is invalid: {error}") from error
     if (
         record != RECORD_BYTES
         or not 1 <= num_slots <= MAX_SLOTS

@@ -210,9 +210,9 @@ class Namespaces:
             ns_id = bytes.fromhex(kept.namespace)
             self._check(geometry)
         except (ValueError, ZeroDivisionError, Refused) as error:
-            raise LedgerDamaged(f"its description makes no sense: {error}") from error
+            raise LedgerDamaged(f"its description is invalid: {error}") from error
         if len(ns_id) != 16 or ns_id in self._open or geometry.num_slots != ledger.num_slots:
-            raise LedgerDamaged(f"its description makes no sense: {kept}")
+            raise LedgerDamaged(f"its description is invalid: {kept}")
         namespace = self._add(ns_id, kept.label, geometry, boot_id, ledger)
         namespace.table.restore(ledger.chunks())
         return namespace
