@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from kvd.errors import PlanError
-from kvd.plan.figures import DTYPE_BYTES, Plan, Wishes, make_plan
+from kvd.plan.figures import DTYPE_BYTES, Plan, PlanInputs, make_plan
 from kvd.plan.model import read_model
 from kvd_proto.capacity import DEFAULT_BATCHED_TOKENS
 from kvd_proto.sizes import format_size, parse_size
@@ -48,12 +48,12 @@ def plan(*, config: Path, cpu_bytes: str, as_json: bool, **options: Any) -> None
       kvd plan config.json --gpu-blocks 20000 --block-override 4000
       kvd plan config.json --json | jq .pool_tokens
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    wishes = Wishes(cpu_bytes=parse_size(cpu_bytes), **options)
-    result = make_plan(read_model(_load(config)), wishes)
+    inputs = PlanInputs(cpu_bytes=parse_size(cpu_bytes), **options)
+    result = make_plan(read_model(_load(config)), inputs)
     if as_json:
-        print(json.dumps(asdict(result), indent=2))
+        print(json.dumps(asdict(inputs) | asdict(result), indent=2))
     else:
-        _print_table(result)
+        _print_table(result, inputs)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -69,11 +69,11 @@ def _load(path: Path) -> dict[str, Any]:
     return config
 
 
-def _print_table(result: Plan) -> None:
+def _print_table(result: Plan, inputs: PlanInputs) -> None:
     from rich.console import Console  # noqa: PLC0415  # --json must not pay for it
     from rich.table import Table  # noqa: PLC0415
 
-    ranks = f"{result.tensor_parallel} rank(s)"
+    ranks = f"{inputs.tensor_parallel} rank(s)"
     stored = "stored once" if result.replicated else "all ranks"
     table = Table(title=f"{result.model}: {result.attention.upper()}, {result.dtype}, {ranks}")
     table.add_column("")
@@ -86,16 +86,16 @@ def _print_table(result: Plan) -> None:
     table.add_row(
         "bytes per block",
         f"{result.bytes_per_block:,}",
-        f"{result.block_size} tokens, {stored}; {result.bytes_per_block_rank:,} a rank",
+        f"{inputs.block_size} tokens, {stored}; {result.bytes_per_block_rank:,} a rank",
     )
     table.add_row(
-        "bytes per chunk", f"{result.bytes_per_chunk:,}", f"{result.blocks_per_chunk} block(s)"
+        "bytes per chunk", f"{result.bytes_per_chunk:,}", f"{inputs.blocks_per_chunk} block(s)"
     )
-    table.add_row("chunks", f"{result.num_chunks:,}", f"pool of {format_size(result.cpu_bytes)}")
+    table.add_row("chunks", f"{result.num_chunks:,}", f"pool of {format_size(inputs.cpu_bytes)}")
     table.add_row("tokens in the pool", f"{result.pool_tokens:,}", "all groups stored")
     for name, length, blocks in (
-        ("longest request", result.longest_request, result.gpu_blocks),
-        ("with override", result.longest_request_with_override, result.block_override),
+        ("longest request", result.longest_request, inputs.gpu_blocks),
+        ("with override", result.longest_request_with_override, inputs.block_override),
     ):
         if length is not None:
             limit = " (the model's limit)" if length == result.max_positions else ""

@@ -13,7 +13,6 @@ from kvd_proto.capacity import (
     DEFAULT_BATCHED_TOKENS,
     LayerGroup,
     admit,
-    effective_num_blocks,
     longest_request,
     per_block_pool_bytes,
 )
@@ -31,7 +30,7 @@ DTYPE_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PlanInputs:
     """What is to be planned for.
 
     gpu_blocks: blocks that the engine measured; block_override: what the
@@ -71,28 +70,22 @@ class Plan:
     attention: str
     layers: int
     dtype: str
-    tensor_parallel: int
     replicated: bool
     groups: tuple[GroupFigures, ...]
-    block_size: int
-    blocks_per_chunk: int
     tokens_per_chunk: int
     bytes_per_token_rank: int
     bytes_per_token: int
     bytes_per_block_rank: int
     bytes_per_block: int
     bytes_per_chunk: int
-    cpu_bytes: int
     num_chunks: int
     pool_tokens: int
-    gpu_blocks: int | None
-    block_override: int | None
     max_positions: int | None
     longest_request: int | None
     longest_request_with_override: int | None
 
 
-def make_plan(model: Model, wishes: Wishes) -> Plan:
+def make_plan(model: Model, inputs: PlanInputs) -> Plan:
     """Work out the plan.
 
     Raises:
@@ -100,47 +93,37 @@ def make_plan(model: Model, wishes: Wishes) -> Plan:
         SizeError: the budget holds no chunk, block counts are below 1, or `max_seq_len` can
             never be served.
     """
-    dtype = _cache_dtype(model, wishes.dtype)
-    token_bytes = model.rank_elements(wishes.tensor_parallel) * DTYPE_BYTES[dtype]
-    groups = _groups(model, wishes.block_size, token_bytes * wishes.block_size)
+    dtype = _cache_dtype(model, inputs.dtype)
+    token_bytes = model.rank_elements(inputs.tensor_parallel) * DTYPE_BYTES[dtype]
+    groups = _groups(model, inputs.block_size, token_bytes * inputs.block_size)
     block_rank = per_block_pool_bytes(groups)
-    layout = _layout(model, groups, wishes)
+    layout = _layout(model, groups, inputs)
     validate_layout(layout)
-    sizes = size_pool([layout] * wishes.tensor_parallel, wishes.cpu_bytes)
-    copies = 1 if model.replicated else wishes.tensor_parallel
-    tokens_per_chunk = wishes.block_size * wishes.blocks_per_chunk
-    _check_max_seq_len(groups, wishes)
+    sizes = size_pool([layout] * inputs.tensor_parallel, inputs.cpu_bytes)
+    copies = 1 if model.replicated else inputs.tensor_parallel
+    tokens_per_chunk = inputs.block_size * inputs.blocks_per_chunk
+    _check_max_seq_len(groups, inputs)
     return Plan(
         model=model.name,
         attention=model.attention,
         layers=len(model.windows),
         dtype=dtype,
-        tensor_parallel=wishes.tensor_parallel,
         replicated=model.replicated,
         groups=tuple(
             GroupFigures(len(group.page_bytes), group.sliding_window, group.page_bytes[0])
             for group in groups
         ),
-        block_size=wishes.block_size,
-        blocks_per_chunk=wishes.blocks_per_chunk,
         tokens_per_chunk=tokens_per_chunk,
         bytes_per_token_rank=token_bytes * len(model.windows),
         bytes_per_token=token_bytes * len(model.windows) * copies,
         bytes_per_block_rank=block_rank,
         bytes_per_block=block_rank * copies,
         bytes_per_chunk=sizes.bytes_per_chunk,
-        cpu_bytes=wishes.cpu_bytes,
         num_chunks=sizes.num_chunks,
         pool_tokens=sizes.num_chunks // len(groups) * tokens_per_chunk,
-        gpu_blocks=wishes.gpu_blocks,
-        block_override=wishes.block_override,
         max_positions=model.max_positions,
-        longest_request=_longest(model, groups, wishes, wishes.gpu_blocks, None),
-        longest_request_with_override=_longest(
-            model, groups, wishes, wishes.gpu_blocks or 0, wishes.block_override
-        )
-        if wishes.block_override is not None
-        else None,
+        longest_request=_longest(model, groups, inputs, inputs.gpu_blocks),
+        longest_request_with_override=_longest(model, groups, inputs, inputs.block_override),
     )
 
 
@@ -175,14 +158,14 @@ def _groups(model: Model, block_size: int, page: int) -> list[LayerGroup]:
     return groups
 
 
-def _layout(model: Model, groups: list[LayerGroup], wishes: Wishes) -> RankLayout:
+def _layout(model: Model, groups: list[LayerGroup], inputs: PlanInputs) -> RankLayout:
     """What a worker of this engine would register; a block count does not change a chunk's size."""
     page = groups[0].page_bytes[0]
     tensors = max(len(group.page_bytes) for group in groups)
     return RankLayout(
         num_blocks=1,
-        blocks_per_chunk=wishes.blocks_per_chunk,
-        hash_block_size=wishes.block_size,
+        blocks_per_chunk=inputs.blocks_per_chunk,
+        hash_block_size=inputs.block_size,
         storages=(page,) * tensors,
         tensors=tuple(TensorSpec(index, 0, page, page) for index in range(tensors)),
         groups=tuple(
@@ -199,24 +182,19 @@ def _layout(model: Model, groups: list[LayerGroup], wishes: Wishes) -> RankLayou
 
 
 def _longest(
-    model: Model,
-    groups: list[LayerGroup],
-    wishes: Wishes,
-    measured: int | None,
-    override: int | None,
+    model: Model, groups: list[LayerGroup], inputs: PlanInputs, blocks: int | None
 ) -> int | None:
-    if measured is None:
+    if blocks is None:
         return None
-    blocks = effective_num_blocks(measured, override)
     # Windows alone bound no request: a model that states no limit is bounded by all blocks.
-    limit = model.max_positions or blocks * wishes.block_size
-    return longest_request(groups, blocks, limit, wishes.batched_tokens)
+    limit = model.max_positions or blocks * inputs.block_size
+    return longest_request(groups, blocks, limit, inputs.batched_tokens)
 
 
-def _check_max_seq_len(groups: list[LayerGroup], wishes: Wishes) -> None:
-    if wishes.max_seq_len is None:
+def _check_max_seq_len(groups: list[LayerGroup], inputs: PlanInputs) -> None:
+    if inputs.max_seq_len is None:
         return
-    measured = wishes.gpu_blocks or wishes.block_override
+    measured = inputs.gpu_blocks or inputs.block_override
     if measured is None:
         raise PlanError("--max-seq-len needs blocks; give --gpu-blocks or --block-override")
-    admit(wishes.max_seq_len, groups, measured, wishes.block_override, wishes.batched_tokens)
+    admit(inputs.max_seq_len, groups, measured, inputs.block_override, inputs.batched_tokens)
