@@ -21,6 +21,7 @@ DONE = "==done=="
 STEPS = """
 python3 -m venv /opt/kvd
 /opt/kvd/bin/pip install --quiet '/tmp/kvd_offload-0.1.0-py3-none-any.whl[daemon]'
+/opt/kvd/bin/pip install --quiet /tmp/kvd_offload_tools-0.1.0-py3-none-any.whl
 export PATH=/opt/kvd/bin:$PATH KVD_CONFIG=/etc/kvd/kvd.toml
 cat /etc/kvd/kvd.toml
 kvd config check /etc/kvd/kvd.toml
@@ -64,7 +65,9 @@ def main() -> int:
 
 
 def build(target: Path) -> None:
-    """Two wheels: this tree's, and the same with the version that follows."""
+    """Build this tree's wheel, one with the version that follows, and the tools'."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(target)]
+    subprocess.run([*pip, str(REPOSITORY / "client" / "tools")], check=True)
     for version in ("0.1.0", "0.1.1"):
         tree = target / version
         shutil.copytree(
@@ -74,7 +77,6 @@ def build(target: Path) -> None:
         )
         file = tree / "pyproject.toml"
         file.write_text(file.read_text().replace('"0.1.0"', f'"{version}"'))
-        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(target)]
         subprocess.run([*pip, str(tree)], check=True)
         shutil.rmtree(tree)
 

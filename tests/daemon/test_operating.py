@@ -73,15 +73,6 @@ def test_sigterm_ends_a_drained_daemon(daemon: Daemon) -> None:
     assert daemon.stop() == 0
 
 
-def test_without_a_daemon_the_commands_say_how_to_start_one(tmp_path: Path) -> None:
-    """One sentence and exit status 1."""
-    for command in (["drain"], ["resume"], ["clear", "--yes"], ["evict", "--older-than", "1s"]):
-        done = run_kvd(*command, "--runtime-dir", str(tmp_path))
-        assert done.returncode == 1
-        assert f"kvd serve --runtime-dir {tmp_path}" in done.stderr
-        assert "Traceback" not in done.stderr
-
-
 def test_a_wait_that_is_no_duration_is_refused(tmp_path: Path) -> None:
     """The value and the way to write it are named."""
     done = run_kvd("drain", "--runtime-dir", str(tmp_path), "--wait", "soon")

@@ -24,14 +24,6 @@ def test_a_ready_daemon_reports_itself(daemon: Daemon) -> None:
     assert report["engines"] == []
 
 
-def test_status_prints_a_table(daemon: Daemon) -> None:
-    """Without --json people get a table, and exit status 0 says ready."""
-    done = run_kvd("status", "--runtime-dir", str(daemon.runtime_dir))
-    assert done.returncode == 0
-    assert "ready" in done.stdout
-    assert "host" in done.stdout
-
-
 def test_status_without_a_daemon_says_how_to_start_one(tmp_path: Path) -> None:
     """No daemon: exit status not 0, and the command to start one."""
     done = run_kvd("status", "--runtime-dir", str(tmp_path))
