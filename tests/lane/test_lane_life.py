@@ -24,7 +24,6 @@ from kvd.wire.link import (
     ReleaseWorker,
     Revoke,
     Revoked,
-    ShareDone,
     StopLane,
 )
 from kvd.wire.seqpacket import Channel, close_all
@@ -75,16 +74,6 @@ def test_nothing_is_read_before_its_number_is_reached(lane: Lane, worker: FakeWo
     assert worker.done().status is JobStatus.OK
     size = worker.layout.slot_bytes
     np.testing.assert_array_equal(lane.pool.bytes[3 * size : 4 * size], wanted.reshape(-1))
-
-
-def test_a_timeline_that_is_never_reached_times_out(lane: Lane, worker: FakeWorker) -> None:
-    """The job ends as TIMEOUT after its deadline, its chunks are given up, nothing was moved."""
-    lane.pool.bytes[:] = 0xAB
-    worker.job(Store, 1, [1, 2], [3], after=1, deadline_ms=30)
-    assert worker.done().status is JobStatus.TIMEOUT
-    share = lane.share()
-    assert (share.ok, share.slots.numpy().tolist()) == (False, [3])
-    assert (lane.pool.bytes == 0xAB).all()
 
 
 def test_a_store_whose_blocks_were_taken_back_is_void(lane: Lane, worker: FakeWorker) -> None:
@@ -183,19 +172,6 @@ def test_a_ping_is_answered_while_a_long_job_runs(tmp_path: Path) -> None:
             return [m.job - store if isinstance(m, Done) else -1 for m in replies]
 
         eventually(answers, lambda order: order == [-1, 1, 0])
-
-
-def test_a_chunk_that_changes_hands_meanwhile_is_stale(
-    lane: Lane, worker: FakeWorker, directory: Directory
-) -> None:
-    """A store whose slot was given up before it began moves nothing and names no foreign chunk."""
-    worker.job(Store, 1, [1, 2], [3], after=1)
-    worker.request(Ping())
-    worker.reply()
-    directory.set([3], SlotState.DRAINING)
-    worker.words[TIMELINE] = 1
-    assert worker.done().status is JobStatus.STALE
-    assert lane.heard(ShareDone) == []
 
 
 def test_revoke_is_answered_when_nothing_writes_there(

@@ -25,31 +25,12 @@ def drain(queue: JobQueue[str], ready: Callable[[str], bool] = always) -> list[s
     return order
 
 
-def test_loads_go_before_stores() -> None:
-    """A load that came last runs first, also when a store has started."""
-    queue: JobQueue[str] = JobQueue(WIDE)
-    queue.push("s1", engine=1, worker=1, load=False, nbytes=1)
-    queue.push("s2", engine=1, worker=1, load=False, nbytes=1)
-    assert queue.next(always) == "s1"
-    queue.start("s1")
-    queue.push("l1", engine=1, worker=1, load=True, nbytes=1)
-    assert drain(queue) == ["l1", "s1", "s2"]
-
-
 def test_engines_take_turns_piece_by_piece() -> None:
     """An engine with a long job leaves every other piece to its neighbour."""
     queue: JobQueue[str] = JobQueue(WIDE)
     queue.push("long", engine=1, worker=1, load=True, nbytes=1)
     queue.push("other", engine=2, worker=2, load=True, nbytes=1)
     assert [queue.next(always) for _ in range(4)] == ["long", "other", "long", "other"]
-
-
-def test_jobs_of_one_engine_run_first_in_first_out() -> None:
-    """Within an engine and direction the order of arrival holds, across its workers."""
-    queue: JobQueue[str] = JobQueue(WIDE)
-    for number in range(6):
-        queue.push(f"j{number}", engine=1, worker=number % 2, load=True, nbytes=1)
-    assert drain(queue) == [f"j{number}" for number in range(6)]
 
 
 def test_a_worker_whose_timeline_is_behind_holds_up_nobody_else() -> None:
@@ -132,16 +113,6 @@ def test_a_job_above_the_bound_is_taken_when_it_is_alone() -> None:
     assert queue.push("huge", engine=1, worker=1, load=False, nbytes=1000) == []
     queue.start("huge")
     assert queue.push("next", engine=1, worker=1, load=True, nbytes=1000) == []
-
-
-def test_what_has_started_is_never_shed() -> None:
-    """A store that is being copied keeps its place when others overflow the queue."""
-    queue: JobQueue[str] = JobQueue(Limits(jobs=1, nbytes=1000))
-    queue.push("s1", engine=1, worker=1, load=False, nbytes=1)
-    queue.start("s1")
-    queue.push("s2", engine=1, worker=1, load=False, nbytes=1)
-    assert queue.push("s3", engine=1, worker=1, load=False, nbytes=1) == ["s2"]
-    assert drain(queue) == ["s1", "s3"]
 
 
 def test_a_job_cannot_be_queued_twice() -> None:
