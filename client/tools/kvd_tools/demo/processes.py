@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from kvd_client.scheduler import Scheduler
@@ -110,12 +109,7 @@ class Daemon:
             self._process.kill()
             self._process.wait()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def __repr__(self) -> str:
@@ -202,12 +196,7 @@ class Ranks:
             process.kill()
             process.join()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def __repr__(self) -> str:
