@@ -11,11 +11,24 @@
         └── StepFailed         a step did not do, or could not prove, what it is for
 """
 
+import importlib.util
+import sys
+
 from kvd_client.errors import KvdClientError
 
 
 class DemoError(KvdClientError):
     """The demo cannot go on."""
+
+
+def check_installed(module: str, command: str, remedy: str) -> None:
+    """Find out before anything starts whether a command has what it needs.
+
+    Raises:
+        DemoError: this Python lacks the module.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise DemoError(f"{command} needs {module}, which {sys.prefix} does not have; {remedy}")
 
 
 class OutOfBlocks(DemoError):

@@ -22,7 +22,7 @@ from kvd_tools.demo.processes import Daemon, Ranks, workplace
 from kvd_tools.demo.rank import Setup
 from kvd_tools.demo.report import Figures, Summary, memcpy_rate, table
 from kvd_tools.demo.workload import Prompt, conversations, distinct_pieces
-from kvd_tools.errors import DemoError
+from kvd_tools.errors import DemoError, check_installed
 
 ENGINE = "demo"
 MAX_WORLD_SIZE = 16
@@ -95,6 +95,7 @@ def demo(
     del device  # "auto" and "host" are the same as long as host memory is all there is
     console = Console()
     try:
+        check_installed("torch", "kvd demo", "pip install torch")
         cpu_bytes = None if cpu_size is None else parse_size(cpu_size)
         if json_file is not None:
             _check_writable(json_file)

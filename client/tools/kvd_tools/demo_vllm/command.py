@@ -1,6 +1,5 @@
 """`kvd demo-vllm`: vLLM on a CPU with a private daemon, cold, warm, and warm after a restart."""
 
-import importlib.util
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from kvd_tools.demo_vllm.models import Kind, write_model
 from kvd_tools.demo_vllm.options import EngineOptions
 from kvd_tools.demo_vllm.rounds import HEAD, Round, ask, warm_up
 from kvd_tools.demo_vllm.scenario import ANSWER_TOKENS, BLOCK_TOKENS, KINDS, Scenario
-from kvd_tools.errors import DemoError
+from kvd_tools.errors import check_installed
 
 ROOM_BYTES = 2**29  # for the model and the logs, beside the pool
 # Fewer prompts might still be in the GPU cache when they come back.
@@ -69,7 +68,8 @@ def demo_vllm(*, prompts: int, prompt_tokens: int, kind: Kind, layers: int) -> N
       kvd demo-vllm --model hybrid --prompts 10 --prompt-tokens 1000
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     try:
-        _check_environment()
+        remedy = "`make demo-vllm` makes an environment with it and runs the demo there"
+        check_installed("vllm", "kvd demo-vllm", remedy)
         scenario = Scenario(kind, layers, prompts, prompt_tokens)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         console = Console(highlight=False, soft_wrap=True)
@@ -81,19 +81,6 @@ def demo_vllm(*, prompts: int, prompt_tokens: int, kind: Kind, layers: int) -> N
             console.print(f"[bold red]{fault}[/]")
         sys.exit(1)
     console.print(f"[bold green]{_summary(*rounds)}[/]")
-
-
-def _check_environment() -> None:
-    """Find out before anything starts.
-
-    Raises:
-        DemoError: vLLM is not there.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise DemoError(
-            f"kvd demo-vllm needs vLLM, which {sys.prefix} does not have;"
-            " `make demo-vllm` makes an environment with it and runs the demo there"
-        )
 
 
 def _run(scenario: Scenario, console: Console) -> tuple[Round, Round, Round]:
