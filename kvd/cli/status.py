@@ -11,7 +11,6 @@ import click
 from kvd.cli.options import runtime_dir_option
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
-from kvd_proto.messages import Status, StatusReport
 
 _POLL_SECONDS = 0.05
 
@@ -49,9 +48,6 @@ def status(*, runtime_dir: Path, as_json: bool, wait: float) -> None:
 def _ask(runtime_dir: Path) -> tuple[dict[str, Any] | None, str]:
     try:
         with Control(runtime_dir) as control:
-            reply = control.request(Status())
+            return control.status(), ""
     except NotRunning as error:
         return None, str(error)
-    if not isinstance(reply, StatusReport):
-        return None, f"the daemon answered {reply}"
-    return reply.status, ""

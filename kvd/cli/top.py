@@ -12,9 +12,8 @@ from kvd.cli.keys import Keys
 from kvd.cli.options import runtime_dir_option
 from kvd.cli.top_view import picture, waiting
 from kvd.errors import NotRunning
-from kvd.metrics.history import History, Report
+from kvd.metrics.history import History
 from kvd.wire.tool import Control
-from kvd_proto.messages import Status, StatusReport
 
 _ANSWER_SECONDS = 2.0
 
@@ -70,17 +69,10 @@ class Watcher:
         if self._control is None:
             self._control = Control(self.runtime_dir, _ANSWER_SECONDS)
         try:
-            self.restarts += self.history.add(self._ask(self._control))
+            self.restarts += self.history.add(self._control.status())
         except NotRunning:
             self.close()
             raise
-
-    @staticmethod
-    def _ask(control: Control) -> Report:
-        reply = control.request(Status())
-        if not isinstance(reply, StatusReport):
-            raise NotRunning(f"the daemon answered {reply}")
-        return reply.status
 
     def close(self) -> None:
         """Leave the daemon."""

@@ -26,7 +26,6 @@ from kvd.doctor.gpus import Gpus, ask_gpus
 from kvd.errors import ConfigError, NotRunning
 from kvd.machine.cgroup import MemoryLimit, memory_limit
 from kvd.wire.tool import Control
-from kvd_proto.messages import Status, StatusReport
 
 _ANSWER_SECONDS = 3.0
 _CLOCK_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of linux/timex.h
@@ -293,12 +292,9 @@ def _lock_holder(path: Path) -> int | None:
 def _ask(path: Path) -> tuple[dict[str, Any] | None, str]:
     try:
         with Control(path, timeout=_ANSWER_SECONDS) as control:
-            reply = control.request(Status())
+            return control.status(), ""
     except NotRunning as error:
         return None, str(error)
-    if not isinstance(reply, StatusReport):
-        return None, f"it answered {reply}"
-    return reply.status, ""
 
 
 def _others(ours: int | None) -> dict[int, str]:

@@ -5,7 +5,7 @@ import socket
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import zmq
 
@@ -13,7 +13,7 @@ from kvd.errors import NotRunning, Refused
 from kvd.version import VERSION
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, StatusReport
+from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, Status, StatusReport
 from kvd_proto.printable import printable, printable_tree
 
 M = TypeVar("M", bound=Message)
@@ -121,6 +121,17 @@ class Control:
                 f" {kind.__name__}; is it of another version than this command, kvd {VERSION}?"
             )
         return reply
+
+    def status(self) -> dict[str, Any]:
+        """Return the daemon's report.
+
+        Raises:
+            NotRunning: no reply in time, or one of another type.
+        """
+        try:
+            return self.ask(Status(), StatusReport).status
+        except Refused as refusal:
+            raise NotRunning(f"the daemon refused ({refusal.code}): {refusal}") from refusal
 
     def _decode(self, frame: bytes) -> tuple[Header, Message]:
         try:

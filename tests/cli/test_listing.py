@@ -8,7 +8,6 @@ from click.testing import CliRunner, Result
 
 from kvd.cli import cli
 from kvd.report.http.exposition import Exposition
-from kvd.report.http.traffic import Traffic
 from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon
@@ -81,7 +80,7 @@ def test_no_name_puts_controls_into_the_metrics(daemon: Any) -> None:
     """What HTTP serves is made of the report as tools receive it."""
     where = daemon(EVIL)
     with Control(where) as control:
-        report = control.ask(Status(), StatusReport).status
-    text = Exposition(report, 0.0, Traffic()).encode("")[0].decode()
+        report = control.status()
+    text = Exposition(report, 0.0).encode("")[0].decode()
     assert SHOWN.replace("\\", "\\\\") in text
     assert not set("\x1b\0\u202e") & set(text)

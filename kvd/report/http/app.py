@@ -18,7 +18,6 @@ from kvd.report.http.guard import Guard
 from kvd.report.http.health import Check
 from kvd.report.http.live import Events
 from kvd.report.http.page import page_routes
-from kvd.report.http.traffic import Traffic
 
 ANSWER_SECONDS = 2.0
 SCRAPE_SECONDS = 1.0
@@ -34,8 +33,7 @@ class App:
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
-        self.traffic = Traffic()
-        self._events = Events(asking, self.traffic)
+        self._events = Events(asking)
         routes = [
             Route("/livez", self.livez),
             Route("/healthz", self.livez),
@@ -50,7 +48,7 @@ class App:
 
     def guarded(self, host: str) -> ASGIApp:
         """Return the whole application, for a server that listens on `host`."""
-        return Guard(self._router, host, frozenset(self._paths), self.traffic)
+        return Guard(self._router, host, frozenset(self._paths))
 
     async def livez(self, request: Request) -> Response:
         """Does the broker's loop turn? A PING through the socket that engines use."""
@@ -95,7 +93,7 @@ class App:
         except NotRunning:
             silent = time.time() - (self._asking.silent_since or time.time())
         accept = Headers(scope=request.scope).get("accept", "")
-        body, kind = Exposition(report, silent, self.traffic).encode(accept)
+        body, kind = Exposition(report, silent).encode(accept)
         return Response(body, media_type=None, headers={"content-type": kind})
 
     async def events(self, request: Request) -> Response:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from prometheus_client import Counter, Gauge, disable_created_metrics
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -23,7 +24,17 @@ from prometheus_client.exposition import choose_encoder
 from kvd.metrics.counts import SHARED_METRICS
 from kvd.metrics.declare import Row
 from kvd.metrics.schema import ROWS
-from kvd.report.http.traffic import Traffic
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # as the library has it
+REQUESTS = Counter(
+    "kvd_http_requests_total",
+    "Answers over HTTP since its process began, by path and status.",
+    ["path", "code"],
+    registry=None,
+)
+WATCHERS = Gauge(
+    "kvd_http_watchers", "Open event streams: pages that are being watched.", registry=None
+)
 
 
 def _by_metric() -> Mapping[str, list[Row]]:
@@ -77,7 +88,6 @@ class Exposition:
 
     report: Mapping[str, Any] | None
     silent_seconds: float
-    traffic: Traffic
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
@@ -87,13 +97,8 @@ class Exposition:
         yield GaugeMetricFamily("kvd_broker_silent_seconds", text, self.silent_seconds)
         if self.report is not None:
             yield from families(self.report)
-        text = "Answers over HTTP since its process began, by path and status."
-        requests = CounterMetricFamily("kvd_http_requests_total", text, labels=("path", "code"))
-        for (path, code), times in self.traffic.requests.items():
-            requests.add_metric((path, str(code)), times)
-        yield requests
-        text = "Open event streams: pages that are being watched."
-        yield GaugeMetricFamily("kvd_http_watchers", text, self.traffic.watchers)
+        yield from REQUESTS.collect()
+        yield from WATCHERS.collect()
         text = "CPU time of the process that answers here."
         yield CounterMetricFamily("kvd_http_cpu_seconds_total", text, time.process_time())
 

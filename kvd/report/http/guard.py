@@ -11,7 +11,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvd.config.values import Listen
-from kvd.report.http.traffic import Traffic
+from kvd.report.http.exposition import REQUESTS
 
 MAX_CONNECTIONS = 128
 _UNREAD_MS = 5000
@@ -63,15 +63,13 @@ class Guard:
         app: what serves the rest.
         host: what the operator told kvd to listen on.
         routes: paths that are counted by name.
-        traffic: where answers are counted.
     """
 
-    def __init__(self, app: ASGIApp, host: str, routes: Collection[str], traffic: Traffic) -> None:
+    def __init__(self, app: ASGIApp, host: str, routes: Collection[str]) -> None:
         self._app = app
         names = ["localhost", socket.gethostname() if Listen(host, 0).everywhere else host]
         self._for_names = TrustedHostMiddleware(app, names, www_redirect=False)
         self._routes = routes
-        self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -79,7 +77,7 @@ class Guard:
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._traffic.requests[route, message["status"]] += 1
+                REQUESTS.labels(route, message["status"]).inc()
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers[name] = value

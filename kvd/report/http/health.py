@@ -32,10 +32,7 @@ def broker_check(seconds: float | None, problem: str = "") -> Check:
 
 def readiness(report: dict[str, Any]) -> list[Check]:
     """The daemon's own checks. Engines are none of them: one that is away fails nothing."""
-    return [
-        Check(c["name"], c["ok"], c["text"], c["percent"], c["seconds_left"])
-        for c in report["checks"]
-    ]
+    return [Check(**check) for check in report["checks"]]
 
 
 def lane_lines(report: dict[str, Any]) -> list[Check]:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 from kvd.errors import NotRunning
 from kvd.report.http.broker_client import Asking
-from kvd.report.http.traffic import Traffic
+from kvd.report.http.exposition import WATCHERS
 
 PERIOD_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
@@ -26,9 +26,9 @@ _KEEP_ALIVE = b": still here\n\n"
 class Events:
     """The stream and who reads it."""
 
-    def __init__(self, asking: Asking, traffic: Traffic) -> None:
+    def __init__(self, asking: Asking) -> None:
         self._asking = asking
-        self._traffic = traffic
+        self._watchers = 0
         self._latest = b""
         self._number = 0
         self._news = asyncio.Condition()
@@ -37,11 +37,12 @@ class Events:
     @property
     def full(self) -> bool:
         """No further watcher is let in."""
-        return self._traffic.watchers >= MAX_WATCHERS
+        return self._watchers >= MAX_WATCHERS
 
     async def watch(self) -> AsyncIterator[bytes]:
         """Frames for one watcher, without end."""
-        self._traffic.watchers += 1
+        self._watchers += 1
+        WATCHERS.inc()
         if self._asker is None:
             self._asker = asyncio.create_task(self._ask_on())
         try:
@@ -57,8 +58,9 @@ class Events:
                 seen = self._number
                 yield self._latest
         finally:
-            self._traffic.watchers -= 1
-            if not self._traffic.watchers and self._asker is not None:
+            self._watchers -= 1
+            WATCHERS.dec()
+            if not self._watchers and self._asker is not None:
                 self._asker.cancel()
                 self._asker = None
 
@@ -82,7 +84,7 @@ class Events:
         return _event("report", report)
 
     def __repr__(self) -> str:
-        return f"<Events, {self._traffic.watchers} watchers>"
+        return f"<Events, {self._watchers} watchers>"
 
 
 def _event(name: str, data: object) -> bytes:
