@@ -11,7 +11,6 @@ import click
 from kvd.cli.options import runtime_dir_option
 from kvd.wire.tool import Control
 from kvd_proto.durations import format_duration
-from kvd_proto.messages import Status, StatusReport
 from kvd_proto.sizes import format_size
 
 _PIPED_COLUMNS = 10_000
@@ -91,7 +90,7 @@ def namespaces(*, runtime_dir: Path, as_json: bool) -> None:
 
 def _report(runtime_dir: Path) -> dict[str, Any]:
     with Control(runtime_dir) as daemon:
-        return daemon.ask(Status(), StatusReport).status
+        return daemon.status()
 
 
 def _missing(engine: dict[str, Any]) -> str:

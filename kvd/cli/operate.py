@@ -18,8 +18,6 @@ from kvd_proto.messages import (
     OlderEvicted,
     Resume,
     Resumed,
-    Status,
-    StatusReport,
 )
 from kvd_proto.sizes import format_size
 
@@ -121,7 +119,7 @@ def drain(*, runtime_dir: Path, wait: float) -> None:
         stores, leases = reply.stores, reply.leases
         while (stores or leases) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-            report: dict[str, Any] | None = daemon.ask(Status(), StatusReport).status["drain"]
+            report: dict[str, Any] | None = daemon.status()["drain"]
             if report is None:
                 raise click.ClickException("the daemon was resumed meanwhile; its log says by whom")
             stores, leases = report["stores_in_flight"], report["leases_in_flight"]
@@ -151,7 +149,7 @@ def _find_namespace(daemon: Control, name: str | None) -> tuple[bytes | None, st
     """Return the id of the namespace meant, and its name for people; None means all of them."""
     if name is None:
         return None, "all namespaces"
-    spaces: list[dict[str, Any]] = daemon.ask(Status(), StatusReport).status["namespaces"]
+    spaces: list[dict[str, Any]] = daemon.status()["namespaces"]
     named = {space["id"]: f"namespace {space['id'][:8]} ({space['model']})" for space in spaces}
     found = [
         space["id"]
