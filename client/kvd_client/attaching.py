@@ -1,4 +1,4 @@
-"""Why an engine is not attached, in words for whoever waits for it."""
+"""Why an engine is not attached, for callers that wait for it."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from kvd_proto.messages import Status, StatusReport
 
 @dataclass(frozen=True, slots=True)
 class AttachState:
-    """How waiting ended: true where the engine is attached; else `why` says what is missing."""
+    """How waiting ended: true where the engine is attached; else `why` is what is missing."""
 
     attached: bool
     why: str = ""
@@ -21,7 +21,7 @@ class AttachState:
 
 
 def why_not_attached(session: Session, refusal: str = "") -> AttachState:
-    """Ask the daemon, where there is one.
+    """Return why the engine is not attached; the daemon is asked if there is one.
 
     Args:
         session: of the engine.
@@ -30,8 +30,8 @@ def why_not_attached(session: Session, refusal: str = "") -> AttachState:
     where = session.runtime_dir
     if session.closed:
         return AttachState(False, "this session was closed meanwhile")
-    if session.turned_away:
-        return AttachState(False, f"the daemon in {where} refuses: {session.turned_away}")
+    if session.refusal:
+        return AttachState(False, f"the daemon in {where} refuses: {session.refusal}")
     if not session.connected:
         return AttachState(False, f"no daemon answers in {where}; is `kvd serve` running there?")
     if refusal:

@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 from kvd_client.control_socket import ControlSocket
-from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
+from kvd_client.errors import DaemonLost, DaemonSilent, Refused, UsageError
 from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.errors import DecodeError, Oversize
 from kvd_proto.messages import (
@@ -93,13 +93,13 @@ class Connection:
         self._probe = 0
         self._given_up: dict[int, Message] = {}  # request id -> request
         self.late: list[tuple[Message, Message]] = []  # request given up, reply that came after
-        self.owed: deque[Message] = deque()  # requests to be made when the daemon speaks again
+        self.owed: deque[Message] = deque()  # requests to be made when the daemon answers again
         self.control_socket = ControlSocket(socket_path(runtime_dir, "control.sock"), end)
         try:
             greeting = self.control_socket.wait(end, stop)
             greeting.close()
             if isinstance(greeting.message, Error):
-                raise TurnedAway(greeting.message.text)
+                raise Refused(greeting.message.text)
             if not isinstance(greeting.message, Greeting):
                 raise DaemonLost(f"{type(greeting.message).__name__} in place of a greeting")
             self.boot_id = greeting.header.boot_id
@@ -118,7 +118,7 @@ class Connection:
             welcome = self.exchange(hello, end, boot_id=NO_ID)
             if not isinstance(welcome, Welcome):
                 if isinstance(welcome, Error):
-                    raise TurnedAway(welcome.text)
+                    raise Refused(welcome.text)
                 raise DaemonLost(f"not welcome: {type(welcome).__name__}")
         except BaseException:
             self.close()

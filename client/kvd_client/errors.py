@@ -13,9 +13,9 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── UnsupportedMemory    tensors whose memory cannot be shared with another process
     ├── UnsupportedVllm      vLLM lacks what kvd's connector needs of it
     ├── CudaError            the CUDA driver refused a call; carries its code and name
-    └── Interrupted          never leaves the package: an exchange with the daemon came to nothing
-        ├── DaemonLost       its end of a connection is closed, or it speaks no sense
-        │   └── TurnedAway   it does not let this process in, and says why
+    └── Interrupted          never leaves the package: an exchange with the daemon failed
+        ├── DaemonLost       its end of a connection is closed, or its messages are invalid
+        │   └── Refused      it refuses this session, with a reason
         └── DaemonSilent     no answer within the deadline
 """
 
@@ -73,15 +73,15 @@ class CudaError(KvdClientError):
 
 
 class Interrupted(KvdClientError):
-    """An exchange with the daemon came to nothing; becomes a miss inside the package."""
+    """An exchange with the daemon failed; becomes a miss inside the package."""
 
 
 class DaemonLost(Interrupted):
-    """The daemon's end is closed, or what came from there is not the protocol."""
+    """The daemon's end is closed, or it sent something invalid."""
 
 
-class TurnedAway(DaemonLost):
-    """The daemon does not let this process in; the text says why."""
+class Refused(DaemonLost):
+    """The daemon refuses this session; the text is its reason."""
 
 
 class DaemonSilent(Interrupted):

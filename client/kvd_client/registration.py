@@ -1,4 +1,4 @@
-"""What a worker wants registered: checked here, before a daemon sees it."""
+"""A worker's registration, checked before it is sent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Wanted:
     Attributes:
         control: descriptor number 0 of the message.
         memory: the descriptors from number 1 on, duplicates that live as long as this does.
-        waited_for: a caller waits for the first answer and is told of a refusal.
+        waited_for: a caller waits for the first answer and gets a refusal.
         refusal: that answer.
     """
 
@@ -57,7 +57,7 @@ def wanted_registration(
     """The registration of one rank. Without `device` it is that of the memory.
 
     Raises:
-        UsageError: memory that is not that of the layout, or a layout that cannot be meant.
+        UsageError: memory that does not fit the layout, or an invalid layout.
     """
     layout = declared("layout", layout, RankLayout)
     fingerprint = declared("fingerprint", fingerprint, Fingerprint)

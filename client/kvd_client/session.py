@@ -1,7 +1,7 @@
 """One session with the daemon: always there, connected or not.
 
 Requests are made on the caller's thread. One thread, the keeper, watches the
-control socket and connects again when the daemon is gone; it never speaks for a caller
+control socket and connects again when the daemon is gone; it makes no caller's requests
 and never keeps the process alive. While there is no daemon, or one that has
 let a deadline pass and has not answered a PING since, a request costs
 microseconds and comes to nothing.
@@ -24,13 +24,13 @@ import zmq
 from kvd_client.arguments import shown
 from kvd_client.connection import Connection, greeting_hello, socket_path
 from kvd_client.control_socket import Notice
-from kvd_client.errors import DaemonLost, DaemonSilent, TurnedAway, UsageError
+from kvd_client.errors import DaemonLost, DaemonSilent, Refused, UsageError
 from kvd_proto.messages import Error, ErrorCode, Kind, Message
 from kvd_proto.printable import unprintable
 
 FIRST_BACKOFF_SECONDS = 0.1
 ABSENT_SECONDS = 0.5  # between two tries to connect at most: each costs microseconds
-REFUSED_SECONDS = 2.0  # the same where a daemon is there and says no: that costs it a session
+REFUSED_SECONDS = 2.0  # the same where a daemon refuses: that costs it a session
 PROBE_SECONDS = 0.02
 CLOSE_SECONDS = 2.0
 REPORT_SECONDS = 1.0
@@ -41,7 +41,7 @@ log = logging.getLogger("kvd_client")
 
 
 class Handler(Protocol):
-    """What a session tells its owner; everything but `on_fork` from the keeper's thread."""
+    """The owner of a session; all but `on_fork` is called by the keeper's thread."""
 
     def on_open(self) -> bool:
         """A connection is there. False: give it up and connect again later."""
@@ -77,7 +77,7 @@ class Session:
         news: what to tell the daemon about once a second and before the end; None for nothing.
 
     Raises:
-        UsageError: an argument that cannot be meant.
+        UsageError: an invalid argument.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Session:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._silent = False
-        self.turned_away = ""  # why the daemon did not let us in when last asked
+        self.refusal = ""  # why the daemon refused the last connection
         self._closed = ""
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -173,7 +173,7 @@ class Session:
         return self._ask(message, self.deadline if seconds is None else seconds, fds=fds)
 
     def settle(self, message: Message) -> Message | None:
-        """As `request`; what cannot be sent now is sent when this daemon speaks again.
+        """As `request`; what cannot be sent now is sent when this daemon answers again.
 
         Raises:
             UsageError: the session is closed.
@@ -263,7 +263,7 @@ class Session:
                     self.context, self.runtime_dir, self._hello, self._stop, max(self.deadline, 1.0)
                 )
                 self._silent = False
-                self.turned_away = ""
+                self.refusal = ""
                 self._connection = connection
                 longest = REFUSED_SECONDS
                 log.info("connected: %r", connection)
@@ -271,11 +271,11 @@ class Session:
                 self._tried.set()
                 if good:
                     self._watch(connection)
-            except TurnedAway as error:
+            except Refused as error:
                 longest = REFUSED_SECONDS
-                if str(error) != self.turned_away:
-                    self.turned_away = str(error)
-                    log.warning("not let in at %s: %s", self.runtime_dir, error)
+                if str(error) != self.refusal:
+                    self.refusal = str(error)
+                    log.warning("connection refused at %s: %s", self.runtime_dir, error)
             except (DaemonLost, DaemonSilent, OSError) as error:
                 if connection is None:
                     log.debug("no daemon at %s: %s", self.runtime_dir, error)

@@ -83,7 +83,7 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
         tensors: on one device, the CPU or a GPU; plain ones count blocks in dimension 0.
 
     Raises:
-        UsageError: not tensors, of several devices, or dimensions that cannot be meant. Nothing
+        UsageError: not tensors, of several devices, or invalid dimensions. Nothing
             was moved.
         UnsupportedMemory: on another kind of device, not strided, without room in shared memory,
             or CUDA memory that no other process can map.

@@ -63,7 +63,7 @@ class Worker:
         job_timeout: seconds after which a store that has not ended is given up.
 
     Raises:
-        UsageError: an argument that cannot be meant. An absent daemon is no error.
+        UsageError: an invalid argument. An absent daemon is no error.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Worker:
         required: bool = False,
         timeout: float = REGISTER_SECONDS,
     ) -> bool:
-        """Give the daemon this rank's KV memory. From now on that is renewed by itself.
+        """Register this rank's KV memory with the daemon, and with every later one by itself.
 
         Args:
             memory: `memory[i]` is storage i of the layout, all of it on one device; descriptors
@@ -128,7 +128,7 @@ class Worker:
             `required`), and it is made as soon as one is there.
 
         Raises:
-            UsageError: memory or a layout that cannot be meant; a second registration; closed.
+            UsageError: invalid memory or layout; a second registration; closed.
             RegistrationError: the daemon refuses; it is not tried again.
             Unavailable: `required`, and no daemon within `timeout`.
             CudaError: the memory is CUDA memory, and its streams cannot be made to signal.
@@ -173,7 +173,7 @@ class Worker:
                 self._session.reset("the registration was given up")
                 raise Unavailable(
                     f"no registration within {timeout:g} s at {self._session.runtime_dir}; "
-                    + (self._session.turned_away or "is `kvd serve` running there?")
+                    + (self._session.refusal or "is `kvd serve` running there?")
                 )
             return self._ready
 
@@ -232,7 +232,7 @@ class Worker:
         """Copy blocks into the pool.
 
         Args:
-            job_id: the caller's number, free again when it was reported.
+            job_id: the caller's number, free again once it was reported.
             block_ids: flat, group by group; never 0, the engine's null block.
             group_sizes: blocks of each group; their sum is len(block_ids).
             block_indices: logical index of each group's first block.
@@ -277,7 +277,7 @@ class Worker:
         """Copy the blocks of the ticket's chunks into the pool: `submit_store` without arrays.
 
         Args:
-            job_id: the caller's number, free again when it was reported.
+            job_id: the caller's number, free again once it was reported.
             ticket: the answer of `prepare_store`, also where another process asked.
             groups: for each group of the layout its chunks and blocks; those of keys that the
                 ticket has not are left out.
@@ -303,7 +303,7 @@ class Worker:
         return self._submit(Load, job_id, self._blocks(ticket, groups), after)
 
     def get_finished(self) -> list[JobResult]:
-        """Jobs that have ended since the last call. Never waits.
+        """Return jobs that have ended since the last call. Never waits.
 
         Raises:
             UsageError: closed.
@@ -312,9 +312,9 @@ class Worker:
         return self._jobs.finished()
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `get_finished` has something to say; for event loops.
+        """Return a descriptor for event loops that is readable when `get_finished` has results.
 
-        Call `get_finished` whenever it is; it may have nothing to say yet. The descriptor is the
+        Call `get_finished` whenever it is; it may return nothing yet. The descriptor is the
         same until `close`, before which the loop must forget it.
 
         Raises:
@@ -358,7 +358,7 @@ class Worker:
         return len(self._jobs)
 
     def close(self) -> None:
-        """Take the memory back from the daemon and end the session. May be called again.
+        """Unregister the memory and end the session. May be called again.
 
         Jobs that have not ended are stopped and not reported any more.
         """
@@ -428,7 +428,7 @@ class Worker:
     def _remind(self) -> None:
         self._jobs.remind()
 
-    # -------------------------------------------------------- session's words
+    # ------------------------------------------------------- session's events
 
     def on_open(self) -> bool:
         """See Handler: register again where that was wanted."""

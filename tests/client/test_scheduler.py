@@ -337,15 +337,6 @@ def test_nonsense_from_the_daemon_is_a_miss(
     daemon.wait_for(Hello, 2)
 
 
-@pytest.mark.parametrize(
-    "keys", [b"key", "key", ["text"], [b""], [b"x" * 49], 5, [b"k"] * 65537], ids=str
-)
-def test_wrong_keys_raise(scheduler: Scheduler, keys: list[bytes]) -> None:
-    """Keys that cannot be meant are the caller's mistake."""
-    with pytest.raises(UsageError):
-        scheduler.prepare_store(keys)
-
-
 def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
     """Every other argument is checked too, and the message names it."""
     with pytest.raises(UsageError, match="49 bytes"):

@@ -363,16 +363,6 @@ def test_stores_that_a_closed_worker_leaves_are_void(daemon: FakeDaemon, worker:
     assert void(daemon, page) == [1]
 
 
-def test_wait_for_loads_alone_voids_nothing(daemon: FakeDaemon, worker: Worker) -> None:
-    """A store of the same worker goes on."""
-    daemon.hold_jobs = True
-    worker.submit_load(2, **JOB)
-    worker.submit_store(3, **JOB)
-    daemon.wait_for(Store)
-    assert worker.wait([2], timeout=0.01) == frozenset({2})
-    assert void(daemon, words(daemon)) == []
-
-
 def test_an_answer_that_comes_while_the_lane_is_told_to_hurry_is_seen(
     daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingCacheConfig
 
-from kvd_client import RankLayout, TensorRef, TensorSpec, UnsupportedMemory
+from kvd_client import RankLayout, TensorRef, TensorSpec
 from kvd_client.torch_memory import SharedTensors
 from kvd_client.vllm.layout import rank_layout, share_caches
 from kvd_proto.errors import LayoutError
@@ -150,19 +150,6 @@ def test_chunks_of_several_blocks(tmp_path: Path, extra: dict[str, Any], factor:
     assert layout.share_bytes == layout.slot_bytes == 2 * PAGE * factor
 
 
-def test_a_storage_counts_once_however_many_views_it_has() -> None:
-    """Views of one storage are shared once; another storage is another one."""
-    one = torch.zeros(4 * BLOCKS * PAGE, dtype=torch.int8)
-    other = torch.zeros(BLOCKS, PAGE, dtype=torch.int8)
-    views = list(one.view(4, BLOCKS, PAGE))
-    shared = share_caches(by_hand([*views, views[2], other], [[0]]))
-    assert shared.storages == (one.nbytes, other.nbytes)
-    assert [tensor.storage for tensor in shared.tensors] == [0, 0, 0, 0, 0, 1]
-    assert [tensor.offset // (BLOCKS * PAGE) for tensor in shared.tensors] == [0, 1, 2, 3, 2, 0]
-    assert len({memory.fd for memory in shared.memory}) == 2
-    shared.close()
-
-
 def test_blocks_are_as_many_as_configured_not_as_a_tensor_has_rows(tmp_path: Path) -> None:
     """With num_gpu_blocks_override below what was allocated the configured number counts."""
     vllm_config = engine_config(tmp_path)
@@ -202,14 +189,6 @@ def test_the_engine_and_the_daemon_see_the_same_bytes(tmp_path: Path, layout: st
             assert other[start : start + spec.page_bytes] == bytes([block]) * spec.page_bytes
 
 
-def test_vllm_refuses_a_group_that_hashes_do_not_fit(tmp_path: Path) -> None:
-    """A block that is no multiple of a hash's tokens is refused with both numbers."""
-    vllm_config = engine_config(tmp_path)
-    kv_cache_config = sized(vllm_config, full(["a", "b"], block_size=24))
-    with pytest.raises(AssertionError, match=r"tokens_per_block=24 .* tokens_per_hash=16"):
-        offloading_config(vllm_config, kv_cache_config)
-
-
 def test_kvd_refuses_it_where_vllm_does_not(tmp_path: Path) -> None:
     """The same in kvd's own check, which names the remedy."""
     vllm_config = engine_config(tmp_path)
@@ -225,12 +204,3 @@ def test_kvd_refuses_it_where_vllm_does_not(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"block size 16 .* hash block size 24") as refused:
         validate_layout(layout)
     assert "--enable-prefix-caching" in str(refused.value)
-
-
-def test_memory_that_is_not_on_the_cpu_is_refused() -> None:
-    """One sentence says which tensor and where it is."""
-    rows = torch.empty(2, BLOCKS, PAGE, dtype=torch.int8, device="meta")
-    with pytest.raises(UnsupportedMemory) as refused:
-        share_caches(by_hand(list(rows), [[0, 1]]))
-    assert str(refused.value).startswith("tensors[0] is on meta: only tensors")
-    assert "\n" not in str(refused.value)
