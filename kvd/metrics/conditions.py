@@ -238,7 +238,7 @@ CONDITIONS: tuple[Kind, ...] = (
         "lane silent",
         "warning",
         _silent,
-        "Lane {device} has said nothing for {silence}.",
+        "Lane {device} has not answered for {silence}.",
         "Its device or this machine may hang; when its time is up kvd ends the lane and starts"
         " another.",
     ),
@@ -341,7 +341,7 @@ CONDITIONS: tuple[Kind, ...] = (
         "leases expired",
         "warning",
         _rises("counters", "leases_expired", word="lease"),
-        "{times} ran out in the last minute: an engine did not say that its load had ended.",
+        "{times} ran out in the last minute: an engine did not report the end of its load.",
         "Look whether an engine hangs or was stopped; kvd engines names the processes.",
         ("KvdLeasesExpiring",),
     ),

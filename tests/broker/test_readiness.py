@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from kvd.broker.broker import Broker
+from kvd.broker.effects import Reply
 from kvd.broker.readiness import checks, in_words
 from kvd.broker.status_report import status_report
 from kvd.metrics.schema import Check
 from kvd.wire.link import Imported, PoolUsable
-from kvd_proto.messages import Fingerprint, IpcHandle, Register
+from kvd_proto.messages import Fingerprint, IpcHandle, Register, Status, StatusReport
 from kvd_proto.sizes import parse_size
 from tests.broker import brokers
 
@@ -143,3 +144,17 @@ def test_totals_are_there_from_the_start() -> None:
     totals = report(broker)["counters"]
     assert {"offered", "accepted", "hits", "evicted", "lookup_tokens"} < totals.keys()
     assert not any(total for total in totals.values() if not isinstance(total, dict))
+
+
+def test_the_report_names_conditions_of_the_last_minute() -> None:
+    """What was counted since a report of a minute ago is a condition, with its remedy."""
+    broker = make_broker()
+    broker.tick(100.0)
+    broker.frames_dropped(5)
+    (reply,) = broker.request(brokers.join(broker), 2, Status(), 101.0)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, StatusReport)
+    conditions = reply.message.status["conditions"]
+    assert [found["text"] for found in conditions if found["name"] == "messages dropped"] == [
+        "5 messages could not be understood in the last minute."
+    ]
