@@ -116,10 +116,7 @@ class Run:
             live.look()
         except Finding as finding:
             script: Script = tuple(step for one in played for step in one)
-            path = self.tally.note(live.name, finding, script)
-            shortened = shorten_live(played)
-            Case(live.name, self.tally.seed, str(finding), shortened).save(path)
-            print(f"  {len(shortened)} steps are left of it", flush=True)
+            self._keep(FreshDaemon(), finding, script, LIVE_TRIES)
             return False
         return True
 
@@ -130,10 +127,14 @@ class Run:
             try:
                 target.play(script)
             except Finding as finding:
-                path = self.tally.note(target.name, finding, script)
-                shortened = shorter(script, target, PURE_TRIES)
-                Case(target.name, self.tally.seed, str(finding), shortened).save(path)
-                print(f"  {len(shortened)} steps are left of it", flush=True)
+                self._keep(target, finding, script, PURE_TRIES)
+
+    def _keep(self, target: Target, finding: Finding, script: Script, tries: int) -> None:
+        """Write the script whole, then without the steps that its finding does not need."""
+        path = self.tally.note(target.name, finding, script)
+        shortened = shorter(script, target, tries)
+        Case(target.name, self.tally.seed, str(finding), shortened).save(path)
+        print(f"  {len(shortened)} steps are left of it", flush=True)
 
     def _next(self) -> Script:
         return random_script(random.Random(self._random.getrandbits(64)))
@@ -159,18 +160,6 @@ class FreshDaemon:
         with live_target() as live:
             live.play(script)
             live.look()
-
-
-def shorten_live(played: list[Script]) -> Script:
-    """The last script if it suffices, else all of them; then with steps left out."""
-    fresh = FreshDaemon()
-    everything: Script = tuple(step for one in played for step in one)
-    for script in (played[-1], everything) if played else ():
-        try:
-            fresh.play(script)
-        except Finding:
-            return shorter(script, fresh, LIVE_TRIES)
-    return everything
 
 
 def replay(path: Path) -> int:
