@@ -11,7 +11,7 @@ from harness import Figures, median
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, ToLane
-from kvd.broker.sessions import Peer
+from kvd.broker.sessions import Peer, RegisterStep
 from kvd.cache.namespaces import Namespaces
 from kvd.config.loaded import Loaded
 from kvd.config.settings import Settings
@@ -72,7 +72,7 @@ def _steps(ranks: int) -> dict[str, float]:
     ready = LaneReady(
         device="host", incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62
     )
-    broker.supervision.heard("host", ready, 0.0)
+    broker.supervision.received("host", ready, 0.0)
     took: dict[str, float] = {}
     for rank in range(ranks):
         session, _ = broker.connected(rank.to_bytes(16), Peer(1, 0, 0))
@@ -87,10 +87,10 @@ def _steps(ranks: int) -> dict[str, float]:
         arrived = time.process_time()
         _write(broker.work())
         looked_at = time.process_time()
-        if session.pending is None or not session.pending.importing:
+        if session.pending is None or session.pending.step is not RegisterStep.IMPORTING:
             raise RuntimeError(f"not under way: {session!r}")
         answer = Imported(session=session.number, error="")
-        _write(broker.supervision.heard("host", answer, 0.0))
+        _write(broker.supervision.received("host", answer, 0.0))
         imported = time.process_time()
         if session.registration is None:
             raise RuntimeError("not registered")

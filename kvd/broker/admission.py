@@ -1,4 +1,4 @@
-"""Whether a registration can be served at all: asked before anything is mapped."""
+"""Checks whether a registration can be served at all, before anything is mapped."""
 
 from collections.abc import Mapping
 
@@ -17,11 +17,11 @@ FAILED_SECONDS = 10.0  # clients ask every 2 s: not each of them is worth a proc
 
 
 def check_rank(engine: Engine, message: Register, others: Mapping[int, Session]) -> None:
-    """The rank is free, and says of the engine what its other ranks say.
+    """Check that the rank is free, and agrees with the engine's other ranks.
 
     Args:
         engine: which it belongs to.
-        message: what it says.
+        message: its registration.
         others: sessions of the engine's ranks that it is held against.
 
     Raises:
@@ -40,7 +40,7 @@ def check_rank(engine: Engine, message: Register, others: Mapping[int, Session])
             f"rank {message.rank} in a world of {message.world_size}; ranks count from 0",
         )
     for session in others.values():
-        other = session.said
+        other = session.stated
         if other is None:
             continue
         for field in ("world_size", "temporary", "fingerprint"):
@@ -54,7 +54,7 @@ def check_rank(engine: Engine, message: Register, others: Mapping[int, Session])
 
 
 def check_device(state: BrokerState, device: str, now: float) -> None:
-    """There is a lane for `device`, or there may be one.
+    """Check that there is a lane for `device`, or may be one.
 
     Raises:
         Refused: no device that a lane could serve, a lane that could not start a moment ago, or
@@ -82,7 +82,7 @@ def check_device(state: BrokerState, device: str, now: float) -> None:
 
 
 def check_descriptors(message: Register, count: int) -> None:
-    """Every descriptor that the handles name, and the control page, came with the registration.
+    """Check that a control page and every descriptor that the handles name came with it.
 
     Raises:
         Refused: some did not.
@@ -97,7 +97,7 @@ def check_descriptors(message: Register, count: int) -> None:
 
 
 def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:
-    """Whatever a client calls itself can be shown anywhere: `names` by the field they stand in.
+    """Check that `names`, by the field they stand in, can be shown anywhere.
 
     Raises:
         Refused: with `code`, naming the field, its value and the character.
@@ -112,7 +112,7 @@ def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:
 
 
 def names_of(message: Register) -> dict[str, str]:
-    """Every name in a registration, by its field."""
+    """Return every name in a registration, by its field."""
     names = {"device": message.device}
     names |= {f"group {i}, kind": group.kind for i, group in enumerate(message.layout.groups)}
     return names | {
@@ -122,7 +122,7 @@ def names_of(message: Register) -> dict[str, str]:
 
 
 def check_layout(message: Register, others: Mapping[int, Session], budget: int | None) -> None:
-    """The layout is sound, agrees with those of `others`, and a chunk fits `budget` bytes.
+    """Check that the layout is sound, agrees with `others`, and a chunk fits `budget` bytes.
 
     A budget of None is not known yet.
 
@@ -134,7 +134,7 @@ def check_layout(message: Register, others: Mapping[int, Session], budget: int |
             ErrorCode.BAD_LAYOUT,
             f"{len(message.handles)} handles for {len(message.layout.storages)} storages",
         )
-    said = {rank: session.said for rank, session in others.items()} | {message.rank: message}
+    said = {rank: session.stated for rank, session in others.items()} | {message.rank: message}
     registrations = {rank: each for rank, each in said.items() if each is not None}
     try:
         validate_layout(message.layout)

@@ -95,7 +95,7 @@ def tell_served(engine: Engine) -> list[Effect]:
 
 
 def attached_notice(engine: Engine, session: int) -> Notify:
-    """The notice that a served engine's sessions get."""
+    """Return the notice that a served engine's sessions get."""
     namespace = engine.namespace
     if namespace is None:
         raise KvdError(f"{engine!r} is not attached")

@@ -52,14 +52,13 @@ class Background:
         """Do a piece of the next task, and one of what resets have left."""
         if (unswept := self._unswept) is not None:
             unswept.table.sweep()
-        if not self._tasks:
-            return []
-        kind, task = self._tasks.popleft()
-        effects = next(task, None)
-        if effects is None:
-            return []
-        self._tasks.append((kind, task))
-        return effects
+        while self._tasks:
+            kind, task = self._tasks.popleft()
+            effects = next(task, None)
+            if effects is not None:
+                self._tasks.append((kind, task))
+                return effects
+        return []
 
     @property
     def _unswept(self) -> Namespace | None:

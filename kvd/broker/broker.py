@@ -16,7 +16,7 @@ from kvd.broker.effects import DropEngine, Effect, Event, Notify, ToLane
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import new_lookups
 from kvd.broker.operations import Handler, Operations
-from kvd.broker.registration import Registration, in_words, refused
+from kvd.broker.registration import Registration, freed_text, refused
 from kvd.broker.reloading import Reloading
 from kvd.broker.sessions import Peer, Registry, Request, Session
 from kvd.broker.state import BrokerState
@@ -106,7 +106,7 @@ class Broker:
     # ----------------------------------------------------------- the daemon
 
     def pool_opened(self, namespaces: Namespaces, explanation: str = "") -> list[Effect]:
-        """The pool has a size, and its memory is being allocated.
+        """Go on with a pool that is open; its memory is being allocated.
 
         Args:
             namespaces: over the pool.
@@ -116,11 +116,11 @@ class Broker:
         return self._registration.pool_opened(explanation)
 
     def pool_refused(self, refusal: Refused) -> list[Effect]:
-        """The pool that `OpenPool` asked for cannot be had."""
+        """Refuse who waits for the pool that `OpenPool` asked for: it cannot be had."""
         return self._registration.pool_refused(refusal)
 
     def pool_allocated(self, nbytes: int) -> list[Effect]:
-        """So much of the pool is allocated, in the order of `kvd.pool.filling`."""
+        """Note how much of the pool is allocated, in the order of `kvd.pool.filling`."""
         state = self.state
         before, state.allocated = state.pool_ready, nbytes
         if before or not state.pool_ready:
@@ -128,7 +128,7 @@ class Broker:
         return [Event(f"all {format_size(nbytes)} of the pool are allocated")]
 
     def stop(self) -> list[Effect]:
-        """The daemon is to end: no new stores, and lanes finish what they have."""
+        """End the daemon: take no new stores, and have lanes finish what they have."""
         self.state.stopping = True
         stop: list[Effect] = [ToLane(device, StopLane()) for device in self.state.lanes]
         return [Event("stopping: a signal came"), *stop]
@@ -138,7 +138,7 @@ class Broker:
         self.state.events.add(event, time)
 
     def loop_turned(self, seconds: float, now: float) -> None:
-        """A turn of the daemon's loop took so long."""
+        """Note for how long a turn of the daemon's loop kept it from polling."""
         self.state.counts.loop_lag.observe(seconds)
         self.state.recent_lag.observe(seconds, now)
 
@@ -152,7 +152,7 @@ class Broker:
         self.state.counts.dropped_frames = total
 
     def error_sent(self, code: ErrorCode) -> None:
-        """A client was sent an ERROR."""
+        """Count an ERROR that a client was sent."""
         self.state.counts.refusals[code.value] += 1
 
     # ------------------------------------------------------------- sessions
@@ -160,7 +160,7 @@ class Broker:
     def connected(
         self, token: bytes, peer: Peer, *, own: bool = False
     ) -> tuple[Session, list[Effect]]:
-        """Somebody has connected; there is always room for a process of the daemon's `own`.
+        """Open a session for a new connection; the daemon's `own` processes always have room.
 
         Raises:
             Refused: there is no room; counted.
@@ -177,7 +177,7 @@ class Broker:
         return session, [Notify(session.number, Greeting(pid=self.pid))]
 
     def lost(self, session: Session) -> list[Effect]:
-        """The session's control socket is closed: its process is gone."""
+        """End a session whose control socket is closed: its process is gone."""
         if session.number not in self.state.registry.sessions:
             return []
         who = session.who  # with its rank
@@ -188,7 +188,7 @@ class Broker:
             effects += self.state.revoke(engine.namespace, dropped)
             freed += len(dropped)
         if engine is not None:
-            effects.append(Event(f"{who} is gone{in_words(freed)}", fields=who.fields))
+            effects.append(Event(f"{who} is gone{freed_text(freed)}", fields=who.fields))
         session.machine.fire(SessionEvent.LOST)
         self.state.registry.remove(session)
         if engine is not None and not engine.sessions:
@@ -218,7 +218,7 @@ class Broker:
                     ErrorCode.BAD_STATE, f"{type(message).__name__} is no request to the broker"
                 )
             if session.state is SessionState.CONNECTED and type(message) not in (Hello, Ping):
-                raise Refused(ErrorCode.BAD_STATE, "say HELLO first")
+                raise Refused(ErrorCode.BAD_STATE, "HELLO must come first")
             if isinstance(message, Register):
                 check_descriptors(message, descriptors)
             return handler(request)
@@ -293,7 +293,7 @@ class Broker:
             self._next_sample = now + SAMPLE_SECONDS
             self._history.add(self._report(now))
         if not self.state.pool_usable:
-            self.state.progress.tell(now, self.state.pinned_bytes)
+            self.state.progress.record(now, self.state.pinned_bytes)
         if self.state.namespaces is not None:
             self.state.namespaces.pool.trim()
             effects += self.state.close_unused(self.state.namespaces.over())

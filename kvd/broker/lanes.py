@@ -10,17 +10,17 @@ from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import LanePong, Revoke, Revoked
 from kvd_proto.arrays import IntArray
 
-NOTHING_SAID = LanePong(sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0)
-"""What a lane holds that has not answered yet."""
+NO_REPORT = LanePong(sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0)
+"""The figures of a lane that has not answered yet."""
 
 
 @dataclass(slots=True)
 class Lane:
-    """One device's lane: its process, and what it last said.
+    """One device's lane: its process, and what that last reported.
 
     on_demand: it came with the first worker of its device, and goes when it ends and none is left.
     pins: it can use the pool only where it has pinned it.
-    failure: why the present process cannot serve, in its own words.
+    failure: why the present process cannot serve, as it reports.
     past: what the processes before the present one have done.
     usable_bytes: how much of the pool it can copy, in the order of `kvd.pool.filling`.
     pool_error: why that will never be all of it.
@@ -41,7 +41,7 @@ class Lane:
     pings: int = 0
     last_ping: float = 0.0
     killed: bool = False
-    pong: LanePong = NOTHING_SAID
+    pong: LanePong = NO_REPORT
     past: LaneCounts = field(default_factory=LaneCounts)
 
     @property

@@ -1,4 +1,4 @@
-"""What the broker measures of itself, notes, and hears from engines, for its reports."""
+"""What the broker measures for its reports: its own loop, the pool's progress, lookups."""
 
 from collections import deque
 
@@ -48,7 +48,7 @@ class Progress:
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
 
-    def tell(self, now: float, done: int) -> None:
+    def record(self, now: float, done: int) -> None:
         """`done` is done by `now`. Less than before means that it began anew."""
         samples = self._samples
         if samples and done < samples[-1][1]:

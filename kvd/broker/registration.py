@@ -73,7 +73,7 @@ class Registration:
             return []
         self._opening = engine
         ranks = sorted(engine.waiting.items())
-        return [OpenPool(tuple(s.said.layout for _, s in ranks if s.said is not None))]
+        return [OpenPool(tuple(s.stated.layout for _, s in ranks if s.stated is not None))]
 
     # ------------------------------------------------------------ requests
 
@@ -168,7 +168,7 @@ class Registration:
             raise Refused(ErrorCode.BAD_STATE, "nothing is registered by this session")
         who = session.who
         effects, freed = self._leave(session, "unregistered")
-        effects.append(Event(f"{who} has unregistered{in_words(freed)}", fields=who.fields))
+        effects.append(Event(f"{who} has unregistered{freed_text(freed)}", fields=who.fields))
         session.machine.fire(SessionEvent.UNREGISTER)
         session.releasing = Releasing(request, registration.device)
         release = self._release(session, registration.device)
@@ -177,7 +177,7 @@ class Registration:
     # --------------------------------------------------------------- lanes
 
     def lane_serves(self, lane: Lane) -> list[Effect]:
-        """Give a new lane every worker of its device, and tell them where it is."""
+        """Give a new lane every worker of its device, and notify them where it is."""
         effects: list[Effect] = []
         for session in self._state.registry.sessions.values():
             registration = session.registration
@@ -188,7 +188,7 @@ class Registration:
         return effects
 
     def imported(self, message: Imported) -> list[Effect]:
-        """A lane has mapped a worker's memory, or says why not."""
+        """A lane has mapped a worker's memory, or could not."""
         session = self._state.registry.sessions.get(message.session)
         if session is None or message.attempt != session.attempt:
             return []
@@ -333,7 +333,7 @@ def refused(session: Session, message: Register, text: str) -> list[Effect]:
     return [session.event(f"{session.who}: {what}", "warning")]
 
 
-def in_words(freed: int) -> str:
+def freed_text(freed: int) -> str:
     """Return what an event adds about chunks in writing that were given up, if any were."""
     return f"; {freed} {'chunk' if freed == 1 else 'chunks'} in writing freed" if freed else ""
 
@@ -341,5 +341,8 @@ def in_words(freed: int) -> str:
 def _missing(engine: Engine) -> list[int]:
     """Return the ranks that have not asked for registration, as those that have count them."""
     waiting = engine.waiting
-    world_size = max((s.said.world_size for s in waiting.values() if s.said is not None), default=0)
+    world_size = max(
+        (s.stated.world_size for s in waiting.values() if s.stated is not None),
+        default=0,
+    )
     return [rank for rank in range(world_size) if rank not in waiting]

@@ -52,11 +52,11 @@ class Reloading:
         self._served: list[_Asked] = []  # by the reading that is under way
 
     def handlers(self) -> dict[type[Message], Handler]:
-        """Who serves which request."""
+        """Return who serves which request."""
         return {ReloadConfig: for_tools(self._reload), ShowConfig: for_tools(self._show)}
 
-    def hung_up(self) -> None:
-        """SIGHUP came."""
+    def sighup(self) -> None:
+        """Have the configuration read again, as SIGHUP asks."""
         self._asked.append(_Asked("SIGHUP"))
 
     @property

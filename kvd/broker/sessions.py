@@ -1,4 +1,4 @@
-"""Sessions and engines: who is here, and what each has registered."""
+"""Sessions and engines: who is connected, and what each has registered."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What the kernel says about the process at the other end of the control socket.
+    """What the kernel tells of the process at the other end of the control socket.
 
     `groups` are its supplementary groups.
     """
@@ -74,8 +74,8 @@ class Session:
     imported: bool = False
     attempt: int = 0  # how many registrations were given up while a lane mapped the memory
     releasing: "Releasing | None" = None
-    since: float = 0.0  # when it said HELLO
-    lookups: LookupCounts = field(default_factory=LookupCounts)  # as it said last
+    since: float = 0.0  # when HELLO came, monotonic seconds
+    lookups: LookupCounts = field(default_factory=LookupCounts)  # as last reported
     refusal: str = ""  # why its registration was refused last
 
     @property
@@ -84,14 +84,14 @@ class Session:
         return self.machine.state
 
     @property
-    def said(self) -> Register | None:
+    def stated(self) -> Register | None:
         """What the rank has registered, or wants to."""
         return self.registration or (self.pending.message if self.pending is not None else None)
 
     @property
     def holds_memory(self) -> bool:
         """Whether the descriptors of a registration, or of what is left of one, are needed."""
-        return self.said is not None or self.releasing is not None
+        return self.stated is not None or self.releasing is not None
 
     @property
     def who(self) -> Who:
@@ -134,7 +134,7 @@ class Releasing:
 class Engine:
     """One inference server instance: its scheduler and its ranks.
 
-    uid: the user whose processes they are; nobody else may join under this name.
+    uid: the user whose processes they are; no other user may join under this name.
     """
 
     number: int
@@ -152,7 +152,7 @@ class Engine:
 
     @property
     def waiting(self) -> dict[int, Session]:
-        """By rank the sessions whose registration is under way; of several the first."""
+        """The sessions whose registration is under way, by rank; of several the first."""
         found: dict[int, Session] = {}
         for session in self.sessions.values():
             if session.pending is not None and session.pending.step is not RegisterStep.UNCHECKED:
@@ -196,7 +196,7 @@ class Registry:
         self._next_engine = 1
 
     def check_room(self, peer: Peer) -> None:
-        """There is a place for one more process of this user.
+        """Check that there is room for one more process of this user.
 
         Raises:
             Refused: there is none; with the setting.
@@ -215,7 +215,7 @@ class Registry:
                 )
 
     def connect(self, token: bytes, peer: Peer) -> Session:
-        """A new session in state CONNECTED."""
+        """Return a new session in state CONNECTED."""
         session = Session(self._next_session, token, peer)
         self._next_session += 1
         self._by_user[peer.uid] += 1
@@ -224,7 +224,7 @@ class Registry:
         return session
 
     def check_name(self, session: Session, name: str) -> None:
-        """The session may join the engine `name`.
+        """Check that the session may join the engine `name`.
 
         Raises:
             Refused: it is another user's, whose chunks and leases could then be named by this one.
@@ -238,7 +238,7 @@ class Registry:
             )
 
     def join(self, session: Session, name: str) -> Engine:
-        """Put the session into the engine `name`, which comes to be if need be."""
+        """Put the session into the engine `name`, made if need be; the engine."""
         engine = self.engines.get(name)
         if engine is None:
             engine = self.engines[name] = Engine(self._next_engine, name, session.peer.uid)
@@ -262,7 +262,7 @@ class Registry:
                 del self.engines[engine.name]
 
     def check_integrity(self) -> None:
-        """Every index names the same objects.
+        """Check that every index names the same objects.
 
         Raises:
             IntegrityError: one does not.

@@ -1,4 +1,4 @@
-"""Everything the broker knows, in one place, for the decision modules that share it."""
+"""The broker's state, in one place, for the decision modules that share it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ REVOKE_AT_ONCE = 4096  # slots of 12 bytes each, well inside one datagram of the
 
 @dataclass(frozen=True, slots=True)
 class OperatorDrain:
-    """An operator's word that no new stores are taken: whose, and since when."""
+    """An operator's order that no new stores are taken: whose, and since when."""
 
     by: Peer
     since: float
@@ -31,7 +31,7 @@ class BrokerState:
     """Sessions, engines, lanes, namespaces, and writes being called back.
 
     `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.filling`.
-    `failed_lanes` says when a device's lane could last not start, and why.
+    `failed_lanes` holds when a device's lane could last not start, and why.
     `gone_lanes` are the counts of lanes that were let go, `lookups` those of all engines.
 
     `stopping`: a signal has come and lanes end, which nothing undoes; `drain` is undone by Resume.
@@ -96,7 +96,7 @@ class BrokerState:
         return min([self.allocated, *(lane.usable_bytes for lane in self.pinning)])
 
     def usable_bytes(self, engine: Engine) -> int | None:
-        """How much of the pool is allocated and in reach of all of the engine's lanes.
+        """Return how many bytes of the pool are allocated and in reach of the engine's lanes.
 
         In the order of `kvd.pool.filling`; None where that is all of it.
         """
@@ -139,7 +139,7 @@ class BrokerState:
         return self.namespace(namespace.id) is namespace
 
     def workers_of(self, device: str) -> list[Session]:
-        """Sessions whose registered memory is on `device`."""
+        """Return the sessions whose registered memory is on `device`."""
         return [
             session
             for session in self.registry.sessions.values()
@@ -162,7 +162,7 @@ class BrokerState:
         return effects
 
     def detach(self, engine: Engine, reason: str) -> tuple[list[Effect], int]:
-        """The engine is no longer complete: give up its writes, tell its sessions.
+        """Detach an engine that is no longer complete: give up its writes, notify its sessions.
 
         Returns:
             What is to be done, and how many chunks in writing were given up.
@@ -195,7 +195,7 @@ class BrokerState:
         return [DropDirectory(namespace.id) for namespace in unused]
 
     def check_integrity(self) -> None:
-        """All that can be checked, checked.
+        """Check all that can be checked.
 
         Raises:
             IntegrityError: an invariant does not hold.

@@ -5,14 +5,14 @@ killed, and one that has ended writes nowhere: what it alone was writing is give
 
 Lanes of CUDA devices start for the first worker of a device. One that has started stays while
 it lives, with workers or without. One that cannot start refuses the registrations that wait for
-it, and those of the next seconds, in its own words; it is started again by itself only for
+it, and those of the next seconds, with its own reason; it is started again by itself only for
 workers that were served before.
 """
 
 from kvd.broker.admission import MAX_CUDA_LANES
 from kvd.broker.effects import ChunksReady, DropLane, Effect, KillLane, Notify, ToLane
-from kvd.broker.lanes import NOTHING_SAID, Lane
-from kvd.broker.registration import Registration, in_words
+from kvd.broker.lanes import NO_REPORT, Lane
+from kvd.broker.registration import Registration, freed_text
 from kvd.broker.sessions import RegisterStep, Session
 from kvd.broker.state import BrokerState, free
 from kvd.cache.directory import Refs
@@ -46,7 +46,7 @@ class Supervision:
         self._registration = registration
         self._watched = 0.0
 
-    def heard(self, device: str, message: Message, now: float) -> list[Effect]:
+    def received(self, device: str, message: Message, now: float) -> list[Effect]:
         """A lane has sent a message."""
         lane = self._state.lanes[device]
         lane.last_seen = now
@@ -135,15 +135,15 @@ class Supervision:
         lane.last_error = failure or reason
         lane.past.add(lane.pong.counters)
         lane.past.restarts += 1
-        lane.pong = NOTHING_SAID
+        lane.pong = NO_REPORT
         for namespace_id, slots in state.revocations.lane_lost(device).items():
             self._free(namespace_id, slots)
         effects, freed = self._give_up_writes(lane)
         waiting = self._waiting_for(device)
         if served or not failure or not waiting:
-            text = f"lane {device} is lost: {lane.last_error}{in_words(freed)}"
+            text = f"lane {device} is lost: {lane.last_error}{freed_text(freed)}"
             effects.append(lane.event(text, "error"))
-        # Else the registrations that are refused for it say why it could not start.
+        # Else the registrations that are refused for it give the reason.
         for session in waiting:
             if session.pending is not None and session.pending.step is RegisterStep.IMPORTING:
                 session.pending.step = RegisterStep.WAITING
@@ -162,7 +162,7 @@ class Supervision:
         return effects
 
     def _give_up_writes(self, lane: Lane) -> tuple[list[Effect], int]:
-        """Give up what engines of this lane were writing, and tell them that nothing is found."""
+        """Give up what engines of this lane were writing, and notify them that nothing is found."""
         effects: list[Effect] = []
         freed = 0
         for engine in self._state.registry.engines.values():
@@ -202,7 +202,7 @@ class Supervision:
         """Ask lanes whether they are alive; kill those that have not answered for too long."""
         effects: list[Effect] = []
         timeout = self._state.settings.lane_timeout_seconds
-        away = now - self._watched - timeout / 4  # where this process hung, no lane could be heard
+        away = now - self._watched - timeout / 4  # while this process hung it received nothing
         if away > 0:
             for lane in self._state.lanes.values():
                 lane.last_seen = min(now, lane.last_seen + away)

@@ -37,7 +37,7 @@ class ConfigReader:
             set_level(core.loaded.settings.log_level)
         if self._hung_up:
             self._hung_up = False
-            core.hung_up()
+            core.sighup()
         if core.begin():
             threading.Thread(target=self._read, name="kvd-config", daemon=True).start()
         return effects

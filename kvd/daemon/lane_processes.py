@@ -188,7 +188,7 @@ class Lanes:
             process.lifeline, fds = fds[0], fds[1:]
             process.served = True
         close_all(fds)
-        self._carry_out(self._core.supervision.heard(process.device, message, now))
+        self._carry_out(self._core.supervision.received(process.device, message, now))
 
     def send(self, effect: ToLane, resolve: Callable[[FdName | None], list[int]]) -> None:
         """Write to a lane, with the descriptors that are named; one that does not read is killed.
@@ -208,7 +208,9 @@ class Lanes:
             text = f"the layout is too large to hand to the lane: {error}"
             order = effect.message
             refusal = Imported(session=order.session, error=text, attempt=order.attempt)
-            self._carry_out(self._core.supervision.heard(effect.device, refusal, time.monotonic()))
+            self._carry_out(
+                self._core.supervision.received(effect.device, refusal, time.monotonic())
+            )
         except (ChannelFull, EOFError, OSError) as error:
             lane = {"lane": effect.device}
             log.error("lane %s does not read (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the text has the reason

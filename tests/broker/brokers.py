@@ -82,7 +82,7 @@ def lane_ready(device: str = "host", usable_bytes: int = 2**62, **fields: Any) -
 
 def lane_up(broker: Broker, device: str = "host", **fields: Any) -> list[Effect]:
     """Have a lane say that it serves; what the broker does then."""
-    return broker.supervision.heard(device, lane_ready(device, **fields), 0.0)
+    return broker.supervision.received(device, lane_ready(device, **fields), 0.0)
 
 
 def hello(kind: Kind = "worker", engine: str = "e") -> Hello:

@@ -143,7 +143,7 @@ class BrokerMachine(RuleBasedStateMachine):
             self.up.add(device)
             self.incarnation += 1
             ready = lane_ready(device, incarnation=self.incarnation)
-            self.carry_out(self.broker.supervision.heard(device, ready, self.now))
+            self.carry_out(self.broker.supervision.received(device, ready, self.now))
 
     @rule(device=DEVICE, says_why=st.booleans())
     def lane_does_not_start(self, device: str, says_why: bool) -> None:
@@ -151,7 +151,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if device in self.wanted - self.up:
             if says_why:
                 failed = LaneFailed(error="no such device")
-                self.carry_out(self.broker.supervision.heard(device, failed, self.now))
+                self.carry_out(self.broker.supervision.received(device, failed, self.now))
             else:
                 self.end_lane(device)
 
@@ -185,7 +185,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 case BindWorker() | _:
                     pass
             if answer is not None:
-                self.carry_out(self.broker.supervision.heard(device, answer, self.now))
+                self.carry_out(self.broker.supervision.received(device, answer, self.now))
 
     # ------------------------------------------------------------- sessions
 
@@ -342,7 +342,7 @@ class BrokerMachine(RuleBasedStateMachine):
             groups=IntArray.of([0] * len(refs), "u2"),
             ok=ok,
         )
-        self.carry_out(self.broker.supervision.heard(device, report, self.now))
+        self.carry_out(self.broker.supervision.received(device, report, self.now))
 
     @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8), ok=st.booleans())
     def complete_store(self, session: Session, keys: list[bytes], ok: bool) -> None:
@@ -433,7 +433,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.now += seconds
         for device in [] if silent else sorted(self.up):
             pong = LanePong(sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0)
-            self.carry_out(self.broker.supervision.heard(device, pong, self.now))
+            self.carry_out(self.broker.supervision.received(device, pong, self.now))
         self.carry_out(self.broker.tick(self.now))
 
     # ----------------------------------------------------------- invariants

@@ -74,7 +74,7 @@ def serve(broker: Broker, session: Session, incarnation: int = 2) -> None:
     effects = broker.request(session, 2, register(), 0.0, 2)
     assert StartLane(CUDA) in effects
     lane_up(broker, CUDA, incarnation=incarnation)
-    done = broker.supervision.heard(CUDA, Imported(session=session.number, error=""), 0.0)
+    done = broker.supervision.received(CUDA, Imported(session=session.number, error=""), 0.0)
     assert answers(done) == [Registered]
 
 
@@ -100,7 +100,7 @@ def test_a_starting_lane_does_not_unready_the_daemon(broker: Broker) -> None:
     broker.request(session, 2, register(), 0.0, 2)
     seen = [broker.state.ready]
     lane_up(broker, CUDA, incarnation=2)
-    broker.supervision.heard(CUDA, Imported(session=session.number, error=""), 0.0)
+    broker.supervision.received(CUDA, Imported(session=session.number, error=""), 0.0)
     broker.supervision.lost(CUDA, "killed by signal 9")
     seen.append(broker.state.ready)
     assert CUDA in broker.state.lanes  # its worker waits for the next incarnation
@@ -123,7 +123,7 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> No
     sessions = [worker(broker, name) for name in ("one", "two")]
     for session in sessions:
         assert not replies(broker.request(session, 2, register(), 0.0, 2))
-    effects = broker.supervision.heard(CUDA, LaneFailed(error="no such device"), 0.0)
+    effects = broker.supervision.received(CUDA, LaneFailed(error="no such device"), 0.0)
     assert KillLane(CUDA) in effects
     effects = broker.supervision.lost(CUDA, "exit status 1")
     errors = [r.message for r in replies(effects) if isinstance(r.message, Error)]
@@ -154,7 +154,7 @@ def test_a_lane_that_ends_without_workers_is_let_go(broker: Broker) -> None:
     assert CUDA in broker.state.lanes
     counters = LaneCounts(store_bytes=4096)
     pong = LanePong(sequence=1, queued_jobs=0, bytes_in_flight=0, workers=0, counters=counters)
-    broker.supervision.heard(CUDA, pong, 0.0)
+    broker.supervision.received(CUDA, pong, 0.0)
     assert DropLane(CUDA) in broker.supervision.lost(CUDA, "exit status 0")
     totals = status_report(broker.state, 1, "test", 0.0)["counters"]
     assert (totals["store_bytes"], totals["restarts"]) == (4096, 1)
@@ -182,9 +182,9 @@ def test_a_worker_that_leaves_while_the_next_lane_maps_is_released_there(
     effects = broker.request(session, 3, Unregister(), 0.0, 2)
     assert not replies(effects)
     assert ToLane(CUDA, ReleaseWorker(session=session.number)) in effects
-    broker.supervision.heard(CUDA, Imported(session=session.number, error=""), 0.0)
+    broker.supervision.received(CUDA, Imported(session=session.number, error=""), 0.0)
     assert session.registration is None
-    released = broker.supervision.heard(CUDA, Released(session=session.number), 0.0)
+    released = broker.supervision.received(CUDA, Released(session=session.number), 0.0)
     assert answers(released) == [Unregistered]
 
 
@@ -197,11 +197,11 @@ def test_a_late_answer_to_a_registration_is_not_that_of_the_next(
     lane_up(broker, CUDA, incarnation=2)
     assert "did not map the memory in time" in refusal(broker.tick(100.0)).text
     assert not replies(broker.request(session, 3, register(), 100.0, 2))
-    late = broker.supervision.heard(CUDA, Imported(session=session.number, error=""), 100.0)
+    late = broker.supervision.received(CUDA, Imported(session=session.number, error=""), 100.0)
     assert not replies(late)
     assert session.registration is None
     answer = Imported(session=session.number, error="", attempt=1)
-    assert replies(broker.supervision.heard(CUDA, answer, 101.0))
+    assert replies(broker.supervision.received(CUDA, answer, 101.0))
 
 
 def test_workers_that_were_served_wait_for_a_lane_that_fails(broker: Broker) -> None:
@@ -210,7 +210,7 @@ def test_workers_that_were_served_wait_for_a_lane_that_fails(broker: Broker) -> 
     broker.supervision.lost(CUDA, "killed by signal 9")
     new = worker(broker, "new")
     assert not replies(broker.request(new, 2, register(), 0.0, 2))
-    broker.supervision.heard(CUDA, LaneFailed(error="the device is lost"), 0.0)
+    broker.supervision.received(CUDA, LaneFailed(error="the device is lost"), 0.0)
     effects = broker.supervision.lost(CUDA, "exit status 1")
     assert refusal(effects).text == "the device is lost"
     assert CUDA in broker.state.lanes

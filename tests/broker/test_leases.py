@@ -28,7 +28,9 @@ class Bench:
         self.broker, worker = attached(64 * PAGE)
         self.broker.pool_allocated(64 * PAGE)
         lane_up(self.broker)
-        self.broker.supervision.heard("host", Imported(session=worker.number, error=""), self.now)
+        self.broker.supervision.received(
+            "host", Imported(session=worker.number, error=""), self.now
+        )
         self.scheduler = join(self.broker, "scheduler")
         assert worker.engine is not None
         assert worker.engine.namespace is not None
@@ -47,7 +49,7 @@ class Bench:
             groups=IntArray.of(np.zeros(count, np.uint16), "u2"),
             ok=True,
         )
-        self.broker.supervision.heard("host", share, self.now)
+        self.broker.supervision.received("host", share, self.now)
 
     def ask(self, message: Message) -> Message:
         """What the scheduler is answered."""

@@ -42,11 +42,11 @@ def test_seconds_left_follow_the_measured_rate() -> None:
     """Unknown at first; then what is left by the rate; zero at the end."""
     progress = Progress()
     assert progress.seconds_left(100) is None
-    progress.tell(0.0, 0)
+    progress.record(0.0, 0)
     assert progress.seconds_left(100) is None
-    progress.tell(2.0, 20)
+    progress.record(2.0, 20)
     assert progress.seconds_left(100) == pytest.approx(8.0)
-    progress.tell(4.0, 100)
+    progress.record(4.0, 100)
     assert progress.seconds_left(100) == 0.0
 
 
@@ -54,20 +54,20 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     """A slow beginning does not count for ever."""
     progress = Progress()
     for second in range(100):
-        progress.tell(float(second), second)
+        progress.record(float(second), second)
     for second in range(100, 121):
-        progress.tell(float(second), 100 + 10 * (second - 100))
+        progress.record(float(second), 100 + 10 * (second - 100))
     assert progress.seconds_left(400) == pytest.approx(10.0, rel=0.1)
 
 
 def test_progress_that_falls_begins_anew() -> None:
     """A lane that pins from the start makes the old rate worthless."""
     progress = Progress()
-    progress.tell(0.0, 0)
-    progress.tell(1.0, 50)
-    progress.tell(2.0, 10)
+    progress.record(0.0, 0)
+    progress.record(1.0, 50)
+    progress.record(2.0, 10)
     assert progress.seconds_left(100) is None
-    progress.tell(3.0, 20)
+    progress.record(3.0, 20)
     assert progress.seconds_left(100) == pytest.approx(8.0)
 
 
@@ -75,7 +75,7 @@ def test_standing_still_gives_no_estimate() -> None:
     """Nothing done in the last seconds: nobody knows how long it takes."""
     progress = Progress()
     for second in range(30):
-        progress.tell(float(second), 7)
+        progress.record(float(second), 7)
     assert progress.seconds_left(100) is None
 
 

@@ -42,7 +42,7 @@ def engine_comes(broker: Broker, device: str) -> None:
     )
     broker.request(session, 2, register, 0.0, 2)
     lane_comes(broker, device, usable=POOL // 8, pins=True)
-    broker.supervision.heard(device, Imported(session=session.number, error=""), 0.0)
+    broker.supervision.received(device, Imported(session=session.number, error=""), 0.0)
     assert broker.state.workers_of(device)
 
 
@@ -95,10 +95,12 @@ def test_a_lane_that_pins_holds_readiness_up_while_it_has_workers() -> None:
     check = named(broker, "pool")
     assert (check.ok, check.percent) == (False, 12.5)
     assert check.text == f"lane {CUDA} has pinned 8 MiB of 64 MiB"
-    broker.supervision.heard(CUDA, PoolUsable(usable_bytes=0, error="no memory may be locked"), 2.0)
+    broker.supervision.received(
+        CUDA, PoolUsable(usable_bytes=0, error="no memory may be locked"), 2.0
+    )
     assert named(broker, "pool").text == f"lane {CUDA}: no memory may be locked"
     assert report(broker)["lanes"][1]["pin_error"] == "no memory may be locked"
-    broker.supervision.heard(CUDA, PoolUsable(usable_bytes=POOL, error=""), 3.0)
+    broker.supervision.received(CUDA, PoolUsable(usable_bytes=POOL, error=""), 3.0)
     assert broker.state.ready
     assert named(broker, "pool").text == "64 MiB are allocated and pinned"
 

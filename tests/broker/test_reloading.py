@@ -100,7 +100,7 @@ def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:
     shown = reply.message.config["settings"]["cpu_bytes"]
     assert (shown["value"], shown["from"]) == (2**20, "default")
     assert shown["after_restart"] == {"value": "1GiB", "from": "kvd.toml:1"}
-    broker.reloading.hung_up()
+    broker.reloading.sighup()
     broker.reloading.begin()
     broker.reloading.read(read())
     assert not broker.reloading.loaded.waiting

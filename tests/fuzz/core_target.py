@@ -184,7 +184,7 @@ class _Play:
     # ------------------------------------------------------------- the rest
 
     def _from_lane(self, message: Message, device: str = HOST) -> None:
-        self._carry_out(self.broker.supervision.heard(device, message, self.now))
+        self._carry_out(self.broker.supervision.received(device, message, self.now))
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
