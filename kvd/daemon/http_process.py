@@ -74,7 +74,7 @@ class HttpProcess:
         return self._child.pid
 
     def turn(self, poller: zmq.Poller, ready: dict[object, int], now: float) -> None:
-        """One turn of the broker's loop: start, watch, start again."""
+        """Start the process, watch it, start it again."""
         if self._eager_at is None:
             self._eager_at = now + _START_AFTER_SECONDS
         if self._child.running:
@@ -93,11 +93,16 @@ class HttpProcess:
             poller.unregister(fd)
         self._watched = []
         try:
-            self._beat, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            self._spawn()
         except OSError as error:
             log.error("the HTTP process cannot be started: %s", error)  # noqa: TRY400  # expected when descriptors run out
             self._child.put_off(now)
             return
+        self._heard = now
+        poller.register(self._child.pidfd, zmq.POLLIN)
+
+    def _spawn(self) -> None:
+        beat, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         fds = [theirs, self._unix.fileno()]
         arguments = ["--runtime-dir", str(self._runtime_dir), "--beat-fd", str(theirs)]
         arguments += ["--unix-fd", str(self._unix.fileno())]
@@ -106,15 +111,12 @@ class HttpProcess:
             arguments += ["--tcp-fd", str(self._tcp.fileno()), "--host", self._host]
         try:
             self._child.spawn(arguments, fds, _ENVIRONMENT)
-        except OSError as error:
-            log.error("the HTTP process cannot be started: %s", error)  # noqa: TRY400  # expected when descriptors run out
-            self._close_beat()
-            self._child.put_off(now)
-            return
+        except OSError:
+            os.close(beat)
+            raise
         finally:
             os.close(theirs)
-        self._heard = now
-        poller.register(self._child.pidfd, zmq.POLLIN)
+        self._beat = beat
 
     def _watch(self, poller: zmq.Poller, ready: dict[object, int], now: float) -> None:
         if self._child.pidfd in ready:
@@ -151,7 +153,7 @@ class HttpProcess:
 
 
 def bind_tcp(listen: Listen) -> socket.socket:
-    """A listening socket, not blocking.
+    """Return a listening socket, not blocking.
 
     Raises:
         ConfigError: the address cannot be had, with the remedy.
