@@ -21,7 +21,7 @@ from typing import Protocol
 
 import zmq
 
-from kvd_client.arguments import shown
+from kvd_client.arguments import seconds, shown
 from kvd_client.connection import Connection, greeting_hello, socket_path
 from kvd_client.control_socket import Notice
 from kvd_client.errors import DaemonLost, DaemonSilent, Refused, UsageError
@@ -99,12 +99,10 @@ class Session:
                 f"engine={shown(engine)}: a name of 1 to {MAX_ENGINE_NAME} printable characters is"
                 " needed, the same for the scheduler and all workers of one engine"
             )
-        if not isinstance(deadline, (int, float)) or not 0 < deadline <= 3600:
-            raise UsageError(f"deadline={shown(deadline)}: seconds above 0 are needed, such as 1.0")
         self.runtime_dir = _directory(runtime_dir)
         socket_path(self.runtime_dir, "broker.sock")
         self.engine = engine
-        self.deadline = float(deadline)
+        self.deadline = seconds("deadline", deadline, 3600.0, positive=True)
         self._hello = greeting_hello(kind, engine)
         self._handler = handler
         self._news = news

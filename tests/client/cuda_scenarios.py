@@ -1,7 +1,8 @@
 """What a worker's process does with CUDA memory, each scenario in a process of its own.
 
-Run as `python -m tests.client.cuda_scenarios NAME` with the test driver on
-LD_LIBRARY_PATH; exit status 0 shows that everything was as the name promises.
+Run as `python -m tests.client.cuda_scenarios NAME [RULE]` with the test driver on
+LD_LIBRARY_PATH; exit status 0 says that everything was as the name promises.
+With the name of a rule it runs without that rule and should not succeed.
 """
 
 import ctypes
@@ -132,8 +133,8 @@ def until(timeline: Timeline, number: int) -> None:
 
 
 def stays(timeline: Timeline, number: int) -> None:
-    """The timeline goes no further."""
-    end = time.monotonic() + 0.1
+    """The timeline goes no further; without a rule there is time to see that it does."""
+    end = time.monotonic() + (30 if len(sys.argv) > 2 else 0.1)
     while time.monotonic() < end:
         assert timeline.reached == number
         time.sleep(0.001)
@@ -474,6 +475,41 @@ def without_the_bindings_memory_is_unsupported() -> None:
     assert wanted(host, host).message.device == "host"
 
 
+# ------------------------------------------------------- rules, to be taken away
+
+
+def a_stream_waits_for_the_last_number_on_another() -> None:
+    """Else a number on an idle stream vouches for what a busy one has not done."""
+    cuda_driver.stream_waits = lambda stream, event: None  # noqa: ARG005  # as its stand-in
+
+
+def the_stream_writes_the_number_at_its_turn() -> None:
+    """Else it is reached when it is asked for."""
+
+    def write(stream: int, address: int, value: int) -> None:
+        del stream
+        ctypes.c_uint64.from_address(address).value = value
+
+    cuda_driver.write_value = write
+
+
+def the_thread_waits_for_the_event() -> None:
+    """Else the same, where streams cannot write."""
+    cuda_driver.wait_for = lambda event: None  # noqa: ARG005  # as its stand-in
+
+
+def a_write_counts_when_it_is_marked() -> None:
+    """Else the event says that nothing will write while a stream has yet to."""
+    StreamWrites._marked = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]  # as its stand-in
+
+
+def a_page_is_let_go_when_nothing_will_write_to_it() -> None:
+    """Else a stream writes where nothing is registered, and the context is lost."""
+    cuda_driver.has_happened = lambda event: True  # noqa: ARG005  # as its stand-in
+
+
 if __name__ == "__main__":
+    for rule in sys.argv[2:]:
+        globals()[rule]()
     globals()[sys.argv[1]]()
     os._exit(0)  # the streams' threads need no farewell
