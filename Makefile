@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-stalls test-explore demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
+.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,12 @@ demo-vllm: $(VLLM_STAMP) ## vLLM on a CPU, with a cache too small, then restarte
 
 test: $(STAMP) ## every test that needs no GPU and no engine
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The packages that decide, and the parts around them: nothing here starts a daemon.
+FAST := tests/proto tests/broker tests/cache tests/pool tests/wire tests/plan tests/report tests/daemon_parts
+
+test-fast: $(STAMP) ## the part of it that starts no daemon: under a minute
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST)
 
 lint: $(STAMP) ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check .
