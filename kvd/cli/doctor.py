@@ -2,14 +2,15 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from kvd.cli.options import settings_options, sources
 from kvd.doctor.checks import examine
-from kvd.doctor.facts import gather
-from kvd.doctor.findings import Level, summary
+from kvd.doctor.facts import Facts
+from kvd.doctor.findings import Level
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
@@ -28,14 +29,15 @@ def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None
       kvd doctor --config /etc/kvd/kvd.toml
       kvd doctor --json | jq '.findings[] | select(.level != "ok")'
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    findings = examine(gather(sources(config, options).load().settings))
-    result = summary(findings)
+    findings = examine(Facts(sources(config, options).load().settings))
+    worst = max((finding.level for finding in findings), key=list(Level).index)
     if as_json:
-        click.echo(json.dumps(result, indent=2))
+        told = {"level": worst, "findings": [asdict(finding) for finding in findings]}
+        click.echo(json.dumps(told, indent=2))
     else:
         for finding in findings:
             click.secho(f"{finding.level:4}  ", fg=_COLOURS[finding.level], bold=True, nl=False)
             click.echo(f"{finding.name}: {finding.text}")
             if finding.remedy:
                 click.echo(f"      → {finding.remedy}")
-    sys.exit(1 if result["level"] == Level.FAIL else 0)
+    sys.exit(1 if worst == Level.FAIL else 0)

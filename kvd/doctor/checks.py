@@ -1,10 +1,15 @@
 """Facts in, findings out: the table of checks, in the order in which they are shown."""
 
+import os
+import platform
+import stat
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
-from kvd.doctor.facts import Facts, RuntimeFacts, UnseenError
+import psutil
+
+from kvd.daemon.runtime_dir import MAX_DIRECTORY_BYTES
+from kvd.doctor.facts import Facts
 from kvd.doctor.findings import Finding, fail, ok, warn
 from kvd.lane.devices.cuda import driver
 from kvd.machine.places import danger
@@ -13,21 +18,11 @@ from kvd_proto.sizes import format_size
 OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is the long-term one
 FILES_PER_SESSION = 4  # control socket, pidfd, and what a worker hands over
 SPARE_FILES = 256
-_OWNER_ONLY = 0o007
-
-
-class Check(Protocol):
-    """Judges facts."""
-
-    __name__: str
-
-    def __call__(self, facts: Facts, /) -> Iterable[Finding]:
-        """The findings."""
 
 
 def machine(facts: Facts) -> Iterator[Finding]:
     """Kernel and Python."""
-    text = f"Linux {facts.kernel}, Python {facts.python}, {facts.cpus} processors"
+    text = f"Linux {facts.kernel}, Python {platform.python_version()}, {facts.cpus} processors"
     number = tuple(int(part) for part in facts.kernel.split("-")[0].split(".")[:2])
     if number < OLDEST_KERNEL:
         yield fail("machine", text, "kvd needs Linux 5.4 or newer: watch processes by pidfd")
@@ -50,20 +45,20 @@ def processes(facts: Facts) -> Iterator[Finding]:
 
 def memory(facts: Facts) -> Iterator[Finding]:
     """The pool fits the machine and the control group."""
-    running, pool, reserve = facts.runtime.report, facts.settings.pool_bytes, 0
+    running, pool = facts.runtime.report, facts.settings.pool_bytes
     reserve = facts.settings.reserve_bytes
-    has = f"{format_size(facts.available)} of {format_size(facts.memory)} available"
+    total, available = facts.memory
+    has = f"{format_size(available)} of {format_size(total)} available"
     if running is not None or pool is None:
         size = "its pool is made already" if running is not None else "cpu_bytes is auto"
         yield ok("memory", f"{has}; {size}")
-    elif pool > facts.available:
+    elif pool > available:
         yield fail(
             "memory",
             f"{has}, cpu_bytes is {format_size(pool)}",
-            f"set cpu_bytes to at most {format_size(max(0, facts.available - reserve))},"
-            " or to auto",
+            f"set cpu_bytes to at most {format_size(max(0, available - reserve))}, or to auto",
         )
-    elif pool > facts.available - reserve:
+    elif pool > available - reserve:
         yield warn(
             "memory",
             f"{has}, cpu_bytes is {format_size(pool)}: less than {format_size(reserve)} is left"
@@ -268,13 +263,15 @@ def runtime_dir(facts: Facts) -> Iterator[Finding]:
     """The runtime directory: ours, closed to others, short enough for a socket's path."""
     here = facts.runtime
     name = f"runtime_dir = {here.path}"
-    if here.path_bytes > here.most_bytes:
+    length = len(os.fsencode(here.path.absolute()))
+    mode = here.status.st_mode if here.status else 0
+    if length > MAX_DIRECTORY_BYTES:
         yield fail(
             "runtime directory",
-            f"{name}: {here.path_bytes} bytes, a socket's path leaves room for {here.most_bytes}",
+            f"{name}: {length} bytes, a socket's path leaves room for {MAX_DIRECTORY_BYTES}",
             "use a shorter one, such as /run/kvd",
         )
-    elif here.exists and not here.is_directory:
+    elif here.status and not stat.S_ISDIR(mode):
         yield fail("runtime directory", f"{name}: this is no directory", "choose another path")
     elif not here.writable and not here.holder:
         yield fail(
@@ -282,30 +279,23 @@ def runtime_dir(facts: Facts) -> Iterator[Finding]:
             f"{name}: this user may not write there",
             "RuntimeDirectory=kvd in the unit, or --runtime-dir with a directory of your own",
         )
-    elif not here.exists:
+    elif not here.status:
         yield ok("runtime directory", f"{name}: will be made")
-    elif problem := danger(here.path, here.mode):
+    elif problem := danger(here.path, mode):
         yield fail("runtime directory", name, problem)
-    elif here.mode & _OWNER_ONLY:
+    elif mode & stat.S_IRWXO:
         yield warn(
             "runtime directory",
-            f"{name}: mode {here.mode:04o}, every user of this machine may come in",
-            _group_remedy(here),
+            f"{name}: mode {stat.S_IMODE(mode):04o}, every user of this machine may come in",
+            f"chmod 0750 {here.path}, and put the engines' users into group {here.group_name}"
+            if here.status.st_gid  # root's group is none to put them into
+            else "give it a group of its own and put the engines' users into that, such as:"
+            f" groupadd --system kvd; chgrp kvd {here.path}; chmod 0750 {here.path}; usermod -aG"
+            " kvd USER",
         )
     else:
-        yield ok(
-            "runtime directory", f"{name}: mode {here.mode:04o}, uid {here.owner} gid {here.group}"
-        )
-
-
-def _group_remedy(here: RuntimeFacts) -> str:
-    """How only the engines' users come in; root's group is none to put them into."""
-    if here.group:
-        return f"chmod 0750 {here.path}, and put the engines' users into group {here.group_name}"
-    return (
-        "give it a group of its own and put the engines' users into that, such as: groupadd"
-        f" --system kvd; chgrp kvd {here.path}; chmod 0750 {here.path}; usermod -aG kvd USER"
-    )
+        owner = f"uid {here.status.st_uid} gid {here.status.st_gid}"
+        yield ok("runtime directory", f"{name}: mode {stat.S_IMODE(mode):04o}, {owner}")
 
 
 def daemon(facts: Facts) -> Iterator[Finding]:
@@ -355,7 +345,7 @@ def clock(facts: Facts) -> Iterator[Finding]:
         )
 
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     machine,
     processes,
     memory,
@@ -376,18 +366,16 @@ CHECKS: tuple[Check, ...] = (
 
 def examine(facts: Facts) -> list[Finding]:
     """All findings; a check that fails is one, too."""
-    return [finding for check in CHECKS for finding in _findings(check, facts)]
-
-
-def _findings(check: Check, facts: Facts) -> list[Finding]:
-    name, found = check.__name__.replace("_", " "), []
-    try:
-        for finding in check(facts):
-            found.append(finding)  # noqa: PERF402  # what came before an error counts
-    except UnseenError as error:
-        text = f"this cannot be looked at: {error}"
-        found.append(warn(name, text, "run kvd doctor as the daemon's user, or as root"))
-    except Exception as error:  # noqa: BLE001  # the other checks are worth having
-        text = f"this check failed: {type(error).__name__}: {error}"
-        found.append(warn(name, text, "a bug in kvd: report it; the other lines hold"))
+    found: list[Finding] = []
+    for check in CHECKS:
+        name = check.__name__.replace("_", " ")
+        try:
+            for finding in check(facts):
+                found.append(finding)  # noqa: PERF402  # what came before an error counts
+        except (OSError, psutil.Error) as error:
+            text = f"this cannot be looked at: {error}"
+            found.append(warn(name, text, "run kvd doctor as the daemon's user, or as root"))
+        except Exception as error:  # noqa: BLE001  # the other checks are worth having
+            text = f"this check failed: {type(error).__name__}: {error}"
+            found.append(warn(name, text, "a bug in kvd: report it; the other lines hold"))
     return found

@@ -1,8 +1,7 @@
 """What the doctor says."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class Level(StrEnum):
@@ -40,10 +39,3 @@ def warn(name: str, text: str, remedy: str) -> Finding:
 def fail(name: str, text: str, remedy: str) -> Finding:
     """A daemon does not start, or not with what was asked for."""
     return Finding(name, Level.FAIL, text, remedy)
-
-
-def summary(findings: list[Finding]) -> dict[str, Any]:
-    """Findings as `kvd doctor --json` prints them; `level` is the worst."""
-    order = list(Level)
-    worst = max((finding.level for finding in findings), key=order.index, default=Level.OK)
-    return {"level": worst, "findings": [asdict(finding) for finding in findings]}

@@ -4,11 +4,12 @@ A broken driver can hang for ever inside a call; then this process is given up, 
 the finding.
 """
 
-import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from kvd.errors import CudaError, CudaMissing
 from kvd.lane.devices.cuda import driver
@@ -66,29 +67,24 @@ def ask_gpus() -> Gpus:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return Gpus(nodes, kernel, problem=f"asking the CUDA driver failed: {last}")
-    said = json.loads(done.stdout)
-    devices = tuple(Gpu(**device) for device in said["devices"])
-    return Gpus(nodes, kernel, said["cuda"], devices, said["missing"], said["problem"])
+    return replace(msgspec.json.decode(done.stdout, type=Gpus), nodes=nodes, kernel=kernel)
 
 
 def main() -> None:
     """Print what the driver says as JSON."""
-    cuda, devices, missing, problem = 0, [], "", ""
+    cuda, found, missing, problem = 0, [], "", ""
     try:
         driver.start()
         cuda = driver.version()
         for device, uuid in driver.devices():
-            ipc, descriptors = driver.can_share(device)
-            found = Gpu(
-                uuid.hex(), driver.device_name(device), driver.pci_bus_id(device), ipc, descriptors
-            )
-            devices.append(asdict(found))
+            name, bus = driver.device_name(device), driver.pci_bus_id(device)
+            found.append(Gpu(uuid.hex(), name, bus, *driver.can_share(device)))
     except CudaMissing as error:
         missing = str(error)
     except CudaError as error:
         problem = str(error)
-    said = {"cuda": cuda, "devices": devices, "missing": missing, "problem": problem}
-    json.dump(said, sys.stdout)
+    said = Gpus(cuda=cuda, devices=tuple(found), missing=missing, problem=problem)
+    sys.stdout.buffer.write(msgspec.json.encode(said))
 
 
 if __name__ == "__main__":

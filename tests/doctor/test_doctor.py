@@ -76,12 +76,13 @@ def test_a_small_pool_suits_this_machine(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def lower() -> None:
+    """Lock 64 KiB at most."""
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+
+
 def test_a_low_memlock_is_found(tmp_path: Path) -> None:
     """A limit of locked memory below the pool's size is named, with figures and remedy."""
-
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-
     _, found = doctor(*quiet(tmp_path), before=lower)
     assert found["memlock"]["level"] == "warn"
     assert "64 KiB" in found["memlock"]["text"]
@@ -91,10 +92,6 @@ def test_a_low_memlock_is_found(tmp_path: Path) -> None:
 @pytest.mark.fakecuda
 def test_a_low_memlock_fails_where_a_gpu_would_pin(tmp_path: Path, fakecuda: FakeCuda) -> None:
     """With a GPU here, the same limit is a failure, and the exit status says so."""
-
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-
     status, found = doctor(*quiet(tmp_path), before=lower, env=fakecuda.environment())
     assert (status, found["memlock"]["level"]) == (1, "fail")
     assert "shares memory by IPC handles" in found["GPU"]["text"]
@@ -108,11 +105,12 @@ def test_a_driver_that_does_not_start_is_a_finding(tmp_path: Path, fakecuda: Fak
     assert "CUDA_ERROR_UNKNOWN" in found["GPU"]["text"]
 
 
-def test_a_tiny_tmpfs_is_found(tmp_path: Path) -> None:
-    """A pool directory with less room than the pool fails, with the command that enlarges it."""
+@pytest.mark.parametrize("where", ["small", "/dev/shm"])
+def test_a_tiny_tmpfs_is_found(tmp_path: Path, where: str) -> None:
+    """A pool directory smaller than the pool, such as a container's, fails with the remedies."""
     unshare = shutil.which("unshare")
-    small = tmp_path / "small"
-    small.mkdir()
+    small = tmp_path / where
+    small.mkdir(exist_ok=True)
     script = f'mount -t tmpfs -o size=1m none {small} && exec "$@"'
     prefix = (unshare or "unshare", "-m", "sh", "-c", script, "sh")
     if unshare is None or subprocess.run([*prefix, "true"], check=False).returncode:
@@ -121,17 +119,6 @@ def test_a_tiny_tmpfs_is_found(tmp_path: Path) -> None:
     assert (status, found["pool directory"]["level"]) == (1, "fail")
     assert "1 MiB free" in found["pool directory"]["text"]
     assert f"mount -o remount,size=64M {small}" in found["pool directory"]["remedy"]
-
-
-def test_a_tiny_shared_memory_is_found_by_default(tmp_path: Path) -> None:
-    """A container's /dev/shm of 1 MiB fails for the default pool directory."""
-    unshare = shutil.which("unshare")
-    script = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
-    prefix = (unshare or "unshare", "-m", "sh", "-c", script, "sh")
-    if unshare is None or subprocess.run([*prefix, "true"], check=False).returncode:
-        pytest.skip("mounting needs root and unshare(1)")
-    status, found = doctor(*quiet(tmp_path), prefix=prefix)
-    assert (status, found["pool directory"]["level"]) == (1, "fail")
     assert "--shm-size" in found["pool directory"]["remedy"]
 
 
