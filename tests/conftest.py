@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, started_daemons
 
 __all__ = ["Daemon", "StartDaemon", "started_daemons"]
 
@@ -27,6 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Where a machine asks for colours, no test could read what a command prints.
 for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
     os.environ.pop(variable, None)
+
+# Without compiled modules each process that a test starts would compile all of kvd again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # What chance finds belongs to whoever looks for it (--hypothesis-profile=explore), not to whoever
 # changed something else: make test draws the same examples every time.
@@ -47,6 +50,22 @@ def start_daemon(runtime_dir: Path) -> Iterator[StartDaemon]:
     """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the test."""
     with started_daemons(runtime_dir) as start:
         yield start
+
+
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[Daemon]:
+    """A ready daemon with a pool of 64 MiB for all tests of a module that break nothing.
+
+    What a test counts or stores there is of an engine and a model that are named by `label`.
+    """
+    with daemon_left_clean() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def label(request: pytest.FixtureRequest) -> str:
+    """A name that no other test uses."""
+    return str(request.node.name)
 
 
 @pytest.fixture

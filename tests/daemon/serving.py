@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +104,37 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         for daemon in daemons:  # several may share a place: now nobody writes there
             for place in Path("/dev/shm").glob(f"{area_name(daemon.runtime_dir)}*"):
                 shutil.rmtree(place)
+
+
+@contextmanager
+def daemon_left_clean(*extra: str, cpu_bytes: str = "64MiB") -> Iterator[Daemon]:
+    """A daemon that many tests share; fails at its end if one of them has left something there."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        started_daemons(Path(path) / "run") as start,
+    ):
+        daemon = start(*extra, cpu_bytes=cpu_bytes)
+        yield daemon
+        eventually(lambda: _left_behind(daemon), lambda found: found == {})
+
+
+def _left_behind(daemon: Daemon) -> dict[str, object]:
+    """What a daemon that nobody uses does not have."""
+    report = daemon.status()
+    sums: dict[str, int] = {"pinned": 0, "doomed": 0, "writing": 0, "draining": 0}
+    for namespace in report["namespaces"]:
+        for state in sums:
+            sums[state] += namespace["chunks"][state]
+    found: dict[str, object] = {
+        **sums,
+        "not ready": report["not_ready"],
+        "engines": report["engines"],
+        "leases": report["leases"],
+        # This question's is one, the HTTP process may have another.
+        "sessions": max(0, report["sessions"]["open"] - 2),
+        "lanes lost": sum(lane["counters"]["restarts"] for lane in report["lanes"]),
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:

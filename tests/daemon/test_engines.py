@@ -1,5 +1,8 @@
 """Engines on a real daemon: what is stored comes back, to whom it may, and only complete."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import psutil
 import pytest
@@ -9,10 +12,18 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.waiting import DEADLINE, eventually
 
+MakeEngine = Callable[..., Engine]
 
-def test_two_ranks_store_and_load_every_byte(daemon: Daemon) -> None:
+
+@pytest.fixture
+def make_engine(shared_daemon: Daemon, label: str) -> MakeEngine:
+    """An engine of this test's on the daemon of all, of a model that is this test's too."""
+    return partial(Engine, shared_daemon.runtime_dir, name=label, model=label)
+
+
+def test_two_ranks_store_and_load_every_byte(make_engine: MakeEngine) -> None:
     """Both groups of both ranks come back, from other blocks, over poisoned memory."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
+    with make_engine().wait_attached() as engine:
         full, window = keys_of("full", 10), keys_of("window", 6)
         assert engine.store(full) == full
         assert engine.store(window, first_block=21, group=1) == window
@@ -21,9 +32,9 @@ def test_two_ranks_store_and_load_every_byte(daemon: Daemon) -> None:
         assert engine.load(window, group=1) == (6, 0)
 
 
-def test_a_chunk_is_ready_only_with_the_share_of_every_rank(daemon: Daemon) -> None:
+def test_a_chunk_is_ready_only_with_the_share_of_every_rank(make_engine: MakeEngine) -> None:
     """After one of two ranks a key is pending, for loads it is a miss; after both it is a hit."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
+    with make_engine().wait_attached() as engine:
         keys = keys_of("half", 3)
         ticket = engine.scheduler.prepare_store(keys)
         blocks = engine.fill(keys, 1)
@@ -37,12 +48,14 @@ def test_a_chunk_is_ready_only_with_the_share_of_every_rank(daemon: Daemon) -> N
         assert engine.load(keys) == (3, 0)
 
 
-def test_engines_with_the_same_fingerprint_share_chunks(daemon: Daemon) -> None:
+def test_engines_with_the_same_fingerprint_share_chunks(
+    make_engine: MakeEngine, label: str
+) -> None:
     """What one engine stored, its twin loads; it is offered only once."""
     keys = keys_of("shared", 5)
     with (
-        Engine(daemon.runtime_dir, name="one").wait_attached() as one,
-        Engine(daemon.runtime_dir, name="two").wait_attached() as two,
+        make_engine().wait_attached() as one,
+        make_engine(name=f"{label} too").wait_attached() as two,
     ):
         one.store(keys)
         wait_hit(two, keys)
@@ -59,29 +72,34 @@ def test_engines_with_the_same_fingerprint_share_chunks(daemon: Daemon) -> None:
         {"world_size": 1},
     ],
 )
-def test_engines_that_differ_never_share(daemon: Daemon, other: dict[str, object]) -> None:
+def test_engines_that_differ_never_share(
+    make_engine: MakeEngine, shared_daemon: Daemon, label: str, other: dict[str, object]
+) -> None:
     """Another model, factor, page size or world size is another namespace."""
     keys = keys_of("private", 4)
     with (
-        Engine(daemon.runtime_dir, name="one").wait_attached() as one,
-        Engine(daemon.runtime_dir, name="two", **other).wait_attached() as two,  # type: ignore[arg-type]
+        make_engine().wait_attached() as one,
+        make_engine(name=f"{label} too", **other).wait_attached() as two,
     ):
         one.store(keys)
         wait_hit(one, keys)
         assert two.scheduler.lookup_many(keys) == [LookupResult.MISS] * 4
         assert not two.scheduler.prepare_load(keys).keys
-    assert len(daemon.status()["namespaces"]) == 2
+        spaces = {
+            engine["name"]: engine["namespace"] for engine in shared_daemon.status()["engines"]
+        }
+        assert spaces[one.name] != spaces[two.name]
 
 
 @pytest.mark.parametrize("blocks", [64, 128])
-def test_a_restarted_engine_hits_its_old_chunks(daemon: Daemon, blocks: int) -> None:
+def test_a_restarted_engine_hits_its_old_chunks(make_engine: MakeEngine, blocks: int) -> None:
     """The pool outlives the engine, also where the next one has more GPU blocks."""
     keys = keys_of("again", 8)
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
+    with make_engine().wait_attached() as engine:
         engine.store(keys)
         wait_hit(engine, keys)
     layout = make_layout(blocks=blocks)
-    with Engine(daemon.runtime_dir, layout=layout).wait_attached() as engine:
+    with make_engine(layout=layout).wait_attached() as engine:
         assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT] * 8
         assert engine.load(keys) == (8, 0)
 
@@ -121,9 +139,9 @@ def test_replicated_shares_are_stored_once(daemon: Daemon) -> None:
     assert eventually(lambda: daemon.status()["counters"]["store_bytes"]) == 9 * 2 * 2 * 4096
 
 
-def test_blocks_that_were_not_stored_are_a_miss(daemon: Daemon) -> None:
+def test_blocks_that_were_not_stored_are_a_miss(make_engine: MakeEngine) -> None:
     """A chunk at a window's edge holds its last block only; a load of the first one fails."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
+    with make_engine().wait_attached() as engine:
         keys, scheduler = keys_of("edge", 1), engine.scheduler
         ticket = scheduler.prepare_store(keys, [(1, 1)])
         engine.fill(keys, 2)  # block 3 holds the second block of the chunk
@@ -142,9 +160,11 @@ def test_blocks_that_were_not_stored_are_a_miss(daemon: Daemon) -> None:
         assert not any(result.success for result in early.values())
 
 
-def test_a_whole_chunk_takes_the_place_of_a_part(daemon: Daemon) -> None:
+def test_a_whole_chunk_takes_the_place_of_a_part(
+    make_engine: MakeEngine, shared_daemon: Daemon, label: str
+) -> None:
     """Until it is READY loads of the part are right; then all of it is found, once."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
+    with make_engine().wait_attached() as engine:
         keys, scheduler = keys_of("edge", 1), engine.scheduler
         ticket = scheduler.prepare_store(keys, [(1, 1)])
         engine.fill(keys, 2)
@@ -161,7 +181,8 @@ def test_a_whole_chunk_takes_the_place_of_a_part(daemon: Daemon) -> None:
         scheduler.complete_load(part)
         assert engine.load(keys, 40) == (1, 0)
         assert engine.store(keys, 2) == []
-        (namespace,) = daemon.status()["namespaces"]
+        spaces = shared_daemon.status()["namespaces"]
+        (namespace,) = (space for space in spaces if space["model"] == label)
         assert namespace["chunks"]["ready"] == namespace["counters"]["replaced"] == 1
 
 
@@ -176,16 +197,16 @@ def test_the_pool_is_sized_from_what_workers_report(start_daemon: StartDaemon) -
         daemon.wait_log("3 x 512 KiB GPU KV x 2 ranks = 3 MiB")
 
 
-def test_an_odd_rank_is_named(daemon: Daemon) -> None:
+def test_an_odd_rank_is_named(make_engine: MakeEngine) -> None:
     """A rank that reports other num_blocks is refused with both figures; the other one stays."""
-    with Engine(daemon.runtime_dir, ranks=[0]) as engine:
+    with make_engine(ranks=[0]) as engine:
         layout = make_layout(blocks=32)
         memory = [HostMemory.allocate(size) for size in layout.storages]
         with (
-            Worker(daemon.runtime_dir, "engine", 1, 2, deadline=DEADLINE) as odd,
+            Worker(engine.runtime_dir, engine.name, 1, 2, deadline=DEADLINE) as odd,
             pytest.raises(RegistrationError, match=r"rank 1 reports num_blocks = 32.*64"),
         ):
-            odd.register(memory, layout, Fingerprint(model="model"))
+            odd.register(memory, layout, Fingerprint(model=engine.model))
         engine.add(1)
         engine.wait_attached()
         assert engine.store(keys_of("fine", 2))
@@ -193,7 +214,7 @@ def test_an_odd_rank_is_named(daemon: Daemon) -> None:
             item.close()
 
 
-def test_torch_tensors_are_shared_in_place(daemon: Daemon) -> None:
+def test_torch_tensors_are_shared_in_place(make_engine: MakeEngine) -> None:
     """Two views of one torch storage: bytes written through torch are stored and come back."""
     torch = pytest.importorskip("torch")
     from kvd_client.torch_memory import share_torch  # noqa: PLC0415
@@ -210,9 +231,9 @@ def test_torch_tensors_are_shared_in_place(daemon: Daemon) -> None:
         tensors=tuple(shared.tensors),
         groups=layout.groups,
     )
-    engine = Engine(daemon.runtime_dir, world_size=1, layout=layout, ranks=[])
-    with engine, Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
-        worker.register(shared.memory, layout, Fingerprint(model="torch"))
+    engine = make_engine(world_size=1, layout=layout, ranks=[])
+    with engine, Worker(engine.runtime_dir, engine.name, 0, 1, deadline=DEADLINE) as worker:
+        worker.register(shared.memory, layout, Fingerprint(model=engine.model))
         engine.workers[0] = worker
         engine.wait_attached()
         views[0][2:4] = 7
@@ -239,23 +260,22 @@ def shared_files(daemon: Daemon) -> set[str]:
     }
 
 
-def test_files_of_an_engine_leave_no_names(daemon: Daemon) -> None:
+def test_files_of_an_engine_leave_no_names(make_engine: MakeEngine, shared_daemon: Daemon) -> None:
     """Nothing that it shares with the daemon has a name in /dev/shm."""
-    before = shared_files(daemon)
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
+    before = shared_files(shared_daemon)
+    with make_engine().wait_attached() as engine:
         engine.store(keys_of("nameless", 2))
-        new = shared_files(daemon) - before
+        new = shared_files(shared_daemon) - before
     assert any(path.startswith("/memfd:kvd") for path in new)
     assert not [path for path in new if path.startswith("/dev/shm/") and "kvd" in path]
 
 
-def test_a_request_of_a_hundred_thousand_tokens_is_one_job(start_daemon: StartDaemon) -> None:
+def test_a_request_of_a_hundred_thousand_tokens_is_one_job(make_engine: MakeEngine) -> None:
     """6,250 blocks of 16 tokens are stored by one job, loaded by another, and are all right."""
     blocks, page = 6_250, 512
-    daemon = start_daemon(cpu_bytes="32MiB")
     layout = make_layout(blocks=2 * blocks + 1, page=page)
     keys = keys_of("long", blocks // layout.blocks_per_chunk)
-    with Engine(daemon.runtime_dir, world_size=1, layout=layout).wait_attached() as engine:
+    with make_engine(world_size=1, layout=layout).wait_attached() as engine:
         assert len(engine.store(keys)) == len(keys)
         wait_hit(engine, keys)
         assert engine.load(keys, first_block=blocks + 1) == (len(keys), 0)

@@ -43,7 +43,7 @@ def _work(engine: Engine, stop: threading.Event, failures: list[Exception]) -> N
     """The same prompts again and again, of which one in twenty is replaced by a new one."""
     number = 0
     try:
-        while not stop.wait(0.02):
+        while not stop.wait(0.1):
             keys = keys_of(f"prompt-{number % 10 + number // 20}", ROUND)
             found = [engine.scheduler.lookup(key) for key in keys]
             if all(result == LookupResult.HIT for result in found):

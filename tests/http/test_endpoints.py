@@ -13,6 +13,7 @@ from kvd.config.values import parse_listen
 from kvd.errors import ConfigError
 from tests.daemon.serving import Daemon, StartDaemon, run_kvd
 from tests.http.serving import PATIENT, SECONDS, over_tcp, over_unix, port_of, report_of
+from tests.processes import children_running
 from tests.waiting import PATIENCE, eventually
 
 
@@ -150,12 +151,16 @@ def test_names_of_others_are_not_answered(web: Daemon, host: str, status: int) -
         assert client.get(f"/livez?{PATIENT}", headers={"host": host}).status_code == status
 
 
-def test_the_unix_socket_is_for_owner_and_group_and_knows_no_hosts(daemon: Daemon) -> None:
-    """With http_listen off only the Unix socket is there, 0660, under any Host."""
+def test_with_the_port_off_there_is_the_unix_socket_and_a_process_when_asked(
+    daemon: Daemon,
+) -> None:
+    """For owner and group, under any Host; what answers starts with the first connection."""
     assert stat.S_IMODE((daemon.runtime_dir / "http.sock").stat().st_mode) == 0o660
     assert "http://" not in daemon.log.read_text()
+    assert not children_running(daemon.process.pid, "kvd.report.http")
     with over_unix(daemon) as client:
         assert client.get(f"/livez?{PATIENT}", headers={"host": "anything"}).status_code == 200
+    assert children_running(daemon.process.pid, "kvd.report.http")
 
 
 def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon) -> None:

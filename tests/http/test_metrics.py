@@ -120,12 +120,13 @@ def assert_gauges_are_the_reports(one: Scrape, report: dict[str, Any]) -> None:
     assert one.get("process_start_time_seconds") == report["started"]
 
 
-def test_promtool_finds_nothing_to_say(daemon: Daemon) -> None:
+def test_promtool_finds_nothing_to_say(web: Daemon, label: str) -> None:
     """Prometheus's own linter passes what a daemon with an engine exposes."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; Debian's package is prometheus")
-    with Engine(daemon.runtime_dir).wait_attached() as engine, over_unix(daemon) as client:
+    with Engine(web.runtime_dir, label, model=label) as engine, over_unix(web) as client:
+        engine.wait_attached()
         work(engine, 1)
         text = client.get("/metrics").text
     done = subprocess.run(
@@ -164,9 +165,10 @@ def test_engines_are_shown_up_to_a_bound_and_counted_all(web: Daemon) -> None:
     assert len(named(metrics, "kvd_engine_attached").samples) == MAX_ENGINES
 
 
-def test_labels_are_few_and_never_keys_or_processes(daemon: Daemon) -> None:
+def test_labels_are_few_and_never_keys_or_processes(web: Daemon, label: str) -> None:
     """Every label name is one of a known few, and a workload adds no series."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine, over_unix(daemon) as client:
+    with Engine(web.runtime_dir, label, model=label) as engine, over_unix(web) as client:
+        engine.wait_attached()
         work(engine, 1)
         wait_lane_told(client)
         first = scrape(client)

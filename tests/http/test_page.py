@@ -7,15 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean
 from tests.http.browsing import DESKTOP, PHONE, Tab, browser
 from tests.http.load import engines_at_work
 from tests.http.serving import port_of
@@ -24,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 EVIL = "<img src=x onerror=document.title='evil'>"
 MODELS = ("llama-70b", EVIL)
+OpenTab = Callable[..., Tab]
 PICTURE = os.environ.get("KVD_SCREENSHOT")  # where to keep a picture for the README
 SECTIONS = [
     "Now",
@@ -113,24 +113,30 @@ def busy() -> Iterator[Daemon]:
     """A daemon with two engines of two models at work, one with a hostile name."""
     models = (MODELS[0], "gemma-3-27b") if PICTURE else MODELS
     with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
-        started_daemons(Path(path) / "run") as start,
+        daemon_left_clean("--http-listen", "127.0.0.1:0", cpu_bytes="256MiB") as daemon,
+        engines_at_work(daemon.runtime_dir, *models),
     ):
-        daemon = start("--http-listen", "127.0.0.1:0", cpu_bytes="256MiB")
-        with engines_at_work(daemon.runtime_dir, *models):
-            yield daemon
+        yield daemon
 
 
-def tab(chromium: Any, daemon: Daemon, size: dict[str, int], **looks: str) -> Tab:
-    """A page of its own on the daemon."""
-    context = chromium.new_context(viewport=size, **looks)
-    return Tab(context.new_page(), f"http://127.0.0.1:{port_of(daemon)}").open()
+@pytest.fixture
+def tab(chromium: Any) -> Iterator[OpenTab]:
+    """Opens pages on a daemon, which are closed with the test: each draws as long as it is open."""
+    contexts = []
+
+    def open_tab(daemon: Daemon, size: dict[str, int], **looks: str) -> Tab:
+        contexts.append(chromium.new_context(viewport=size, **looks))
+        return Tab(contexts[-1].new_page(), f"http://127.0.0.1:{port_of(daemon)}").open()
+
+    yield open_tab
+    for context in contexts:
+        context.close()
 
 
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_everything_is_there_and_moves(chromium: Any, busy: Daemon, size: dict[str, int]) -> None:
+def test_everything_is_there_and_moves(tab: OpenTab, busy: Daemon, size: dict[str, int]) -> None:
     """Every section is shown at both widths, nothing is cut off, figures are alive."""
-    page = tab(chromium, busy, size)
+    page = tab(busy, size)
     page.until("/[1-9].*B.s/.test(document.getElementById('rate-in').textContent)")
     titles = page.ask("[...document.querySelectorAll('h2')].map((h) => h.textContent)")
     assert titles == SECTIONS
@@ -144,9 +150,9 @@ def test_everything_is_there_and_moves(chromium: Any, busy: Daemon, size: dict[s
     assert page.complaints == []
 
 
-def test_pictures_have_tables(chromium: Any, busy: Daemon) -> None:
+def test_pictures_have_tables(tab: OpenTab, busy: Daemon) -> None:
     """What the charts and the pool's picture show can be read as tables and in words."""
-    page = tab(chromium, busy, DESKTOP)
+    page = tab(busy, DESKTOP)
     page.until("document.querySelectorAll('#pool-table tbody tr').length >= 2")
     for name in ("throughput", "hits"):
         page.page.click(f"#{name}-details summary")
@@ -156,9 +162,9 @@ def test_pictures_have_tables(chromium: Any, busy: Daemon) -> None:
     assert page.complaints == []
 
 
-def test_names_of_engines_are_text(chromium: Any, busy: Daemon) -> None:
+def test_names_of_engines_are_text(tab: OpenTab, busy: Daemon) -> None:
     """A model whose name is markup is shown as it is written, and does nothing."""
-    page = tab(chromium, busy, DESKTOP)
+    page = tab(busy, DESKTOP)
     page.until("document.querySelectorAll('#pool-table tbody tr').length >= 2")
     assert EVIL in page.text("#pool-table")
     assert "evil" not in page.ask("document.title")
@@ -168,9 +174,9 @@ def test_names_of_engines_are_text(chromium: Any, busy: Daemon) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_it_can_be_read(chromium: Any, busy: Daemon, size: dict[str, int], scheme: str) -> None:
+def test_it_can_be_read(tab: OpenTab, busy: Daemon, size: dict[str, int], scheme: str) -> None:
     """Text has a contrast of 4.5 or more in both colour schemes; everything has a name."""
-    page = tab(chromium, busy, size, color_scheme=scheme)
+    page = tab(busy, size, color_scheme=scheme)
     page.until("document.querySelectorAll('#events-list li').length > 0")
     assert page.ask(CONTRAST) == []
     assert page.ask(NAMELESS) == []
@@ -179,9 +185,9 @@ def test_it_can_be_read(chromium: Any, busy: Daemon, size: dict[str, int], schem
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
-def test_the_keyboard_reaches_everything(chromium: Any, busy: Daemon) -> None:
+def test_the_keyboard_reaches_everything(tab: OpenTab, busy: Daemon) -> None:
     """Tab goes to every control, each shows that it has the focus, Enter works."""
-    page = tab(chromium, busy, DESKTOP)
+    page = tab(busy, DESKTOP)
     left = page.ask(UNREACHED)
     for _ in range(3 * len(left)):  # some come and go meanwhile
         page.page.keyboard.press("Tab")
@@ -201,9 +207,9 @@ def test_the_keyboard_reaches_everything(chromium: Any, busy: Daemon) -> None:
     assert page.text("#link") == "paused"
 
 
-def test_no_figure_is_split_from_its_unit(chromium: Any, busy: Daemon) -> None:
+def test_no_figure_is_split_from_its_unit(tab: OpenTab, busy: Daemon) -> None:
     """On a narrow phone every figure stands on one line with its unit."""
-    page = tab(chromium, busy, {"width": 360, "height": 700})
+    page = tab(busy, {"width": 360, "height": 700})
     page.until("/[1-9].*B.s/.test(document.getElementById('rate-in').textContent)")
     seen, bad = page.ask(SPLIT)
     assert bad == []
@@ -211,33 +217,23 @@ def test_no_figure_is_split_from_its_unit(chromium: Any, busy: Daemon) -> None:
     assert page.ask("document.documentElement.scrollWidth") <= 360
 
 
-def test_the_page_names_its_host(chromium: Any, busy: Daemon) -> None:
+def test_the_page_names_its_host(tab: OpenTab, busy: Daemon) -> None:
     """With a tab for each node open, title and header say which is which."""
-    page = tab(chromium, busy, DESKTOP)
+    page = tab(busy, DESKTOP)
     host = socket.gethostname()
     page.until(f"document.title.includes({json.dumps(host)})")
     assert f"on {host}, {busy.runtime_dir}" in page.text("#where")
 
 
-@pytest.fixture
-def start() -> Iterator[StartDaemon]:
-    """Starts daemons; they end with the test."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
-        started_daemons(Path(path) / "run") as starter,
-    ):
-        yield starter
-
-
-def test_a_restart_is_told_and_survived(chromium: Any, start: StartDaemon) -> None:
+def test_a_restart_is_told_and_survived(tab: OpenTab, start_daemon: StartDaemon) -> None:
     """The daemon is killed and started again on its port: the page says both, and goes on."""
-    first = start("--http-listen", "127.0.0.1:0")
+    first = start_daemon("--http-listen", "127.0.0.1:0")
     port = port_of(first)
-    page = tab(chromium, first, DESKTOP)
+    page = tab(first, DESKTOP)
     first.stop(signal.SIGKILL)
     page.until(CONTACT.format("no contact with the daemon"))
     assert "What is shown is from" in page.text("#contact-text")
-    second = start("--http-listen", f"127.0.0.1:{port}")
+    second = start_daemon("--http-listen", f"127.0.0.1:{port}")
     page.until("document.getElementById('restart').checkVisibility()")
     assert "was restarted" in page.text("#restart-text")
     assert f"process {second.process.pid}" in page.text("#identity")
@@ -247,10 +243,9 @@ def test_a_restart_is_told_and_survived(chromium: Any, start: StartDaemon) -> No
     assert page.complaints == []
 
 
-def test_a_daemon_without_engines_is_not_called_well(chromium: Any, start: StartDaemon) -> None:
+def test_a_daemon_without_engines_is_not_called_well(tab: OpenTab, web: Daemon) -> None:
     """It says that none is attached; the empty card is small, and charts begin with the daemon."""
-    daemon = start("--http-listen", "127.0.0.1:0")
-    page = tab(chromium, daemon, DESKTOP)
+    page = tab(web, DESKTOP)
     page.until("/^Nothing is wrong|held up/.test(document.getElementById('verdict').textContent)")
     page.until("document.querySelectorAll('#events-list li').length > 1")
     assert re.search("held up|no engine is attached", page.text("#now"))
@@ -260,22 +255,21 @@ def test_a_daemon_without_engines_is_not_called_well(chromium: Any, start: Start
     assert re.match(r"start, \d+ (s|min)", page.text("#throughput-chart + .scale .left"))
 
 
-def test_a_wedged_broker_is_told(chromium: Any, start: StartDaemon) -> None:
+def test_a_wedged_broker_is_told(tab: OpenTab, web: Daemon) -> None:
     """A broker that stands still: the page says that what it shows is old, until it is back."""
-    daemon = start("--http-listen", "127.0.0.1:0")
-    page = tab(chromium, daemon, DESKTOP)
-    daemon.process.send_signal(signal.SIGSTOP)
+    page = tab(web, DESKTOP)
+    web.process.send_signal(signal.SIGSTOP)
     try:
         page.until(CONTACT.format("does not answer"))
     finally:
-        daemon.process.send_signal(signal.SIGCONT)
+        web.process.send_signal(signal.SIGCONT)
     page.until("!document.getElementById('contact').checkVisibility()")
 
 
-def test_what_is_wrong_comes_first_with_the_remedy(chromium: Any, start: StartDaemon) -> None:
+def test_what_is_wrong_comes_first_with_the_remedy(tab: OpenTab, start_daemon: StartDaemon) -> None:
     """A daemon that drains says so on top, with the command that ends it."""
-    daemon = start("--http-listen", "127.0.0.1:0")
-    page = tab(chromium, daemon, PHONE)
+    daemon = start_daemon("--http-listen", "127.0.0.1:0")
+    page = tab(daemon, PHONE)
     page.until("/^Nothing is wrong|held up/.test(document.getElementById('verdict').textContent)")
     remedy = "document.getElementById('problems').textContent.includes('kvd resume')"
     assert not page.ask(remedy)
@@ -292,9 +286,9 @@ def operate(daemon: Daemon, command: str) -> None:
     subprocess.run([sys.executable, "-m", "kvd", command, *where], check=True, timeout=60)
 
 
-def test_a_picture_for_the_readme(chromium: Any, busy: Daemon, tmp_path: Path) -> None:
+def test_a_picture_for_the_readme(tab: OpenTab, busy: Daemon, tmp_path: Path) -> None:
     """The page draws itself under load; KVD_SCREENSHOT says where the picture is kept."""
-    page = tab(chromium, busy, {"width": 1280, "height": 1000})
+    page = tab(busy, {"width": 1280, "height": 1000})
     page.until(
         "document.querySelectorAll('#throughput-chart path, #throughput-chart polyline').length"
     )

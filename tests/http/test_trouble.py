@@ -75,40 +75,40 @@ def test_a_wedged_broker_fails_liveness_in_time_and_recovers(start_daemon: Start
         assert scrape(client).get("kvd_broker_silent_seconds") == 0
 
 
-def test_many_clients_share_one_question(own: Daemon) -> None:
+def test_many_clients_share_one_question(web: Daemon) -> None:
     """Fifty requests at once cost the broker two reports a second, not fifty."""
     began = time.monotonic()
-    before = own.status()["broker"]["requests"]["Status"]
+    before = web.status()["broker"]["requests"]["Status"]
 
     def ask(number: int) -> int:
         del number
-        with over_tcp(own) as client:
+        with over_tcp(web) as client:
             return client.get(f"/readyz?{PATIENT}").status_code
 
     with ThreadPoolExecutor(10) as clients:
         assert set(clients.map(ask, range(50))) == {200}
-    asked = own.status()["broker"]["requests"]["Status"] - before
+    asked = web.status()["broker"]["requests"]["Status"] - before
     assert asked <= 3 + 2 * (time.monotonic() - began)
 
 
-def test_a_wedged_broker_is_not_buried_in_questions(own: Daemon) -> None:
+def test_a_wedged_broker_is_not_buried_in_questions(web: Daemon) -> None:
     """However many ask meanwhile, the broker finds few requests when it comes back."""
-    with over_tcp(own) as client:
+    with over_tcp(web) as client:
         assert client.get(f"/livez?{PATIENT}").status_code == 200  # nothing is owed an answer
-        before = own.status()["broker"]["requests"].get("Ping", 0)
-        own.process.send_signal(signal.SIGSTOP)
+        before = web.status()["broker"]["requests"].get("Ping", 0)
+        web.process.send_signal(signal.SIGSTOP)
         try:
             for _ in range(30):
                 assert client.get("/livez?timeout=0.02").status_code == 503
         finally:
-            own.process.send_signal(signal.SIGCONT)
+            web.process.send_signal(signal.SIGCONT)
         assert client.get(f"/livez?{PATIENT}").status_code == 200
-    assert own.status()["broker"]["requests"]["Ping"] <= before + 3
+    assert web.status()["broker"]["requests"]["Ping"] <= before + 3
 
 
-def test_watchers_are_told_of_a_wedged_broker_and_of_its_return(own: Daemon) -> None:
+def test_watchers_are_told_of_a_wedged_broker_and_of_its_return(web: Daemon) -> None:
     """The event stream goes on across SIGSTOP: a trouble event, then reports again."""
-    with over_tcp(own) as client, client.stream("GET", "/events") as stream:
+    with over_tcp(web) as client, client.stream("GET", "/events") as stream:
         lines = stream.iter_lines()
 
         def next_event(name: str) -> dict[str, object]:
@@ -119,14 +119,14 @@ def test_watchers_are_told_of_a_wedged_broker_and_of_its_return(own: Daemon) -> 
             raise AssertionError("the stream has ended")
 
         next_event("report")
-        own.process.send_signal(signal.SIGSTOP)
+        web.process.send_signal(signal.SIGSTOP)
         try:
             trouble = next_event("trouble")
         finally:
-            own.process.send_signal(signal.SIGCONT)
+            web.process.send_signal(signal.SIGCONT)
         assert "has not answered" in str(trouble["text"])
         assert float(str(trouble["since"])) <= float(str(trouble["time"]))
-        assert next_event("report")["pid"] == own.process.pid
+        assert next_event("report")["pid"] == web.process.pid
 
 
 def test_a_killed_http_process_is_replaced_on_the_same_port(own: Daemon) -> None:
@@ -166,10 +166,10 @@ def test_the_http_process_dies_with_its_broker(own: Daemon) -> None:
         socket.create_connection(("127.0.0.1", port_of(own)), timeout=SECONDS)
 
 
-def test_a_crowd_of_slow_clients_keeps_nobody_out(own: Daemon) -> None:
+def test_a_crowd_of_slow_clients_keeps_nobody_out(web: Daemon) -> None:
     """More idle, slow and deaf connections than there are places: probes are answered."""
-    http_process(own)
-    crowd = [idle_connection(own) for _ in range(MAX_CONNECTIONS + 50)]
+    http_process(web)
+    crowd = [idle_connection(web) for _ in range(MAX_CONNECTIONS + 50)]
     try:
         for slow in crowd[1::3]:
             with contextlib.suppress(ConnectionError):  # it may have made room already
@@ -177,25 +177,25 @@ def test_a_crowd_of_slow_clients_keeps_nobody_out(own: Daemon) -> None:
         for deaf in crowd[2::3]:
             with contextlib.suppress(ConnectionError):
                 deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
-        with over_tcp(own) as tcp, over_unix(own) as unix:
+        with over_tcp(web) as tcp, over_unix(web) as unix:
             assert tcp.get(f"/livez?{PATIENT}").status_code == 200
             assert unix.get(f"/livez?{PATIENT}").status_code == 200
-        assert own.wait_ready()["ready"]
-        assert len(http_process(own).net_connections("tcp")) <= MAX_CONNECTIONS + 1 + 2
+        assert web.wait_ready()["ready"]
+        assert len(http_process(web).net_connections("tcp")) <= MAX_CONNECTIONS + 1 + 2
     finally:
         for connection in crowd:
             connection.close()
 
 
 @pytest.mark.slow
-def test_a_client_that_does_not_read_is_disconnected(own: Daemon) -> None:
+def test_a_client_that_does_not_read_is_disconnected(web: Daemon) -> None:
     """An answer that is not read costs its connection only."""
-    child = http_process(own)
+    child = http_process(web)
 
     def connected(client: socket.socket) -> bool:
         return client.getsockname() in [each.raddr for each in child.net_connections("tcp")]
 
-    with idle_connection(own) as deaf, over_tcp(own) as client:
+    with idle_connection(web) as deaf, over_tcp(web) as client:
         assert eventually(lambda: connected(deaf))
         deaf.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -221,12 +221,12 @@ def test_a_body_is_not_read(web: Daemon) -> None:
         assert client.recv(100).startswith(b"HTTP/1.1 405 ")
 
 
-def test_the_data_path_comes_first(own: Daemon) -> None:
+def test_the_data_path_comes_first(web: Daemon) -> None:
     """The HTTP process is nicer than the broker and keeps few threads."""
-    child = http_process(own)
-    with over_tcp(own) as client:
+    child = http_process(web)
+    with over_tcp(web) as client:
         client.get("/readyz")
-    assert child.nice() == min(19, psutil.Process(own.process.pid).nice() + 5)
+    assert child.nice() == min(19, psutil.Process(web.process.pid).nice() + 5)
     assert child.num_threads() <= 5
 
 
@@ -242,14 +242,6 @@ def test_a_full_house_is_not_a_dead_one(start_daemon: StartDaemon) -> None:
     finally:
         for control in taken:
             control.close()
-
-
-def test_nothing_runs_until_somebody_asks_where_the_port_is_off(daemon: Daemon) -> None:
-    """With http_listen off the process starts with the first connection to the Unix socket."""
-    assert not children_running(daemon.process.pid, "kvd.report.http")
-    with over_unix(daemon) as client:
-        assert client.get(f"/readyz?{PATIENT}").status_code == 200
-    assert children_running(daemon.process.pid, "kvd.report.http")
 
 
 def test_a_broken_http_process_costs_the_broker_nothing(
