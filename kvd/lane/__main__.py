@@ -15,7 +15,6 @@ from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT
-from kvd.lane.sockets import Sockets
 from kvd.logs.setup import configure_child
 from kvd.machine.parent_death import tie_to_parent
 from kvd.wire.link import LINK, LaneFailed, lane_socket
@@ -51,7 +50,7 @@ def main() -> int:
             name=options.device,
             incarnation=options.incarnation,
             endpoint=endpoint,
-            sockets=Sockets(endpoint, link),
+            link=link,
             device=_device(options),
             pool_bytes=options.pool_bytes,
             lifeline=lifeline,

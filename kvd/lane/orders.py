@@ -6,18 +6,14 @@ answered when the last of these has ended.
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from kvd.errors import BadDatagram, ImportFailed, LaneError
 from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import LaneJob
 from kvd.lane.reports import TEXT_LIMIT, Reports
-from kvd.lane.runner import Runner
-from kvd.lane.sockets import FRAMES_PER_TURN, Sockets
 from kvd.lane.workers import Binding, Worker, Workers, who_is
 from kvd.logs.setup import set_level
-from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import (
     LINK,
     BindWorker,
@@ -40,34 +36,23 @@ from kvd_proto.states import JobState
 
 _log = logging.getLogger(__name__)
 
+FRAMES_PER_TURN = 64  # to be read of each socket, before the device gets its turn
+
 
 class Orders:
     """Carries out what comes over the link.
 
     Args:
-        sockets: with the link.
-        workers, runner: what orders are about.
-        reports: where answers go, and the ends of jobs that an order has stopped.
-        counts: reported to a broker that asks.
+        reports: where orders come from, answers go, and the ends of jobs that an order has stopped.
+        workers: what orders are about.
         pool_bytes: size of the pool.
     """
 
-    def __init__(
-        self,
-        *,
-        sockets: Sockets,
-        workers: Workers,
-        runner: Runner,
-        reports: Reports,
-        counts: LaneCounts,
-        pool_bytes: int,
-    ) -> None:
-        self._sockets = sockets
-        self._link = sockets.link
-        self._workers = workers
-        self._runner = runner
+    def __init__(self, reports: Reports, workers: Workers, pool_bytes: int) -> None:
         self._reports = reports
-        self._counts = counts
+        self._link = reports.link
+        self._runner = reports.runner
+        self._workers = workers
         self._pool_bytes = pool_bytes
         self._handlers: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
             ImportWorker: self._import,
@@ -185,18 +170,9 @@ class Orders:
                 queued_jobs=self._runner.queued_jobs,
                 bytes_in_flight=self._runner.bytes_in_flight,
                 workers=len(self._workers),
-                counters=self._counted(),
+                counters=self._reports.counted,
                 oldest_job_ns=self._runner.oldest_job_ns,
             )
-        )
-
-    def _counted(self) -> LaneCounts:
-        sockets, counts = self._sockets, self._counts
-        return replace(
-            counts,
-            dropped_frames=counts.dropped_frames + sockets.dropped_messages,
-            dropped_replies=sockets.dropped_replies,
-            limits=sockets.limits,
         )
 
     def _stop(self, _message: StopLane, _fds: tuple[int, ...]) -> None:

@@ -7,13 +7,15 @@ is reported before anything that depends on it.
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import LaneJob, ReplyTo
 from kvd.lane.runner import Runner
-from kvd.lane.sockets import Sockets
 from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import LINK, ShareDone
+from kvd.wire.router import Router
+from kvd.wire.seqpacket import Channel
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import Done, Error, ErrorCode, Job, JobStatus, Load, Message
 
@@ -22,19 +24,20 @@ SHARES_WAIT_SECONDS = 1e-3
 
 
 class Reports:
-    """Everything that the lane sends but for its first message.
+    """Everything that the lane sends but for its first message, and what it counts.
 
-    Args:
-        sockets: to workers, with the link to the broker.
+    Attributes:
+        router: to workers.
+        link: to the broker.
         runner: whose jobs are reported.
-        counts: what is counted.
+        counts: since the lane's start; see `counted`.
     """
 
-    def __init__(self, sockets: Sockets, runner: Runner, counts: LaneCounts) -> None:
-        self._sockets = sockets
-        self._link = sockets.link
-        self._runner = runner
-        self._counts = counts
+    def __init__(self, router: Router, link: Channel, runner: Runner) -> None:
+        self.router = router
+        self.link = link
+        self.runner = runner
+        self.counts = LaneCounts(limits=router.limits)
         self._shares: list[ShareDone] = []
         self._since = 0.0
 
@@ -42,7 +45,7 @@ class Reports:
 
     def report_ended(self) -> None:
         """Report every job that has ended, then do what waited for it."""
-        for job in self._runner.take_ended():
+        for job in self.runner.take_ended():
             status, text = job.outcome
             self._count(job, status)
             self.reply(
@@ -56,7 +59,7 @@ class Reports:
                 ),
             )
             if status is JobStatus.OK:
-                self._count_stages(job, self._runner.now)
+                self._count_stages(job, self.runner.now)
             # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
             if job.direction is Direction.STORE:
                 self._add_shares(job.shares(ok=status is JobStatus.OK))
@@ -66,7 +69,7 @@ class Reports:
     def refuse_job(self, request: Job, reply: ReplyTo, text: str) -> None:
         """Answer that a job is not taken, and why."""
         way = Direction.LOAD if isinstance(request, Load) else Direction.STORE
-        self._counts.jobs[f"{way}_{JobStatus.REFUSED}"] += 1
+        self.counts.jobs[f"{way}_{JobStatus.REFUSED}"] += 1
         self.reply(
             reply,
             Done(
@@ -79,7 +82,7 @@ class Reports:
         )
 
     def _count(self, job: LaneJob, status: JobStatus) -> None:
-        counts = self._counts
+        counts = self.counts
         counts.jobs[f"{job.direction}_{status}"] += 1
         if job.direction is Direction.STORE:
             counts.store_bytes += job.moved_bytes
@@ -95,18 +98,25 @@ class Reports:
             ("copied", job.ended_ns - job.started_ns),
             ("reported", reported_ns - job.ended_ns),
         ):
-            self._counts.stages[f"{job.direction}_{stage}"].observe(nanoseconds / 1e9)
+            self.counts.stages[f"{job.direction}_{stage}"].observe(nanoseconds / 1e9)
 
     def refuse(self, reply: ReplyTo, code: ErrorCode, text: str) -> None:
         """Answer that a request is not served, and why."""
         self.reply(reply, Error(code=code, text=text[:TEXT_LIMIT]))
 
     def reply(self, reply: ReplyTo, message: Message) -> None:
-        """Answer a request; never waits, see `Sockets.send`."""
+        """Answer a request; never waits: a worker that is gone or does not read gets no answer."""
         frame = WIRE.encode(message, reply.request_id, reply.boot_id)
-        self._sockets.send(reply.identity, frame)
+        if not self.router.send(reply.identity, frame):
+            self.counts.dropped_replies += 1
 
     # ------------------------------------------------------- to the broker
+
+    @property
+    def counted(self) -> LaneCounts:
+        """The counts, with the frames that were dropped before they were requests."""
+        dropped = self.counts.dropped_frames + self.router.dropped
+        return replace(self.counts, dropped_frames=dropped)
 
     def tell_broker(self, message: Message) -> None:
         """Send a message, after the shares that wait.
@@ -116,7 +126,7 @@ class Reports:
             EOFError: it is gone.
         """
         self.send_shares()
-        self._link.send(LINK.encode(message))
+        self.link.send(LINK.encode(message))
 
     def send_shares(self) -> None:
         """Send the shares that wait.
@@ -126,7 +136,7 @@ class Reports:
         """
         shares, self._shares = self._shares, []
         for share in shares:
-            self._link.send(LINK.encode(share))
+            self.link.send(LINK.encode(share))
 
     @property
     def waiting_shares(self) -> int:
@@ -144,4 +154,4 @@ class Reports:
         self._shares += shares
 
     def __repr__(self) -> str:
-        return f"<Reports of {self._runner!r}, {self.waiting_shares} shares wait>"
+        return f"<Reports of {self.runner!r}, {self.waiting_shares} shares wait>"

@@ -12,10 +12,7 @@ from typing import Any
 from kvd.errors import LaneError
 from kvd.lane.jobs import ReplyTo, refused_shares
 from kvd.lane.reports import Reports
-from kvd.lane.runner import Runner
-from kvd.lane.sockets import Sockets
 from kvd.lane.workers import Worker, Workers
-from kvd.metrics.counts import LaneCounts
 from kvd.wire.router import Received
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
@@ -41,27 +38,14 @@ class Requests:
     """Serves what comes over the workers' socket.
 
     Args:
-        sockets: from workers.
+        reports: where answers go; of the runner that takes the jobs.
         workers: who may ask.
-        runner: takes their jobs.
-        reports: where answers go.
-        counts: of what is dropped.
     """
 
-    def __init__(
-        self,
-        *,
-        sockets: Sockets,
-        workers: Workers,
-        runner: Runner,
-        reports: Reports,
-        counts: LaneCounts,
-    ) -> None:
-        self._sockets = sockets
-        self._workers = workers
-        self._runner = runner
+    def __init__(self, reports: Reports, workers: Workers) -> None:
         self._reports = reports
-        self._counts = counts
+        self._runner = reports.runner
+        self._workers = workers
         self._handlers: dict[type[Message], Callable[[Worker, Any, ReplyTo], None]] = {
             Store: self._job,
             Load: self._job,
@@ -78,13 +62,13 @@ class Requests:
         try:
             header = WIRE.decode_header(frame)
         except BadHeader:
-            self._counts.dropped_frames += 1
+            self._reports.counts.dropped_frames += 1
             return
         # The token proves that the sender means this boot of the daemon: it was made by it.
         reply = ReplyTo(identity, header.request_id, header.boot_id)
         worker = self._workers.by_token(header.session)
         if worker is not None and not worker.requests.is_new(header.request_id):
-            self._counts.dropped_frames += 1
+            self._reports.counts.dropped_frames += 1
             return
         try:
             self._request(worker, header, frame, reply)
@@ -106,7 +90,7 @@ class Requests:
                 reply, ErrorCode.BAD_SESSION, "no worker of this lane has this token"
             )
             return
-        self._sockets.router.prove(reply.identity)
+        self._reports.router.prove(reply.identity)
         if isinstance(message, Ping):
             self._reports.reply(reply, Pong(pid=os.getpid()))
         elif handler is None:

@@ -1,16 +1,15 @@
 """What the lane tells the broker while copies are still in flight: nothing too early."""
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvd.lane.orders import Orders
 from kvd.lane.reports import Reports
-from kvd.lane.sockets import Sockets
-from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
+from kvd.wire.seqpacket import Channel
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import Message, Store
 from tests.lane.support import NAMESPACE, make_job
@@ -32,18 +31,6 @@ class Link:
         return [type(message) for message in self.sent]
 
 
-class Wires:
-    """A link and workers that are not there."""
-
-    def __init__(self) -> None:
-        self.link = Link()
-        self.dropped_replies = self.dropped_messages = 0
-        self.limits: Counter[str] = Counter()
-
-    def send(self, identity: bytes, frame: bytes) -> None:
-        """Nobody listens."""
-
-
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     """A device whose transfers stay in flight."""
@@ -54,18 +41,10 @@ def bench() -> Iterator[Bench]:
 
 def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
     """The broker's orders and the reports of ended jobs over the bench's runner and workers."""
-    wires = Wires()
-    sockets, counts = cast(Sockets, wires), LaneCounts()
-    reports = Reports(sockets, bench.runner, counts)
-    orders = Orders(
-        sockets=sockets,
-        workers=bench.workers,
-        runner=bench.runner,
-        reports=reports,
-        counts=counts,
-        pool_bytes=1,
-    )
-    return orders, reports, wires.link
+    link = Link()
+    router: Any = SimpleNamespace(limits={}, send=lambda _identity, _frame: True)
+    reports = Reports(router, cast(Channel, link), bench.runner)
+    return Orders(reports, bench.workers, pool_bytes=1), reports, link
 
 
 def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> None:
