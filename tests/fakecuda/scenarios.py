@@ -1,6 +1,6 @@
 """What tests run in processes that have the test driver: one function each.
 
-A scenario takes strings and asserts; the test that runs it says what it shows.
+A scenario takes strings, asserts, and says what it shows.
 """
 
 import ctypes
@@ -84,7 +84,7 @@ def forked() -> None:
 
 
 def allocations() -> None:
-    """Ranges, bounds, exhaustion and what fresh memory holds."""
+    """Copies stay inside one allocation, memory runs out, and fresh memory is not zero."""
     use_device()
     memory = DeviceMemory(10_000)
     assert memory.read() != bytes(10_000)

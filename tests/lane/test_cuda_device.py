@@ -22,56 +22,36 @@ pytestmark = pytest.mark.fakecuda
 SIZES = DeviceContract.SIZES
 
 
-class TestBatchesOfIpcMemory(DeviceContract):
-    """Memory by IPC handles, copies in batches, a pool that is registered in many pieces."""
-
-    @pytest.fixture
-    def rig(self, fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[Rig]:
-        """A backend of its own, under adversarial timing."""
-        fake_driver.set("seed=1")
-        fake_driver.set("any=random")
-        made = CudaRig(fake_driver, ipc_workers, engine_only())
-        yield made
-        made.close()
+# Seed, a switch, whether memory has descriptors, and the backend's options: copies in batches, as
+# a driver for CUDA 12.8 has them, and one by one, as without them; short runs by the kernel.
+BACKENDS: dict[str, tuple[int, str, bool, Options]] = {
+    "batches": (1, "any=random", False, engine_only()),
+    "single copies": (2, "fail=cuMemcpyBatchAsync:*:801", True, engine_only()),
+    "kernel": (3, "any=late", False, by_kernel(3000)),
+    "older batches": (4, "driver_version=12080", False, engine_only()),
+}
 
 
-class TestSingleCopiesOfVirtualMemory(DeviceContract):
-    """Memory by descriptors, copies one by one, as with a driver that has no batches."""
+class TestCudaDevice(DeviceContract):
+    """The CUDA backend keeps the contract, under adversarial timing, however it copies."""
 
-    @pytest.fixture
-    def rig(self, fake_driver: TestDriver, vmm_workers: CudaWorkers) -> Iterator[Rig]:
-        """A backend of its own, under adversarial timing."""
-        fake_driver.set("seed=2")
-        fake_driver.set("fail=cuMemcpyBatchAsync:*:801")
-        made = CudaRig(fake_driver, vmm_workers, engine_only())
-        assert isinstance(made.cuda.copier.engine, LoopEngine)
-        yield made
-        made.close()
-
-
-class TestBatchesOfAnOlderDriver(DeviceContract):
-    """A driver for CUDA 12.8, whose batches take one argument more."""
-
-    @pytest.fixture
-    def rig(self, fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[Rig]:
-        """A backend of its own, under adversarial timing."""
-        fake_driver.set("seed=4")
-        fake_driver.set("driver_version=12080")
-        made = CudaRig(fake_driver, ipc_workers, engine_only())
-        assert isinstance(made.cuda.copier.engine, BatchEngine)
-        assert made.cuda.copier.engine.batch.tells_index
-        yield made
-        made.close()
-
-
-class TestTheKernel(DeviceContract):
-    """Short runs by the kernel, long ones by the copy engine."""
-
-    @pytest.fixture
-    def rig(self, fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[Rig]:
-        """A backend of its own, under adversarial timing."""
-        fake_driver.set("seed=3")
-        made = CudaRig(fake_driver, ipc_workers, by_kernel(3000))
+    @pytest.fixture(params=BACKENDS)
+    def rig(
+        self,
+        request: pytest.FixtureRequest,
+        fake_driver: TestDriver,
+        ipc_workers: CudaWorkers,
+        vmm_workers: CudaWorkers,
+    ) -> Iterator[Rig]:
+        """A backend of its own, with a pool that is registered in many pieces."""
+        seed, setting, by_descriptor, options = BACKENDS[request.param]
+        fake_driver.set(f"seed={seed}")
+        fake_driver.set(setting)
+        made = CudaRig(fake_driver, vmm_workers if by_descriptor else ipc_workers, options)
+        engine = made.cuda.copier.engine
+        assert isinstance(engine, LoopEngine) == (request.param == "single copies")
+        if isinstance(engine, BatchEngine):
+            assert engine.batch.tells_index == (request.param == "older batches")
         yield made
         made.close()
 

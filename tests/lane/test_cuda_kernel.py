@@ -82,24 +82,6 @@ def test_the_translation_is_of_this_source() -> None:
     assert hashlib.sha256(SOURCE.read_bytes()).hexdigest() == MADE[1]
 
 
-def test_the_translation_is_what_the_compiler_makes(tmp_path: Path) -> None:
-    """But for the header, which names older devices, and the compiler's spaces and comments."""
-    compiler, made = toolkit("nvcc"), tmp_path / "kernel.ptx"
-    told = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60)
-    assert MADE is not None
-    if f"release {MADE[2]}" not in told.stdout.decode():
-        pytest.skip(f"the translation was made by nvcc {MADE[2]}, here is another")
-    command = [compiler, "-ptx", "-arch=compute_75", str(SOURCE), "-o", str(made)]
-    subprocess.run(command, check=True, timeout=100)
-    assert instructions(made.read_text("ascii")) == instructions(KERNEL.read_text("ascii"))
-
-
-def instructions(text: str) -> list[str]:
-    """The lines that count."""
-    lines = (" ".join(line.partition("//")[0].split()) for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith((".version", ".target"))]
-
-
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
 def test_the_translation_is_taken_by_the_assembler(tmp_path: Path, architecture: str) -> None:
     """The embedded PTX is whole and asks for nothing that a device since Volta lacks."""
