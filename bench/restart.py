@@ -19,7 +19,7 @@ from typing import Any
 from harness import Figures, median
 
 from kvd.broker.attachment import namespace_id
-from kvd.cache.namespaces import Keeping, Namespaces
+from kvd.cache.namespaces import Namespaces
 from kvd.daemon.kept_pool import KeptPool
 from kvd.errors import KvdError
 from kvd.pool.filling import FillOrder
@@ -69,12 +69,12 @@ def key(number: int) -> bytes:
 def fill(place: Place, chunks: int) -> None:
     """Leave a pool with so many READY chunks, as a daemon does that is killed."""
     kept = KeptPool(place.pool_dir, place.runtime_dir, keeps=True)
-    pool, found = kept.open(place.cpu_bytes)
+    pool, keeping, _ = kept.open(place.cpu_bytes)
     pool.close()
     namespaces = Namespaces(
         place.cpu_bytes,
         make_buffer=lambda _, size: bytearray(size),
-        keeping=Keeping(kept.make_ledger, found.pool, found.generation_base),
+        keeping=keeping,
         fill=FillOrder.of(place.cpu_bytes),
     )
     registration = Register(

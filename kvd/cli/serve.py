@@ -11,7 +11,7 @@ import click
 from kvd.cli.options import settings_options, sources
 from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.loop import Service
-from kvd.daemon.pool_area import area_name
+from kvd.daemon.pool_files import area_name
 from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.errors import KvdError
 from kvd.logs.setup import configure
@@ -80,7 +80,7 @@ def purge(*, config: Path | None, **options: str | None) -> None:
                 f"{area} belongs to uid {owner}, this is uid {os.geteuid()}; run it as the"
                 " daemon's user, such as: runuser -u kvd -- kvd purge"
             )
-        kept = KeptPool.of(settings, runtime.path)
+        kept = KeptPool(Path(settings.pool_dir), runtime.path, keeps=False)
         freed = kept.remove()
         kept.close()
     finally:

@@ -14,48 +14,35 @@ import errno
 import logging
 import mmap
 import os
-import stat
 import time
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
-import msgspec
-
 from kvd.cache.ledger import MAGIC
-from kvd.config.settings import Settings
-from kvd.daemon import manifest as manifests
-from kvd.daemon.manifest import VERSION, Manifest, kernel_boot, objection
+from kvd.cache.namespaces import Keeping
 from kvd.daemon.memory import PoolMemory
-from kvd.daemon.pool_area import PoolArea, remove_tree
+from kvd.daemon.pool_files import (
+    LEDGER,
+    VERSION,
+    Manifest,
+    PoolFiles,
+    is_own_file,
+    kernel_boot,
+    remove_tree,
+)
 from kvd.errors import LedgerDamaged, PoolError, Refused
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.daemon")
 
-MANIFEST = "manifest.json"
-POOL = "pool"
-_LEDGER = ".ledger"
 _DRAFT = ".new"  # of a ledger beside those of the pool before
-_ASIDE = ".damaged-"
 _EPOCH_SHIFT = 32
 _LAST_CLOCK = 2**32 - 2**24
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-@dataclass(slots=True)
-class Found:
-    """Chunks to go on with: ledgers by namespace in hex; `pool` names the pool."""
-
-    pool: str
-    epoch: int
-    ledgers: dict[str, mmap.mmap] = field(default_factory=dict)
-
-    @property
-    def generation_base(self) -> int:
-        """Generations of this daemon are greater than this, and than those of all before."""
-        return self.epoch << _EPOCH_SHIFT
+Ledgers = dict[str, mmap.mmap]
+"""Chunks to go on with, by namespace in hex."""
 
 
 class KeptPool:
@@ -76,21 +63,13 @@ class KeptPool:
     def __init__(
         self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
     ) -> None:
-        self._area = PoolArea(pool_dir, runtime_dir)
-        self.keeps = keeps and self._area.own
+        self._files = PoolFiles(pool_dir, runtime_dir)
+        self.keeps = keeps and self._files.own
         self._cold = cold
-        self._notes = self._area.notes
-        self.pool_file = self._area.place / POOL
-        self._manifest_file = self._notes / MANIFEST
+        self._before = self._files.read_manifest()  # this daemon's own once it is settled
         self._goes_on = False
         self._fresh = False  # nothing of an older pool is left
         self._new: tuple[Manifest, PoolMemory] | None = None  # not there yet
-
-    @classmethod
-    def of(cls, settings: Settings, runtime_dir: Path, *, cold: bool = False) -> "KeptPool":
-        """Return the one that the settings name; see above."""
-        keeps = settings.keep_pool == "yes"
-        return cls(Path(settings.pool_dir), runtime_dir, keeps=keeps, cold=cold)
 
     # ---------------------------------------------------------------- start
 
@@ -102,31 +81,31 @@ class KeptPool:
     def held_bytes(self) -> int:
         """Return the memory that the pool's file takes now, which this daemon uses or frees."""
         try:
-            return self.pool_file.lstat().st_blocks * 512
+            return self._files.pool.lstat().st_blocks * 512
         except OSError:
             return 0
 
-    def open(self, cpu_bytes: int) -> tuple[PoolMemory, Found]:
-        """Open a pool of `cpu_bytes`; return its memory and the chunks it goes on with.
+    def open(self, cpu_bytes: int) -> tuple[PoolMemory, Keeping | None, Ledgers]:
+        """Open a pool of `cpu_bytes`; return its memory, how it is kept, and what it goes on with.
 
         What it does not go on with stays until `settle`.
 
         Raises:
             PoolError: the memory cannot be had, or no descriptor is left; nothing is lost.
         """
-        found = self._find(cpu_bytes)
+        name, epoch, ledgers = self._find(cpu_bytes)
         try:
-            pool = PoolMemory(self.pool_file, cpu_bytes)
+            pool = PoolMemory(self._files.pool, cpu_bytes)
         except PoolError as error:
             raise PoolError(f"{error}{self.what_stays}") from error
         manifest = Manifest(
             version=VERSION,
-            pool=found.pool,
+            pool=name,
             cpu_bytes=cpu_bytes,
             bytes=pool.nbytes,
             inode=os.fstat(pool.fd).st_ino,
             kernel=kernel_boot(),
-            epoch=found.epoch,
+            epoch=epoch,
         )
         self._new = manifest, pool
         if self._goes_on or pool.fresh:  # nothing is given up for it
@@ -135,10 +114,11 @@ class KeptPool:
             except PoolError:
                 pool.close()
                 raise
-        return pool, found
+        keeping = Keeping(self.make_ledger, name, epoch << _EPOCH_SHIFT) if self.keeps else None
+        return pool, keeping, ledgers
 
-    def _find(self, cpu_bytes: int) -> Found:
-        """Return what a pool of `cpu_bytes` can go on with."""
+    def _find(self, cpu_bytes: int) -> tuple[str, int, Ledgers]:
+        """Return name and epoch of a pool of `cpu_bytes`, and what it can go on with."""
         self._undo()
         manifest = self._usable
         if manifest is not None and manifest.cpu_bytes != cpu_bytes:
@@ -156,19 +136,19 @@ class KeptPool:
         epoch = max(now, self._before.epoch + 1) if self._before is not None else now
         if manifest is None:
             self._clear_pool_path()
-            return Found(os.urandom(16).hex(), epoch)
-        found = Found(manifest.pool, epoch)
-        for file in sorted(self._notes.glob(f"*{_LEDGER}")):
+            return os.urandom(16).hex(), epoch, {}
+        ledgers: Ledgers = {}
+        for file in self._files.ledgers():
             try:
-                self._open_ledger(file, found)
+                self._open_ledger(file, ledgers)
             except OSError as error:
                 raise PoolError(
                     f"{file} cannot be opened now: {error.strerror}; raise LimitNOFILE (ulimit -n)"
                     f" or free memory{self.what_stays}"
                 ) from error
-        if not found.ledgers:
+        if not ledgers:
             log.info("the kept pool of %s is used again; it has no chunks", format_size(cpu_bytes))
-        return found
+        return manifest.pool, epoch, ledgers
 
     def settle(self) -> None:
         """Give up what this daemon does not go on with: the new pool is there, and is its own.
@@ -184,11 +164,11 @@ class KeptPool:
         if not self._goes_on:
             if self._before is not None:
                 log.info("the new pool is there: the one that was kept is given up")
-            for file in self._notes.glob(f"*{_LEDGER}"):
+            for file in self._files.ledgers():
                 remove_tree(file)
-        manifests.write(self._manifest_file, manifest)
+        self._files.write_manifest(manifest)
         self._before, self._new, self._fresh = manifest, None, not self._goes_on
-        for draft in self._notes.glob(f"*{_LEDGER}{_DRAFT}"):
+        for draft in self._files.ledgers(_DRAFT):
             draft.rename(draft.with_suffix(""))
         pool.settle()
 
@@ -223,7 +203,7 @@ class KeptPool:
         except OSError as error:
             raise Refused(
                 ErrorCode.NOT_READY,
-                f"no ledger of {format_size(nbytes)} can be made in {self._notes} now:"
+                f"no ledger of {format_size(nbytes)} can be made in {self._files.notes} now:"
                 f" {error.strerror}; make room there, it is tried again",
             ) from error
 
@@ -233,7 +213,7 @@ class KeptPool:
 
     def set_aside(self, name: str, reason: LedgerDamaged | str) -> None:
         """Rename a ledger that is damaged, so that it can be looked at."""
-        self._set_aside(self._notes / f"{name}{_LEDGER}", str(reason))
+        self._files.set_aside(self._files.notes / f"{name}{LEDGER}", str(reason))
 
     # ------------------------------------------------------------------ end
 
@@ -243,37 +223,15 @@ class KeptPool:
             self._undo()
         elif self._fresh and not self.keeps:
             self.remove()
-        self._area.close()
+        self._files.close()
 
     def remove(self) -> int:
         """Remove all files; return how many bytes the pool had."""
         held = self.held_bytes()
-        self._area.remove()
+        self._files.remove()
         return held
 
     # -------------------------------------------------------------- helpers
-
-    @cached_property
-    def _before(self) -> Manifest | None:
-        """The manifest of the pool that is there; this daemon's own once it is settled."""
-        try:
-            manifest = manifests.read(self._manifest_file)
-        except FileNotFoundError:
-            if self.pool_file.exists() or any(self._notes.glob(f"*{_LEDGER}")):
-                log.warning(
-                    "what is kept in %s is not used: there is no %s; the cache starts empty",
-                    self._notes,
-                    MANIFEST,
-                )
-            return None
-        except (OSError, msgspec.DecodeError) as error:
-            self._set_aside(self._manifest_file, f"it cannot be read: {error}")
-            return None
-        reason = objection(manifest, self.pool_file)
-        if reason:
-            log.warning("what is kept in %s is not used: %s", self._notes, reason)
-            return None
-        return manifest
 
     @property
     def _usable(self) -> Manifest | None:
@@ -283,25 +241,24 @@ class KeptPool:
     def _undo(self) -> None:
         """Remove what an unfinished start has made, this one's or another's."""
         self._new = None
-        for draft in self._notes.glob(f"*{_LEDGER}{_DRAFT}"):
+        for draft in self._files.ledgers(_DRAFT):
             remove_tree(draft)
         with contextlib.suppress(FileNotFoundError):
-            if self._before is not None and self.pool_file.lstat().st_size > self._before.bytes:
-                os.truncate(self.pool_file, self._before.bytes)
+            if self._before is not None and self._files.pool.lstat().st_size > self._before.bytes:
+                os.truncate(self._files.pool, self._before.bytes)
 
     def _clear_pool_path(self) -> None:
         """Remove what is no file of this user's; a file is used again, for its memory."""
         with contextlib.suppress(OSError):
-            status = self.pool_file.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                remove_tree(self.pool_file)
+            if not is_own_file(self._files.pool.lstat()):
+                remove_tree(self._files.pool)
 
     def _ledger_file(self, name: str) -> Path:
         """The ledger of a namespace of this daemon."""
         beside = _DRAFT if self._new is not None else ""
-        return self._notes / f"{name}{_LEDGER}{beside}"
+        return self._files.notes / f"{name}{LEDGER}{beside}"
 
-    def _open_ledger(self, file: Path, found: Found) -> None:
+    def _open_ledger(self, file: Path, ledgers: Ledgers) -> None:
         """Map a ledger; one whose making was cut short by a kill never held anything.
 
         Raises:
@@ -312,26 +269,19 @@ class KeptPool:
         except OSError as error:
             if error.errno in _SHORTAGES:
                 raise
-            self._set_aside(file, f"it cannot be opened: {error.strerror}")
+            self._files.set_aside(file, f"it cannot be opened: {error.strerror}")
             return
         try:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                self._set_aside(file, "it is no file of this user's")
+            if not is_own_file(status):
+                self._files.set_aside(file, "it is no file of this user's")
             elif os.pread(fd, len(MAGIC), 0).strip(b"\0") == b"":
                 file.unlink()
                 log.warning("%s is empty: its namespace starts without chunks", file)
             else:
-                found.ledgers[file.name.removesuffix(_LEDGER)] = mmap.mmap(fd, status.st_size)
+                ledgers[file.name.removesuffix(LEDGER)] = mmap.mmap(fd, status.st_size)
         finally:
             os.close(fd)
 
-    def _set_aside(self, file: Path, reason: str) -> None:
-        for older in self._notes.glob(f"*{_ASIDE}*"):
-            remove_tree(older)
-        aside = file.with_name(f"{file.name}{_ASIDE}{int(time.time())}")
-        file.rename(aside)
-        log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
-
     def __repr__(self) -> str:
-        return f"<KeptPool {self._area.place}{'' if self.keeps else ', not kept'}>"
+        return f"<KeptPool {self._files.place}{'' if self.keeps else ', not kept'}>"

@@ -34,6 +34,9 @@ class LaneProcess(ChildProcess):
         runtime_dir: where its socket goes.
         incarnations: numbers that no lane of this daemon has had yet.
         settings: of the daemon, for the lane's limits.
+
+    Attributes:
+        lifeline: a descriptor that reads end of file once nothing of the lane moves bytes.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class LaneProcess(ChildProcess):
 
 
 class Lanes:
-    """One process for each device that is to be served.
+    """One process for each device that is to be served, by device in `processes`.
 
     Args:
         runtime_dir: where their sockets go.
@@ -106,34 +109,22 @@ class Lanes:
         self._poller = poller
         self._carry_out = carry_out
         self._incarnations = itertools.count(1)
-        self._processes: dict[str, LaneProcess] = {}
+        self.processes: dict[str, LaneProcess] = {}
 
     @property
     def running(self) -> bool:
         """Whether a process has not been reaped."""
-        return any(process.running for process in self._processes.values())
+        return any(process.running for process in self.processes.values())
 
     def add(self, device: str) -> None:
         """Serve a device."""
-        self._processes[device] = LaneProcess(
+        self.processes[device] = LaneProcess(
             device, self._runtime_dir, self._incarnations, self._core.state.settings
         )
 
-    def drop(self, device: str) -> None:
-        """Stop serving a device; its process has ended."""
-        del self._processes[device]
-
-    def kill(self, device: str) -> None:
-        """End a device's process without asking; the next one follows."""
-        self._processes[device].kill()
-
-    def lifeline(self, device: str) -> int:
-        """Return the descriptor that reads end of file once nothing of this lane moves bytes."""
-        return self._processes[device].lifeline
-
     def start_due(self, pool: PoolMemory, now: float) -> None:
         """Start every process that does not run and whose pause is over."""
-        for process in self._processes.values():
+        for process in self.processes.values():
             if process.running or now < process.start_at:
                 continue
             try:
@@ -149,7 +140,7 @@ class Lanes:
 
     def turn(self, ready: dict[object, int], now: float) -> None:
         """Read what lanes have sent, and notice those that have ended."""
-        for process in list(self._processes.values()):
+        for process in list(self.processes.values()):
             self._read(process, ready, now)
 
     def _read(self, process: LaneProcess, ready: dict[object, int], now: float) -> None:
@@ -197,7 +188,7 @@ class Lanes:
             effect: what to send to whom.
             resolve: the descriptors of a name.
         """
-        process = self._processes[effect.device]
+        process = self.processes[effect.device]
         if process.channel is None:
             return
         try:
@@ -218,9 +209,9 @@ class Lanes:
 
     def close(self) -> None:
         """End all without asking."""
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.kill()
             process.reap(time.monotonic())
 
     def __repr__(self) -> str:
-        return f"<Lanes {list(self._processes.values())}>"
+        return f"<Lanes {list(self.processes.values())}>"

@@ -40,6 +40,7 @@ from kvd.broker.effects import (
 from kvd.broker.sizing import auto_size
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.loaded import Loaded
+from kvd.config.settings import Settings
 from kvd.config.sources import Sources
 from kvd.daemon.allowed import AllowList
 from kvd.daemon.config_reader import ConfigReader
@@ -84,13 +85,18 @@ class Service:
     def __init__(
         self, loaded: Loaded, sources: Sources, version: str, *, cold: bool = False
     ) -> None:
-        self.settings = settings = loaded.settings
+        settings = loaded.settings
         self._config = ConfigReader(sources)
         allowed = AllowList.of(settings.allow_users, settings.allow_groups)
         self._notifier = Notifier.from_environment(os.environ)
         self._runtime = RuntimeDir(Path(settings.runtime_dir))
         self._runtime.lock()
-        self._kept_pool = KeptPool.of(settings, self._runtime.path, cold=cold)
+        self._kept_pool = KeptPool(
+            Path(settings.pool_dir),
+            self._runtime.path,
+            keeps=settings.keep_pool == "yes",
+            cold=cold,
+        )
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen
         )
@@ -179,11 +185,14 @@ class Service:
             self._next_tick = now + TICK_SECONDS / 2
             self._carry_out(self.core.tick(now))
             self._carry_out(self._config.turn(self.core.reloading))
-            self.settings = self.core.state.settings
         self._carry_out(self.core.work())
         self._connections.flush()
         self._http.turn(self._poller, ready, now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
+
+    @property
+    def _settings(self) -> Settings:
+        return self.core.state.settings
 
     @property
     def _busy(self) -> bool:
@@ -200,10 +209,10 @@ class Service:
         def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
-                policy=self.settings.policy,
-                reuse_threshold=self.settings.reuse_threshold,
-                quotas=self.settings.quotas(cpu_bytes),
-                limit=self.settings.max_namespaces,
+                policy=self._settings.policy,
+                reuse_threshold=self._settings.reuse_threshold,
+                quotas=self._settings.quotas(cpu_bytes),
+                limit=self._settings.max_namespaces,
                 make_buffer=self._directories.make,
                 keeping=keeping,
                 fill=fill,
@@ -212,7 +221,7 @@ class Service:
         try:
             self._pool, namespaces = open_pool(self._kept_pool, cpu_bytes, self._boot_id, make)
         except PoolError:
-            if self.settings.pool_bytes is not None:  # this daemon does not start
+            if self._settings.pool_bytes is not None:  # this daemon does not start
                 self._kept_pool.close()
             raise
         self._pool.start()
@@ -222,10 +231,10 @@ class Service:
 
     def _open_sized(self, effect: OpenPool) -> None:
         """Open a pool whose size the ranks of an engine decide."""
-        available = available_bytes(Path(self.settings.pool_dir)) + self._kept_pool.held_bytes()
+        available = available_bytes(Path(self._settings.pool_dir)) + self._kept_pool.held_bytes()
         try:
             cpu_bytes, explanation = auto_size(
-                self.settings, effect.layouts, available, self._kept_pool.kept_bytes()
+                self._settings, effect.layouts, available, self._kept_pool.kept_bytes()
             )
             namespaces = self._open_pool(cpu_bytes)
         except Refused as refusal:
@@ -261,9 +270,9 @@ class Service:
                 case StartLane():
                     self._lanes.add(effect.device)
                 case DropLane():
-                    self._lanes.drop(effect.device)
+                    del self._lanes.processes[effect.device]  # which has ended
                 case KillLane():
-                    self._lanes.kill(effect.device)
+                    self._lanes.processes[effect.device].kill()
                 case _:
                     self._account(effect)
 
@@ -297,7 +306,7 @@ class Service:
                 directory = self._directories.fd(name.namespace.hex())
                 return [directory, *self._ready_pipes.read_end(name.engine)]
             case LifelineFd():
-                return [self._lanes.lifeline(name.device)]
+                return [self._lanes.processes[name.device].lifeline]
             case SessionFds():
                 return list(self._connections.open[name.session].fds)
             case None:
@@ -315,12 +324,12 @@ class Service:
         now = time.monotonic()
         if self._stop_at is None:
             self._carry_out(self.core.stop())
-            self._notifier.stopping(self.settings.drain_seconds)
-            self._stop_at = now + self.settings.drain_seconds
+            self._notifier.stopping(self._settings.drain_seconds)
+            self._stop_at = now + self._settings.drain_seconds
         if not self._lanes.running or self._signals > 1:
             return True
         if now >= self._stop_at:
-            log.warning("not drained after %.0f s, stopping", self.settings.drain_seconds)
+            log.warning("not drained after %.0f s, stopping", self._settings.drain_seconds)
             return True
         return False
 

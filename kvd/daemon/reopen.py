@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
-from kvd.daemon.kept_pool import Found, KeptPool
+from kvd.daemon.kept_pool import KeptPool, Ledgers
 from kvd.daemon.memory import PoolMemory
 from kvd.errors import IntegrityError, LedgerDamaged, Refused
 from kvd.pool.filling import FillOrder
@@ -32,21 +32,20 @@ def open_pool(
         PoolError: the memory cannot be had.
         Refused: a directory cannot be made now.
     """
-    pool, found = kept.open(cpu_bytes)
-    keeping = Keeping(kept.make_ledger, found.pool, found.generation_base) if kept.keeps else None
+    pool, keeping, ledgers = kept.open(cpu_bytes)
     try:
         while True:
             namespaces = make_namespaces(keeping, pool.fill)
-            if _restore(kept, found, namespaces, boot_id):
+            if _restore(kept, ledgers, namespaces, boot_id):
                 return pool, namespaces
     except Refused:
         pool.close()
         raise
 
 
-def _restore(kept: KeptPool, found: Found, namespaces: Namespaces, boot_id: bytes) -> bool:
+def _restore(kept: KeptPool, ledgers: Ledgers, namespaces: Namespaces, boot_id: bytes) -> bool:
     """Reopen every ledger; return False where one was set aside and all must begin again."""
-    for name, buffer in list(found.ledgers.items()):
+    for name, buffer in list(ledgers.items()):
         began = time.perf_counter()
         try:
             ledger = Ledger(buffer)
@@ -54,18 +53,18 @@ def _restore(kept: KeptPool, found: Found, namespaces: Namespaces, boot_id: byte
                 raise LedgerDamaged(f"it is that of namespace {ledger.kept.namespace}")
             if not len(ledger):
                 kept.drop_ledger(name)
-                del found.ledgers[name]
+                del ledgers[name]
                 continue
             namespace = namespaces.reopen(ledger, boot_id)
         except LedgerDamaged as error:
             kept.set_aside(name, error)
-            del found.ledgers[name]
+            del ledgers[name]
             return False
         except IntegrityError as error:
             # Two ledgers name the same bytes; either may be wrong.
-            for other in found.ledgers:
+            for other in ledgers:
                 kept.set_aside(other, str(error))
-            found.ledgers.clear()
+            ledgers.clear()
             return False
         ready = namespace.table.slots.stats()["ready"]
         log.info(

@@ -175,7 +175,6 @@ class LaneService:
     def _announce(self) -> None:
         self._usable = self._device.usable_bytes
         ready = LaneReady(
-            device=self._name,
             incarnation=self._incarnation,
             pid=os.getpid(),
             endpoint=self._endpoint,

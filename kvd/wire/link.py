@@ -30,7 +30,6 @@ class LaneReady(Message, frozen=True):
     usable_bytes: see PoolUsable, which follows where this is not the whole pool.
     """
 
-    device: Name
     incarnation: Count
     pid: Count
     endpoint: Text

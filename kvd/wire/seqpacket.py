@@ -13,7 +13,6 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvd.errors import BadDatagram, ChannelFull
 from kvd_proto.messages import MAX_DESCRIPTORS
@@ -23,14 +22,6 @@ MAX_DATAGRAM_BYTES = 2**20
 MAX_QUEUED_BYTES = 8 * 2**20
 MAX_QUEUED_FRAMES = 8192
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A frame that waits for room in the socket, with descriptors of its own."""
-
-    frame: bytes
-    fds: tuple[int, ...]
 
 
 class Channel:
@@ -54,7 +45,8 @@ class Channel:
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         self._sock = sock
         self._buffer = bytearray()  # for `recv`, from its first call on
-        self._queue: deque[_Pending] = deque()
+        # Frames that wait for room in the socket, with descriptors of their own.
+        self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._queued_bytes = 0
         self._max_queued_bytes = max_queued_bytes
 
@@ -88,7 +80,7 @@ class Channel:
                 f"{len(self._queue)} frames of {self._queued_bytes} bytes wait for a peer that"
                 f" does not read; the limit is {self._max_queued_bytes} bytes"
             )
-        self._queue.append(_Pending(frame, _duplicate(fds)))
+        self._queue.append((frame, _duplicate(fds)))
         self._queued_bytes += len(frame)
 
     def flush(self) -> bool:
@@ -98,8 +90,7 @@ class Channel:
             EOFError: the peer is gone.
         """
         while self._queue:
-            head = self._queue[0]
-            if not self._send_now(head.frame, head.fds):
+            if not self._send_now(*self._queue[0]):
                 return False
             self._drop_head()
         return True
@@ -187,9 +178,9 @@ class Channel:
         return True
 
     def _drop_head(self) -> None:
-        head = self._queue.popleft()
-        self._queued_bytes -= len(head.frame)
-        close_all(head.fds)
+        frame, fds = self._queue.popleft()
+        self._queued_bytes -= len(frame)
+        close_all(fds)
 
     def __repr__(self) -> str:
         return f"<Channel fd={self.fileno()} queued={len(self._queue)}>"

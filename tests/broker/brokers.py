@@ -72,17 +72,15 @@ def size_pool(
     return effects
 
 
-def lane_ready(device: str = "host", usable_bytes: int = 2**62, **fields: Any) -> LaneReady:
+def lane_ready(usable_bytes: int = 2**62, **fields: Any) -> LaneReady:
     """Return what a lane says that serves."""
-    ready = LaneReady(
-        device=device, incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=usable_bytes
-    )
+    ready = LaneReady(incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=usable_bytes)
     return replace(ready, **fields)
 
 
 def lane_up(broker: Broker, device: str = "host", **fields: Any) -> list[Effect]:
     """Have a lane say that it serves; what the broker does then."""
-    return broker.supervision.received(device, lane_ready(device, **fields), 0.0)
+    return broker.supervision.received(device, lane_ready(**fields), 0.0)
 
 
 def hello(kind: Kind = "worker", engine: str = "e") -> Hello:

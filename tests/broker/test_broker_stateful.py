@@ -142,7 +142,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if device in self.wanted - self.up:
             self.up.add(device)
             self.incarnation += 1
-            ready = lane_ready(device, incarnation=self.incarnation)
+            ready = lane_ready(incarnation=self.incarnation)
             self.carry_out(self.broker.supervision.received(device, ready, self.now))
 
     @rule(device=DEVICE, says_why=st.booleans())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvd.daemon.pool_area import area_name
+from kvd.daemon.pool_files import area_name
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport

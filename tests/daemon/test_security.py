@@ -17,7 +17,7 @@ import psutil
 import pytest
 import zmq
 
-from kvd.daemon.pool_area import area_name
+from kvd.daemon.pool_files import area_name
 from kvd_client import LookupResult
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import WIRE

@@ -17,11 +17,10 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
-from kvd.daemon import memory, pool_area
+from kvd.daemon import memory, pool_files
 from kvd.daemon.kept_pool import KeptPool
-from kvd.daemon.manifest import VERSION
 from kvd.daemon.memory import DirectoryMemory, PoolMemory
-from kvd.daemon.pool_area import area_name
+from kvd.daemon.pool_files import VERSION, area_name
 from kvd.daemon.reopen import open_pool
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import filesystem
@@ -89,7 +88,7 @@ class Life:
         """The kernel lets go of everything, and nothing is undone."""
         self.ended = True
         self.directories.close()
-        for fd in (self.pool.fd, self.keep._area._lock_fd):
+        for fd in (self.pool.fd, self.keep._files._lock_fd):
             os.close(fd)
 
     def end(self) -> None:
@@ -517,7 +516,7 @@ def test_another_pool_dir_leaves_what_is_kept(start: Start, tmp_path: Path) -> N
     elsewhere.mkdir()
     other = KeptPool(elsewhere, RUNTIME, keeps=True)
     assert other.kept_bytes() is None
-    pool, _ = other.open(SIZE)
+    pool, *_ = other.open(SIZE)
     pool.close()
     other.close()
     assert contents(area(tmp_path)) == before
@@ -758,13 +757,13 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
         lambda **_: [SimpleNamespace(mountpoint=str(huge), fstype="hugetlbfs")],
     )
     monkeypatch.setattr(filesystem, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
-    monkeypatch.setattr(pool_area, "NOTES_DIR", notes)
+    monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
     assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
     assert found.whole_pages(2**21 + 1) == 2**22
     kept = KeptPool(huge, RUNTIME, keeps=True)
-    assert kept.pool_file == huge / area_name(RUNTIME) / "pool"
-    pool, _ = kept.open(2**21 + 1)
+    pool, *_ = kept.open(2**21 + 1)
+    assert pool.path == huge / area_name(RUNTIME) / "pool"
     assert pool.nbytes == pool.fill.nbytes == 2**22
     assert pool.fill.piece_bytes % 2**21 == 0
     assert (notes / area_name(RUNTIME, huge) / "manifest.json").exists()

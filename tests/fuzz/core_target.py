@@ -69,7 +69,7 @@ class _Play:
         self.came = 0
         self.wanted = {HOST}
         self.broker = make_broker(POOL, max_namespaces=8, max_leases=16)
-        self._from_lane(lane_ready(HOST))
+        self._from_lane(lane_ready())
 
     # ---------------------------------------------------------------- a step
 

@@ -1,0 +1,246 @@
+"""The files of a daemon's pool, and the lock on their directories.
+
+A pool lies in a directory of its own (mode 0700) that is named after the runtime
+directory's path, so that a daemon finds what its predecessor left, and no other's::
+
+    <pool_dir>/kvd-<digest>/pool               the bytes of all chunks
+    <pool_dir>/kvd-<digest>/manifest.json      which pool this is
+    <pool_dir>/kvd-<digest>/<namespace>.ledger its READY chunks, see kvd.cache.ledger
+
+On hugetlbfs, where files cannot be written, only the pool lies there; the rest is in a
+directory of /dev/shm.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from kvd.errors import AlreadyRunning, ConfigError, PoolError
+from kvd.machine.filesystem import Filesystem
+from kvd.machine.places import check_place
+
+log = logging.getLogger("kvd.daemon")
+
+NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
+MANIFEST = "manifest.json"
+LEDGER = ".ledger"
+VERSION = 2
+_MANIFEST_BYTES = 512  # of the file, whatever is in it
+_LAST_EPOCH = 2**32 - 1
+_ASIDE = ".damaged-"
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which pool this is.
+
+    inode: of the pool's file, so that no other file is taken for it.
+    bytes: that are the pool; what the file has beyond them is of a larger one that was not made.
+    kernel: the machine's boot, for a filesystem that outlives it may have lost some writes.
+    epoch: the daemon that wrote this; the next one has a greater one.
+    """
+
+    version: int
+    pool: str
+    cpu_bytes: int
+    bytes: int
+    inode: int
+    kernel: str
+    epoch: int
+
+    def objection(self, pool_file: Path) -> str:
+        """Return why the pool cannot be used; empty where it can."""
+        if self.version != VERSION:
+            return f"it has version {self.version}, this daemon reads {VERSION}"
+        if not 0 <= self.epoch < _LAST_EPOCH:
+            return f"its epoch {self.epoch} is the last one, or none"
+        if self.kernel != kernel_boot():
+            return "the machine was started anew since"
+        try:
+            status = pool_file.lstat()
+        except OSError as error:
+            return f"its pool cannot be found: {error.strerror}"
+        if not is_own_file(status):
+            return "its pool is no file of this user's"
+        if status.st_ino != self.inode or status.st_size < self.bytes:
+            return (
+                f"its pool is another file: inode {status.st_ino} of {status.st_size} bytes,"
+                f" not {self.inode} of {self.bytes}"
+            )
+        return ""
+
+
+class PoolFiles:
+    """The locked directories of one runtime directory's pool, and what lies in them.
+
+    Args:
+        pool_dir: where the pool goes.
+        runtime_dir: the daemon's, as an absolute path.
+
+    Attributes:
+        place: the pool's directory.
+        notes: that of the manifest and the ledgers; the same as a rule.
+        pool: the pool's file.
+        own: they have the names by which the next daemon finds them.
+
+    Raises:
+        ConfigError: pool_dir is none, cannot be written, or can be written by every user.
+        AlreadyRunning: another daemon uses the pool, whatever became of the runtime directory.
+    """
+
+    def __init__(self, pool_dir: Path, runtime_dir: Path) -> None:
+        if not pool_dir.is_dir():
+            raise ConfigError(
+                f"pool_dir = {pool_dir}: no such directory; use a tmpfs such as /dev/shm"
+            )
+        self.own = True
+        place = notes = pool_dir / area_name(runtime_dir)
+        if not Filesystem.of(pool_dir).writable:
+            # No other pool's: nothing of a pool that lies in NOTES_DIR is taken for this one's.
+            notes = NOTES_DIR / area_name(runtime_dir, pool_dir.absolute())
+        check_place("pool_dir", pool_dir)
+        if notes.parent != pool_dir:
+            check_place("the directory of the pool's manifest", notes.parent)
+        for area in {place, notes}:
+            for litter in area.parent.glob(f"{area.name}-*"):
+                remove_tree(litter)
+        try:
+            self.notes = self._own_directory(notes)
+            self.place = self.notes if notes == place else self._own_directory(place)
+        except OSError as error:
+            raise ConfigError(
+                f"pool_dir = {pool_dir}: {error.strerror}; choose a directory that this user may"
+                " write, with --pool-dir"
+            ) from error
+        self._lock_fd = os.open(self.notes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock_fd)
+            raise AlreadyRunning(f"another daemon uses the pool in {self.notes}") from None
+        self.pool = self.place / "pool"
+        self._manifest = self.notes / MANIFEST
+
+    def read_manifest(self) -> Manifest | None:
+        """Return which pool is there; None where none can be used, and the log says why."""
+        try:
+            manifest = msgspec.json.decode(self._manifest.read_bytes(), type=Manifest)
+            reason = manifest.objection(self.pool)
+        except FileNotFoundError:
+            if not self.pool.exists() and not self.ledgers():
+                return None
+            reason = f"there is no {MANIFEST}; the cache starts empty"
+        except (OSError, msgspec.DecodeError) as error:
+            self.set_aside(self._manifest, f"it cannot be read: {error}")
+            return None
+        if reason:
+            log.warning("what is kept in %s is not used: %s", self.notes, reason)
+            return None
+        return manifest
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Write which pool is there: all of it or nothing, whenever this process is killed.
+
+        Over a manifest that is there it takes no room: the filesystem may be full. One write within
+        a page is done or not done at every kill.
+
+        Raises:
+            PoolError: there is none, and no room for one.
+        """
+        content = msgspec.json.encode(manifest).ljust(_MANIFEST_BYTES)
+        file, draft = self._manifest, self._manifest.with_suffix(".new")
+        try:
+            if file.exists() and file.stat().st_size == len(content):
+                fd = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    os.pwrite(fd, content, 0)
+                finally:
+                    os.close(fd)
+                return
+            draft.touch(mode=0o600)
+            draft.write_bytes(content)
+            draft.rename(file)
+        except OSError as error:
+            raise PoolError(
+                f"{file} cannot be written: {error.strerror}; make room there, or choose another"
+                " --pool-dir"
+            ) from error
+
+    def ledgers(self, suffix: str = "") -> list[Path]:
+        """Return the ledgers, or what stands in their places, that have this suffix."""
+        return sorted(self.notes.glob(f"*{LEDGER}{suffix}"))
+
+    def set_aside(self, file: Path, reason: str) -> None:
+        """Rename what is damaged, so that it can be looked at; only the latest stays."""
+        for older in self.notes.glob(f"*{_ASIDE}*"):
+            remove_tree(older)
+        aside = file.with_name(f"{file.name}{_ASIDE}{int(time.time())}")
+        file.rename(aside)
+        log.error("%s: %s; it is set aside as %s, its chunks are lost", file, reason, aside.name)
+
+    def remove(self) -> None:
+        """Remove the directories with all that is in them."""
+        for place in {self.place, self.notes}:
+            remove_tree(place)
+
+    def close(self) -> None:
+        """Unlock the directories; remove them where they are empty."""
+        for place in {self.place, self.notes}:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        os.close(self._lock_fd)
+
+    def _own_directory(self, path: Path) -> Path:
+        """Return `path` as a directory of this user alone; another one where it is not."""
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            path.chmod(0o700)
+            return path
+        other = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+        log.error(
+            "%s belongs to uid %d or is no directory: the pool lies in %s and is not kept when the"
+            " daemon ends; remove the former",
+            path,
+            status.st_uid,
+            other,
+        )
+        self.own = False
+        return other
+
+    def __repr__(self) -> str:
+        return f"<PoolFiles {self.place}>"
+
+
+def area_name(*paths: Path) -> str:
+    """Return the name of the directory that belongs to a runtime directory, or to several paths."""
+    digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=6).hexdigest()
+    return f"kvd-{digest}"
+
+
+def kernel_boot() -> str:
+    """Return the id of the machine's boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def is_own_file(status: os.stat_result) -> bool:
+    """Return whether this is a plain file of this user's."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file or a directory, where this user may."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
