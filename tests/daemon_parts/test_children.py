@@ -80,7 +80,7 @@ def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
     for number in range(MORE_THAN_A_SOCKET_TAKES):
         lanes.send(ToLane("host", LanePing(sequence=number)), lambda _: [])
     assert not poller.poll(0)
-    lanes.kill("host")
+    lanes.processes["host"].kill()
     while lanes.running:
         lanes.turn(dict(poller.poll(int(DEADLINE * 1000))), 0.0)
     assert lost == ["host"]
