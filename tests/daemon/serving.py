@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
+from kvd.cli import cli
 from kvd.daemon.pool_files import area_name
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
@@ -146,7 +149,12 @@ def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:
 
 
 def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The `kvd` command, to its end."""
+    """The `kvd` command, to its end: in this process, but for `serve`."""
+    if arguments[0] != "serve":
+        done = CliRunner().invoke(cli, arguments, prog_name="kvd")
+        if done.exception and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
     return subprocess.run(
         [sys.executable, "-m", "kvd", *arguments],
         capture_output=True,

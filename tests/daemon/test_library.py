@@ -9,15 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from kvd_client import ChunkBlocks, JobResult, LookupResult, Scheduler, Worker
-from tests.conftest import Daemon, StartDaemon
+from tests.conftest import Daemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
 @pytest.fixture
-def engine(daemon: Daemon) -> Engine:
+def engine(shared_daemon: Daemon, label: str) -> Engine:
     """One rank, attached."""
-    return Engine(daemon.runtime_dir, world_size=1).wait_attached()
+    return Engine(shared_daemon.runtime_dir, label, world_size=1, model=label).wait_attached()
 
 
 def readable(source: Scheduler | Worker, seconds: float = PATIENCE) -> bool:
@@ -118,9 +118,9 @@ def quieten(source: Scheduler | Worker, take: Callable[[], object]) -> None:
     eventually(quiet)
 
 
-def test_a_lost_lane_makes_the_descriptor_readable(engine: Engine) -> None:
+def test_a_lost_lane_makes_the_descriptor_readable(daemon: Daemon) -> None:
     """Jobs that end because their lane did are told of as well, and nothing stays readable."""
-    with engine:
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
         worker = engine.workers[0]
         quieten(worker, worker.get_finished)
         keys = keys_of("chunk", 2)
@@ -162,19 +162,18 @@ def test_an_asyncio_loop_waits_for_jobs(engine: Engine) -> None:
         assert sorted(asyncio.run(run())) == list(range(20))
 
 
-def test_waiting_says_why_an_engine_is_not_attached(start_daemon: StartDaemon) -> None:
+def test_waiting_says_why_an_engine_is_not_attached(shared_daemon: Daemon) -> None:
     """No daemon, no rank, a missing rank: each is said, and attached is true."""
-    daemon = start_daemon()
-    with Scheduler(daemon.runtime_dir.parent / "nowhere", "engine") as lonely:
+    with Scheduler(shared_daemon.runtime_dir.parent / "nowhere", "engine") as lonely:
         waited = lonely.wait_attached(0.0)
         assert not waited
         assert "no daemon answers in" in waited.why
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as early:
+    with Scheduler(shared_daemon.runtime_dir, "engine", deadline=DEADLINE) as early:
         assert "no rank of engine 'engine' is registered" in early.wait_attached(0.0).why
-    with Engine(daemon.runtime_dir, world_size=2, ranks=[0]) as half:
+    with Engine(shared_daemon.runtime_dir, world_size=2, ranks=[0]) as half:
         assert half.scheduler.wait_attached(0.0).why == "engine 'engine' lacks rank 1 of 2"
         assert half.workers[0].wait_attached(0.0).why == "engine 'engine' lacks rank 1 of 2"
         half.add(1)
         assert half.scheduler.wait_attached(PATIENCE).why == ""
-        with Worker(daemon.runtime_dir, "engine", 1, 2, deadline=DEADLINE) as idle:
+        with Worker(shared_daemon.runtime_dir, "engine", 1, 2, deadline=DEADLINE) as idle:
             assert "nothing is registered" in idle.wait_attached(0.0).why

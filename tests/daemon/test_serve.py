@@ -4,6 +4,8 @@ import os
 import select
 import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,10 @@ from tests.daemon.serving import run_kvd
 from tests.waiting import PATIENCE, eventually
 
 
-def test_a_ready_daemon_reports_itself(daemon: Daemon) -> None:
+def test_a_ready_daemon_reports_itself(shared_daemon: Daemon) -> None:
     """The status names pid, boot id, pool and lane, and says ready."""
-    report = daemon.wait_ready()
-    assert report["pid"] == daemon.process.pid
+    report = shared_daemon.wait_ready()
+    assert report["pid"] == shared_daemon.process.pid
     assert len(report["boot_id"]) == 32
     assert report["pool"]["cpu_bytes"] == 64 * 2**20
     assert [(lane["device"], lane["up"]) for lane in report["lanes"]] == [("host", True)]
@@ -26,7 +28,8 @@ def test_a_ready_daemon_reports_itself(daemon: Daemon) -> None:
 
 def test_status_without_a_daemon_says_how_to_start_one(tmp_path: Path) -> None:
     """No daemon: exit status not 0, and the command to start one."""
-    done = run_kvd("status", "--runtime-dir", str(tmp_path))
+    command = [sys.executable, "-m", "kvd", "status", "--runtime-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 1
     assert f"kvd serve --runtime-dir {tmp_path}" in done.stderr
 
@@ -90,11 +93,11 @@ def test_a_frozen_lane_is_killed_and_replaced(start_daemon: StartDaemon, tmp_pat
     assert daemon.wait_ready()["lanes"][0]["pid"] != before
 
 
-def test_files_are_for_owner_and_group_only(daemon: Daemon) -> None:
+def test_files_are_for_owner_and_group_only(shared_daemon: Daemon) -> None:
     """Nobody else may enter the directory or use its sockets."""
-    assert stat.S_IMODE(daemon.runtime_dir.stat().st_mode) == 0o750
+    assert stat.S_IMODE(shared_daemon.runtime_dir.stat().st_mode) == 0o750
     for name in ("broker.sock", "control.sock"):
-        assert stat.S_IMODE((daemon.runtime_dir / name).stat().st_mode) == 0o660
+        assert stat.S_IMODE((shared_daemon.runtime_dir / name).stat().st_mode) == 0o660
 
 
 @pytest.mark.parametrize(

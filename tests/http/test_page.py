@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean
+from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, run_kvd
 from tests.http.browsing import DESKTOP, PHONE, Tab, browser
 from tests.http.load import engines_at_work
 from tests.http.serving import port_of
@@ -282,8 +280,7 @@ def test_what_is_wrong_comes_first_with_the_remedy(tab: OpenTab, start_daemon: S
 
 def operate(daemon: Daemon, command: str) -> None:
     """An operator's command."""
-    where = ["--runtime-dir", str(daemon.runtime_dir)]
-    subprocess.run([sys.executable, "-m", "kvd", command, *where], check=True, timeout=60)
+    assert run_kvd(command, "--runtime-dir", str(daemon.runtime_dir)).returncode == 0
 
 
 def test_a_picture_for_the_readme(tab: OpenTab, busy: Daemon, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 docs/testing.md lists them.
 """
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.fakecuda.harness import FakeCuda
 from tests.lane import cuda_checks as checks
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import CudaRig, TestDriver, load
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.fakecuda
 
@@ -203,6 +206,7 @@ RULES = [
     Rule(checks.a_store_is_void_when_its_blocks_were_taken_back, look_only_before_the_copy),
     Rule(checks.a_load_is_stale_when_its_chunk_was_replaced, look_only_before_the_copy),
 ]
+NOTICED = 77  # an exit status that no other way to end has
 NAMES = [rule.check.__name__ for rule in RULES]
 
 
@@ -218,16 +222,31 @@ def test_the_backend_keeps_the_rule(
         rig.close()
 
 
+@pytest.fixture(scope="module")
+def forks() -> ForkServerContext:
+    """Starts processes that have imported this module, and no driver, before they begin."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_without_the_rule_the_check_fails(fakecuda: FakeCuda, tmp_path: Path, name: str) -> None:
+def test_without_the_rule_the_check_fails(
+    fakecuda: FakeCuda, forks: ForkServerContext, tmp_path: Path, name: str
+) -> None:
     """With the rule taken away the check notices; so the rule is tested, not only written."""
-    fakecuda.check(miss_the_rule, str(fakecuda.library), str(tmp_path / "calls.log"), name)
+    process = forks.Process(target=miss_the_rule, args=(fakecuda, tmp_path / "calls.log", name))
+    process.start()
+    process.join(PATIENCE)
+    process.kill()
+    assert process.exitcode == NOTICED
 
 
-def miss_the_rule(library: str, log: str, name: str) -> None:
+def miss_the_rule(fakecuda: FakeCuda, log: Path, name: str) -> None:
     """A process of its own, for a backend without its rules may lose the device."""
+    os.environ.update(fakecuda.environment())  # for the process with the device memory
     (rule,) = (rule for rule in RULES if rule.check.__name__ == name)
-    fake_driver = load(FakeCuda(Path(library)), Path(log))
+    fake_driver = load(fakecuda, log)
     workers = CudaWorkers(ipc=True)
     if rule.before_start:
         rule.take_away(pytest.MonkeyPatch())
@@ -237,5 +256,5 @@ def miss_the_rule(library: str, log: str, name: str) -> None:
     try:
         rule.check(rig)
     except (AssertionError, LaneError, pytest.fail.Exception):
-        os._exit(0)  # without letting go of what may be out of order
-    os._exit(1)
+        os._exit(NOTICED)  # without letting go of what may be out of order
+    os._exit(0)
