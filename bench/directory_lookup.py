@@ -18,7 +18,7 @@ from pathlib import Path
 from kvd.cache.directory import DirectoryWriter, directory_bytes
 from kvd.cache.namespaces import Namespaces
 from kvd_proto.answers import LookupResult, StoreAnswer
-from kvd_proto.directory import DirectoryView, SlotState
+from kvd_proto.directory import DirectoryHeader, DirectoryView, SlotState
 
 CHUNKS = 100_000
 KEY_BYTES = 36  # a 32-byte block hash and a group index
@@ -36,7 +36,7 @@ def measure() -> dict[str, float]:
     with tempfile.NamedTemporaryFile(prefix="kvd-bench-") as file:
         file.truncate(directory_bytes(CHUNKS))
         with mmap.mmap(file.fileno(), 0) as buffer:
-            writer = DirectoryWriter.create(buffer, CHUNKS, bytes(16), bytes(16))
+            writer = DirectoryWriter(buffer, DirectoryHeader.plan(CHUNKS, bytes(16), bytes(16)))
             writer.begin(make_keys(CHUNKS, seed=1), range(CHUNKS), owner=1)
             for slot in range(CHUNKS):
                 writer.write_state(slot, SlotState.READY)
@@ -85,11 +85,12 @@ def prepare_store_ms(policy: str, runs: int = 30) -> float:
     Every call evicts 1,000 chunks. Without the message that carries it.
     """
     namespaces = Namespaces(
-        CHUNKS * 8192, make_buffer=lambda _, size: bytearray(size), policy=policy
+        CHUNKS * 8192,
+        boot_id=bytes(16),
+        make_buffer=lambda _, size: bytearray(size),
+        policy=policy,
     )
-    namespace = namespaces.open(
-        bytes(16), (4096, 4096), world_size=2, replicated=False, boot_id=bytes(16)
-    )
+    namespace = namespaces.open(bytes(16), (4096, 4096), world_size=2, replicated=False)
     namespaces.attach_engine(namespace)
     table, times = namespace.table, []
     for run in range(CHUNKS // 1000 + runs):
@@ -97,10 +98,10 @@ def prepare_store_ms(policy: str, runs: int = 30) -> float:
         start = time.perf_counter()
         decision = table.prepare_store(keys, 1, 0.0)
         times.append(time.perf_counter() - start)
-        if set(decision.answers.tolist()) != {StoreAnswer.ACCEPTED}:
+        if set(decision.answers.numpy().tolist()) != {StoreAnswer.ACCEPTED}:
             raise SystemExit("a store was refused")
         for rank in range(2):
-            refs = decision.slots.tolist(), decision.generations.tolist()
+            refs = decision.slots.numpy().tolist(), decision.generations.numpy().tolist()
             table.share_done(1, rank, *refs, [0] * 1000, [1] * 1000, ok=True)
     return statistics.median(times[-runs:]) * 1000
 

@@ -73,6 +73,7 @@ def fill(place: Place, chunks: int) -> None:
     pool.close()
     namespaces = Namespaces(
         place.cpu_bytes,
+        boot_id=bytes(16),
         make_buffer=lambda _, size: bytearray(size),
         keeping=keeping,
         fill=FillOrder.of(place.cpu_bytes),
@@ -86,7 +87,7 @@ def fill(place: Place, chunks: int) -> None:
         handles=(HostHandle(1),),
     )
     name = namespace_id([registration])
-    opened = namespaces.open(name, (PAGE,), world_size=1, replicated=False, boot_id=bytes(16))
+    opened = namespaces.open(name, (PAGE,), world_size=1, replicated=False)
     namespaces.attach_engine(opened)
     for first in range(0, chunks, BATCH):
         ready = opened.table.prepare_store(
@@ -94,7 +95,13 @@ def fill(place: Place, chunks: int) -> None:
         )
         ones = [1] * len(ready.slots)
         opened.table.share_done(
-            1, 0, ready.slots, ready.generations, [0] * len(ones), ones, ok=True
+            1,
+            0,
+            ready.slots.numpy(),
+            ready.generations.numpy(),
+            [0] * len(ones),
+            ones,
+            ok=True,
         )
     kept.close()
 

@@ -15,11 +15,11 @@ from zlib import crc32
 
 import msgspec
 
-from kvd.cache.directory import DirectoryWriter, directory_bytes
+from kvd.cache.directory import DirectoryWriter
 from kvd_proto.answers import StoreAnswer
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
-from kvd_proto.directory import SlotState
+from kvd_proto.directory import DirectoryHeader, SlotState
 from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     REPLY_OF,
@@ -236,14 +236,8 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
     All are at one home, the last one is not there. The first key is there twice: what was there
     before a reset does not count. The third has half of its blocks.
     """
-    num_slots = 5
-    writer = DirectoryWriter.create(
-        bytearray(directory_bytes(num_slots)),
-        num_slots,
-        bytes(range(32, 48)),
-        BOOT_ID,
-        blocks_per_chunk=4,
-    )
+    header = DirectoryHeader.plan(5, bytes(range(32, 48)), BOOT_ID, blocks_per_chunk=4)
+    writer = DirectoryWriter(bytearray(header.total_bytes), header)
     mask = writer.header.index_capacity - 1
     names = (b"chunk-%d" % number for number in range(1000))
     keys = [key for key in names if crc32(key) & mask == mask][:4]

@@ -63,7 +63,6 @@ def attach(state: BrokerState, engine: Engine, effects: list[Effect]) -> None:
             sizes.slot_bytes,
             world_size=engine.world_size,
             replicated=layouts[0].replicated,
-            boot_id=state.boot_id,
             blocks_per_chunk=layouts[0].blocks_per_chunk,
             label=registrations[0].fingerprint.model,
             temporary=registrations[0].temporary,

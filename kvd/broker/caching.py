@@ -11,22 +11,17 @@ from kvd.broker.state import BrokerState
 from kvd.cache.directory import Blocks
 from kvd.cache.namespaces import Namespace
 from kvd.errors import Refused
-from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     CompleteLoad,
     CompleteStore,
     ErrorCode,
     LoadCompleted,
-    LoadPrepared,
     Message,
     PrepareLoad,
     PrepareStore,
     RequestFinished,
     RequestNoted,
     Reset,
-    ResetDone,
-    StoreCompleted,
-    StorePrepared,
 )
 
 
@@ -60,7 +55,7 @@ class Caching:
         if not state.allocated:
             raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")
         engine, namespace = _served(request.session)
-        decision = namespace.table.prepare_store(
+        reply = namespace.table.prepare_store(
             message.keys,
             engine.number,
             request.now,
@@ -68,21 +63,12 @@ class Caching:
             _blocks(message, namespace),
             seconds=state.settings.ticket_seconds,
         )
-        reply = StorePrepared(
-            answers=IntArray.of(decision.answers, "u1"),
-            slots=IntArray.of(decision.slots, "u4"),
-            generations=IntArray.of(decision.generations, "u8"),
-            evicted=tuple(decision.evicted),
-        )
         return [request.reply(reply)]
 
     def _complete_store(self, request: Request[CompleteStore]) -> list[Effect]:
         engine, namespace = _attached(request.session)
-        summary, slots = namespace.table.complete_store(
+        reply, slots = namespace.table.complete_store(
             request.message.keys, engine.number, success=request.message.success
-        )
-        reply = StoreCompleted(
-            ready=summary.ready, pending=summary.pending, dropped=summary.dropped
         )
         return [request.reply(reply), *self._state.revoke(namespace, slots)]
 
@@ -98,20 +84,13 @@ class Caching:
                 limit="max_leases",
             )
         seconds = min(message.lease_ms / 1000, settings.lease_seconds)
-        decision = namespace.table.prepare_load(
+        reply = namespace.table.prepare_load(
             message.keys,
             engine.number,
             request.now,
             seconds,
             self._state.usable_bytes(engine),
             _blocks(message, namespace),
-        )
-        reply = LoadPrepared(
-            lease=decision.lease_id,
-            lease_ms=int(seconds * 1000),
-            found=IntArray.of(decision.found, "u1"),
-            slots=IntArray.of(decision.slots, "u4"),
-            generations=IntArray.of(decision.generations, "u8"),
         )
         return [request.reply(reply)]
 
@@ -129,16 +108,14 @@ class Caching:
     def _reset(self, request: Request[Reset]) -> list[Effect]:
         """Answer at once: nothing of before is found any more; slots are freed afterwards."""
         _, namespace = _attached(request.session)
-        done = namespace.table.reset()
-        effects: list[Effect] = [
-            request.reply(ResetDone(dropped=done.dropped, deferred=done.deferred))
-        ]
+        done, slots = namespace.table.reset()
+        effects: list[Effect] = [request.reply(done)]
         if not namespace.temporary:  # that of a self-test concerns nobody else
             text = f"{request.session.who} reset its namespace: {done.dropped} chunks dropped"
             if done.deferred:
                 text += f"; {done.deferred} more go when their leases end"
             effects.append(request.session.event(text))
-        return [*effects, *self._state.revoke(namespace, done.revoke)]
+        return [*effects, *self._state.revoke(namespace, slots)]
 
 
 def _attached(session: Session) -> tuple[Engine, Namespace]:

@@ -30,7 +30,6 @@ def status_report(
     namespaces = list(state.namespaces) if state.namespaces is not None else []
     usage = state.usage()
     checked = checks(state, now)
-    pool = state.namespaces.stats() if state.namespaces is not None else {}
     report = schema.Report(
         version=version,
         boot_id=state.boot_id.hex(),
@@ -45,16 +44,8 @@ def status_report(
         drain=drain_report(state, now),
         checks=checked,
         conditions=[],
-        pool=schema.Pool(
-            cpu_bytes=pool.get("cpu_bytes", 0),
-            free_bytes=pool.get("free_bytes", 0),
-            allocated_bytes=state.allocated,
-            quotas=[schema.Quota(**quota) for quota in pool.get("quotas", ())],
-        ),
-        namespaces=[
-            _namespace(namespace, pool["namespaces"][namespace.id.hex()])
-            for namespace in namespaces
-        ],
+        pool=_pool(state),
+        namespaces=list(map(_namespace, namespaces)),
         engines=[_engine(engine, now) for engine in state.registry.engines.values()],
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
         broker=_broker(state, usage, now),
@@ -70,20 +61,45 @@ def status_report(
     return found
 
 
-def _namespace(namespace: Namespace, nbytes: dict[str, int]) -> schema.Namespace:
-    geometry, table = namespace.geometry, namespace.table
+def _pool(state: BrokerState) -> schema.Pool:
+    if state.namespaces is None:
+        return schema.Pool(0, 0, state.allocated, [])
+    pool = state.namespaces.pool
+    return schema.Pool(
+        cpu_bytes=pool.cpu_bytes,
+        free_bytes=pool.free_bytes,
+        allocated_bytes=state.allocated,
+        quotas=[
+            schema.Quota(
+                model=group.model,
+                floor_bytes=group.quota.floor_bytes,
+                cap_bytes=group.quota.cap_bytes,
+                held_bytes=sum(map(pool.held_bytes, group.spaces)),
+            )
+            for group in pool.quotas
+        ],
+    )
+
+
+def _namespace(namespace: Namespace) -> schema.Namespace:
+    geometry, chunks = namespace.geometry, namespace.table.slots.stats()
+    nbytes = geometry.bytes_per_chunk
     return schema.Namespace(
         id=namespace.id.hex(),
         model=namespace.label,
         engines=namespace.engines,
         world_size=geometry.world_size,
         replicated=geometry.replicated,
-        bytes_per_chunk=geometry.bytes_per_chunk,
+        bytes_per_chunk=nbytes,
         tokens_per_chunk=namespace.tokens_per_chunk,
         num_chunks=geometry.num_slots,
-        **nbytes,
-        chunks=schema.Chunks(**table.slots.stats()),
-        counters=table.counts,
+        held_bytes=namespace.table.held_bytes,
+        directory_bytes=namespace.directory.header.total_bytes,
+        ready_bytes=chunks["ready"] * nbytes,
+        writing_bytes=chunks["writing"] * nbytes,
+        draining_bytes=chunks["draining"] * nbytes,
+        chunks=schema.Chunks(**chunks),
+        counters=namespace.table.counts,
     )
 
 

@@ -111,7 +111,7 @@ class Supervision:
         engine = session.engine if session is not None else None
         if engine is None or engine.namespace is None or engine.namespace.id != message.namespace:
             return []  # its engine is gone, and with it these writes
-        result = engine.namespace.table.share_done(
+        ready, dropped = engine.namespace.table.share_done(
             engine.number,
             message.rank,
             message.slots.numpy(),
@@ -121,8 +121,8 @@ class Supervision:
             ok=message.ok,
             groups=message.groups.numpy(),
         )
-        effects = self._state.revoke(engine.namespace, result.dropped)
-        return [*effects, ChunksReady(engine.number)] if result.ready else effects
+        effects = self._state.revoke(engine.namespace, dropped)
+        return [*effects, ChunksReady(engine.number)] if ready else effects
 
     # ------------------------------------------------------------------ end
 

@@ -48,10 +48,6 @@ class Ages:
         """
         self._stamps[slots[::-1]] = np.arange(last - len(slots) + 1, last + 1, dtype=np.uint64)
 
-    def move(self, old: int, new: int) -> None:
-        """The same chunk lies in another slot."""
-        self._stamps[new] = self._stamps[old]
-
     def of(self, slots: Sequence[int]) -> npt.NDArray[np.float64]:
         """Seconds, to the millisecond, since each of these chunks was of use."""
         ages: npt.NDArray[np.float64] = self.now - self._stamps[slots].astype(np.float64)

@@ -3,14 +3,13 @@
 It is the only writer of its directory. The states of a slot::
 
     FREE -> WRITING     prepare_store
-    WRITING -> READY    share_done, with the last rank that was expected; a chunk with fewer
-                        blocks of the same key, which was READY, goes as by reset
+    WRITING -> READY    share_done, with the last rank that was expected
     WRITING -> DRAINING a share failed, complete_store without success, the ticket's
                         deadline passed, the session is gone, reset
     DRAINING -> FREE    revoked: the lanes have nothing under way there
-    READY -> FREE       evicted or reset. A reset chunk is not found any more, and leaves
-                        its slot by `sweep`; one that is pinned is doomed, that is, it
-                        leaves its slot at the last pin
+    READY -> FREE       evicted, reset, or stored anew with more blocks. A reset chunk is not
+                        found any more, and leaves its slot by `sweep`; one that is pinned is
+                        doomed, that is, it leaves its slot at the last pin
 
 Methods decide first and then act; none of them waits, and none raises for what a
 client may send.
@@ -21,24 +20,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvd.cache.ages import Ages
-from kvd.cache.decisions import (
-    LoadDecision,
-    Offer,
-    ResetOutcome,
-    ReuseFilter,
-    ShareOutcome,
-    StoreDecision,
-    StoreSummary,
-)
 from kvd.cache.directory import Blocks, DirectoryWriter, Refs, covers
 from kvd.cache.ledger import KeptChunks
+from kvd.cache.offers import Offer, ReuseFilter
 from kvd.cache.policies import POLICIES
 from kvd.cache.slots import Ints, Slots
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
 from kvd_proto.answers import StoreAnswer
+from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
+from kvd_proto.messages import LoadPrepared, ResetDone, StoreCompleted, StorePrepared
 
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
 EMPTY_PIECES = 16  # so many that hold none are looked at in one go
@@ -83,7 +76,7 @@ class ChunkTable:
         self._pool = pool
         self.space = pool.join(geometry, self, model)
         order = POLICIES[policy](geometry.num_slots, directory.key)
-        self.slots = Slots(directory, order, self.space, self.ages)
+        self.slots = Slots(directory, order, self.space)
 
     def restore(self, chunks: KeptChunks) -> None:
         """Take over the chunks of the previous daemon, into a table that is new.
@@ -114,12 +107,11 @@ class ChunkTable:
         blocks: Sequence[Blocks] = (),
         *,
         seconds: float = 60.0,
-    ) -> StoreDecision:
+    ) -> StorePrepared:
         """Give slots to as many new keys as there is room for, to be written within `seconds`.
 
         The first keys come first. `blocks` says what of each chunk will be stored; all of it
-        where it is left out. A key whose READY chunk holds less is new; that chunk is found
-        until the fuller one is READY.
+        where it is left out. A key whose READY chunk holds less is new.
 
         What is evicted for it goes all or nothing: first it is known how many can
         go, then exactly those are evicted that the accepted keys need. Of equal keys
@@ -127,13 +119,13 @@ class ChunkTable:
         `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
         """
         self.ages.set_time(now)
-        offer = Offer.of(keys, blocks, self.slots, self._filter)
+        offer = Offer.of(keys, blocks, self.directory, self._filter)
         slots, evicted = self._room(len(offer.wanted), offer.named, usable)
         taken = list(offer.wanted)[: len(slots)]
-        deadline = now + seconds
-        begun, slots, generations = self.slots.begin(
-            taken, slots, owner, deadline, {k: offer.lesser[k] for k in taken if k in offer.lesser}
-        )
+        lesser = [offer.lesser[key] for key in taken if key in offer.lesser]
+        self.slots.drop(lesser)
+        self.counts.replaced += len(lesser)
+        begun, slots, generations = self.slots.begin(taken, slots, owner, now + seconds)
         self._mark(slots)
         capped = len(taken) < len(offer.wanted) and self._pool.is_capped(self.space)
         no_room = StoreAnswer.QUOTA if capped else StoreAnswer.FULL
@@ -141,11 +133,11 @@ class ChunkTable:
         self.counts.answered(answers)
         self.counts.index_full += len(taken) - len(begun)
         self.counts.evicted += len(evicted)
-        return StoreDecision(
-            np.frombuffer(answers, np.uint8),
-            np.array(slots, "<u4"),
-            np.array(generations, "<u8"),
-            evicted,
+        return StorePrepared(
+            answers=IntArray("u1", bytes(answers)),
+            slots=IntArray.of(slots, "u4"),
+            generations=IntArray.of(generations, "u8"),
+            evicted=tuple(evicted),
         )
 
     def _room(
@@ -186,13 +178,15 @@ class ChunkTable:
         *,
         ok: bool,
         groups: Ints | None = None,
-    ) -> ShareOutcome:
+    ) -> tuple[Refs, Refs]:
         """A lane reports one rank's share of these slots, [n] each; `groups` are 0 where left out.
 
         A chunk becomes READY with the last expected rank. One whose share failed, or
-        of which no block is there on every rank, can never be READY and is given up; so
-        is one that holds no more than what it should replace.
+        of which no block is there on every rank, can never be READY and is given up.
         Reports about slots that have moved on, and second reports, are ignored.
+
+        Returns:
+            The slots that are READY now, and those that were given up, to be revoked.
         """
         directory, life, ready, stale = self.directory, self.slots, [], 0
         writers = self.space.geometry.writers
@@ -214,18 +208,18 @@ class ChunkTable:
                 failed[slot] = None
             else:
                 done, covered = directory.add_share(slot, rank, block, blocks, group)
-                if not covered or (done == expected and not life.adds_blocks(slot)):
+                if not covered:
                     failed[slot] = None
                 elif done == expected:
-                    self.counts.replaced += life.finish(slot)
+                    life.finish(slot)
                     ready.append(slot)
         self.counts.stored += len(ready)
         self.counts.stale_reports += stale
-        return ShareOutcome(self.slots.refs(ready), self._give_up(list(failed)))
+        return self.slots.refs(ready), self._give_up(list(failed))
 
     def complete_store(
         self, keys: Sequence[bytes], owner: int, *, success: bool
-    ) -> tuple[StoreSummary, Refs]:
+    ) -> tuple[StoreCompleted, Refs]:
         """End these stores for the engine. Without success what `owner` writes is given up.
 
         Returns:
@@ -235,9 +229,6 @@ class ChunkTable:
         failed: dict[int, None] = {}
         for key in keys:
             slot = directory.find(key)
-            fuller = self.slots.replacement(slot)
-            if fuller is not None and directory.owner(fuller) == owner:
-                slot = fuller
             if slot < 0 or slot in failed:
                 gone += 1
             elif directory.state(slot) == _READY:
@@ -247,7 +238,8 @@ class ChunkTable:
             else:
                 failed[slot] = None
                 gone += 1
-        return StoreSummary(ready, pending, gone), self._give_up(list(failed))
+        summary = StoreCompleted(ready=ready, pending=pending, dropped=gone)
+        return summary, self._give_up(list(failed))
 
     def _give_up(self, slots: Sequence[int]) -> Refs:
         self.counts.dropped += len(slots)
@@ -269,7 +261,7 @@ class ChunkTable:
         seconds: float,
         usable: int | None = None,
         blocks: Sequence[Blocks] = (),
-    ) -> LoadDecision:
+    ) -> LoadPrepared:
         """Pin the keys that are READY, under a lease of so many seconds.
 
         `blocks` says what is needed of each chunk; all of it where it is left out. A chunk that
@@ -298,7 +290,13 @@ class ChunkTable:
         self.counts.leases += bool(slots)
         array = np.array(slots, "<u4")
         generations = self.directory.generations(array)
-        return LoadDecision(lease_id, np.frombuffer(found, np.uint8), array, generations)
+        return LoadPrepared(
+            lease=lease_id,
+            lease_ms=int(seconds * 1000),
+            found=IntArray("u1", bytes(found)),
+            slots=IntArray.of(array, "u4"),
+            generations=IntArray.of(generations, "u8"),
+        )
 
     def complete_load(self, lease_id: int, owner: int) -> bool:
         """Give a lease back. False where it has run out or is not this session's."""
@@ -349,16 +347,19 @@ class ChunkTable:
         self.slots.unpinned(self.slots.leases.drop_owner(owner))
         return self._give_up(self.slots.written_by(owner))
 
-    def reset(self) -> ResetOutcome:
+    def reset(self) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
 
         Slots are freed by `sweep`; those that are pinned go when their leases end. What was
         offered and not stored yet keeps its count.
+
+        Returns:
+            How many go now and how many when their leases end, and the slots to be revoked.
         """
         revoke = self._give_up(list(self.slots.tickets))
         gone, kept = self.slots.forget()
         self.counts.reset += gone + kept
-        return ResetOutcome(gone + len(revoke), kept, revoke)
+        return ResetDone(dropped=gone + len(revoke), deferred=kept), revoke
 
     @property
     def is_swept(self) -> bool:
@@ -401,6 +402,11 @@ class ChunkTable:
             slots = [s for s, is_old in zip(slots, old, strict=True) if is_old and s not in pins]
         self.counts.removed += len(slots)
         return self.slots.drop(slots)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pool that the namespace owns, used or not."""
+        return self._pool.held_bytes(self.space)
 
     def give_back(self) -> None:
         """Release the room that holds no chunk to other namespaces."""

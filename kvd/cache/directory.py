@@ -9,8 +9,8 @@ written here and nowhere else, so that no way to free a slot can leave it out.
 """
 
 import struct
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Self, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -61,54 +61,40 @@ def directory_bytes(num_slots: int) -> int:
 
 
 class DirectoryWriter(DirectoryView):
-    """Reads and writes a directory; there is one writer for each."""
+    """Reads and writes a directory; there is one writer for each.
+
+    It is made in memory that is all zero; only the first page is touched.
+
+    Args:
+        buffer: the memory.
+        header: of the new directory.
+        ledger: where READY chunks are kept for the next daemon, if anywhere.
+        generation_base: generations given from now on are greater; no daemon before this
+            one gave a greater one.
+
+    Raises:
+        DirectoryError: the buffer is too small or cannot be written.
+    """
 
     def __init__(
-        self, buffer: "WriteableBuffer", ledger: Ledger | None = None, generation_base: int = 0
-    ) -> None:
-        super().__init__(buffer)
-        self.ledger = ledger
-        self._generation_base = self._highest = generation_base
-        if self._whole.readonly:
-            raise DirectoryError("the writer of a directory needs writable memory")
-        self._words = self._records.cast("Q")
-        self._halves = self._records.cast("H")
-
-    @classmethod
-    def create(  # noqa: PLR0917 a directory has these seven parts
-        cls,
+        self,
         buffer: "WriteableBuffer",
-        num_slots: int,
-        namespace: bytes,
-        boot_id: bytes,
+        header: DirectoryHeader,
         ledger: Ledger | None = None,
         generation_base: int = 0,
-        blocks_per_chunk: int = 1,
-    ) -> Self:
-        """Make a directory in memory that is all zero; touches its first page only.
-
-        Args:
-            buffer: the memory.
-            num_slots: how many slots it has.
-            namespace: whose it is, 16 bytes.
-            boot_id: of this daemon, 16 bytes.
-            ledger: where READY chunks are kept for the next daemon, if anywhere.
-            generation_base: generations given from now on are greater; no daemon before this
-                one gave a greater one.
-            blocks_per_chunk: blocks of a whole chunk.
-
-        Raises:
-            DirectoryError: sizes out of range, or the buffer is too small.
-        """
-        header = DirectoryHeader.plan(num_slots, namespace, boot_id, blocks_per_chunk)
+    ) -> None:
         whole = memoryview(buffer).cast("B")
-        if len(whole) < header.total_bytes:
+        if whole.readonly or len(whole) < header.total_bytes:
             raise DirectoryError(
-                f"{len(whole)} bytes for a directory of {header.total_bytes} bytes"
+                f"{len(whole)} bytes for a directory of {header.total_bytes} writable bytes"
             )
         packed = header.pack()
         whole[: len(packed)] = packed
-        return cls(buffer, ledger, generation_base)
+        super().__init__(buffer)
+        self.ledger = ledger
+        self._generation_base = self._highest = generation_base
+        self._words = self._records.cast("Q")
+        self._halves = self._records.cast("H")
 
     def state(self, slot: int) -> int:
         """The slot's `SlotState` as a plain number."""
@@ -178,12 +164,10 @@ class DirectoryWriter(DirectoryView):
         keys: Sequence[bytes],
         slots: Sequence[int],
         owner: int,
-        unindexed: Collection[bytes] = (),
     ) -> list[int]:
         """FREE -> WRITING: give every key its slot, with the next generation.
 
-        The keys have 1 to 48 bytes and are not in the index yet, but for the `unindexed`, which
-        get no entry of their own.
+        The keys have 1 to 48 bytes and are not in the index yet.
 
         Returns:
             The generations; 0 where the index has no room near the key's home, and
@@ -196,9 +180,8 @@ class DirectoryWriter(DirectoryView):
         for key, slot in zip(keys, slots, strict=True):
             hash32 = crc32(key)
             home = hash32 & mask
-            indexed = key not in unindexed
             for i in range(home, home + limit):
-                if not (indexed and index[i & mask]):
+                if not index[i & mask]:
                     break
             else:
                 generations.append(0)
@@ -217,8 +200,7 @@ class DirectoryWriter(DirectoryView):
                 0,
                 key,
             )
-            if indexed:
-                index[i & mask] = hash32 << 32 | slot + 1
+            index[i & mask] = hash32 << 32 | slot + 1
             generations.append(generation)
             highest = max(highest, generation)
         self._highest = highest
@@ -245,16 +227,6 @@ class DirectoryWriter(DirectoryView):
             self.ledger.erase((slot,))
         self._unindex(self.key(slot), slot)
 
-    def hand_over(self, old: int, new: int) -> None:
-        """The key of a READY chunk that leaves means another slot now, in which it is written."""
-        if self.ledger is not None:
-            self.ledger.erase((old,))
-        self._point(old, new)
-
-    def _point(self, old: int, new: int) -> None:
-        key = self.key(old)
-        self._index[self._place(key, old)] = crc32(key) << 32 | new + 1
-
     def add_share(
         self, slot: int, rank: int, first: int, count: int, group: int
     ) -> tuple[int, int]:
@@ -278,21 +250,13 @@ class DirectoryWriter(DirectoryView):
         self._words[slot * _WORDS + _RANKS_DONE] = done
         return done, count
 
-    def make_ready(self, slot: int, instead_of: int = -1) -> None:
-        """WRITING -> READY: all of the chunk is in the pool.
-
-        Lookups find it, also where they found its key in the slot `instead_of`. The ledger never
-        has both.
-        """
+    def make_ready(self, slot: int) -> None:
+        """WRITING -> READY: all of the chunk is in the pool."""
         if self.ledger is not None:
-            if instead_of >= 0:
-                self.ledger.erase((instead_of,))
             at = slot * _HALVES + _BLOCKS
             first, count, group = self._halves[at : at + 3]
             self.ledger.record(slot, self.generation(slot), first, count, group, self.key(slot))
         self.write_state(slot, SlotState.READY)
-        if instead_of >= 0:
-            self._point(instead_of, slot)
 
     def restore(self, chunks: KeptChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
         """Put the chunks of the previous daemon into a directory that is new.
@@ -355,20 +319,17 @@ class DirectoryWriter(DirectoryView):
         self._halves.release()
         super().release()
 
-    def _place(self, key: bytes, slot: int) -> int:
-        """Where the index has the slot under this key."""
+    def _unindex(self, key: bytes, slot: int) -> None:
         index, mask = self._index, self._mask
         hash32 = crc32(key)
         entry = hash32 << 32 | slot + 1
         home = hash32 & mask
         for i in range(home, home + self._limit):
             if index[i & mask] == entry:
-                return i & mask
-        raise IntegrityError(f"slot {slot} is not in the index: {self!r}")
-
-    def _unindex(self, key: bytes, slot: int) -> None:
-        index, mask = self._index, self._mask
-        hole = self._place(key, slot)
+                hole = i & mask
+                break
+        else:
+            raise IntegrityError(f"slot {slot} is not in the index: {self!r}")
         # Shift back what the hole would cut off from its home. An entry is copied
         # before its old place is overwritten, so a reader sees it twice or misses it.
         j = hole

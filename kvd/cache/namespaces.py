@@ -7,10 +7,10 @@ another one when `limit` is reached.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.directory import DirectoryWriter, directory_bytes
+from kvd.cache.directory import DirectoryWriter
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
 from kvd.config.quota import Quota
 from kvd.errors import LedgerDamaged, Refused
@@ -18,7 +18,7 @@ from kvd.metrics.counts import ChunkCounts
 from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import COLUMN_EXTENTS, Geometry
 from kvd.pool.pool import Pool
-from kvd_proto.directory import MAX_SLOTS
+from kvd_proto.directory import MAX_SLOTS, DirectoryHeader
 from kvd_proto.messages import ErrorCode
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ class Keeping:
     make_buffer: MakeBuffer
     pool: str
     generation_base: int
-
-
-_STATES = ("ready", "writing", "draining")
 
 
 def _in_words(geometry: Geometry) -> str:
@@ -93,6 +90,7 @@ class Namespaces:
 
     Args:
         cpu_bytes: the pool's budget.
+        boot_id: of this daemon, 16 bytes.
         make_buffer: makes zero-filled memory for a directory, given the namespace's id
             in hex and a size in bytes; it should cost nothing until it is touched.
         keeping: how chunks are kept for the next daemon, if they are.
@@ -107,6 +105,7 @@ class Namespaces:
         self,
         cpu_bytes: int,
         *,
+        boot_id: bytes,
         make_buffer: MakeBuffer,
         keeping: Keeping | None = None,
         fill: FillOrder | None = None,
@@ -120,6 +119,7 @@ class Namespaces:
         self.policy = policy
         self.reuse_threshold = reuse_threshold
         self.limit = limit
+        self._boot_id = boot_id
         self._make_buffer = make_buffer
         self._keeping = keeping
         self._open: dict[bytes, Namespace] = {}
@@ -132,7 +132,6 @@ class Namespaces:
         *,
         world_size: int,
         replicated: bool,
-        boot_id: bytes,
         blocks_per_chunk: int = 1,
         label: str = "",
         temporary: bool = False,
@@ -144,7 +143,6 @@ class Namespaces:
             slot_bytes: bytes of one slot for each rank; one figure where replicated.
             world_size: ranks that hold shares of one chunk.
             replicated: every rank holds the same bytes.
-            boot_id: of this daemon, 16 bytes.
             blocks_per_chunk: blocks of a whole chunk.
             label: a name for people, e.g. the model's.
             temporary: it has no share of the pool that others must leave to it, takes
@@ -186,9 +184,9 @@ class Namespaces:
             )
             buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
             ledger = Ledger.create(buffer, geometry.num_slots, kept)
-        return self._add(ns_id, label, geometry, boot_id, ledger, temporary=temporary)
+        return self._add(ns_id, label, geometry, ledger, temporary=temporary)
 
-    def reopen(self, ledger: Ledger, boot_id: bytes) -> Namespace:
+    def reopen(self, ledger: Ledger) -> Namespace:
         """Open a namespace of the previous daemon with all chunks of its ledger.
 
         Raises:
@@ -213,7 +211,7 @@ class Namespaces:
             raise LedgerDamaged(f"its description is invalid: {error}") from error
         if len(ns_id) != 16 or ns_id in self._open or geometry.num_slots != ledger.num_slots:
             raise LedgerDamaged(f"its description is invalid: {kept}")
-        namespace = self._add(ns_id, kept.label, geometry, boot_id, ledger)
+        namespace = self._add(ns_id, kept.label, geometry, ledger)
         namespace.table.restore(ledger.chunks())
         return namespace
 
@@ -222,16 +220,16 @@ class Namespaces:
         ns_id: bytes,
         label: str,
         geometry: Geometry,
-        boot_id: bytes,
         ledger: Ledger | None,
         *,
         temporary: bool = False,
     ) -> Namespace:
-        buffer = self._make_buffer(ns_id.hex(), directory_bytes(geometry.num_slots))
-        base = self._keeping.generation_base if self._keeping is not None else 0
-        directory = DirectoryWriter.create(
-            buffer, geometry.num_slots, ns_id, boot_id, ledger, base, geometry.blocks_per_chunk
+        header = DirectoryHeader.plan(
+            geometry.num_slots, ns_id, self._boot_id, geometry.blocks_per_chunk
         )
+        buffer = self._make_buffer(ns_id.hex(), header.total_bytes)
+        base = self._keeping.generation_base if self._keeping is not None else 0
+        directory = DirectoryWriter(buffer, header, ledger, base)
         model = "" if temporary else label
         table = ChunkTable(directory, geometry, self.pool, self.policy, self.reuse_threshold, model)
         namespace = self._open[ns_id] = Namespace(ns_id, label, table, temporary)
@@ -309,31 +307,6 @@ class Namespaces:
         self.pool.leave(namespace.table.space)
         namespace.directory.release()
         del self._open[namespace.id]
-
-    def stats(self) -> dict[str, Any]:
-        """Bytes of the pool: free, and by namespace held and by state of its chunks."""
-        spaces = {}
-        for namespace in self:
-            chunk, counts = namespace.geometry.bytes_per_chunk, namespace.table.slots.stats()
-            spaces[namespace.id.hex()] = {
-                "held_bytes": self.pool.held_bytes(namespace.table.space),
-                "directory_bytes": namespace.directory.header.total_bytes,
-                **{f"{name}_bytes": counts[name] * chunk for name in _STATES},
-            }
-        return {
-            "cpu_bytes": self.cpu_bytes,
-            "free_bytes": self.pool.free_bytes,
-            "namespaces": spaces,
-            "quotas": [
-                {
-                    "model": group.model,
-                    "floor_bytes": group.quota.floor_bytes,
-                    "cap_bytes": group.quota.cap_bytes,
-                    "held_bytes": sum(map(self.pool.held_bytes, group.spaces)),
-                }
-                for group in self.pool.quotas
-            ],
-        }
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where a table or the division of the pool is wrong."""

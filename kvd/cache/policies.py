@@ -63,10 +63,6 @@ class Policy(ABC):
         """Remove a chunk that goes for a reason that says nothing about its worth."""
         self._slots.remove(slot)
 
-    def replace(self, slot: int, by: int) -> None:
-        """The same chunk lies in another slot from now on, with more blocks."""
-        self._slots.replace(slot, by)
-
     def victims(self, n: int, may_evict: MayEvict) -> list[int] | None:
         """Remove the `n` chunks to evict, first to go first; all of them or none.
 
@@ -184,13 +180,6 @@ class ArcPolicy(Policy):
         """Remove a chunk; it leaves no ghost."""
         super().remove(slot)
         self._unfinished.discard(slot)
-
-    def replace(self, slot: int, by: int) -> None:
-        """See Policy."""
-        super().replace(slot, by)
-        if slot in self._unfinished:
-            self._unfinished.remove(slot)
-            self._unfinished.add(by)
 
     def _candidates(self, may_evict: MayEvict) -> Iterator[int]:
         """The chunks that bring T1 towards its target, coldest of each list first."""

@@ -84,21 +84,6 @@ class SlotLists:
         self._sizes[which] -= 1
         return which
 
-    def replace(self, slot: int, by: int) -> None:
-        """Put a slot that is in no list where another one is, which leaves its list.
-
-        Raises:
-            IntegrityError: `slot` is in no list, or `by` is in one.
-        """
-        which = self._where[slot]
-        if not which or self._where[by]:
-            raise IntegrityError(f"slot {slot} of list {which}, {by} of {self._where[by]}")
-        place, new = slot + self._lists, by + self._lists
-        before, after = self._prev[place], self._next[place]
-        self._next[before] = self._prev[after] = new
-        self._prev[new], self._next[new] = before, after
-        self._where[slot], self._where[by] = NOWHERE, which
-
     def remove_all(self, slots: Iterable[int]) -> None:
         """`remove` for many slots that are all in lists."""
         shift, where, sizes = self._lists, self._where, self._sizes

@@ -2,27 +2,21 @@
 
 A slot that is not FREE is in exactly one place besides the directory::
 
-    WRITING   tickets: its owner may write it until a deadline; policy, too, for its place,
-              but for a replacement
+    WRITING   tickets: its owner may write it until a deadline; policy, too, for its place
     READY     policy: it may be evicted, unless a lease pins it
               doomed: it has left the index, and goes with the last lease that pins it
               forgotten: dropped by a reset, no longer found; `sweep` frees it
     DRAINING  draining: the lanes may have something under way there
 
-A replacement is WRITING with more blocks of a chunk that is READY. The READY one stays in
-the index until the other is READY and takes its place there and in the policy; it then goes
-as if it were dropped. Where it goes before, the replacement is a chunk like any other.
-
 Each method takes slots from one state to the next, in all places at once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd.cache.ages import Ages
-from kvd.cache.directory import DirectoryWriter, Refs, covers
+from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.leases import Leases
 from kvd.cache.policies import Policy
 from kvd.errors import IntegrityError
@@ -37,21 +31,16 @@ Ints = Sequence[int] | npt.NDArray[np.integer]
 class Slots:
     """The slots of one namespace. `space` is where they come from and go back to."""
 
-    def __init__(
-        self, directory: DirectoryWriter, policy: Policy, space: Space, ages: Ages
-    ) -> None:
+    def __init__(self, directory: DirectoryWriter, policy: Policy, space: Space) -> None:
         self.directory = directory
         self.policy = policy
         self.space = space
-        self.ages = ages
         self.leases = Leases()
         self.tickets: dict[int, float] = {}  # WRITING slot -> deadline
         self._draining: set[int] = set()
         self._doomed: set[int] = set()
         self.forgotten = 0
         self._swept = 0  # where `sweep` goes on
-        self._lesser: dict[int, int] = {}  # replacement -> the READY slot with fewer blocks
-        self._fuller: dict[int, int] = {}  # the other way round
 
     def begin(
         self,
@@ -59,17 +48,15 @@ class Slots:
         slots: list[int],
         owner: int,
         deadline: float,
-        lesser: Mapping[bytes, int],
     ) -> tuple[list[bytes], list[int], list[int]]:
         """FREE -> WRITING: `owner` may write these chunks until `deadline`.
 
-        A prompt's head comes first and must be the last to be evicted. Those that replace a
-        READY chunk have its slot in `lesser`.
+        A prompt's head comes first and must be the last to be evicted.
 
         Returns:
             Keys, slots and generations, without those whose key the index refused.
         """
-        generations = self.directory.begin(keys, slots, owner, lesser)
+        generations = self.directory.begin(keys, slots, owner)
         if not all(generations):
             placed = [generation > 0 for generation in generations]
             self.space.give(slot for slot, good in zip(slots, placed, strict=True) if not good)
@@ -77,63 +64,31 @@ class Slots:
             slots = [slot for slot, good in zip(slots, placed, strict=True) if good]
             generations = [generation for generation in generations if generation]
         self.tickets.update(dict.fromkeys(slots, deadline))
-        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
-            if key in lesser:
-                self._lesser[slot] = lesser[key]
-                self._fuller[lesser[key]] = slot
-            else:
-                self.policy.insert(slot)
+        for slot in reversed(slots):
+            self.policy.insert(slot)
         return keys, slots, generations
-
-    def replacement(self, slot: int) -> int | None:
-        """Where a READY chunk is being written with more blocks."""
-        return self._fuller.get(slot)
 
     def victims(self, n: int, named: set[int]) -> list[int]:
         """Up to `n` READY slots that are to be evicted: none that is pinned, or in `named`.
-
-        Nor one that is being replaced, for it goes by itself.
 
         Raises:
             IntegrityError: the policy has fewer that may go than there should be.
         """
         pins, policy, state = self.leases.pins, self.policy, self.directory.state
         pinned = len(pins) - len(self._doomed)
-        kept = named | self._fuller.keys()
-        staying = sum(slot not in pins and state(slot) == _READY for slot in kept)
+        staying = sum(slot not in pins and state(slot) == _READY for slot in named)
         victims = policy.victims(
-            min(n, len(policy) - self._first_writing - pinned - staying),
-            lambda slot: slot not in pins and slot not in kept and state(slot) == _READY,
+            min(n, len(policy) - len(self.tickets) - pinned - staying),
+            lambda slot: slot not in pins and slot not in named and state(slot) == _READY,
         )
         if victims is None:
             raise IntegrityError(f"fewer chunks may go than were counted: {self!r}")
         return victims
 
-    @property
-    def _first_writing(self) -> int:
-        """Chunks that are being written and replace none."""
-        return len(self.tickets) - len(self._lesser)
-
-    def adds_blocks(self, slot: int) -> bool:
-        """Whether what was written holds more than what it replaces, if it replaces anything."""
-        old = self._lesser.get(slot)
-        if old is None:
-            return True
-        held, written = self.directory.blocks(old), self.directory.blocks(slot)
-        return held != written and covers(written, held)
-
-    def finish(self, slot: int) -> bool:
-        """WRITING -> READY; whether it replaced a chunk, which is dropped."""
+    def finish(self, slot: int) -> None:
+        """WRITING -> READY."""
         del self.tickets[slot]
-        old = self._lesser.pop(slot, None)
-        if old is None:
-            self.directory.make_ready(slot)
-            return False
-        del self._fuller[old]
-        self.directory.make_ready(slot, instead_of=old)
-        self._move(old, slot)
-        self._leave([old], indexed=False)
-        return True
+        self.directory.make_ready(slot)
 
     def written_by(self, owner: int) -> list[int]:
         """The slots that an owner may write."""
@@ -144,11 +99,8 @@ class Slots:
         directory = self.directory
         for slot in slots:
             directory.write_state(slot, SlotState.DRAINING)
-            if slot in self._lesser:
-                del self._fuller[self._lesser.pop(slot)]
-            else:
-                directory.unindex(slot)
-                self.policy.remove(slot)
+            directory.unindex(slot)
+            self.policy.remove(slot)
             del self.tickets[slot]
         self._draining.update(slots)
         return self.refs(slots)
@@ -164,25 +116,14 @@ class Slots:
         self.space.give(freed)
         return len(freed)
 
-    def drop(self, slots: Iterable[int]) -> tuple[int, int]:
+    def drop(self, slots: list[int]) -> tuple[int, int]:
         """READY -> FREE, or doomed where pinned: how many of each."""
-        listed, replaced = [], []
         for slot in slots:
-            fuller = self._fuller.pop(slot, None)
-            if fuller is not None:
-                del self._lesser[fuller]
-                self.directory.hand_over(slot, fuller)
-                self._move(slot, fuller)
-                replaced.append(slot)
-                continue
             if slot in self.policy:
                 self.policy.remove(slot)
             else:
                 self.forgotten -= 1
-            listed.append(slot)
-        gone, kept = self._leave(listed)
-        gone_too, kept_too = self._leave(replaced, indexed=False)
-        return gone + gone_too, kept + kept_too
+        return self._leave(slots)
 
     def forget(self) -> tuple[int, int]:
         """Every READY slot is forgotten, or doomed where pinned: how many of each.
@@ -213,26 +154,17 @@ class Slots:
         old = self.directory.forgotten_slots(first, count)
         return [slot for slot in old if slot not in self._doomed]
 
-    def _leave(self, slots: list[int], *, indexed: bool = True) -> tuple[int, int]:
-        """READY -> FREE, or doomed where pinned: how many of each; `indexed` by their keys."""
+    def _leave(self, slots: list[int]) -> tuple[int, int]:
+        """READY -> FREE, or doomed where pinned: how many of each."""
         pins = self.leases.pins
         kept = [slot for slot in slots if slot in pins]
         gone = [slot for slot in slots if slot not in pins] if kept else slots
-        if indexed:
-            self.directory.free(gone)
-            for slot in kept:
-                self.directory.unindex(slot)
-        else:
-            for slot in gone:
-                self.directory.write_state(slot, SlotState.FREE)
+        self.directory.free(gone)
+        for slot in kept:
+            self.directory.unindex(slot)
         self.space.give(gone)
         self._doomed.update(kept)
         return len(gone), len(kept)
-
-    def _move(self, old: int, new: int) -> None:
-        """The chunk of `old` is in `new`, as recent as it was."""
-        self.policy.replace(old, new)
-        self.ages.move(old, new)
 
     def unpinned(self, slots: Iterable[int]) -> None:
         """No lease pins these any more: the doomed ones among them are FREE."""
@@ -261,7 +193,7 @@ class Slots:
     def stats(self) -> dict[str, int]:
         """Chunks by state. Pinned and doomed ones are READY; doomed ones go at the last pin."""
         return {
-            "ready": len(self.policy) - self._first_writing + len(self._doomed),
+            "ready": len(self.policy) - len(self.tickets) + len(self._doomed),
             "writing": len(self.tickets),
             "draining": len(self._draining),
             "pinned": len(self.leases.pins),
@@ -281,23 +213,10 @@ class Slots:
             raise IntegrityError(f"doomed slots without a pin: {self!r}")
         if sorted((*order, *forgotten)) != sorted(self.directory.indexed_slots()):
             raise IntegrityError("the index has a slot that has no place in the order of eviction")
-        self._check_replacements(order)
         for slot in self.tickets:
             writers = self.space.geometry.writers(slot)
             if self.directory.ranks_done(slot) & writers == writers:
                 raise IntegrityError(f"slot {slot} has all shares and is not READY")
-
-    def _check_replacements(self, order: Sequence[int]) -> None:
-        """Each is WRITING under the key of a READY chunk, which the index has instead of it."""
-        directory, there = self.directory, set(order)
-        if {old: new for new, old in self._lesser.items()} != self._fuller:
-            raise IntegrityError(f"replacements {self._lesser}, replaced {self._fuller}")
-        for new, old in self._lesser.items():
-            states = (directory.state(new), directory.state(old))
-            if states != (SlotState.WRITING, SlotState.READY) or new in there or old not in there:
-                raise IntegrityError(f"slot {new} cannot replace slot {old}: {states}")
-            if directory.key(new) != directory.key(old):
-                raise IntegrityError(f"slot {new} replaces another chunk, in slot {old}")
 
     def check_slots(self, first: int, count: int) -> int:
         """Check each of `count` slots from `first` on; how many hold a chunk.
@@ -326,8 +245,8 @@ class Slots:
                 )
             if (doomed or slot in self.leases.pins) and state != SlotState.READY:
                 raise IntegrityError(f"slot {slot} is pinned and {SlotState(state).name}")
-            if slot in tickets and ordered == (slot in self._lesser):
-                raise IntegrityError(f"slot {slot} is WRITING, and in the order: {ordered}")
+            if slot in tickets and not ordered:
+                raise IntegrityError(f"slot {slot} is WRITING and not in the order of eviction")
             if ordered and self.directory.find(self.directory.key(slot)) != slot:
                 raise IntegrityError(f"the chunk in slot {slot} cannot be found by its key")
             chunks += state != SlotState.FREE

@@ -209,6 +209,7 @@ class Service:
         def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
+                boot_id=self._boot_id,
                 policy=self._settings.policy,
                 reuse_threshold=self._settings.reuse_threshold,
                 quotas=self._settings.quotas(cpu_bytes),
@@ -219,7 +220,7 @@ class Service:
             )
 
         try:
-            self._pool, namespaces = open_pool(self._kept_pool, cpu_bytes, self._boot_id, make)
+            self._pool, namespaces = open_pool(self._kept_pool, cpu_bytes, make)
         except PoolError:
             if self._settings.pool_bytes is not None:  # this daemon does not start
                 self._kept_pool.close()

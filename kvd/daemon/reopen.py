@@ -18,14 +18,13 @@ MakeNamespaces = Callable[[Keeping | None, FillOrder], Namespaces]
 
 
 def open_pool(
-    kept: KeptPool, cpu_bytes: int, boot_id: bytes, make_namespaces: MakeNamespaces
+    kept: KeptPool, cpu_bytes: int, make_namespaces: MakeNamespaces
 ) -> tuple[PoolMemory, Namespaces]:
     """Return the pool's memory, and its namespaces with every chunk that is undamaged.
 
     Args:
         kept: its files.
         cpu_bytes: the budget.
-        boot_id: this daemon's.
         make_namespaces: makes them without any namespace; called again where one is damaged.
 
     Raises:
@@ -36,14 +35,14 @@ def open_pool(
     try:
         while True:
             namespaces = make_namespaces(keeping, pool.fill)
-            if _restore(kept, ledgers, namespaces, boot_id):
+            if _restore(kept, ledgers, namespaces):
                 return pool, namespaces
     except Refused:
         pool.close()
         raise
 
 
-def _restore(kept: KeptPool, ledgers: Ledgers, namespaces: Namespaces, boot_id: bytes) -> bool:
+def _restore(kept: KeptPool, ledgers: Ledgers, namespaces: Namespaces) -> bool:
     """Reopen every ledger; return False where one was set aside and all must begin again."""
     for name, buffer in list(ledgers.items()):
         began = time.perf_counter()
@@ -55,7 +54,7 @@ def _restore(kept: KeptPool, ledgers: Ledgers, namespaces: Namespaces, boot_id: 
                 kept.drop_ledger(name)
                 del ledgers[name]
                 continue
-            namespace = namespaces.reopen(ledger, boot_id)
+            namespace = namespaces.reopen(ledger)
         except LedgerDamaged as error:
             kept.set_aside(name, error)
             del ledgers[name]

@@ -232,8 +232,8 @@ class Unregistered(Message, frozen=True):
 class PrepareStore(Message, frozen=True, omit_defaults=True):
     """Ask for slots for these keys, to write their chunks.
 
-    A chunk that is READY with fewer blocks than are offered may be accepted: it is found until
-    the new one is READY, which then takes its place.
+    A chunk that is READY with fewer blocks than are offered may be accepted: it gives way to
+    the new one at once.
 
     keys: a prompt's head first; where there is no room for all, the first ones are accepted.
     first: u2, for each key the first block of its chunk that will be written; empty: all blocks

@@ -51,6 +51,7 @@ def open_pool(
     settings = broker.state.settings
     namespaces = Namespaces(
         cpu_bytes,
+        boot_id=bytes(16),
         make_buffer=make_buffer,
         policy=settings.policy,
         limit=settings.max_namespaces,

@@ -68,7 +68,7 @@ class Bench:
         """An open namespace of chunks of one page."""
         assert self.broker.state.namespaces is not None
         return self.broker.state.namespaces.open(
-            bytes([number]) * 16, (4096,), world_size=1, replicated=False, boot_id=bytes(16)
+            bytes([number]) * 16, (4096,), world_size=1, replicated=False
         )
 
     def store(self, namespace: Namespace, keys: list[bytes], *, finish: bool = True) -> None:
@@ -78,7 +78,7 @@ class Bench:
         count = len(decision.slots)
         assert count == len(keys)
         if finish:
-            slots, generations = decision.slots, decision.generations
+            slots, generations = decision.slots.numpy(), decision.generations.numpy()
             table.share_done(OWNER, 0, slots, generations, [0] * count, [1] * count, ok=True)
 
     def engine(self, namespace: Namespace) -> None:
@@ -179,11 +179,11 @@ def test_a_drain_counts_what_began_before_it(bench: Bench) -> None:
     table = namespace.table
     bench.store(namespace, [b"a", b"b"])
     bench.store(namespace, [b"c", b"d", b"e"], finish=False)
-    lease = table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease_id
+    lease = table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease
     bench.now += 1
     assert bench.ask(Drain()) == Drained(stores=3, leases=1)
     bench.now += 1
-    assert table.prepare_load([b"a"], OWNER, bench.now, 60.0).lease_id
+    assert table.prepare_load([b"a"], OWNER, bench.now, 60.0).lease
     assert bench.ask(Drain()) == Drained(stores=3, leases=1)
     table.complete_load(lease, OWNER)
     _, refs = table.complete_store([b"c", b"d", b"e"], OWNER, success=False)
@@ -209,7 +209,7 @@ def test_clear_drops_everything(bench: Bench) -> None:
     bench.store(one, [b"a", b"b", b"c"])
     bench.store(one, [b"d"], finish=False)
     bench.store(two, [b"e"])
-    lease = one.table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease_id
+    lease = one.table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease
     assert bench.ask(Clear()) == Cleared(chunks=3, bytes=3 * 4096, deferred=2)
     assert all(one.directory.find(key) < 0 for key in (b"a", b"b", b"c", b"d"))
     assert one.table.slots.stats()["doomed"] == 2
@@ -256,7 +256,7 @@ def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
     table.prepare_load([b"pinned"], OWNER, bench.now, 60.0)
     bench.now += 40
     bench.broker.tick(bench.now)
-    lease = table.prepare_load([b"loaded"], OWNER, bench.now, 60.0).lease_id
+    lease = table.prepare_load([b"loaded"], OWNER, bench.now, 60.0).lease
     table.complete_load(lease, OWNER)
     table.finished([b"used"])
     bench.now += 10
@@ -359,7 +359,7 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     (reply,) = replies(bench.broker.request(scheduler, 8, Reset(), bench.now))
     assert reply.message == ResetDone(dropped=len(keys), deferred=1)  # with the one that was begun
     assert set(table.directory.lookup_many([*keys, b"begun"])) == {LookupResult.MISS}
-    assert not table.prepare_load(keys, OWNER, bench.now, 60.0).found.any()
+    assert not table.prepare_load(keys, OWNER, bench.now, 60.0).lease
     assert table.slots.stats()["ready"] == table.slots.stats()["doomed"] == 1
     table.check_integrity()
     new = [b"new", b"2"]  # one of them under a key that was there before
@@ -376,7 +376,7 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     assert table.slots.stats()["ready"] == 3
     assert table.counts.reset == len(keys)
     assert table.counts.removed == 0
-    assert table.complete_load(lease.lease_id, OWNER)
+    assert table.complete_load(lease.lease, OWNER)
     assert table.slots.stats()["doomed"] == 0
 
 

@@ -334,7 +334,7 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
     namespaces = broker.state.namespaces
     assert namespaces is not None
     unused, taken = bytes([9]) * 16, missing.pop()
-    namespaces.open(unused, (PAGE,), world_size=1, replicated=False, boot_id=bytes(16))
+    namespaces.open(unused, (PAGE,), world_size=1, replicated=False)
     missing.append(taken)
     session = worker(broker)
     message = register(world_size=1)

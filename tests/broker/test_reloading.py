@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Event, Reply, ToLane
 from kvd.broker.sessions import Peer
+from kvd.broker.status_report import status_report
 from kvd.config.loaded import Loaded, take_up
 from kvd.config.settings import KNOWN, Settings
 from kvd.errors import ConfigError
@@ -81,8 +82,7 @@ def test_quotas_change_live(broker: Broker) -> None:
     ask(broker, who, ReloadConfig())
     broker.reloading.begin()
     broker.reloading.read(read(quota={"llama": {"floor": "25%", "cap": "512KiB"}}))
-    assert broker.state.namespaces is not None
-    assert broker.state.namespaces.stats()["quotas"] == [
+    assert status_report(broker.state, 1, "test", 0.0)["pool"]["quotas"] == [
         {"model": "llama", "floor_bytes": 2**18, "cap_bytes": 2**19, "held_bytes": 0}
     ]
 

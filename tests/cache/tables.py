@@ -3,8 +3,8 @@
 from typing import Any
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.decisions import StoreDecision
 from kvd.cache.namespaces import Namespace, Namespaces
+from kvd_proto.messages import StorePrepared
 
 PAGE = 4096
 MIB = 2**20
@@ -12,7 +12,9 @@ MIB = 2**20
 
 def make_namespaces(cpu_bytes: int, **options: Any) -> Namespaces:
     """Return namespaces whose directories are bytearrays."""
-    return Namespaces(cpu_bytes, make_buffer=lambda _, size: bytearray(size), **options)
+    return Namespaces(
+        cpu_bytes, boot_id=bytes(16), make_buffer=lambda _, size: bytearray(size), **options
+    )
 
 
 def add(
@@ -30,7 +32,6 @@ def add(
         slot_bytes,
         world_size=world_size or (2 if replicated else len(slot_bytes)),
         replicated=replicated,
-        boot_id=bytes(16),
         **options,
     )
     namespaces.attach_engine(namespace)
@@ -48,7 +49,7 @@ def names(count: int, first: int = 0) -> list[bytes]:
     return [b"key %d" % number for number in range(first, first + count)]
 
 
-def store(table: ChunkTable, keys: list[bytes], now: float = 0.0) -> StoreDecision:
+def store(table: ChunkTable, keys: list[bytes], now: float = 0.0) -> StorePrepared:
     """Store as many whole chunks as are accepted, the shares of all ranks at once."""
     decision = table.prepare_store(keys, 1, now)
     finish(table, decision)
@@ -56,11 +57,10 @@ def store(table: ChunkTable, keys: list[bytes], now: float = 0.0) -> StoreDecisi
 
 
 def finish(
-    table: ChunkTable, decision: StoreDecision, first: int = 0, count: int | None = None
+    table: ChunkTable, decision: StorePrepared, first: int = 0, count: int | None = None
 ) -> None:
     """Report all shares of what was accepted, with these blocks or all."""
     n, count = len(decision.slots), count or table.directory.blocks_per_chunk
+    refs = decision.slots.numpy(), decision.generations.numpy()
     for rank in range(table.space.geometry.world_size):
-        table.share_done(
-            1, rank, decision.slots, decision.generations, [first] * n, [count] * n, ok=True
-        )
+        table.share_done(1, rank, *refs, [first] * n, [count] * n, ok=True)

@@ -7,7 +7,7 @@ from kvd.cache.ages import Ages
 from kvd.cache.chunks import ChunkTable
 from kvd.metrics.counts import AGE_BOUNDS
 from kvd.metrics.histogram import Histogram
-from tests.cache.tables import finish, make_table, names, store
+from tests.cache.tables import make_table, names, store
 
 BOOT = 1_000_000.0  # of a machine that has been up for long
 
@@ -38,18 +38,6 @@ def test_the_end_of_a_request_is_a_use() -> None:
     table.finished(names(2))
     store(table, names(2, first=10), BOOT + 54)
     assert ages(table) == {5: 2}
-
-
-def test_a_chunk_that_is_stored_anew_is_as_young_as_it_was() -> None:
-    """A whole chunk that takes the place of a part was last of use when the part was."""
-    table = make_table(2)
-    finish(table, table.prepare_store([b"a"], 1, BOOT, blocks=[(1, 1)]), first=1, count=1)
-    whole = table.prepare_store([b"a"], 1, BOOT + 10)
-    table.expire(BOOT + 40)
-    table.finished([b"a"])
-    finish(table, whole)
-    table.prepare_store([b"b", b"c"], 1, BOOT + 50)
-    assert table.counts.eviction_age.sum == pytest.approx(10, abs=1e-3)
 
 
 def test_a_reset_is_no_eviction() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvd.cache.directory import DirectoryWriter, directory_bytes
+from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
 from kvd_proto.answers import LookupResult
 from kvd_proto.directory import (
@@ -28,8 +28,9 @@ SPACE, BOOT = bytes(range(16)), bytes(range(16, 32))
 
 def make(num_slots: int) -> tuple[bytearray, DirectoryWriter]:
     """A directory in a bytearray, and its writer."""
-    buffer = bytearray(directory_bytes(num_slots))
-    return buffer, DirectoryWriter.create(buffer, num_slots, SPACE, BOOT)
+    header = DirectoryHeader.plan(num_slots, SPACE, BOOT)
+    buffer = bytearray(header.total_bytes)
+    return buffer, DirectoryWriter(buffer, header)
 
 
 def colliding_keys(count: int, mask: int, home: int) -> list[bytes]:
@@ -96,10 +97,10 @@ def test_short_buffers() -> None:
         DirectoryView(b"short")
     with pytest.raises(DirectoryError, match=f"{len(buffer) - 1} bytes of a directory"):
         DirectoryView(buffer[:-1])
-    with pytest.raises(DirectoryError, match="bytes for a directory"):
-        DirectoryWriter.create(bytearray(100), 8, SPACE, BOOT)
-    with pytest.raises(DirectoryError, match="writable"):
-        DirectoryWriter(bytes(buffer))
+    header = DirectoryHeader.plan(8, SPACE, BOOT)
+    for unfit in (bytearray(100), memoryview(buffer).toreadonly()):
+        with pytest.raises(DirectoryError, match="writable"):
+            DirectoryWriter(unfit, header)
 
 
 @pytest.mark.parametrize(("slots", "space"), [(0, SPACE), (2**31, SPACE), (4, b"short")])

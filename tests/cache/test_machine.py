@@ -66,10 +66,7 @@ def part(first: int, count: int) -> set[int]:
 
 
 class Model:
-    """One namespace as plain dicts.
-
-    `chunks` are those that lookups find, `fuller` those that are being written to replace one.
-    """
+    """One namespace as plain dicts; `chunks` are those that the index has."""
 
     def __init__(self, namespace: Namespace, world_size: int, *, replicated: bool) -> None:
         self.namespace = namespace
@@ -77,7 +74,6 @@ class Model:
         self.world_size = world_size
         self.replicated = replicated
         self.chunks: dict[bytes, Chunk] = {}
-        self.fuller: dict[bytes, Chunk] = {}
         self.order: list[bytes] = []  # used longest ago first; may name keys that are gone
         self.draining: dict[int, int] = {}
         self.leases: dict[int, Lease] = {}
@@ -101,30 +97,13 @@ class Model:
 
     def give_up(self, keys: list[bytes], refs: Refs) -> None:
         """These WRITING chunks are DRAINING now, and exactly they were reported."""
-        gone = [
-            self.fuller.pop(key) if key in self.fuller else self.chunks.pop(key) for key in keys
-        ]
+        gone = [self.chunks.pop(key) for key in keys]
         assert sorted(refs) == sorted((chunk.slot, chunk.generation) for chunk in gone)
         self.draining.update(refs)
 
     def writing(self) -> list[bytes]:
         """Keys that are being written."""
-        return sorted(key for key in self.chunks if self.writer(key) is not None)
-
-    def writer(self, key: bytes) -> Chunk | None:
-        """What is being written under a key: never more than one."""
-        chunk = self.chunks[key]
-        if key in self.fuller:
-            assert chunk.ready
-            return self.fuller[key]
-        return None if chunk.ready else chunk
-
-    def leaves(self, key: bytes) -> None:
-        """A READY chunk goes; what should replace it is a chunk like any other, as recent."""
-        gone = self.chunks.pop(key)
-        if key in self.fuller:
-            self.chunks[key] = self.fuller.pop(key)
-            self.chunks[key].used = gone.used
+        return sorted(key for key, chunk in self.chunks.items() if not chunk.ready)
 
     def end_leases(self, numbers: list[int]) -> None:
         """Leases end; doomed chunks that nobody pins any more go."""
@@ -142,12 +121,11 @@ class Model:
         for key in [k for k, c in self.chunks.items() if self.table.directory.find(k) != c.slot]:
             assert self.chunks[key].ready
             assert self.chunks[key].slot not in self.pinned()
-            self.leaves(key)
+            del self.chunks[key]
 
     def evictable(self, key: bytes) -> bool:
-        """READY, not pinned, and not to be replaced."""
-        chunk = self.chunks[key]
-        return chunk.ready and key not in self.fuller and chunk.slot not in self.pinned()
+        """READY and not pinned."""
+        return self.chunks[key].ready and self.chunks[key].slot not in self.pinned()
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -200,7 +178,7 @@ class TableMachine(RuleBasedStateMachine):
         decision = model.table.prepare_store(
             asked, owner, self.now, blocks=() if whole else [blocks] * len(asked), seconds=TICKET
         )
-        answers = [StoreAnswer(a) for a in decision.answers]
+        answers = [StoreAnswer(a) for a in decision.answers.numpy()]
         assert answers[-2:] == [StoreAnswer.BAD_KEY] * 2
         other.forget_yielded()
         assert other.protected_bytes(self.namespaces) >= protected
@@ -217,7 +195,7 @@ class TableMachine(RuleBasedStateMachine):
                 assert answer == StoreAnswer.PENDING
             elif here is not None and not here.blocks < part(*blocks):
                 assert answer == StoreAnswer.PRESENT
-            elif key in new or key in model.fuller:
+            elif key in new:
                 assert answer == StoreAnswer.PENDING
             elif answer == StoreAnswer.ACCEPTED:
                 assert not full  # accepted in order
@@ -227,19 +205,21 @@ class TableMachine(RuleBasedStateMachine):
                 assert answer == (StoreAnswer.QUOTA if capped else StoreAnswer.FULL)
                 full = True
         assert len(new) == len(decision.slots) >= len(decision.evicted)
-        for key, slot, generation in zip(new, decision.slots, decision.generations, strict=True):
-            chunk = Chunk(int(slot), int(generation), owner, self.now + TICKET, used=self.now)
-            (model.fuller if key in model.chunks else model.chunks)[key] = chunk
-        model.use([key for key in new if key not in model.fuller])
+        lesser = [model.chunks[key].slot for key in new if key in model.chunks]
+        model.doomed |= set(lesser) & model.pinned()
+        slots, generations = decision.slots.numpy().tolist(), decision.generations.numpy().tolist()
+        for key, slot, generation in zip(new, slots, generations, strict=True):
+            model.chunks[key] = Chunk(slot, generation, owner, self.now + TICKET, used=self.now)
+        model.use(new)
         if decision.evicted or full:
-            assert model.table.space.free_slots == 0
+            assert model.table.space.free_slots <= len(lesser)
         if full:
             assert not any(model.evictable(key) for key in model.chunks if key not in keys)
 
     def report(self, model: Model, keys: list[bytes], rank: int, first: int, count: int) -> None:
         """A lane reports one rank's share of WRITING chunks of one owner; count 0: it failed."""
-        chunks = [chunk for key in keys if (chunk := model.writer(key)) is not None]
-        outcome = model.table.share_done(
+        chunks = [model.chunks[key] for key in keys]
+        now_ready, dropped = model.table.share_done(
             chunks[0].owner,
             rank,
             np.array([chunk.slot for chunk in chunks], "u4"),
@@ -259,17 +239,10 @@ class TableMachine(RuleBasedStateMachine):
             chunk.ranks.add(rank)
             if chunk.ranks != model.expected(chunk.slot):
                 continue
-            if key in model.fuller:
-                old = model.chunks[key]
-                if not old.blocks < chunk.blocks:
-                    failed.append(key)
-                    continue
-                model.doomed |= {old.slot} & model.pinned()
-                model.leaves(key)
             chunk.ready = True
             ready.append((chunk.slot, chunk.generation))
-        assert outcome.ready == ready
-        model.give_up(failed, outcome.dropped)
+        assert now_ready == ready
+        model.give_up(failed, dropped)
 
     @rule(
         space=st.sampled_from(SPACES),
@@ -285,8 +258,7 @@ class TableMachine(RuleBasedStateMachine):
         model, count = self.models[space], min(count, BLOCKS - first)
         if model.writing():
             keys = data.draw(st.lists(st.sampled_from(model.writing()), unique=True, min_size=1))
-            owners = {key: chunk.owner for key in keys if (chunk := model.writer(key)) is not None}
-            keys = [key for key in keys if owners[key] == owners[keys[0]]]
+            keys = [k for k in keys if model.chunks[k].owner == model.chunks[keys[0]].owner]
             self.report(model, keys, rank % model.world_size, first, count)
 
     @rule(
@@ -308,7 +280,7 @@ class TableMachine(RuleBasedStateMachine):
                 [8],
                 ok=data.draw(st.booleans()),
             )
-            assert (outcome.ready, outcome.dropped) == ([], [])
+            assert outcome == ([], [])
 
     @rule(space=st.sampled_from(SPACES))
     def finish(self, space: int) -> None:
@@ -316,7 +288,7 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         for key in model.writing():
             for rank in range(model.world_size):
-                if key in model.chunks and model.writer(key) is not None:
+                if key in model.chunks and not model.chunks[key].ready:
                     self.report(model, [key], rank, 0, BLOCKS)
 
     @rule(
@@ -331,7 +303,7 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         for key in model.writing():
             for rank in range(model.world_size):
-                if key in model.chunks and model.writer(key) is not None:
+                if key in model.chunks and not model.chunks[key].ready:
                     self.report(model, [key], rank, *blocks)
         self.drain(space)
 
@@ -362,9 +334,6 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         summary, refs = model.table.complete_store(keys, owner, success=success)
         here = {key: model.chunks[key] for key in keys if key in model.chunks}
-        for key in here.keys() & model.fuller.keys():
-            if model.fuller[key].owner == owner:
-                here[key] = model.fuller[key]
         failed = [k for k, c in here.items() if not (c.ready or success or c.owner != owner)]
         assert summary.ready == sum(key in here and here[key].ready for key in keys)
         assert summary.dropped == sum(key not in here or key in failed for key in keys)
@@ -398,16 +367,16 @@ class TableMachine(RuleBasedStateMachine):
         for chunk in chunks:
             chunk.used = self.now
         model.use(found)
-        assert decision.found.tolist() == [key in found for key in keys]
-        assert decision.slots.tolist() == [chunk.slot for chunk in chunks]
-        assert decision.generations.tolist() == [chunk.generation for chunk in chunks]
+        assert decision.found.numpy().tolist() == [key in found for key in keys]
+        assert decision.slots.numpy().tolist() == [chunk.slot for chunk in chunks]
+        assert decision.generations.numpy().tolist() == [chunk.generation for chunk in chunks]
         for chunk in chunks:
             assert part(*model.table.directory.blocks(chunk.slot)) == chunk.blocks
-        assert bool(decision.lease_id) == bool(found)
+        assert bool(decision.lease) == bool(found)
         if found:
-            assert decision.lease_id not in model.leases
+            assert decision.lease not in model.leases
             slots = [chunk.slot for chunk in chunks]
-            model.leases[decision.lease_id] = Lease(owner, self.now + seconds, slots)
+            model.leases[decision.lease] = Lease(owner, self.now + seconds, slots)
 
     @rule(space=st.sampled_from(SPACES), data=st.data(), owner=st.sampled_from(OWNERS))
     def complete_load(self, space: int, data: st.DataObject, owner: int) -> None:
@@ -438,11 +407,7 @@ class TableMachine(RuleBasedStateMachine):
         self.now += seconds
         for model in self.models:
             refs = model.table.expire(self.now)
-            late = [
-                key
-                for key in model.writing()
-                if (chunk := model.writer(key)) is not None and chunk.deadline <= self.now
-            ]
+            late = [key for key in model.writing() if model.chunks[key].deadline <= self.now]
             model.give_up(late, refs)
             ended = [n for n, lease in model.leases.items() if lease.deadline <= self.now]
             model.end_leases(ended)
@@ -452,11 +417,7 @@ class TableMachine(RuleBasedStateMachine):
         """An engine dies."""
         model = self.models[space]
         refs = model.table.drop_owner(owner)
-        theirs = [
-            key
-            for key in model.writing()
-            if (chunk := model.writer(key)) is not None and chunk.owner == owner
-        ]
+        theirs = [key for key in model.writing() if model.chunks[key].owner == owner]
         model.give_up(theirs, refs)
         model.end_leases([n for n, lease in model.leases.items() if lease.owner == owner])
 
@@ -465,12 +426,12 @@ class TableMachine(RuleBasedStateMachine):
     def reset(self, space: int) -> None:
         """A namespace is emptied."""
         model = self.models[space]
-        outcome = model.table.reset()
+        outcome, revoke = model.table.reset()
         pinned = model.pinned()
         ready = {chunk.slot for chunk in model.chunks.values() if chunk.ready}
         assert outcome.deferred == len(ready & pinned)
         assert outcome.dropped == len(ready) + len(model.writing()) - outcome.deferred
-        model.give_up(model.writing(), outcome.revoke)
+        model.give_up(model.writing(), revoke)
         model.doomed |= ready & pinned
         model.chunks.clear()
 
@@ -504,7 +465,7 @@ class TableMachine(RuleBasedStateMachine):
         assert kept == len(set(there.values()) & pinned)
         assert gone == len(there) - kept
         for key in there:
-            model.leaves(key)
+            del model.chunks[key]
         model.doomed |= set(there.values()) & pinned
 
     @rule(space=st.sampled_from(SPACES), data=st.data())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvd.cache.decisions import ReuseFilter
+from kvd.cache.offers import ReuseFilter
 from kvd.cache.policies import POLICIES, ArcPolicy, LruPolicy, Policy
 from kvd.cache.slotlists import SlotLists
 from kvd.errors import IntegrityError
@@ -109,18 +109,6 @@ class PolicyMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.keys)))
         self.policy.remove(slot)
         del self.keys[slot]
-
-    @rule(data=st.data(), by=st.integers(0, 9))
-    @precondition(lambda self: self.keys)
-    def replace(self, data: st.DataObject, by: int) -> None:
-        """A chunk lies in another slot from now on, in the same place of the order."""
-        slot = data.draw(st.sampled_from(sorted(self.keys)))
-        if by not in self.keys:
-            order = self.policy.order()
-            self.keys[by] = self.keys[slot]
-            self.policy.replace(slot, by)
-            del self.keys[slot]
-            assert self.policy.order() == [by if each == slot else each for each in order]
 
     @rule(n=st.integers(0, 10), pinned=st.sets(st.integers(0, 9)))
     def evict(self, n: int, pinned: set[int]) -> None:

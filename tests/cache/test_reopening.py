@@ -86,7 +86,7 @@ class Reopening(RuleBasedStateMachine):
         for buffer in buffers.values():
             ledger = Ledger(buffer)
             if len(ledger):
-                namespaces.reopen(ledger, bytes(16))
+                namespaces.reopen(ledger)
         return namespaces
 
     def open(self) -> None:

@@ -15,21 +15,21 @@ FULL, NOT_YET = StoreAnswer.FULL, StoreAnswer.NOT_YET
 def test_slots_come_in_runs() -> None:
     """Fresh slots are neighbours in the order of the keys, so that copies coalesce."""
     decision = make_table(64).prepare_store(names(40), 1, 0.0)
-    assert decision.slots.tolist() == list(range(40))
+    assert decision.slots.numpy().tolist() == list(range(40))
 
 
 def test_partial_acceptance_evicts_exactly_what_it_needs() -> None:
     """With some chunks pinned, as many keys as fit are accepted in order; the pins stay."""
     table = make_table(8)
-    assert store(table, names(8)).evicted == []
+    assert store(table, names(8)).evicted == ()
     lease = table.prepare_load(names(5), 1, 0.0, 10.0)
     decision = table.prepare_store(names(2, first=100), 1, 0.0)
-    assert decision.answers.tolist() == [OK, OK]
-    assert decision.evicted == [b"key 7", b"key 6"]  # a prompt's tail goes first
+    assert decision.answers.numpy().tolist() == [OK, OK]
+    assert decision.evicted == (b"key 7", b"key 6")  # a prompt's tail goes first
     decision = table.prepare_store(names(4, first=200), 1, 0.0)
-    assert decision.answers.tolist() == [OK, FULL, FULL, FULL]
-    assert decision.evicted == [b"key 5"]
-    assert table.complete_load(lease.lease_id, 1)
+    assert decision.answers.numpy().tolist() == [OK, FULL, FULL, FULL]
+    assert decision.evicted == (b"key 5",)
+    assert table.complete_load(lease.lease, 1)
     table.check_integrity()
 
 
@@ -47,7 +47,7 @@ def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) ->
     """Its tail goes first, also what was still on its way when the request had finished."""
     table = make_table(6, policy=policy)
     store(table, names(2))
-    lease = table.prepare_load(names(2), 1, 1.0, 10.0).lease_id
+    lease = table.prepare_load(names(2), 1, 1.0, 10.0).lease
     parts = [table.prepare_store(names(2, first=first), 1, 2.0) for first in (2, 4)]
     table.complete_load(lease, 1)
     assert table.finished([*names(2), *names(4, first=2)]) == 6
@@ -64,7 +64,7 @@ def test_no_number_of_a_lease_is_one_of_an_earlier_daemon() -> None:
     numbers: list[int] = []
     for table, now in ((before, 5.0), (after, 5.1)):
         store(table, [b"a"])
-        numbers += [table.prepare_load([b"a"], 1, now, 1.0).lease_id for _ in range(100)]
+        numbers += [table.prepare_load([b"a"], 1, now, 1.0).lease for _ in range(100)]
     assert sorted(set(numbers)) == numbers
     assert not after.complete_load(numbers[0], 1)
 
@@ -74,18 +74,19 @@ def test_a_reset_spares_what_is_being_read() -> None:
     table = make_table(4)
     store(table, names(3))
     lease = table.prepare_load([b"key 1"], 1, 0.0, 10.0)
-    assert table.reset().deferred == 1
-    assert table.directory.check(lease.slots, lease.generations, 2).all()
-    assert table.complete_load(lease.lease_id, 1)
-    assert not table.directory.check(lease.slots, lease.generations, 2).any()
+    refs = lease.slots.numpy(), lease.generations.numpy()
+    assert table.reset()[0].deferred == 1
+    assert table.directory.check(*refs, 2).all()
+    assert table.complete_load(lease.lease, 1)
+    assert not table.directory.check(*refs, 2).any()
 
 
 def test_reuse_threshold() -> None:
     """With a threshold of 3 a key gets its slot at the third offer."""
     table = make_table(4, reuse_threshold=3)
-    answers = [table.prepare_store([b"k"], 1, 0.0).answers[0] for _ in range(4)]
+    answers = [table.prepare_store([b"k"], 1, 0.0).answers.numpy()[0] for _ in range(4)]
     assert answers == [NOT_YET, NOT_YET, OK, PENDING]
-    assert table.prepare_store([b"x", b"x"], 1, 0.0).answers.tolist() == [NOT_YET, NOT_YET]
+    assert table.prepare_store([b"x", b"x"], 1, 0.0).answers.numpy().tolist() == [NOT_YET] * 2
     table.check_integrity()
 
 
@@ -95,8 +96,8 @@ def test_a_key_without_a_place_in_the_index_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr("kvd.cache.directory.crc32", lambda _: 7)
     table = make_table(PROBE_LIMIT + 8)
     decision = table.prepare_store(names(PROBE_LIMIT + 3), 1, 0.0)
-    assert decision.answers.tolist() == [OK] * PROBE_LIMIT + [FULL] * 3
-    assert len(decision.slots) == PROBE_LIMIT == np.count_nonzero(decision.generations)
+    assert decision.answers.numpy().tolist() == [OK] * PROBE_LIMIT + [FULL] * 3
+    assert len(decision.slots) == PROBE_LIMIT == np.count_nonzero(decision.generations.numpy())
     assert table.counts.index_full == 3
     table.check_integrity()
 
@@ -106,7 +107,7 @@ def test_damage_is_noticed(damage: str) -> None:
     """The integrity check sees a state, pin, ticket or policy entry that does not belong."""
     table = make_table(4)
     store(table, [b"a"])
-    slot = int(table.prepare_store([b"w"], 1, 0.0).slots[0])
+    slot = int(table.prepare_store([b"w"], 1, 0.0).slots.numpy()[0])
     ready = table.directory.find(b"a")
     if damage == "state":
         table.directory.write_state(ready, table.directory.record(slot).state)

@@ -60,7 +60,6 @@ class Life:
             sizes,
             world_size=world,
             replicated=replicated,
-            boot_id=bytes(16),
             label="model",
         )
         self.namespaces.attach_engine(namespace)
@@ -120,6 +119,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
+                boot_id=bytes([9]) * 16,
                 policy=policy,
                 make_buffer=directories.make,
                 keeping=keeping,
@@ -128,7 +128,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
         kept = KeptPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
         try:
-            pool, namespaces = open_pool(kept, cpu_bytes, bytes([9]) * 16, make)
+            pool, namespaces = open_pool(kept, cpu_bytes, make)
         except (PoolError, Refused):
             kept.close()
             raise
@@ -150,12 +150,11 @@ def keys_of(name: str, count: int) -> list[bytes]:
 def store(table: ChunkTable, keys: list[bytes], now: float = 0.0, *, ranks: int = 9) -> list[int]:
     """Write the keys' shares, of the first `ranks` ranks only; the slots."""
     decision = table.prepare_store(keys, 1, now)
-    count = len(decision.slots)
+    slots, generations = decision.slots.numpy(), decision.generations.numpy()
     for rank in range(min(ranks, 3)):
-        table.share_done(
-            1, rank, decision.slots, decision.generations, [1] * count, [3] * count, ok=True
-        )
-    return [int(slot) for slot in decision.slots]
+        ones, threes = [1] * len(slots), [3] * len(slots)
+        table.share_done(1, rank, slots, generations, ones, threes, ok=True)
+    return [int(slot) for slot in slots]
 
 
 def ready_keys(table: ChunkTable) -> set[bytes]:
@@ -245,16 +244,17 @@ def test_generations_and_stamps_grow_over_restarts(start: Start) -> None:
         table = life.open().table
         table.reset()
         decision = table.prepare_store(keys_of("k", 10), 1, 5.0)
-        pairs = set(zip(decision.slots.tolist(), decision.generations.tolist(), strict=True))
+        slots, generations = decision.slots.numpy(), decision.generations.numpy()
+        pairs = set(zip(slots.tolist(), generations.tolist(), strict=True))
         assert not pairs & seen
         assert min(generation for _, generation in pairs) > last
         last = max(generation for _, generation in pairs)
         seen |= pairs
-        table.share_done(1, 0, decision.slots, decision.generations, [0] * 10, [1] * 10, ok=True)
-        table.share_done(1, 1, decision.slots, decision.generations, [0] * 10, [1] * 10, ok=True)
+        for rank in range(2):
+            table.share_done(1, rank, slots, generations, [0] * 10, [1] * 10, ok=True)
         ledger = table.directory.ledger
         assert ledger is not None
-        stamps = ledger.stamps[decision.slots]
+        stamps = ledger.stamps[slots]
         assert len(np.unique(stamps)) == 10
         assert stamps.min() >= 5e6 - 10
 

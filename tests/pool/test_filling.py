@@ -64,7 +64,7 @@ def test_chunks_become_usable_piece_by_piece(ranks: int) -> None:
         usable = done if done < fill.nbytes else None
         decision = table.prepare_store(names(64, offered), 1, 0.0, usable)
         offered += 64
-        for slot in decision.slots.tolist():
+        for slot in decision.slots.numpy().tolist():
             for first, after in namespace.geometry.shares(slot):
                 pieces = range(first // fill.piece_bytes, (after - 1) // fill.piece_bytes + 1)
                 assert filled.issuperset(pieces)
@@ -83,10 +83,10 @@ def test_nothing_is_evicted_while_the_pool_is_filling() -> None:
     ready = table.prepare_store(names(64), 1, 0.0, usable)
     held = len(ready.slots)
     assert 0 < held < 64
-    assert ready.answers.tolist().count(StoreAnswer.FULL) == 64 - held
+    assert ready.answers.numpy().tolist().count(StoreAnswer.FULL) == 64 - held
     finish(table, ready)
     assert not table.prepare_store(names(5, 100), 1, 0.0, usable).evicted
-    assert table.prepare_store(names(64, 200), 1, 0.0).slots.size == 64
+    assert table.prepare_store(names(64, 200), 1, 0.0).slots.numpy().size == 64
     namespaces.check_integrity()
 
 
@@ -98,7 +98,7 @@ def test_a_load_beyond_what_is_there_is_a_miss() -> None:
     fill = namespaces.pool.fill
     usable = fill.filled_with[fill.order[1]]
     some = table.prepare_load(names(64), 1, 0.0, 9.0, usable)
-    assert 0 < some.found.sum() < 64
-    for slot in some.slots.tolist():
+    assert 0 < some.found.numpy().sum() < 64
+    for slot in some.slots.numpy().tolist():
         assert all(fill.needed(*share) <= usable for share in namespace.geometry.shares(slot))
-    assert table.prepare_load(names(64), 1, 0.0, 9.0).found.all()
+    assert table.prepare_load(names(64), 1, 0.0, 9.0).found.numpy().all()

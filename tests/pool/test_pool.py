@@ -68,9 +68,8 @@ def test_two_settle_at_their_fair_shares() -> None:
         assert store(new, 1000 * turn, 50) == 50
         assert store(old, 5000 + 1000 * turn, 50) == 50
     namespaces.check_integrity()
-    held = namespaces.stats()["namespaces"]
     for namespace in (old, new):
-        assert 0.4 < held[namespace.id.hex()]["held_bytes"] / (16 * MIB) <= 0.61
+        assert 0.4 < held(namespaces, namespace) / (16 * MIB) <= 0.61
     yielded = old.table.counts.yielded, new.table.counts.yielded
     store(new, 90_000, 400)
     store(old, 90_000, 400)
@@ -97,7 +96,7 @@ def test_empty_columns_are_lent() -> None:
     old = add(namespaces, 1, PAGE)
     decision = old.table.prepare_store([b"%d" % n for n in range(256)], 1, 0.0)
     refs = old.table.drop_owner(1)
-    old.table.revoked([slot for slot, _ in refs], decision.generations.tolist())
+    old.table.revoked([slot for slot, _ in refs], decision.generations.numpy().tolist())
     new = add(namespaces, 2, PAGE)
     assert store(new, 0, 256) == 256  # more than its fair share: nobody is hurt
     namespaces.check_integrity()
@@ -172,7 +171,7 @@ def test_limit_and_close() -> None:
     namespaces.detach_engine(old)
     assert namespaces.closable() == [old]
     namespaces.close(old)
-    assert namespaces.stats()["free_bytes"] == MIB
+    assert namespaces.pool.free_bytes == MIB
     assert store(add(namespaces, 2, PAGE), 0, 300) == 256
     namespaces.check_integrity()
 
@@ -217,7 +216,7 @@ def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
     lasting = add(namespaces, 1, PAGE)
     passing = add(namespaces, 2, PAGE, temporary=True)
     store(passing, 0, 4)
-    lease = passing.table.prepare_load([b"key 0"], 1, 0.0, 10.0).lease_id
+    lease = passing.table.prepare_load([b"key 0"], 1, 0.0, 10.0).lease
     assert namespaces.over() == []
     namespaces.detach_engine(passing)
     namespaces.detach_engine(lasting)
@@ -275,7 +274,7 @@ def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
     namespaces.pool.set_quotas({"model 1": Quota(cap_bytes=256 * 1024)})
     assert 256 * 1024 < held(namespaces, model) <= MIB
     assert all(model.directory.find(key) >= 0 for key in recent)
-    model.table.complete_load(lease.lease_id, 1)
+    model.table.complete_load(lease.lease, 1)
     namespaces.pool.trim()
     assert held(namespaces, model) <= 256 * 1024
     namespaces.check_integrity()

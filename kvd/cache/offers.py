@@ -1,17 +1,15 @@
-"""Keys offered for storing, and what a chunk table answers.
+"""Keys offered for storing, and what each is answered.
 
-Arrays of answers are little-endian, ready for the wire.
+A chunk that is READY with a part of its blocks, as at the edge of a sliding window, makes way
+for an offer of all of these and more: it is dropped when the fuller one gets its slot, so that
+no key ever means two slots. Until that is READY, its key is a miss.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from kvd.cache.directory import Blocks, Refs, covers
-from kvd.cache.slots import Slots
+from kvd.cache.directory import Blocks, DirectoryWriter, covers
 from kvd.errors import IntegrityError
 from kvd_proto.answers import StoreAnswer
 from kvd_proto.directory import KEY_BYTES, SlotState
@@ -20,55 +18,6 @@ _READY = int(SlotState.READY)
 _ACCEPTED, _PRESENT = int(StoreAnswer.ACCEPTED), int(StoreAnswer.PRESENT)
 _PENDING, _FULL = int(StoreAnswer.PENDING), int(StoreAnswer.FULL)
 _NOT_YET, _BAD_KEY = int(StoreAnswer.NOT_YET), int(StoreAnswer.BAD_KEY)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreDecision:
-    """`answers[i]` is the `StoreAnswer` for key i; slots and generations of the accepted."""
-
-    answers: npt.NDArray[np.uint8]
-    slots: npt.NDArray[np.uint32]
-    generations: npt.NDArray[np.uint64]
-    evicted: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class ShareOutcome:
-    """What one rank's report did: slots now READY, and slots given up, to be revoked."""
-
-    ready: Refs
-    dropped: Refs
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSummary:
-    """How many keys are READY, still being written, and gone."""
-
-    ready: int
-    pending: int
-    dropped: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadDecision:
-    """`found[i]` is 1 where key i is pinned; slots and generations of those, in order.
-
-    `lease_id` is 0 where nothing was found.
-    """
-
-    lease_id: int
-    found: npt.NDArray[np.uint8]
-    slots: npt.NDArray[np.uint32]
-    generations: npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True, slots=True)
-class ResetOutcome:
-    """Chunks dropped now, chunks that go when their leases end, slots to be revoked."""
-
-    dropped: int
-    deferred: int
-    revoke: Refs
 
 
 class ReuseFilter:
@@ -130,21 +79,17 @@ class Offer:
         cls,
         keys: Sequence[bytes],
         blocks: Sequence[Blocks],
-        slots: Slots,
+        directory: DirectoryWriter,
         reuse: ReuseFilter | None,
     ) -> "Offer":
-        """Sort the keys; `reuse`, where there is one, says which of the new ones may be stored.
-
-        A chunk that is here is stored anew when what is offered holds all its blocks and more,
-        unless that is under way.
+        """Sort the keys.
 
         Args:
             keys: what is offered.
             blocks: what each chunk would hold; empty: all blocks.
-            slots: of the namespace.
-            reuse: counts offers of keys that are not here.
+            directory: of the namespace.
+            reuse: says which of the keys that are not here may be stored; None: all.
         """
-        directory = slots.directory
         whole = (0, directory.blocks_per_chunk)
         answers = bytearray(len(keys))
         wanted: dict[bytes, int] = {}
@@ -166,8 +111,6 @@ class Offer:
                 held, offered = directory.blocks(slot), blocks[i] if blocks else whole
                 if held == offered or not covers(offered, held):
                     answers[i] = _PRESENT
-                elif slots.replacement(slot) is not None:
-                    answers[i] = _PENDING
                 else:
                     seen[key] = wanted[key] = i
                     lesser[key] = slot
