@@ -13,33 +13,28 @@ _APART_SECONDS = 0.1
 
 
 class RecentMax:
-    """The greatest value of the last `seconds`, to within a `parts`-th of them."""
+    """The greatest value of the last `seconds`."""
 
-    def __init__(self, seconds: float = 60.0, parts: int = 12) -> None:
-        self._part = seconds / parts
-        self._parts = parts
-        self._greatest: deque[tuple[int, float]] = deque()  # number of the part, its greatest
+    def __init__(self, seconds: float = 60.0) -> None:
+        self._seconds = seconds
+        # What is neither older nor less than a later value: times rise, values fall.
+        self._greatest: deque[tuple[float, float]] = deque()
 
     def observe(self, value: float, now: float) -> None:
         """Take a value in; `now` never goes back."""
-        part = int(now / self._part)
-        if not self._greatest or self._greatest[-1][0] != part:
-            self._greatest.append((part, value))
-            self._forget(part)
-        elif value > self._greatest[-1][1]:
-            self._greatest[-1] = (part, value)
+        while self._greatest and self._greatest[-1][1] <= value:
+            self._greatest.pop()
+        self._greatest.append((now, value))
+        self.get(now)
 
     def get(self, now: float) -> float:
         """Return the greatest; 0 where there was none."""
-        self._forget(int(now / self._part))
-        return max((value for _, value in self._greatest), default=0.0)
-
-    def _forget(self, part: int) -> None:
-        while self._greatest and self._greatest[0][0] <= part - self._parts:
+        while self._greatest and self._greatest[0][0] <= now - self._seconds:
             self._greatest.popleft()
+        return self._greatest[0][1] if self._greatest else 0.0
 
     def __repr__(self) -> str:
-        return f"<RecentMax of {len(self._greatest)} parts>"
+        return f"<RecentMax of {len(self._greatest)} values>"
 
 
 class Progress:

@@ -131,6 +131,7 @@ class DirectoryWriter(DirectoryView):
     def forget(self) -> None:
         """Nothing that is here counts any more, for readers at once and for the next daemon.
 
+        One store here and one in the ledger: it takes as long for ten chunks as for ten million.
         No chunk is WRITING. Records and index entries stay until the slots are freed.
         """
         if self.ledger is not None:
@@ -232,7 +233,8 @@ class DirectoryWriter(DirectoryView):
     ) -> tuple[int, int]:
         """Note that a rank's share is there: blocks first..first + count - 1 of a group.
 
-        Shares of different groups have no block in common.
+        Shares of different groups have no block in common: groups lay out a slot differently,
+        so a load of another group would read what the slot held before.
 
         Returns:
             The ranks done, as a bit mask, and how many blocks all of them hold.

@@ -2,7 +2,8 @@
 
 A namespace outlives its engines, so that the next engine of the same model finds
 its chunks. It ends when it is closed: by the operator, or to make room for
-another one when `limit` is reached.
+another one when `limit` is reached. A temporary one, as that of a self-test, is nobody
+else's, takes narrow columns, and goes with its last engine.
 """
 
 from collections.abc import Callable, Iterator, Mapping

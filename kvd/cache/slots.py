@@ -6,7 +6,9 @@ A slot that is not FREE is in exactly one place besides the directory::
     READY     policy: it may be evicted, unless a lease pins it
               doomed: it has left the index, and goes with the last lease that pins it
               forgotten: dropped by a reset, no longer found; `sweep` frees it
-    DRAINING  draining: the lanes may have something under way there
+    DRAINING  draining: the lanes may have something under way there. It is FREE when every
+              lane has said that nothing writes there; loads need no such wait, for lanes
+              check the generation after the copy
 
 Each method takes slots from one state to the next, in all places at once.
 """

@@ -17,11 +17,13 @@ takes what leaves another below its floor.
 
 While the pool's memory is still being filled (see `kvd.pool.filling`) only columns
 whose bytes are all there are given away, and nothing is taken or evicted for them.
+
+Bytes that change hands are not zeroed: no engine maps the pool, and a lane lets it read only
+blocks that its own namespace has written.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -32,19 +34,9 @@ from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import Extents, Geometry
 from kvd.pool.holdings import Holdings
 from kvd.pool.shares import Quotas
-from kvd.pool.space import Space
+from kvd.pool.space import Space, Tenant
 
 Columns = list[tuple[Space, int]]
-
-
-class Tenant(Protocol):
-    """Whoever keeps chunks in a space, as the pool sees it."""
-
-    def busy_slots(self) -> Iterable[int]:
-        """Slots that must stay: pinned, being written, draining."""
-
-    def yield_slots(self, slots: list[int]) -> None:
-        """Evict these READY, unpinned chunks and give their slots back to the space."""
 
 
 class Pool:
@@ -56,7 +48,6 @@ class Pool:
         self.fill = fill or FillOrder.of(cpu_bytes)
         self._holdings = Holdings(self.extents)
         self.quotas = Quotas(self.extents, self._holdings.spaces)
-        self._tenants: dict[Space, Tenant] = {}
         self._joined = 0
         self._tick = 0
         # By space: changes of holdings when it found no column to claim, or none below its cap.
@@ -106,9 +97,8 @@ class Pool:
 
     def join(self, geometry: Geometry, tenant: Tenant, model: str = "") -> Space:
         """Add a space, which owns nothing yet; `model` says whose quota counts, if any."""
-        space = Space(geometry, self._joined, self.fill, model)
+        space = Space(geometry, self._joined, self.fill, tenant, model)
         self._joined += 1
-        self._tenants[space] = tenant
         self._holdings.spaces.append(space)
         return space
 
@@ -117,7 +107,6 @@ class Pool:
         for column in space.claimed:
             self._holdings.release(space, column)
         self._holdings.spaces.remove(space)
-        del self._tenants[space]
         self._exhausted.pop(space, None)
         self._capped.pop(space, None)
 
@@ -236,13 +225,13 @@ class Pool:
     def _busy_columns(self, space: Space) -> set[int]:
         """Columns in which something is pinned, being written or draining."""
         width = space.geometry.column_slots
-        return {slot // width for slot in self._tenants[space].busy_slots()}
+        return {slot // width for slot in space.tenant.busy_slots()}
 
     def _empty_out(self, space: Space, column: int) -> None:
         """Evict what is in a column and release it."""
         used = space.used_slots(column)
         if used:
-            self._tenants[space].yield_slots(used)
+            space.tenant.yield_slots(used)
         self._holdings.release(space, column)
 
     def give_back(self, space: Space) -> None:

@@ -1,6 +1,7 @@
 """The part of the pool that one namespace may use: its columns and their free slots."""
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +9,16 @@ import numpy.typing as npt
 from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import Geometry
+
+
+class Tenant(Protocol):
+    """Whoever keeps chunks in a space, as the pool sees it."""
+
+    def busy_slots(self) -> Iterable[int]:
+        """Slots that must stay: pinned, being written, draining."""
+
+    def yield_slots(self, slots: list[int]) -> None:
+        """Evict these READY, unpinned chunks and give their slots back to the space."""
 
 
 class Space:
@@ -19,7 +30,10 @@ class Space:
     `used_at`: by column, when a chunk in it was last useful.
     """
 
-    def __init__(self, geometry: Geometry, number: int, fill: FillOrder, model: str = "") -> None:
+    def __init__(
+        self, geometry: Geometry, number: int, fill: FillOrder, tenant: Tenant, model: str = ""
+    ) -> None:
+        self.tenant = tenant
         self.geometry = geometry
         self.number = number
         self.model = model

@@ -14,9 +14,9 @@ from kvd.cache.namespaces import MakeBuffer, Namespaces
 from kvd.config.loaded import Loaded
 from kvd.config.settings import Settings
 from kvd.errors import Refused
-from kvd.wire.link import LaneReady
+from kvd.wire.link import Imported, LaneReady
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Error, Hello, Kind
+from kvd_proto.messages import Error, Fingerprint, Hello, HostHandle, IpcHandle, Kind, Register
 
 PAGE = 4096
 CUDA = "cuda:" + "0f" * 16
@@ -113,6 +113,29 @@ def one_tensor(blocks: int = 8, page_bytes: int = PAGE) -> RankLayout:
         tensors=(TensorSpec(storage=0, offset=0, page_bytes=page_bytes, block_stride=page_bytes),),
         groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=page_bytes),), block_size=16),),
     )
+
+
+def register(device: str = "host", rank: int = 0, world_size: int = 1, **fields: Any) -> Register:
+    """Return the registration of a rank with `one_tensor`, but for the `fields`."""
+    memory = HostHandle(fd_index=1)
+    ipc = IpcHandle(handle=bytes(64), allocation=8 * PAGE)
+    message = Register(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        fingerprint=Fingerprint(model="m"),
+        layout=one_tensor(),
+        handles=(memory if device == "host" else ipc,),
+    )
+    return replace(message, **fields)
+
+
+def mapped(
+    broker: Broker, session: Session, device: str = "host", attempt: int = 0
+) -> list[Effect]:
+    """Have a lane say that it has mapped the session's memory; what the broker does then."""
+    message = Imported(session=session.number, error="", attempt=attempt)
+    return broker.supervision.received(device, message, 0.0)
 
 
 def replies(effects: list[Effect]) -> list[Reply]:

@@ -10,7 +10,6 @@ from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report
 from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import (
-    Imported,
     LaneFailed,
     LanePong,
     Released,
@@ -19,22 +18,19 @@ from kvd.wire.link import (
 from kvd_proto.messages import (
     Error,
     ErrorCode,
-    Fingerprint,
-    IpcHandle,
     Message,
-    Register,
     Registered,
     Unregister,
     Unregistered,
 )
 from tests.broker.brokers import (
     CUDA,
-    PAGE,
     join,
     lane_up,
     make_broker,
-    one_tensor,
+    mapped,
     refusal,
+    register,
     replies,
 )
 
@@ -47,23 +43,6 @@ def broker() -> Broker:
     return made
 
 
-def worker(broker: Broker, name: str = "e") -> Session:
-    """A session of kind worker."""
-    return join(broker, engine=name)
-
-
-def register(device: str = CUDA) -> Register:
-    """The only rank of an engine, with its memory on `device`."""
-    return Register(
-        rank=0,
-        world_size=1,
-        device=device,
-        fingerprint=Fingerprint(model="m"),
-        layout=one_tensor(),
-        handles=(IpcHandle(handle=bytes(64), allocation=8 * PAGE),),
-    )
-
-
 def answers(effects: list[Effect]) -> list[type[Message]]:
     """The types of the replies."""
     return [type(reply.message) for reply in replies(effects)]
@@ -71,36 +50,36 @@ def answers(effects: list[Effect]) -> list[type[Message]]:
 
 def serve(broker: Broker, session: Session, incarnation: int = 2) -> None:
     """Register on CUDA with a lane that starts and maps the memory."""
-    effects = broker.request(session, 2, register(), 0.0, 2)
+    effects = broker.request(session, 2, register(CUDA), 0.0, 2)
     assert StartLane(CUDA) in effects
     lane_up(broker, CUDA, incarnation=incarnation)
-    done = broker.supervision.received(CUDA, Imported(session=session.number, error=""), 0.0)
+    done = mapped(broker, session, CUDA)
     assert answers(done) == [Registered]
 
 
 def test_the_first_worker_of_a_device_starts_its_lane(broker: Broker) -> None:
     """One lane for all workers of a device; the daemon stays ready while it starts."""
-    serve(broker, worker(broker, "one"))
-    again = broker.request(worker(broker, "two"), 2, register(), 0.0, 2)
+    serve(broker, join(broker, "worker", "one"))
+    again = broker.request(join(broker, "worker", "two"), 2, register(CUDA), 0.0, 2)
     assert not [effect for effect in again if isinstance(effect, StartLane)]
     assert list(broker.state.lanes) == ["host", CUDA]
 
 
 def test_a_registration_that_cannot_be_served_takes_no_device_away(broker: Broker) -> None:
     """Refused for its layout as the first of a device, it leaves the lane to who comes next."""
-    wrong = replace(register(), layout=replace(register().layout, hash_block_size=7))
-    session = worker(broker)
+    wrong = replace(register(CUDA), layout=replace(register(CUDA).layout, hash_block_size=7))
+    session = join(broker)
     assert "hash block size 7" in refusal(broker.request(session, 2, wrong, 0.0, 2)).text
     serve(broker, session)
 
 
 def test_a_starting_lane_does_not_unready_the_daemon(broker: Broker) -> None:
     """A lane that nobody is served by yet is no reason not to be ready; a lost one is."""
-    session = worker(broker)
-    broker.request(session, 2, register(), 0.0, 2)
+    session = join(broker)
+    broker.request(session, 2, register(CUDA), 0.0, 2)
     seen = [broker.state.ready]
     lane_up(broker, CUDA, incarnation=2)
-    broker.supervision.received(CUDA, Imported(session=session.number, error=""), 0.0)
+    mapped(broker, session, CUDA)
     broker.supervision.lost(CUDA, "killed by signal 9")
     seen.append(broker.state.ready)
     assert CUDA in broker.state.lanes  # its worker waits for the next incarnation
@@ -111,7 +90,7 @@ def test_a_starting_lane_does_not_unready_the_daemon(broker: Broker) -> None:
 @pytest.mark.parametrize("device", ["cuda:0", "gpu", "cuda", f"cuda:{'0F' * 16}", f"{CUDA}0"])
 def test_a_device_without_a_uuid_is_refused(broker: Broker, device: str) -> None:
     """An index, or what is no device at all, is refused with the remedy."""
-    error = refusal(broker.request(worker(broker), 2, register(device), 0.0, 2))
+    error = refusal(broker.request(join(broker), 2, register(device), 0.0, 2))
     assert error.code is ErrorCode.BAD_LAYOUT
     assert repr(device) in error.text
     assert "nvidia-smi -L" in error.text
@@ -120,9 +99,9 @@ def test_a_device_without_a_uuid_is_refused(broker: Broker, device: str) -> None
 
 def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> None:
     """Everybody who waits is refused with the lane's sentence; who asks soon after, too."""
-    sessions = [worker(broker, name) for name in ("one", "two")]
+    sessions = [join(broker, "worker", name) for name in ("one", "two")]
     for session in sessions:
-        assert not replies(broker.request(session, 2, register(), 0.0, 2))
+        assert not replies(broker.request(session, 2, register(CUDA), 0.0, 2))
     effects = broker.supervision.received(CUDA, LaneFailed(error="no such device"), 0.0)
     assert KillLane(CUDA) in effects
     effects = broker.supervision.lost(CUDA, "exit status 1")
@@ -132,14 +111,14 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> No
     assert [line.partition(" (")[0] for line in lines] == ["engine one worker", "engine two worker"]
     assert effects[-1] == DropLane(CUDA)
     assert list(broker.state.lanes) == ["host"]
-    again = refusal(broker.request(sessions[0], 3, register(), 1.0, 2))
+    again = refusal(broker.request(sessions[0], 3, register(CUDA), 1.0, 2))
     assert again.text == "no such device"  # at once, without a process
-    assert StartLane(CUDA) in broker.request(sessions[0], 4, register(), FAILED_SECONDS + 1, 2)
+    assert StartLane(CUDA) in broker.request(sessions[0], 4, register(CUDA), FAILED_SECONDS + 1, 2)
 
 
 def test_a_lane_that_dies_at_its_start_may_be_tried_again(broker: Broker) -> None:
     """Without a word of its own the refusal says how it ended, and that is no verdict."""
-    broker.request(worker(broker), 2, register(), 0.0, 2)
+    broker.request(join(broker), 2, register(CUDA), 0.0, 2)
     error = refusal(broker.supervision.lost(CUDA, "killed by signal 11"))
     assert error.code is ErrorCode.LANE_LOST
     assert "killed by signal 11" in error.text
@@ -148,7 +127,7 @@ def test_a_lane_that_dies_at_its_start_may_be_tried_again(broker: Broker) -> Non
 
 def test_a_lane_that_ends_without_workers_is_let_go(broker: Broker) -> None:
     """It stays while it lives, and is not replaced; what it has done stays counted."""
-    session = worker(broker)
+    session = join(broker)
     serve(broker, session)
     broker.lost(session)
     assert CUDA in broker.state.lanes
@@ -162,7 +141,7 @@ def test_a_lane_that_ends_without_workers_is_let_go(broker: Broker) -> None:
 
 def test_a_release_ends_with_its_own_lane(broker: Broker) -> None:
     """A worker that leaves while lanes die is answered once, by the end of the one that had it."""
-    session = worker(broker)
+    session = join(broker)
     serve(broker, session)
     assert not replies(broker.request(session, 3, Unregister(), 0.0))
     assert not replies(broker.supervision.lost("host", "killed by signal 9"))
@@ -175,14 +154,14 @@ def test_a_worker_that_leaves_while_the_next_lane_maps_is_released_there(
     broker: Broker,
 ) -> None:
     """The lane was asked to map it, so it is asked to let go, and no answer of it counts."""
-    session = worker(broker)
+    session = join(broker)
     serve(broker, session)
     broker.supervision.lost(CUDA, "killed by signal 9")
     lane_up(broker, CUDA, incarnation=3)
     effects = broker.request(session, 3, Unregister(), 0.0, 2)
     assert not replies(effects)
     assert ToLane(CUDA, ReleaseWorker(session=session.number)) in effects
-    broker.supervision.received(CUDA, Imported(session=session.number, error=""), 0.0)
+    mapped(broker, session, CUDA)
     assert session.registration is None
     released = broker.supervision.received(CUDA, Released(session=session.number), 0.0)
     assert answers(released) == [Unregistered]
@@ -192,24 +171,22 @@ def test_a_late_answer_to_a_registration_is_not_that_of_the_next(
     broker: Broker,
 ) -> None:
     """A lane that maps too late maps for nobody: the memory that comes next is not there yet."""
-    session = worker(broker)
-    broker.request(session, 2, register(), 0.0, 2)
+    session = join(broker)
+    broker.request(session, 2, register(CUDA), 0.0, 2)
     lane_up(broker, CUDA, incarnation=2)
     assert "did not map the memory in time" in refusal(broker.tick(100.0)).text
-    assert not replies(broker.request(session, 3, register(), 100.0, 2))
-    late = broker.supervision.received(CUDA, Imported(session=session.number, error=""), 100.0)
-    assert not replies(late)
+    assert not replies(broker.request(session, 3, register(CUDA), 100.0, 2))
+    assert not replies(mapped(broker, session, CUDA))
     assert session.registration is None
-    answer = Imported(session=session.number, error="", attempt=1)
-    assert replies(broker.supervision.received(CUDA, answer, 101.0))
+    assert replies(mapped(broker, session, CUDA, attempt=1))
 
 
 def test_workers_that_were_served_wait_for_a_lane_that_fails(broker: Broker) -> None:
     """A lane that is lost and cannot start now is tried again for them, newcomers are refused."""
-    serve(broker, worker(broker, "old"))
+    serve(broker, join(broker, "worker", "old"))
     broker.supervision.lost(CUDA, "killed by signal 9")
-    new = worker(broker, "new")
-    assert not replies(broker.request(new, 2, register(), 0.0, 2))
+    new = join(broker, "worker", "new")
+    assert not replies(broker.request(new, 2, register(CUDA), 0.0, 2))
     broker.supervision.received(CUDA, LaneFailed(error="the device is lost"), 0.0)
     effects = broker.supervision.lost(CUDA, "exit status 1")
     assert refusal(effects).text == "the device is lost"
@@ -222,9 +199,9 @@ def test_the_number_of_lanes_is_bounded(broker: Broker) -> None:
     for index in range(MAX_CUDA_LANES):
         device = f"cuda:{index:032x}"
         assert StartLane(device) in broker.request(
-            worker(broker, f"e{index}"), 2, register(device), 0.0, 2
+            join(broker, "worker", f"e{index}"), 2, register(device), 0.0, 2
         )
-    error = refusal(broker.request(worker(broker, "more"), 2, register(), 0.0, 2))
+    error = refusal(broker.request(join(broker, "worker", "more"), 2, register(CUDA), 0.0, 2))
     assert error.code is ErrorCode.LIMIT
     assert CUDA in error.text
 

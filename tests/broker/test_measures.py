@@ -13,29 +13,16 @@ from kvd_proto.messages import Lookups
 MOST = 2**63 - 1
 
 
-def test_the_recent_maximum_is_forgotten_after_its_time() -> None:
-    """A minute after a long turn only later ones count."""
-    recent = RecentMax(seconds=60.0, parts=12)
-    recent.observe(3.0, 100.0)
-    recent.observe(0.5, 130.0)
-    recent.observe(0.2, 131.0)
-    assert recent.get(131.0) == 3.0
-    assert recent.get(154.0) == 3.0
-    assert recent.get(161.0) == 0.5
-    assert recent.get(500.0) == 0.0
-
-
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 20)), min_size=1, max_size=60))
-def test_the_recent_maximum_is_right_to_a_part(steps: list[tuple[float, float]]) -> None:
-    """Never below the greatest of the last 55 s, never above the greatest of the last 60 s."""
-    recent, now, seen = RecentMax(), 0.0, []
+@given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 20)), min_size=1, max_size=60))
+def test_the_recent_maximum_is_that_of_the_last_minute(steps: list[tuple[int, int]]) -> None:
+    """However values rise and fall, those of the last 60 s count and no others."""
+    recent, now, seen = RecentMax(), 0, []
     for value, later in steps:
         now += later
         recent.observe(value, now)
         seen.append((now, value))
-    found = recent.get(now)
-    assert found >= max((value for when, value in seen if when > now - 55), default=0.0)
-    assert found <= max((value for when, value in seen if when > now - 60), default=0.0)
+        assert recent.get(now) == max(value for when, value in seen if when > now - 60)
+    assert recent.get(now + 60) == 0.0
 
 
 def test_seconds_left_follow_the_measured_rate() -> None:

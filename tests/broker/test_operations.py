@@ -1,4 +1,4 @@
-"""What operators' requests decide: drain and resume, clear and evict."""
+"""What operators' requests decide, and what goes on in pieces or to a deadline."""
 
 import gc
 import sys
@@ -24,8 +24,10 @@ from kvd_proto.messages import (
     ErrorCode,
     EvictOlderThan,
     Kind,
+    LoadPrepared,
     Message,
     OlderEvicted,
+    PrepareLoad,
     PrepareStore,
     ReloadConfig,
     Reset,
@@ -85,6 +87,13 @@ class Bench:
         """An engine uses the namespace, so that it stays open."""
         assert self.broker.state.namespaces is not None
         self.broker.state.namespaces.attach_engine(namespace)
+
+    def scheduler(self, namespace: Namespace) -> Session:
+        """The scheduler of an engine that uses the namespace."""
+        session = self.session("scheduler")
+        assert session.engine is not None
+        session.engine.namespace = namespace
+        return session
 
     def ask(self, message: Message, session: Session | None = None) -> Message:
         """The one reply; events are noted."""
@@ -192,14 +201,19 @@ def test_a_drain_counts_what_began_before_it(bench: Bench) -> None:
     assert bench.ask(Drain()) == Drained(stores=0, leases=0)
 
 
-def test_a_drain_survives_engines_coming_and_going(bench: Bench) -> None:
-    """Neither the tool's end nor an engine's makes the daemon take stores again."""
-    bench.ask(Drain())
-    bench.broker.lost(bench.tool)
-    engine = bench.session("scheduler")
-    bench.broker.lost(engine)
-    bench.tool = bench.session("tool")
-    assert bench.report()["draining"]
+def test_a_load_that_never_ends_pins_no_longer_than_a_lease(bench: Bench) -> None:
+    """However long the engine asks for: afterwards its chunks are hits that may be evicted."""
+    namespace = bench.namespace()
+    bench.store(namespace, [b"a"])
+    load = PrepareLoad(keys=(b"a",), lease_ms=600_000)
+    reply = bench.ask(load, bench.scheduler(namespace))
+    assert isinstance(reply, LoadPrepared)
+    assert reply.lease_ms == 60_000
+    for seconds, pinned in ((59, 1), (1, 0)):
+        bench.now += seconds
+        bench.broker.tick(bench.now)
+        assert namespace.table.slots.stats()["pinned"] == pinned
+    assert namespace.directory.lookup(b"a") is LookupResult.HIT
 
 
 def test_clear_drops_everything(bench: Bench) -> None:
@@ -348,9 +362,7 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     bench = Bench(chunks=4 * PIECE_SLOTS, policy=policy)
     namespace = bench.namespace()
     bench.engine(namespace)
-    scheduler = bench.session("scheduler")
-    assert scheduler.engine is not None
-    scheduler.engine.namespace = namespace
+    scheduler = bench.scheduler(namespace)
     table = namespace.table
     keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
     bench.store(namespace, keys)

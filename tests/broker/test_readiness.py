@@ -10,13 +10,13 @@ from kvd.broker.effects import Reply
 from kvd.broker.readiness import checks, in_words
 from kvd.broker.status_report import status_report
 from kvd.metrics.schema import Check
-from kvd.wire.link import Imported, PoolUsable
-from kvd_proto.messages import Fingerprint, IpcHandle, Register, Status, StatusReport
+from kvd.wire.link import PoolUsable
+from kvd_proto.messages import Status, StatusReport
 from kvd_proto.sizes import parse_size
 from tests.broker import brokers
+from tests.broker.brokers import CUDA
 
 POOL = 64 * 2**20
-CUDA = "cuda:" + "0f" * 16
 
 
 def make_broker(cpu_bytes: str = "64MiB") -> Broker:
@@ -32,17 +32,9 @@ def lane_comes(broker: Broker, device: str, usable: int = POOL, *, pins: bool = 
 def engine_comes(broker: Broker, device: str) -> None:
     """An engine of one rank registers memory of `device`, whose lane comes up and pins."""
     session = brokers.join(broker)
-    register = Register(
-        rank=0,
-        world_size=1,
-        device=device,
-        fingerprint=Fingerprint(model="m"),
-        layout=brokers.one_tensor(),
-        handles=(IpcHandle(handle=bytes(64), allocation=2**20),),
-    )
-    broker.request(session, 2, register, 0.0, 2)
+    broker.request(session, 2, brokers.register(device), 0.0, 2)
     lane_comes(broker, device, usable=POOL // 8, pins=True)
-    broker.supervision.received(device, Imported(session=session.number, error=""), 0.0)
+    brokers.mapped(broker, session, device)
     assert broker.state.workers_of(device)
 
 

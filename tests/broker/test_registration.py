@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvd.broker.admission import check_layout, check_rank
 from kvd.broker.attachment import namespace_id
@@ -13,7 +13,7 @@ from kvd.broker.registration import AT_ONCE
 from kvd.broker.sessions import Engine, Peer, Registry, Session
 from kvd.errors import Refused
 from kvd.pool.filling import MIN_PIECE_BYTES
-from kvd.wire.link import BindWorker, Imported, ImportWorker, PoolUsable
+from kvd.wire.link import BindWorker, ImportWorker, PoolUsable
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import (
     Attached,
@@ -21,7 +21,6 @@ from kvd_proto.messages import (
     Error,
     ErrorCode,
     Fingerprint,
-    HostHandle,
     LaneUp,
     Message,
     PrepareLoad,
@@ -30,6 +29,7 @@ from kvd_proto.messages import (
     Registered,
     StorePrepared,
 )
+from tests.broker import brokers
 from tests.broker.brokers import (
     CUDA,
     PAGE,
@@ -37,6 +37,7 @@ from tests.broker.brokers import (
     join,
     lane_up,
     make_broker,
+    mapped,
     one_tensor,
     open_pool,
     refusal,
@@ -54,22 +55,10 @@ def unsized() -> Broker:
     return broker
 
 
-def worker(broker: Broker, engine: str = "e") -> Session:
-    """A session of kind worker."""
-    return join(broker, engine=engine)
-
-
 def register(rank: int = 0, world_size: int = 2, layers: int = 1) -> Register:
     """One rank, 64 blocks of one page in each of its layers."""
-    return Register(
-        rank=rank,
-        world_size=world_size,
-        stage=rank,
-        device="host",
-        fingerprint=Fingerprint(model="m"),
-        layout=one_tensor(BLOCKS, layers * PAGE),
-        handles=(HostHandle(fd_index=1),),
-    )
+    layout = one_tensor(BLOCKS, layers * PAGE)
+    return brokers.register("host", rank, world_size, stage=rank, layout=layout)
 
 
 def opened(effects: list[Effect]) -> list[OpenPool]:
@@ -91,7 +80,7 @@ def imports(effects: list[Effect]) -> list[int]:
 def test_auto_opens_a_pool_for_all_ranks_of_an_engine() -> None:
     """Nothing is decided before the last rank has come; then both go on, and the log says why."""
     broker = unsized()
-    first, last = worker(broker), worker(broker)
+    first, last = join(broker), join(broker)
     early = broker.request(first, 2, register(), 0.0, 2)
     assert not opened(early)
     assert not imports(early)
@@ -111,7 +100,7 @@ def test_auto_sums_stages_of_different_size_in_any_order(order: tuple[int, int])
     """Stages of one and three layers make one size, whichever registers first."""
     broker = unsized()
     effects = [
-        broker.request(worker(broker), 2, register(rank=rank, layers=1 + 2 * rank), 0.0, 2)
+        broker.request(join(broker), 2, register(rank=rank, layers=1 + 2 * rank), 0.0, 2)
         for rank in order
     ]
     assert [len(opened(each)) for each in effects] == [0, 1]
@@ -122,15 +111,17 @@ def test_auto_sums_stages_of_different_size_in_any_order(order: tuple[int, int])
 def test_a_rank_whose_engine_never_completes_decides_nothing() -> None:
     """It is refused for now, with the ranks that lack; another engine's ranks decide."""
     broker = unsized()
-    alone = worker(broker, "alone")
+    alone = join(broker, "worker", "alone")
     assert not opened(broker.request(alone, 2, register(layers=50), 0.0, 2))
-    assert not opened(broker.request(worker(broker, "other"), 2, register(rank=1), 0.0, 2))
+    assert not opened(broker.request(join(broker, "worker", "other"), 2, register(rank=1), 0.0, 2))
     (late, _) = replies(broker.tick(30.0))
     assert isinstance(late.message, Error)
     assert late.message.code is ErrorCode.NOT_READY
     assert "missing: [1]" in late.message.text
     assert broker.state.namespaces is None
-    size_pool(broker, broker.request(worker(broker, "whole"), 2, register(world_size=1), 31.0, 2))
+    size_pool(
+        broker, broker.request(join(broker, "worker", "whole"), 2, register(world_size=1), 31.0, 2)
+    )
     assert broker.state.pool_bytes == 2 * BLOCKS * PAGE
     broker.state.check_integrity()
 
@@ -138,22 +129,22 @@ def test_a_rank_whose_engine_never_completes_decides_nothing() -> None:
 def test_ranks_that_contradict_each_other_do_not_size_the_pool() -> None:
     """While they wait, too, the odd one is refused with both figures, and a rank that is taken."""
     broker = unsized()
-    broker.request(worker(broker), 2, register(), 0.0, 2)
+    broker.request(join(broker), 2, register(), 0.0, 2)
     for wrong, text in (
         (register(rank=1, world_size=3), "world_size = 3"),
         (register(), "rank 0 of engine 'e' is held by pid 1"),
     ):
-        error = refusal(broker.request(worker(broker), 2, wrong, 0.0, 2))
+        error = refusal(broker.request(join(broker), 2, wrong, 0.0, 2))
         assert text in error.text
     assert broker.state.namespaces is None
-    assert opened(broker.request(worker(broker), 2, register(rank=1), 0.0, 2))
+    assert opened(broker.request(join(broker), 2, register(rank=1), 0.0, 2))
 
 
 @pytest.mark.parametrize(("kept", "size"), [(550_000, 550_000), (900_000, 524_288)])
 def test_auto_takes_a_kept_pool_of_about_its_size(kept: int, size: int) -> None:
     """Up to a tenth more or less is no reason to drop the chunks of the daemon before."""
     broker = unsized()
-    asked = broker.request(worker(broker), 2, register(world_size=1), 0.0, 2)
+    asked = broker.request(join(broker), 2, register(world_size=1), 0.0, 2)
     lines = events(size_pool(broker, asked, kept=kept))
     assert broker.state.pool_bytes == size
     assert ("the kept pool" in lines[0]) == (size == kept)
@@ -162,7 +153,7 @@ def test_auto_takes_a_kept_pool_of_about_its_size(kept: int, size: int) -> None:
 def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
     """No memory for one chunk: every rank gets the arithmetic, and nothing stays pending."""
     broker = unsized()
-    sessions = (worker(broker), worker(broker))
+    sessions = (join(broker), join(broker))
     for request_id in (2, 3):
         assert not replies(broker.request(sessions[0], request_id, register(), 0.0, 2))
         asked = broker.request(sessions[1], request_id, register(rank=1), 0.0, 2)
@@ -179,7 +170,7 @@ def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
 def attached(cpu_bytes: int) -> tuple[Broker, Session]:
     """A broker whose one engine of one rank is attached, and the rank's session."""
     broker = make_broker(cpu_bytes, allocated=0)
-    session = worker(broker)
+    session = join(broker)
     broker.request(session, 2, register(world_size=1), 0.0, 2)
     return broker, session
 
@@ -201,7 +192,7 @@ def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
     size = 4 * MIN_PIECE_BYTES
     broker, session = attached(size)
     lane_up(broker, usable_bytes=size)
-    broker.supervision.received("host", Imported(session=session.number, error=""), 0.0)
+    mapped(broker, session)
     assert session.engine is not None
     assert session.engine.attached
     ask = PrepareStore(keys=(b"k" * 8,))
@@ -230,10 +221,8 @@ def large(rank: int = 0, world_size: int = 1) -> Register:
         TensorSpec(storage=0, offset=number * PAGE, page_bytes=PAGE, block_stride=PAGE * AT_ONCE)
         for number in range(AT_ONCE)
     )
-    layout = msgspec.structs.replace(
-        message.layout, storages=(BLOCKS * PAGE * AT_ONCE,), tensors=tensors
-    )
-    return msgspec.structs.replace(message, layout=layout)
+    layout = replace(message.layout, storages=(BLOCKS * PAGE * AT_ONCE,), tensors=tensors)
+    return replace(message, layout=layout)
 
 
 def test_a_large_registration_takes_a_turn_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +236,7 @@ def test_a_large_registration_takes_a_turn_for_each_step(monkeypatch: pytest.Mon
     monkeypatch.setattr("kvd.broker.registration.check_layout", watched)
     broker = unsized()
     open_pool(broker, 2**30)
-    sessions = [worker(broker), worker(broker)]
+    sessions = [join(broker), join(broker)]
     for rank, session in enumerate(sessions):
         assert not imports(broker.request(session, 2, large(rank, 2), 0.0, 2))
     assert not looks
@@ -261,9 +250,9 @@ def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> 
     """With the reason, once; one whose session has gone meanwhile is forgotten."""
     broker = unsized()
     wrong = large()
-    layout = msgspec.structs.replace(wrong.layout, hash_block_size=7)
-    wrong = msgspec.structs.replace(wrong, layout=layout)
-    gone, session = worker(broker, "gone"), worker(broker)
+    layout = replace(wrong.layout, hash_block_size=7)
+    wrong = replace(wrong, layout=layout)
+    gone, session = join(broker, "worker", "gone"), join(broker)
     for each in (gone, session):
         assert not replies(broker.request(each, 2, wrong, 0.0, 2))
     broker.lost(gone)
@@ -280,8 +269,8 @@ def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> 
 def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:
     """With auto it is refused until another engine has; nothing is opened."""
     broker = unsized()
-    message = msgspec.structs.replace(register(), temporary=True)
-    error = refusal(broker.request(worker(broker), 2, message, 0.0, 2))
+    message = replace(register(), temporary=True)
+    error = refusal(broker.request(join(broker), 2, message, 0.0, 2))
     assert error.code is ErrorCode.BAD_STATE
     assert broker.state.namespaces is None
 
@@ -290,7 +279,7 @@ def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
     """A rank that says otherwise than the first is refused, and both words are named."""
     engine = Engine(1, "e", 0)
     first = Session(1, bytes(16), Peer(1, 0, 0), registration=register())
-    message = msgspec.structs.replace(register(), rank=1, temporary=True)
+    message = replace(register(), rank=1, temporary=True)
     with pytest.raises(Refused, match="temporary = True, the engine's other ranks have False"):
         check_rank(engine, message, {0: first})
 
@@ -298,7 +287,7 @@ def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
 def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
     """Temporary ones share with their kind; with share_between_users = no the user counts."""
     lasting = [register()]
-    passing = [msgspec.structs.replace(lasting[0], temporary=True)]
+    passing = [replace(lasting[0], temporary=True)]
     ids = {namespace_id(lasting, uid) for uid in (None, 5, 6)} | {namespace_id(passing)}
     assert len(ids) == 4
     assert namespace_id(lasting, 5) in ids
@@ -336,13 +325,11 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
     unused, taken = bytes([9]) * 16, missing.pop()
     namespaces.open(unused, (PAGE,), world_size=1, replicated=False)
     missing.append(taken)
-    session = worker(broker)
+    session = join(broker)
     message = register(world_size=1)
     for request_id, refused in ((2, True), (3, False)):
         broker.request(session, request_id, message, 0.0, 2)
-        effects = broker.supervision.received(
-            "host", Imported(session=session.number, error=""), 0.0
-        )
+        effects = mapped(broker, session)
         (reply,) = replies(effects)
         dropped = {each.namespace for each in effects if isinstance(each, DropDirectory)}
         broker.state.check_integrity()
@@ -360,10 +347,10 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
 def two_lanes() -> tuple[Broker, tuple[Session, Session]]:
     """A broker with two lanes, each of which is about to map a rank of one engine."""
     broker = make_broker(devices=["host", CUDA])
-    ranks = (worker(broker), worker(broker))
+    ranks = (join(broker), join(broker))
     for rank, device in enumerate(("host", CUDA)):
         lane_up(broker, device)
-        asked = msgspec.structs.replace(register(), rank=rank, device=device)
+        asked = replace(register(), rank=rank, device=device)
         broker.request(ranks[rank], 2, asked, 0.0, 2)
     return broker, ranks
 
@@ -381,17 +368,16 @@ def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
         told = [e for e in effects if isinstance(e, ToLane)]
         return [(e.device, type(e.message), e.message.session) for e in told]  # type: ignore[attr-defined]  # of a worker, all of them
 
-    imported = [Imported(session=session.number, error="") for session in ranks]
-    broker.supervision.received("host", imported[0], 0.0)
+    mapped(broker, ranks[0])
     broker.supervision.lost("host", "killed")
-    attaching = broker.supervision.received(CUDA, imported[1], 0.0)
+    attaching = mapped(broker, ranks[1], CUDA)
     assert ranks[0].engine is not None
     assert ranks[0].engine.attached
     assert orders(attaching) == [(CUDA, BindWorker, ranks[1].number)]
     assert notified(attaching) == set()  # what would be found could not be loaded
     back = lane_up(broker, usable_bytes=2**20)
     assert orders(back) == [("host", ImportWorker, ranks[0].number)]
-    bound = broker.supervision.received("host", imported[0], 0.0)
+    bound = mapped(broker, ranks[0])
     assert orders(bound) == [("host", BindWorker, ranks[0].number)]
     assert notified(bound) == {(Attached, session.number) for session in ranks}
 
@@ -401,7 +387,7 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
     """All its sessions hear of it once, also one that comes then; slots and leases are refused."""
     broker, ranks = two_lanes()
     for lane, session in zip(("host", CUDA), ranks, strict=True):
-        broker.supervision.received(lane, Imported(session=session.number, error=""), 0.0)
+        mapped(broker, session, lane)
     lost = broker.supervision.lost(device, "killed by signal 9")
     assert notified(lost) == {(Detached, session.number) for session in ranks}
     notices = [effect.message for effect in lost if isinstance(effect, Notify)]
@@ -416,7 +402,7 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
         assert f"lane {device} of rank" in error.text
     back = ranks[device == CUDA]
     assert notified(lane_up(broker, device)) == {(LaneUp, back.number)}
-    served = broker.supervision.received(device, Imported(session=back.number, error=""), 0.0)
+    served = mapped(broker, back, device)
     assert notified(served) == {(Attached, session.number) for session in (*ranks, late)}
     (reply,) = replies(broker.request(late, 3, PrepareStore(keys=(b"k",)), 0.0, 2))
     assert isinstance(reply.message, StorePrepared)
@@ -427,10 +413,8 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
 def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
     """A registration with an escape in a name gets one ERROR that names field and character."""
     broker = unsized()
-    message = msgspec.structs.replace(
-        register(), fingerprint=msgspec.structs.replace(Fingerprint(model="m"), **{field: name})
-    )
-    error = refusal(broker.request(worker(broker), 2, message, 0.0, 2))
+    message = replace(register(), fingerprint=replace(Fingerprint(model="m"), **{field: name}))
+    error = refusal(broker.request(join(broker), 2, message, 0.0, 2))
     assert error.code is ErrorCode.BAD_LAYOUT
     odd = next(character for character in name if not character.isprintable())
     assert f"fingerprint.{field} {name!r}" in error.text
@@ -450,10 +434,10 @@ def test_an_engine_whose_name_cannot_be_shown_does_not_come_in() -> None:
 def test_a_refused_registration_is_one_line_of_the_log() -> None:
     """However often a worker asks again, the reason is said once; another reason is news."""
     broker = unsized()
-    session = worker(broker)
+    session = join(broker)
     lines = []
     for request_id, device in enumerate(["tpu:0", "tpu:0", "tpu:0", "tpu:1"], 2):
-        message = msgspec.structs.replace(register(), device=device)
+        message = replace(register(), device=device)
         effects = broker.request(session, request_id, message, 0.0, 2)
         assert len(replies(effects)) == 1
         lines += events(effects)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvd.errors import IntegrityError
-from kvd_proto.answers import StoreAnswer
+from kvd_proto.answers import LookupResult, StoreAnswer
 from kvd_proto.directory import PROBE_LIMIT
 from tests.cache.tables import finish, make_table, names, store
 
@@ -79,6 +79,25 @@ def test_a_reset_spares_what_is_being_read() -> None:
     assert table.directory.check(*refs, 2).all()
     assert table.complete_load(lease.lease, 1)
     assert not table.directory.check(*refs, 2).any()
+
+
+def test_a_part_of_a_chunk_gives_way_to_a_fuller_store() -> None:
+    """Its key means the new slot at once; a load of the part that is under way goes on."""
+    table = make_table(4)
+    finish(table, table.prepare_store([b"a"], 1, 0.0, blocks=[(1, 1)]), first=1, count=1)
+    assert not table.prepare_load([b"a"], 1, 0.0, 10.0).lease
+    lease = table.prepare_load([b"a"], 1, 0.0, 10.0, blocks=[(1, 1)])
+    whole = table.prepare_store([b"a"], 1, 0.0)
+    assert table.directory.lookup(b"a") is LookupResult.HIT_PENDING
+    assert table.directory.check(lease.slots.numpy(), lease.generations.numpy(), 2).all()
+    finish(table, whole)
+    assert table.directory.lookup(b"a") is LookupResult.HIT
+    assert table.complete_load(lease.lease, 1)
+    assert table.slots.stats()["ready"] == table.counts.replaced == 1
+    for blocks in ([(1, 1)], ()):
+        again = table.prepare_store([b"a"], 1, 0.0, blocks=blocks)
+        assert again.answers.numpy().tolist() == [StoreAnswer.PRESENT]
+    table.check_integrity()
 
 
 def test_reuse_threshold() -> None:

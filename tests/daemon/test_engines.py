@@ -160,32 +160,6 @@ def test_blocks_that_were_not_stored_are_a_miss(make_engine: MakeEngine) -> None
         assert not any(result.success for result in early.values())
 
 
-def test_a_whole_chunk_takes_the_place_of_a_part(
-    make_engine: MakeEngine, shared_daemon: Daemon, label: str
-) -> None:
-    """Until it is READY loads of the part are right; then all of it is found, once."""
-    with make_engine().wait_attached() as engine:
-        keys, scheduler = keys_of("edge", 1), engine.scheduler
-        ticket = scheduler.prepare_store(keys, [(1, 1)])
-        engine.fill(keys, 2)
-        arrays = (ticket.slots, ticket.generations)
-        engine.results(engine.submit("store", [0, 1], [3], *arrays, index=1))
-        eventually(lambda: scheduler.lookup(keys[0], 1, 1) is LookupResult.HIT)
-        part = scheduler.prepare_load(keys, blocks=[(1, 1)])
-        engine.poison([41])
-        assert engine.store(keys, 2) == keys
-        wait_hit(engine, keys)
-        jobs = engine.submit("load", [0, 1], [41], part.slots, part.generations, index=1)
-        assert all(result.success for result in engine.results(jobs).values())
-        assert np.array_equal(engine.page(1, 0, 41), engine.page(1, 0, 3))
-        scheduler.complete_load(part)
-        assert engine.load(keys, 40) == (1, 0)
-        assert engine.store(keys, 2) == []
-        spaces = shared_daemon.status()["namespaces"]
-        (namespace,) = (space for space in spaces if space["model"] == label)
-        assert namespace["chunks"]["ready"] == namespace["counters"]["replaced"] == 1
-
-
 def test_the_pool_is_sized_from_what_workers_report(start_daemon: StartDaemon) -> None:
     """With auto: ratio x bytes that all ranks report, and the log shows the arithmetic."""
     daemon = start_daemon("--host-ratio", "3", cpu_bytes="auto", ready=False)

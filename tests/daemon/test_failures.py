@@ -183,23 +183,6 @@ def test_wait_that_runs_out_of_time_leaves_other_jobs_alone(daemon: Daemon) -> N
         assert engine.load(kept) == (2, 0)
 
 
-def test_a_ticket_that_is_never_used_runs_out(start_daemon: StartDaemon, tmp_path: Path) -> None:
-    """Slots that are not written are freed at the ticket's deadline, leases at theirs."""
-    config = tmp_path / "kvd.toml"
-    config.write_text("")
-    daemon = start_daemon("--config", str(config))
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("slow", 3)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        config.write_text("ticket_seconds = 0.5\nlease_seconds = 0.5\n")
-        daemon.process.send_signal(signal.SIGHUP)
-        daemon.wait_log("configuration reloaded")
-        assert engine.scheduler.prepare_load(keys).keys
-        assert engine.scheduler.prepare_store(keys_of("unused", 3)).keys
-        wait_state(daemon, writing=0, pinned=0, draining=0, ready=3)
-
-
 def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:

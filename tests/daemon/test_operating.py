@@ -147,8 +147,8 @@ def test_engines_keep_right_bytes_whatever_an_operator_does(start_daemon: StartD
     assert traffic.wrong == 0
 
 
-def test_clear_says_how_many_and_asks_first(daemon: Daemon) -> None:
-    """Without --yes and nobody to answer nothing goes; with it everything does."""
+def test_clear_and_evict_say_how_many(daemon: Daemon) -> None:
+    """Without --yes and nobody to answer nothing is cleared; with it everything is."""
     with (
         Engine(daemon.runtime_dir, name="one").wait_attached() as one,
         Engine(daemon.runtime_dir, name="two", model="other").wait_attached() as two,
@@ -160,8 +160,10 @@ def test_clear_says_how_many_and_asks_first(daemon: Daemon) -> None:
         refused = kvd(daemon, "clear")
         assert refused.returncode == 1
         assert "--yes" in refused.stderr
-        done = kvd(daemon, "clear", "--namespace", "other", "--yes")
-        assert done.stdout.endswith("(other): 4 chunks dropped, 128 KiB\n"), done
+        done = kvd(daemon, "evict", "--older-than", "1h")
+        assert done.stdout == "all namespaces: 0 chunks evicted, 0 B\n"
+        done = kvd(daemon, "evict", "--older-than", "0", "--namespace", "other")
+        assert done.stdout.endswith("(other): 4 chunks evicted, 128 KiB\n"), done
         assert set(two.scheduler.lookup_many(keys)) == {LookupResult.MISS}
         assert one.load(keys) == (4, 0)
         lease = one.scheduler.prepare_load(keys[:1])
@@ -173,20 +175,6 @@ def test_clear_says_how_many_and_asks_first(daemon: Daemon) -> None:
         assert set(one.scheduler.lookup_many(keys)) == {LookupResult.MISS}
         assert one.store(keys) == keys
     daemon.wait_log("all namespaces cleared by uid ")
-
-
-def test_evict_goes_by_last_use(daemon: Daemon) -> None:
-    """What is older goes, and only that."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("kept", 4)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        done = kvd(daemon, "evict", "--older-than", "1h")
-        assert done.stdout == "all namespaces: 0 chunks evicted, 0 B\n"
-        assert engine.load(keys) == (4, 0)
-        done = kvd(daemon, "evict", "--older-than", "0", "--namespace", "model")
-        assert done.stdout.endswith("(model): 4 chunks evicted, 128 KiB\n"), done
-        assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.MISS}
 
 
 def test_a_namespace_that_is_not_there_is_named_with_those_that_are(daemon: Daemon) -> None:
