@@ -32,7 +32,7 @@ kvd selftest
 python engine.py /run/kvd
 kvd namespaces
 kvd drain --wait 30s
-kvd status --json | jq -c '.ready, .not_ready'
+kvd status --json | jq -r '.checks[] | select(.ok | not) | .text'
 kvd resume
 kvd drain --wait 30s
 /opt/kvd/bin/pip install --quiet --upgrade '/tmp/kvd_offload-0.1.1-py3-none-any.whl[daemon]'

@@ -9,19 +9,10 @@ from kvd.broker.lanes import Lane
 from kvd.broker.operations import by
 from kvd.broker.state import BrokerState
 from kvd.metrics.schema import Check
+from kvd.metrics.words import duration
 from kvd_proto.sizes import format_size
 
-DRAIN = "drain"
 _UNSIZED = "its size is decided by the first engine (cpu_bytes = auto)"
-
-
-def in_words(check: Check) -> str:
-    """Return a check in one line."""
-    parts = [] if check.percent is None else [f"{check.percent:.0f} %"]
-    if check.seconds_left:
-        parts.append(f"about {check.seconds_left:.0f} s left")
-    what = check.text if check.name == DRAIN else f"{check.name}: {check.text}"
-    return what + (f" ({', '.join(parts)})" if parts else "")
 
 
 def checks(state: BrokerState, now: float) -> list[Check]:
@@ -29,7 +20,7 @@ def checks(state: BrokerState, now: float) -> list[Check]:
     return [
         _pool(state),
         *(_lane(state, lane, now) for lane in state.lanes.values()),
-        Check(DRAIN, not state.draining, _drain_text(state)),
+        Check("drain", not state.draining, _drain_text(state)),
     ]
 
 
@@ -41,9 +32,8 @@ def _pool(state: BrokerState) -> Check:
     pinned = f" and pinned by {len(pinning)} lanes" if len(pinning) > 1 else " and pinned"
     if state.pool_usable:
         text = f"{format_size(total)} are allocated{pinned if pinning else ''}"
-        return Check("pool", ok=True, text=text, percent=100.0, seconds_left=0.0)
-    done = state.pinned_bytes
-    percent = min(100.0 * done / total, 99.9)
+        return Check("pool", ok=True, text=text, percent=100.0)
+    percent = min(100.0 * state.pinned_bytes / total, 99.9)
     failed = [lane for lane in pinning if lane.pool_error]
     if failed:
         text = f"lane {failed[0].device}: {failed[0].pool_error}"
@@ -57,7 +47,8 @@ def _pool(state: BrokerState) -> Check:
             f" {format_size(total)}"
         )
     left = state.progress.seconds_left(total)
-    return Check("pool", ok=False, text=text, percent=percent, seconds_left=left)
+    estimate = f", about {duration(left)} left" if left else ""
+    return Check("pool", ok=False, text=f"{text} ({percent:.0f} %{estimate})", percent=percent)
 
 
 def _drain_text(state: BrokerState) -> str:

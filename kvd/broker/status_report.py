@@ -10,7 +10,7 @@ import msgspec
 
 from kvd.broker.lanes import Lane
 from kvd.broker.operations import drain_report
-from kvd.broker.readiness import checks, in_words
+from kvd.broker.readiness import checks
 from kvd.broker.sessions import Engine
 from kvd.broker.state import BrokerState
 from kvd.cache.namespaces import Namespace
@@ -29,7 +29,6 @@ def status_report(
     """
     namespaces = list(state.namespaces) if state.namespaces is not None else []
     usage = state.usage()
-    checked = checks(state, now)
     report = schema.Report(
         version=version,
         boot_id=state.boot_id.hex(),
@@ -39,10 +38,9 @@ def status_report(
         started=state.started,
         runtime_dir=state.settings.runtime_dir,
         ready=state.ready,
-        not_ready=[in_words(check) for check in checked if not check.ok],
         draining=state.draining,
         drain=drain_report(state, now),
-        checks=checked,
+        checks=checks(state, now),
         conditions=[],
         pool=_pool(state),
         namespaces=list(map(_namespace, namespaces)),

@@ -14,9 +14,9 @@ from kvd.version import VERSION
 _OWN = {
     "clear": "kvd.cli.operate:clear",
     "drain": "kvd.cli.operate:drain",
-    "engines": "kvd.cli.listing:engines",
+    "engines": "kvd.cli.status:engines",
     "evict": "kvd.cli.operate:evict",
-    "namespaces": "kvd.cli.listing:namespaces",
+    "namespaces": "kvd.cli.status:namespaces",
     "resume": "kvd.cli.operate:resume",
     "serve": "kvd.cli.serve:serve",
     "status": "kvd.cli.status:status",

@@ -1,4 +1,4 @@
-"""`kvd status`: what the daemon says of itself."""
+"""`kvd status`, `kvd engines` and `kvd namespaces`: the report, or a part of it."""
 
 import json
 import sys
@@ -30,24 +30,57 @@ def status(*, runtime_dir: Path, as_json: bool, wait: float) -> None:
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     deadline = time.monotonic() + wait
     while True:
-        report, problem = _ask(runtime_dir)
+        report, problem = None, ""
+        try:
+            report = _report(runtime_dir)
+        except NotRunning as error:
+            problem = str(error)
         if (report is not None and report["ready"]) or time.monotonic() >= deadline:
             break
         time.sleep(_POLL_SECONDS)
     if report is None:
         raise click.ClickException(problem)
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        from kvd.cli.status_table import print_tables  # noqa: PLC0415  # --json must not pay for it
-
-        print_tables(report)
+    _print("report", report, as_json=as_json)
     sys.exit(0 if report["ready"] else 1)
 
 
-def _ask(runtime_dir: Path) -> tuple[dict[str, Any] | None, str]:
-    try:
-        with Control(runtime_dir) as control:
-            return control.status(), ""
-    except NotRunning as error:
-        return None, str(error)
+@click.command()
+@runtime_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print `engines` of the report as JSON.")
+def engines(*, runtime_dir: Path, as_json: bool) -> None:
+    """List the engines that are connected, with every rank.
+
+    \b
+    Examples:
+      kvd engines
+      kvd engines --json | jq '.[] | select(.attached | not) | .name'
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    _print("engines", _report(runtime_dir)["engines"], as_json=as_json)
+
+
+@click.command()
+@runtime_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print `namespaces` of the report as JSON.")
+def namespaces(*, runtime_dir: Path, as_json: bool) -> None:
+    """List the namespaces: whose chunks are kept, how many, in how much of the pool.
+
+    \b
+    Examples:
+      kvd namespaces
+      kvd namespaces --json | jq -r '.[] | select(.engines == 0) | .id'
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    _print("namespaces", _report(runtime_dir)["namespaces"], as_json=as_json)
+
+
+def _report(runtime_dir: Path) -> dict[str, Any]:
+    with Control(runtime_dir) as daemon:
+        return daemon.status()
+
+
+def _print(kind: str, told: Any, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        from kvd.cli import tables  # noqa: PLC0415  # --json must not pay for it
+
+        getattr(tables, f"print_{kind}")(told)

@@ -1,14 +1,18 @@
 """`kvd top`: the daemon in a terminal, live."""
 
 import contextlib
+import os
+import select
 import sys
+import termios
 import time
+import tty
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import TextIO
 
 import click
 
-from kvd.cli.keys import Keys
 from kvd.cli.options import runtime_dir_option
 from kvd.cli.top_view import picture, waiting
 from kvd.errors import NotRunning
@@ -44,7 +48,7 @@ def top(*, runtime_dir: Path, interval: float, once: bool) -> None:
             "kvd top draws on a terminal, and this is none; use kvd top --once, or kvd status"
             " --json for scripts"
         )
-    with Watcher(runtime_dir) as watcher:
+    with contextlib.closing(Watcher(runtime_dir)) as watcher:
         if once:
             _once(watcher, interval)
         else:
@@ -80,12 +84,6 @@ class Watcher:
             self._control.close()
             self._control = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _once(watcher: Watcher, interval: float) -> None:
     from rich.console import Console  # noqa: PLC0415  # the command's help needs no drawing
@@ -105,7 +103,7 @@ def _live(watcher: Watcher, interval: float) -> None:
 
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Keys(sys.stdin) as keys,
+        _keys(sys.stdin) as next_key,
         Live(console=Console(), screen=True, auto_refresh=False) as live,
     ):
         while True:
@@ -115,5 +113,32 @@ def _live(watcher: Watcher, interval: float) -> None:
             except NotRunning as error:
                 shown = waiting(watcher.runtime_dir, str(error))
             live.update(shown, refresh=True)
-            if keys.wait(interval) == "q":
+            if next_key(interval) == "q":
                 return
+
+
+@contextlib.contextmanager
+def _keys(source: TextIO) -> Iterator[Callable[[float], str]]:
+    """Read single keys, without Return, by a function that waits for the next one.
+
+    It returns an empty text after so many seconds; without a terminal it only waits.
+    """
+
+    def next_key(seconds: float) -> str:
+        ready, _, _ = select.select([source], [], [], seconds)
+        return os.read(source.fileno(), 1).decode("latin-1").lower() if ready else ""
+
+    def no_key(seconds: float) -> str:
+        time.sleep(seconds)
+        return ""
+
+    if not source.isatty():
+        yield no_key
+        return
+    before = termios.tcgetattr(source)
+    tty.setcbreak(source)
+    try:
+        yield next_key
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(source, termios.TCSADRAIN, before)

@@ -16,7 +16,7 @@ import socket
 from collections import deque
 from collections.abc import MutableMapping
 
-from kvd.broker.readiness import checks, in_words
+from kvd.broker.readiness import checks
 from kvd.broker.state import BrokerState
 from kvd.errors import ConfigError
 
@@ -189,7 +189,7 @@ class Notifier:
 
 
 def _standing(state: BrokerState, now: float) -> str:
-    missing = [in_words(check) for check in checks(state, now) if not check.ok]
+    missing = [str(check) for check in checks(state, now) if not check.ok]
     return "serving, not ready: " + "; ".join(missing) if missing else "ready"
 
 

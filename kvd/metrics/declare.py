@@ -53,13 +53,8 @@ def info(text: str, metric: str) -> Any:
     return field(metadata={_SHOWN: Shown(text, "info", metric)})
 
 
-def gauge(text: str, metric: str) -> Any:
+def gauge(text: str, metric: str, **labels: str) -> Any:
     """A number that rises and falls; of a list its length is the metric, None is left out."""
-    return field(metadata={_SHOWN: Shown(text, "gauge", metric)})
-
-
-def gauge_by(text: str, metric: str, **labels: str) -> Any:
-    """One of several gauges that are one metric with these labels."""
     return field(metadata={_SHOWN: Shown(text, "gauge", metric, tuple(labels.items()))})
 
 

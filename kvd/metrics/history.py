@@ -96,17 +96,13 @@ class History:
         """The oldest report that is kept; None where there is none."""
         return self._reports[0] if self._reports else None
 
-    def span(self, seconds: float | None = None) -> Span:
-        """From the oldest report, or the newest that is at least `seconds` old, until now.
+    def span(self) -> Span:
+        """From the oldest report until now.
 
         Raises:
             IndexError: no report has come yet.
         """
-        now = self._reports[-1]
-        if seconds is None:
-            return Span(now, self._reports[0])
-        old = [report for report in self._reports if now["time"] - report["time"] >= seconds]
-        return Span(now, old[-1] if old else self._reports[0])
+        return Span(self._reports[-1], self._reports[0])
 
     def rates(self, *path: str) -> list[float]:
         """Growth per second between each two reports in a row, oldest first."""
@@ -144,11 +140,6 @@ def merged(histograms: Iterable[Histogram | None]) -> Histogram | None:
         "counts": [sum(counts) for counts in zip(*(one["counts"] for one in same), strict=True)],
         "sum": sum(one["sum"] for one in same),
     }
-
-
-def count(histogram: Histogram | None) -> int:
-    """How many values it holds."""
-    return sum(histogram["counts"]) if histogram is not None else 0
 
 
 def _at(report: Report, path: tuple[str, ...]) -> Any:

@@ -12,7 +12,6 @@ from kvd.metrics.declare import (
     Items,
     counter,
     gauge,
-    gauge_by,
     info,
     listed,
     part,
@@ -46,16 +45,18 @@ class Check:
         " daemon is ready before the first engine decides the pool's size",
         "kvd_check_ok",
     )
-    text: str = shown("What holds, or what is wrong")
+    text: str = shown(
+        "What holds, or what is wrong; while the pool is made, how far it is and how long it takes"
+        " by the rate of the last ten seconds"
+    )
     percent: float | None = shown(
         "Of `pool`: how much is allocated, and pinned by every lane with workers that has to pin;"
         " null where it does not apply",
         default=None,
     )
-    seconds_left: float | None = shown(
-        "An estimate from the rate of the last ten seconds; null while there is none",
-        default=None,
-    )
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +99,9 @@ class Pool:
 class Chunks:
     """Chunks of a namespace by state."""
 
-    ready: int = gauge_by("Chunks that can be found", "kvd_namespace_chunks", state="ready")
-    writing: int = gauge_by("Chunks being written", "kvd_namespace_chunks", state="writing")
-    draining: int = gauge_by(
+    ready: int = gauge("Chunks that can be found", "kvd_namespace_chunks", state="ready")
+    writing: int = gauge("Chunks being written", "kvd_namespace_chunks", state="writing")
+    draining: int = gauge(
         "Chunks given up, while a lane may still write there",
         "kvd_namespace_chunks",
         state="draining",
@@ -132,11 +133,9 @@ class Namespace:
         "Bytes of the pool that the namespace holds, used or not", "kvd_namespace_held_bytes"
     )
     directory_bytes: int = shown("Bytes of its directory, which is not part of the pool")
-    ready_bytes: int = gauge_by("Bytes of `chunks.ready`", "kvd_namespace_bytes", state="ready")
-    writing_bytes: int = gauge_by(
-        "Bytes of `chunks.writing`", "kvd_namespace_bytes", state="writing"
-    )
-    draining_bytes: int = gauge_by(
+    ready_bytes: int = gauge("Bytes of `chunks.ready`", "kvd_namespace_bytes", state="ready")
+    writing_bytes: int = gauge("Bytes of `chunks.writing`", "kvd_namespace_bytes", state="writing")
+    draining_bytes: int = gauge(
         "Bytes of `chunks.draining`", "kvd_namespace_bytes", state="draining"
     )
     chunks: Chunks = part()
@@ -258,7 +257,6 @@ class Report:
         " is 0 only then",
         "kvd_ready",
     )
-    not_ready: list[str] = shown("The checks that are not ok, in words")
     draining: bool = gauge(
         "1 if no new chunks are taken: an operator drained the daemon, it stops, or it hands over"
         " to another",

@@ -1,1 +1,1 @@
-"""Reading reports: differences, what is wrong, and words for people. Pure, like kvd.broker."""
+"""What is shown of a daemon; knows it by its report only."""

@@ -80,7 +80,7 @@ class Invariants:
         engines = [(e["name"], e["missing_ranks"]) for e in report.get("engines", [])]
         world.violated(
             f"no recovery within {RECOVERY_SECONDS:g} s: ready {report.get('ready')}"
-            f" {report.get('not_ready')}, not attached {late}, engines {engines}"
+            f" {report.get('checks')}, not attached {late}, engines {engines}"
         )
 
     def _quiet(self) -> dict[str, Any]:

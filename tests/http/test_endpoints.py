@@ -26,15 +26,15 @@ def test_a_ready_daemon_passes_its_probes(web: Daemon) -> None:
                 assert (answer.status_code, answer.text) == (200, "ok\n")
 
 
-def test_verbose_probes_list_their_checks_and_every_lane(web: Daemon) -> None:
-    """?verbose is for people: a line a check, each lane's state, heartbeat and queue."""
+def test_verbose_probes_list_their_checks(web: Daemon) -> None:
+    """?verbose is for people: a line a check, with each lane's heartbeat and queue."""
     with over_tcp(web) as client:
         text = client.get(f"/livez?verbose&{PATIENT}").text
         assert "[+] broker: answered a PING in" in text
-        assert "lane host now: up, heard of" in text
-        assert "jobs queued" in text
         assert text.endswith("livez ok\n")
-        assert client.get(f"/readyz?verbose&{PATIENT}").text.endswith("readyz ok\n")
+        text = client.get(f"/readyz?verbose&{PATIENT}").text
+        assert "[+] lane host: up, last heard" in text
+        assert text.endswith("readyz ok\n")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_probes_speak_json_on_request(web: Daemon, query: str, headers: dict[str
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
     assert (body["probe"], body["ok"]) == ("livez", True)
-    assert [check["name"] for check in body["checks"]] == ["broker", "lane host now"]
+    assert [check["name"] for check in body["checks"]] == ["broker"]
 
 
 def test_a_deadline_that_makes_no_sense_is_refused(web: Daemon) -> None:

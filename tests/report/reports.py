@@ -3,7 +3,9 @@
 import copy
 from typing import Any
 
-from kvd.metrics.counts import DIRECTIONS, STAGES
+import msgspec
+
+from kvd.metrics.counts import DIRECTIONS, STAGES, ChunkCounts, LaneCounts, LookupCounts
 
 BOOT = "0f" * 16
 START = 1_700_000_000.0
@@ -30,7 +32,6 @@ def empty_report(seconds: float = 0.0) -> dict[str, Any]:
         "started": START,
         "runtime_dir": "/run/kvd",
         "ready": True,
-        "not_ready": [],
         "draining": False,
         "checks": [
             _check("pool", "64 GiB are allocated"),
@@ -104,7 +105,7 @@ def changed(report: dict[str, Any], *path: str | int, to: Any) -> dict[str, Any]
 
 
 def _check(name: str, text: str) -> dict[str, Any]:
-    return {"name": name, "ok": True, "text": text, "percent": None, "seconds_left": None}
+    return {"name": name, "ok": True, "text": text, "percent": None}
 
 
 def _event(number: int, seconds: float, level: str, text: str) -> dict[str, Any]:
@@ -201,26 +202,22 @@ def _lane(device: str, done: int) -> dict[str, Any]:
 
 
 def _counters(done: int) -> dict[str, Any]:
-    return {
+    zeros: dict[str, Any] = {}
+    for counts in (ChunkCounts(), LookupCounts(), LaneCounts()):
+        zeros |= msgspec.to_builtins(counts)
+    return zeros | {
         "store_bytes": 4 * 10**8 * done,
         "load_bytes": 2 * 10**9 * done,
         "store_seconds": 0.02 * done,
         "load_seconds": 0.1 * done,
-        **dict.fromkeys(("restarts", "dropped_frames", "dropped_replies"), 0),
         "jobs": {"store_ok": 40 * done, "load_ok": 160 * done},
         "offered": 25 * done,
         "accepted": 20 * done,
         "present": 5 * done,
-        **dict.fromkeys(
-            ("pending", "full", "quota", "not_yet", "bad_key", "draining", "index_full"), 0
-        ),
         "stored": 20 * done,
-        **dict.fromkeys(("dropped", "tickets_expired", "stale_reports"), 0),
         "evicted": 10 * done,
-        **dict.fromkeys(("yielded", "reset"), 0),
         "asked": 150 * done,
         "hits": 150 * done,
-        **dict.fromkeys(("misses", "leases", "leases_expired"), 0),
         "lookup_chunks": 200 * done,
         "hit_chunks": 150 * done,
         "lookup_tokens": 25_600 * done,

@@ -17,7 +17,7 @@ Change = tuple[tuple[str | int, ...], Any]
 
 def check(name: str, text: str) -> list[dict[str, Any]]:
     """One check that fails."""
-    return [{"name": name, "ok": False, "text": text, "percent": 40.0, "seconds_left": 9.0}]
+    return [{"name": name, "ok": False, "text": text, "percent": 40.0}]
 
 
 # What is changed in a healthy report, the rule that must speak, and words it must say.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.metrics.history import History, Span, count, quantile
+from kvd.metrics.history import History, Span, quantile
 from tests.report.reports import BOUNDS, changed, histogram, loaded_report
 
 
@@ -32,7 +32,8 @@ def test_what_appears_starts_from_zero_and_what_goes_is_no_fall() -> None:
     assert Span(changed(now, "counters", "stored", to=1), before).rise("counters", "stored") == 0
     now["lanes"].append(changed(now["lanes"][0], "device", to="cuda:new"))
     gained = Span(now, before).lane("cuda:new").histogram("counters", "stages", "load_copied")
-    assert count(gained) == 1000
+    assert gained is not None
+    assert sum(gained["counts"]) == 1000
 
 
 def test_a_new_boot_starts_anew() -> None:
@@ -45,12 +46,11 @@ def test_a_new_boot_starts_anew() -> None:
 
 
 def test_old_reports_go() -> None:
-    """The span reaches back as far as is kept, or as far as is asked for."""
+    """The span reaches back as far as is kept."""
     history = History(keep=60.0)
     for second in range(100):
         history.add(loaded_report(float(second)))
     assert history.span().seconds == 60.0
-    assert history.span(10.0).seconds == 10.0
     assert history.rates("counters", "load_bytes") == [2 * 10**9] * 60
 
 

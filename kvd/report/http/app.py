@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import asdict
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -11,11 +12,10 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvd.errors import NotRunning
-from kvd.report.http import health
+from kvd.metrics.schema import Check
 from kvd.report.http.broker_client import Asking
 from kvd.report.http.exposition import Exposition
 from kvd.report.http.guard import Guard
-from kvd.report.http.health import Check
 from kvd.report.http.live import Events
 from kvd.report.http.page import page_routes
 
@@ -35,9 +35,9 @@ class App:
         self._asking = asking
         self._events = Events(asking)
         routes = [
-            Route("/livez", self.livez),
-            Route("/healthz", self.livez),
-            Route("/readyz", self.readyz),
+            Route("/livez", self.probe),
+            Route("/healthz", self.probe),
+            Route("/readyz", self.probe),
             Route("/status", self.status),
             Route("/metrics", self.metrics),
             Route("/events", self.events),
@@ -50,32 +50,40 @@ class App:
         """Return the whole application, for a server that listens on `host`."""
         return Guard(self._router, host, frozenset(self._paths))
 
-    async def livez(self, request: Request) -> Response:
-        """Does the broker's loop turn? A PING through the socket that engines use."""
-        seconds = _deadline(request)
-        if seconds is None:
-            return _bad_deadline()
-        try:
-            checks = [health.broker_check(await self._asking.ping(seconds))]
-            if _wants_all(request):
-                checks += health.lane_lines(await self._asking.report(seconds))
-        except NotRunning as error:
-            checks = [health.broker_check(None, str(error))]
-        return _probe(request, "livez", checks)
+    async def probe(self, request: Request) -> Response:
+        """Pass, or fail with 503 and what is wrong, as text or JSON.
 
-    async def readyz(self, request: Request) -> Response:
-        """Can engines store and load now? The daemon's own checks."""
+        /readyz asks: can engines store and load now? By the daemon's own checks; an engine that
+        is away fails none. The others ask: does the broker's loop turn? By a PING through the
+        socket that engines use.
+        """
         seconds = _deadline(request)
         if seconds is None:
-            return _bad_deadline()
+            text = f"timeout is in seconds, above 0 and at most {LONGEST_ANSWER_SECONDS:g}.\n"
+            return PlainTextResponse(text, 400)
+        probe = "readyz" if request.url.path == "/readyz" else "livez"
         try:
-            report = await self._asking.report(seconds)
+            if probe == "readyz":
+                report = await self._asking.report(seconds)
+                checks = [Check(**check) for check in report["checks"]]
+            else:
+                took = await self._asking.ping(seconds)
+                text = f"answered a PING in {1e3 * took:.1f} ms"
+                checks = [Check("broker", ok=True, text=text)]
         except NotRunning as error:
-            return _probe(request, "readyz", [health.broker_check(None, str(error))])
-        checks = health.readiness(report)
-        if _wants_all(request):
-            checks += health.lane_lines(report)
-        return _probe(request, "readyz", checks)
+            checks = [Check("broker", ok=False, text=str(error))]
+        failed = [check for check in checks if not check.ok]
+        status = 503 if failed else 200
+        accepted = Headers(scope=request.scope).get("accept", "")
+        if request.query_params.get("format") == "json" or "application/json" in accepted:
+            told = {"probe": probe, "ok": not failed, "checks": [asdict(each) for each in checks]}
+            return _json(told, status)
+        if "verbose" in request.query_params:
+            lines = [f"[{'+' if check.ok else '-'}] {check}" for check in checks]
+            lines.append(f"{probe} {'failed' if failed else 'ok'}")
+        else:
+            lines = [f"failed: {'; '.join(map(str, failed))}" if failed else "ok"]
+        return PlainTextResponse("\n".join(lines) + "\n", status)
 
     async def status(self, request: Request) -> Response:
         """The report, as `kvd status --json` prints it."""
@@ -125,29 +133,6 @@ def _deadline(request: Request) -> float | None:
     except ValueError:
         return None
     return seconds if 0 < seconds <= LONGEST_ANSWER_SECONDS else None
-
-
-def _bad_deadline() -> Response:
-    return PlainTextResponse(
-        f"timeout is in seconds, above 0 and at most {LONGEST_ANSWER_SECONDS:g}.\n", 400
-    )
-
-
-def _wants_json(request: Request) -> bool:
-    accepted = Headers(scope=request.scope).get("accept", "")
-    return request.query_params.get("format") == "json" or "application/json" in accepted
-
-
-def _wants_all(request: Request) -> bool:
-    return "verbose" in request.query_params or _wants_json(request)
-
-
-def _probe(request: Request, probe: str, checks: list[Check]) -> Response:
-    status = 200 if health.passed(checks) else 503
-    if _wants_json(request):
-        return _json(health.as_json(probe, checks), status)
-    text = health.as_text(probe, checks, verbose="verbose" in request.query_params)
-    return PlainTextResponse(text, status)
 
 
 def _json(content: Any, status: int) -> Response:

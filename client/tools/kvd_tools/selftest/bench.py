@@ -228,15 +228,14 @@ class Bench:
         """Return why the daemon takes no store now, in its own words."""
         report = self.status()
         draining = "is draining and " if report["draining"] else ""
-        reasons = "; ".join(report["not_ready"]) or "no reason given"
-        return f"the daemon {draining}refuses stores: {reasons}"
+        return f"the daemon {draining}refuses stores: {_not_ready(report) or 'no reason given'}"
 
     def _why_not_one(self, answers: Sequence[StoreAnswer]) -> str:
         if set(answers) != {StoreAnswer.FULL}:
             return f"the daemon takes no chunk: {', '.join(sorted({a.name for a in answers}))}"
         report = self.status()
         if not report["ready"]:
-            return f"there is no room yet: {'; '.join(report['not_ready'])}"
+            return f"there is no room yet: {_not_ready(report)}"
         return (
             "the pool is full, and everything in it is pinned or being written, so that not even"
             " a thousandth of it may go; try again when engines are less busy"
@@ -280,3 +279,10 @@ class Bench:
 def _check(result: JobResult) -> None:
     if not result.success:
         raise StepFailed(f"the job ended as {result.status}: {result.text}")
+
+
+def _not_ready(report: dict[str, Any]) -> str:
+    """Return the checks that are not ok."""
+    return "; ".join(
+        f"{check['name']}: {check['text']}" for check in report["checks"] if not check["ok"]
+    )

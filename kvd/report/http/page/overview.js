@@ -1,7 +1,7 @@
 // The top of the page and the events: state, what is wrong now, readiness, what happened.
 
 import { $, each, el, say, set, svg } from "./dom.js";
-import { clock, duration, percent, several } from "./words.js";
+import { clock, duration, several } from "./words.js";
 
 const TONES = { error: "bad", warning: "warn", hint: "info", info: "quiet" };
 const LEVELS = { error: "Problem", warning: "Warning", hint: "Hint" };
@@ -71,11 +71,9 @@ function fill(place, check) {
   if (!shown) return;
   if (!place.children.length) {
     place.append(svg("svg", { class: "meter", viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" },
-      svg("rect", { class: "track", width: 100, height: 6 }), svg("rect", { class: "fill", height: 6 })), el("span"));
+      svg("rect", { class: "track", width: 100, height: 6 }), svg("rect", { class: "fill", height: 6 })));
   }
   set(place.querySelector(".fill"), "width", check.percent.toFixed(1));
-  const left = check.seconds_left ? `, about ${duration(check.seconds_left)} left` : "";
-  say(place.querySelector("span"), `${percent(check.percent / 100)} done${left}`);
 }
 
 export function showEvents(report) {

@@ -1,0 +1,159 @@
+"""The report as tables, for people who ask once; `kvd top` shows it live."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvd.metrics.history import quantile
+from kvd.metrics.words import NOTHING, duration, number, percent, several, size
+
+_PIPED_COLUMNS = 10_000
+_REFUSED = ("present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print everything that matters at a glance."""
+    console = _console()
+    state = Text("ready", "green") if report["ready"] else Text("not ready", "red")
+    up = duration(report["time"] - report["started"])
+    console.print(
+        Text.assemble(f"{report['version']}  pid {report['pid']}  ", state, f"  up {up}"),
+        Text(f"boot id {report['boot_id']}  {report['runtime_dir']}"),
+        sep="\n",
+    )
+    for condition in report["conditions"]:
+        console.print(Text(f"{condition['text']} {condition['remedy']}", "yellow"))
+    _print_table(
+        "Checks",
+        ("check", "", ""),
+        (
+            (
+                check["name"],
+                Text("ok", "green") if check["ok"] else Text("not ok", "red"),
+                check["text"],
+            )
+            for check in report["checks"]
+        ),
+    )
+    _print_lanes(report["lanes"])
+    print_namespaces(report["namespaces"])
+    print_engines(report["engines"])
+    _print_table("Since the start", (), _totals(report))
+
+
+def print_namespaces(namespaces: list[dict[str, Any]]) -> None:
+    """Print a line for each namespace."""
+    rows = []
+    for space in namespaces:
+        age = quantile(space["counters"]["eviction_age"], 0.5)
+        rows.append(
+            (
+                space["id"][:8],
+                space["model"],
+                str(space["engines"]),
+                *(number(space["chunks"][state]) for state in ("ready", "writing", "pinned")),
+                number(space["num_chunks"]),
+                size(space["bytes_per_chunk"]),
+                size(space["held_bytes"]),
+                NOTHING if age is None else f"median {duration(age)}",
+            )
+        )
+    chunks = ("ready", "writing", "pinned", "most", "chunk")
+    columns = ("namespace", "model", "engines", *chunks, "holds", "age when evicted")
+    _print_table("Namespaces", columns, rows)
+
+
+def print_engines(engines: list[dict[str, Any]]) -> None:
+    """Print a line for each session of each engine."""
+    rows = []
+    for engine in engines:
+        lookups, missing = engine["counters"], engine["missing_ranks"]
+        waits = f"waits for ranks {missing}" if missing else "no rank registered"
+        about = (
+            engine["name"],
+            "attached" if engine["attached"] else waits,
+            (engine["namespace"] or "")[:8],
+            _share(lookups["hit_tokens"], lookups["lookup_tokens"]),
+        )
+        for session in engine["sessions"]:
+            rows.append(
+                (
+                    *about,
+                    session["kind"],
+                    "" if session["rank"] is None else str(session["rank"]),
+                    session["device"] or "",
+                    str(session["pid"]),
+                    str(session["uid"]),
+                    duration(session["seconds"]),
+                )
+            )
+            about = ("", "", "", "")
+    session = ("session", "rank", "device", "pid", "uid", "since")
+    _print_table("Engines", ("engine", "state", "namespace", "tokens found", *session), rows)
+
+
+def _print_lanes(lanes: list[dict[str, Any]]) -> None:
+    rows = []
+    for lane in lanes:
+        error = lane["pin_error"] or ("" if lane["up"] else lane["last_error"])
+        rows.append(
+            (
+                lane["device"],
+                lane["state"] + (f": {error}" if error else ""),
+                f"{size(lane['usable_bytes'])} of {size(lane['pool_bytes'])}",
+                str(lane["queued_jobs"]),
+                size(lane["bytes_in_flight"]),
+                str(lane["workers"]),
+                str(lane["counters"]["restarts"]),
+            )
+        )
+    columns = ("lane", "state", "usable", "queued jobs", "in flight", "workers", "restarts")
+    _print_table("Lanes", columns, rows)
+
+
+def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
+    counters = report["counters"]
+    rows = []
+    for way, name in (("store", "stored"), ("load", "loaded")):
+        jobs = {
+            key.partition("_")[2]: count
+            for key, count in counters["jobs"].items()
+            if key.startswith(way) and count
+        }
+        outcomes = ", ".join(f"{number(count)} {key}" for key, count in jobs.items())
+        rows.append((name, f"{size(counters[f'{way}_bytes'])}; jobs: {outcomes or 'none'}"))
+    refused = [
+        f", {number(counters[key])} {key.replace('_', ' ')}" for key in _REFUSED if counters[key]
+    ]
+    offered = f"{number(counters['offered'])}: {number(counters['accepted'])} accepted"
+    tokens, chunks = counters["lookup_tokens"], counters["lookup_chunks"]
+    return [
+        *rows,
+        ("chunks offered", offered + "".join(refused)),
+        ("chunks evicted", number(counters["evicted"] + counters["yielded"])),
+        ("looked up", f"{several(tokens, 'token')}, {several(chunks, 'chunk')}"),
+        ("hit rate", _share(counters["hit_tokens"], tokens)),
+        ("leases", number(report["leases"])),
+    ]
+
+
+def _share(found: int, asked: int) -> str:
+    return percent(found / asked) if asked else NOTHING
+
+
+def _print_table(
+    title: str, columns: tuple[str, ...], rows: Iterable[tuple[str | Text, ...]]
+) -> None:
+    table = Table(*columns, title=title, show_header=bool(columns))
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    _console().print(table)
+
+
+def _console() -> Console:
+    # What another program reads has no width that names would have to be cut for.
+    return Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
