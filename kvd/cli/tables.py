@@ -151,7 +151,7 @@ def _print_table(
     table = Table(*columns, title=title, show_header=bool(columns))
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    _console().print(table)
+    _console().print(table if table.rows else f"{title}: none")
 
 
 def _console() -> Console:

@@ -196,8 +196,8 @@ def test_a_namespace_that_is_not_there_is_named_with_those_that_are(daemon: Daem
 def test_engines_and_namespaces_are_listed(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables for people, and with --json the same as in the status."""
     monkeypatch.setenv("COLUMNS", "200")
-    assert kvd(daemon, "engines").stdout == "no engine is connected\n"
-    assert kvd(daemon, "namespaces").stdout == "no namespace is open\n"
+    assert kvd(daemon, "engines").stdout == "Engines: none\n"
+    assert kvd(daemon, "namespaces").stdout == "Namespaces: none\n"
     with Engine(daemon.runtime_dir, name="llama").wait_attached() as engine:
         engine.store(keys_of("kept", 3))
         wait_hit(engine, keys_of("kept", 3))
