@@ -9,7 +9,7 @@ import msgspec
 
 from kvd.cli.options import runtime_dir_option, settings_options, sources
 from kvd.config.loaded import DEFAULT
-from kvd.config.render import as_json, as_toml, changed
+from kvd.config.render import as_json, as_toml
 from kvd.config.sources import Sources
 from kvd.wire.tool import Control
 from kvd_proto.messages import (
@@ -114,7 +114,7 @@ def check(*, file: Path) -> None:
       kvd config check new.toml && sudo install -m 644 new.toml /etc/kvd/kvd.toml
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     loaded = Sources(config=file, environment={}).load()
-    count = changed(loaded)
+    count = sum(origin != DEFAULT for origin in loaded.origins.values())
     print(f"{file}: ok, {count} {'setting' if count == 1 else 'settings'}")
 
 

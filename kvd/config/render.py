@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from kvd.config.about import Known
-from kvd.config.loaded import DEFAULT, Loaded
+from kvd.config.loaded import Loaded
 from kvd.config.settings import KNOWN
 
 _HEAD = """\
@@ -48,11 +48,6 @@ def as_toml(settings: dict[str, dict[str, Any]]) -> str:
         origin = entry["from"].encode("unicode_escape").decode()  # a comment is one line
         lines.append(f"{key} = {toml_value(entry['value'])}  # {origin}")
     return "\n".join(lines) + "\n"
-
-
-def changed(loaded: Loaded) -> int:
-    """Return how many settings are given by a source."""
-    return sum(origin != DEFAULT for origin in loaded.origins.values())
 
 
 def sample() -> str:

@@ -4,7 +4,6 @@
 such as ``64GiB`` or bytes; durations are seconds.
 """
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,7 +15,6 @@ from kvd.config.quota import (
     Quota,
     QuotaTable,
     parse_quotas,
-    quota_contradictions,
     quotas_of,
 )
 from kvd.config.values import names_in, parse_listen
@@ -220,14 +218,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def quotas(self, cpu_bytes: int) -> dict[str, Quota]:
         """The quotas by model, in bytes of a pool of `cpu_bytes`."""
         return quotas_of(self.quota, cpu_bytes)
-
-
-def contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the key of each setting that contradicts another, and what is wrong."""
-    cpu_bytes = settings.pool_bytes
-    if cpu_bytes is not None:
-        for text in quota_contradictions(settings.quotas(cpu_bytes), cpu_bytes):
-            yield "quota", text
 
 
 KNOWN: dict[str, Known] = {known.key: known for known in known_in(Settings)}

@@ -17,7 +17,8 @@ from typing import Any
 
 from kvd.config.about import ENVIRONMENT_PREFIX
 from kvd.config.loaded import DEFAULT, Loaded
-from kvd.config.settings import KNOWN, Settings, contradictions
+from kvd.config.quota import quota_contradictions
+from kvd.config.settings import KNOWN, Settings
 from kvd.errors import ConfigError
 
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
@@ -66,9 +67,10 @@ class Sources:
                 origins[key] = origin
         _refuse(problems)
         settings = Settings(**values)
-        for key, text in contradictions(settings):
-            problems.append(f"{origins[key]}: {key}: {text}")
-        _refuse(problems)
+        size = settings.pool_bytes
+        if size is not None:
+            wrong = quota_contradictions(settings.quotas(size), size)
+            _refuse([f"{origins['quota']}: quota: {text}" for text in wrong])
         return Loaded(settings, origins, file, tuple(self._suspicious()))
 
     def runtime_dir(self) -> str:

@@ -45,28 +45,25 @@ def processes(facts: Facts) -> Iterator[Finding]:
 
 def memory(facts: Facts) -> Iterator[Finding]:
     """The pool fits the machine and the control group."""
-    running, pool = facts.runtime.report, facts.settings.pool_bytes
-    reserve = facts.settings.reserve_bytes
+    wanted, reserve = facts.wanted, facts.settings.reserve_bytes
     total, available = facts.memory
-    has = f"{format_size(available)} of {format_size(total)} available"
-    if running is not None or pool is None:
-        size = "its pool is made already" if running is not None else "cpu_bytes is auto"
-        yield ok("memory", f"{has}; {size}")
-    elif pool > available:
+    pool = facts.settings.pool_bytes
+    size = "auto" if pool is None else format_size(pool)
+    text = f"{format_size(available)} of {format_size(total)} available, cpu_bytes is {size}"
+    if wanted > available:
         yield fail(
             "memory",
-            f"{has}, cpu_bytes is {format_size(pool)}",
+            text,
             f"set cpu_bytes to at most {format_size(max(0, available - reserve))}, or to auto",
         )
-    elif pool > available - reserve:
+    elif wanted and wanted > available - reserve:
         yield warn(
             "memory",
-            f"{has}, cpu_bytes is {format_size(pool)}: less than {format_size(reserve)} is left"
-            " to everybody else",
+            f"{text}: less than {format_size(reserve)} is left to everybody else",
             "make cpu_bytes smaller: when memory runs out, the kernel kills processes",
         )
     else:
-        yield ok("memory", f"{has}, cpu_bytes is {format_size(pool)}")
+        yield ok("memory", text if facts.runtime.report is None else f"{text} and taken already")
     if facts.swap_used:
         yield warn(
             "swap",
@@ -77,17 +74,17 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 def control_group(facts: Facts) -> Iterator[Finding]:
     """The limit of the control group leaves room for the pool."""
-    group, pool = facts.cgroup, facts.settings.pool_bytes
+    group, wanted = facts.cgroup, facts.wanted
     if group is None:
         yield ok("cgroup", f"no memory limit for {facts.subject}")
         return
     text = (
         f"{group.group} may take {format_size(group.limit)} and has {format_size(group.room)} left"
     )
-    if facts.runtime.report is None and pool is not None and pool > group.room:
+    if wanted > group.room:
         yield fail(
             "cgroup",
-            f"{text}; cpu_bytes is {format_size(pool)}",
+            f"{text}; cpu_bytes is {format_size(wanted)}",
             "the pool counts against the limit (memory.max, MemoryMax=, resources.limits.memory):"
             " raise it to the pool and 1 GiB more, or make the pool smaller",
         )
@@ -97,7 +94,7 @@ def control_group(facts: Facts) -> Iterator[Finding]:
 
 def pool_dir(facts: Facts) -> Iterator[Finding]:
     """The pool's filesystem is memory, large enough, and ours to write."""
-    place, pool = facts.pool, facts.settings.pool_bytes
+    place, wanted = facts.pool, facts.wanted
     name = f"pool_dir = {place.path}"
     if not place.exists:
         yield fail("pool directory", f"{name}: no such directory", "use a tmpfs such as /dev/shm")
@@ -119,20 +116,17 @@ def pool_dir(facts: Facts) -> Iterator[Finding]:
         )
     elif problem := danger(place.path, place.mode):
         yield fail("pool directory", name, problem)
-    elif facts.runtime.report is None and pool is not None and pool > place.free:
+    elif wanted > place.free:
+        mib = -(-(wanted + place.size - place.free) // 2**20)
         yield fail(
             "pool directory",
-            f"{text}, cpu_bytes is {format_size(pool)}",
-            f"enlarge it: mount -o remount,size={_mib(pool + place.size - place.free)}M"
+            f"{text}, cpu_bytes is {format_size(wanted)}",
+            f"enlarge it: mount -o remount,size={mib}M"
             f" {place.mounted_at}; in Docker --shm-size, in Kubernetes a larger emptyDir with"
             " medium: Memory; or make cpu_bytes smaller",
         )
     else:
         yield ok("pool directory", text)
-
-
-def _mib(nbytes: int) -> int:
-    return -(-nbytes // 2**20)
 
 
 def huge_pages(facts: Facts) -> Iterator[Finding]:
@@ -144,11 +138,11 @@ def huge_pages(facts: Facts) -> Iterator[Finding]:
         text += "; the pool does not lie in them" if total else "; none are set aside"
         yield ok("huge pages", text)
         return
-    need = facts.settings.pool_bytes or 0
-    if facts.runtime.report is None and pages * size < max(need, size):
+    need = max(facts.wanted, size)
+    if facts.runtime.report is None and pages * size < need:
         yield fail(
             "huge pages",
-            f"{text}, the pool needs {format_size(max(need, size))}",
+            f"{text}, the pool needs {format_size(need)}",
             f"sysctl vm.nr_hugepages={total + -(-(need - pages * size) // size if size else 1)}"
             " early after boot, before memory is in small pieces",
         )

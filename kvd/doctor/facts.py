@@ -135,6 +135,11 @@ class Facts:
             return self.runtime.holder
         return None
 
+    @property
+    def wanted(self) -> int:
+        """Bytes that the pool still takes; 0 where it is made already, or its size is auto."""
+        return 0 if self.runtime.report is not None else self.settings.pool_bytes or 0
+
     @cached_property
     def subject(self) -> str:
         """Whose limits they are, for people."""

@@ -2,8 +2,8 @@
 
 The broker looks for them when it reports, over the last minute; `kvd status`, the page,
 `kvd top` and `kvd doctor` show what they find in the report. Levels: `error` costs engines their
-cache now, `warning` will or may, `hint` could go better. A condition that also wakes somebody
-names its alerts in deploy/prometheus/kvd.rules.yml, which have thresholds of their own.
+cache now, `warning` will or may, `hint` could go better. Many of them are also alerts, with
+thresholds of their own: deploy/prometheus/kvd.rules.yml.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +34,6 @@ class Kind:
     find: Callable[[Span], Iterable[Case]]
     text: str
     remedy: str
-    alerts: tuple[str, ...] = ()
 
 
 def conditions(span: Span) -> list[schema.Condition]:
@@ -56,11 +55,10 @@ def _draining(span: Span) -> Iterator[Case]:
         yield {}
 
 
-def _checks(span: Span) -> Iterator[Case]:
-    lanes = {f"lane {lane['device']}" for lane in span.now["lanes"]}
-    for check in span.now["checks"]:
-        if not check["ok"] and check["name"] != "drain" and check["name"] not in lanes:
-            yield {"name": check["name"].capitalize(), "text": check["text"].rstrip(".")}
+def _pool(span: Span) -> Iterator[Case]:
+    for check in span.now["checks"]:  # those of lanes and of the drain have conditions of their own
+        if check["name"] == "pool" and not check["ok"]:
+            yield {"text": check["text"].rstrip(".")}
 
 
 def _lanes(state: str) -> Callable[[Span], Iterator[Case]]:
@@ -200,16 +198,14 @@ CONDITIONS: tuple[Kind, ...] = (
         "Lane {device} is down{error}.",
         "kvd starts it again by itself. If it stays down, run kvd doctor and read the log:"
         " journalctl -u kvd.",
-        ("KvdLaneDown",),
     ),
     Kind(
         "not ready",
         "warning",
-        _checks,
-        "{name}: {text}.",
+        _pool,
+        "Pool: {text}.",
         "Wait while the figure grows; what is ready is served already. If it stands still,"
         " run kvd doctor.",
-        ("KvdNotReady", "KvdPinningStuck"),
     ),
     Kind(
         "lane starting",
@@ -232,7 +228,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _draining,
         "The daemon is draining: it takes no new chunks, and is not ready.",
         "To take chunks again: kvd resume. If it is being stopped, there is nothing to do.",
-        ("KvdDrainForgotten",),
     ),
     Kind(
         "lane silent",
@@ -248,7 +243,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _restarted,
         "Lane {device} was lost a moment ago and has been started again{error}.",
         "Nothing now. If it comes back, run kvd doctor and read the log: journalctl -u kvd.",
-        ("KvdLaneRestarting",),
     ),
     Kind(
         "missing ranks",
@@ -256,7 +250,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _missing_ranks,
         "Engine {engine} has waited {waiting} for {ranks} of {size}; it has no cache till then.",
         "Look at the log of that rank: is it running, and does it use this runtime directory?",
-        ("KvdEngineIncomplete",),
     ),
     Kind(
         "old jobs",
@@ -265,7 +258,6 @@ CONDITIONS: tuple[Kind, ...] = (
         "The oldest job of lane {device} has waited {age}; {queued} in the queue.",
         "See the stages of its jobs: long in 'stream_wait' is an engine whose stream stands still,"
         " long in 'queued' or 'copied' is a device with too much to do.",
-        ("KvdLaneBehind",),
     ),
     Kind(
         "no room",
@@ -273,7 +265,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _rises("counters", "full", word="chunk"),
         "{times} got no room in the last minute: everything in the pool is in use.",
         "Enlarge the pool (cpu_bytes), or let the engines serve fewer requests at a time.",
-        ("KvdStoresRefused", "KvdPoolPinned"),
     ),
     Kind(
         "failed loads",
@@ -281,7 +272,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _jobs("load", ("failed", "refused", "shed", "timeout")),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "The engine computes what it missed. If this goes on, read the log: journalctl -u kvd.",
-        ("KvdLoadsFailing",),
     ),
     Kind(
         "failed stores",
@@ -289,7 +279,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _jobs("store", ("failed", "refused", "shed", "timeout")),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "These chunks will be computed again. If this goes on, read the log: journalctl -u kvd.",
-        ("KvdStoresFailing",),
     ),
     Kind(
         "loop lag",
@@ -297,7 +286,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _lag,
         "The broker was held up for {lag} in the last minute.",
         "Look whether the machine is out of CPU or swaps; give kvd a core of its own.",
-        ("KvdLoopLag",),
     ),
     Kind(
         "descriptors",
@@ -305,7 +293,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _descriptors,
         "{open} of {most} file descriptors are in use.",
         "Raise LimitNOFILE in the unit (ulimit -n), or end engines that nobody needs.",
-        ("KvdLimitNear",),
     ),
     Kind(
         "sessions",
@@ -313,7 +300,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _sessions,
         "{open} of {limit} sessions are open.",
         "Raise max_sessions in the configuration, or end engines that nobody needs.",
-        ("KvdLimitNear",),
     ),
     Kind(
         "replies dropped",
@@ -335,7 +321,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _rises("counters", "bad_key", word="chunk"),
         "{times} with a key that kvd cannot hold came in the last minute.",
         "Look at the engine's connector; docs/protocol.md says what a key may be.",
-        ("KvdStoresRefused",),
     ),
     Kind(
         "leases expired",
@@ -343,7 +328,6 @@ CONDITIONS: tuple[Kind, ...] = (
         _rises("counters", "leases_expired", word="lease"),
         "{times} ran out in the last minute: an engine did not report the end of its load.",
         "Look whether an engine hangs or was stopped; kvd engines names the processes.",
-        ("KvdLeasesExpiring",),
     ),
     Kind(
         "stores given up",
@@ -360,7 +344,6 @@ CONDITIONS: tuple[Kind, ...] = (
         " this load.",
         "A larger pool (cpu_bytes) keeps them longer; reuse_threshold = 2 stores only what"
         " is asked for twice.",
-        ("KvdEvictionYoung",),
     ),
     Kind(
         "few hits",
@@ -369,6 +352,5 @@ CONDITIONS: tuple[Kind, ...] = (
         "Almost no chunk that engines look for is there ({share} in the last minute).",
         "Right after a start this passes. Else prompts share nothing, or are evicted before"
         " they come back: see the age at eviction.",
-        ("KvdHitRateCollapsed",),
     ),
 )

@@ -20,8 +20,8 @@ _SHOWN = "shown"
 class Items:
     """A list whose items have metrics: label names, their values, and how many items are shown."""
 
-    names: Labels
-    values: Callable[[Mapping[str, Any]], Labels]
+    names: Labels = ()
+    values: Callable[[Mapping[str, Any]], Labels] = lambda _: ()
     most: int | None = None
 
 

@@ -92,42 +92,28 @@ def test_broker_and_lane_name_a_rank_alike(start_daemon: StartDaemon) -> None:
     assert lane == "host"
 
 
-def test_errors_come_in_the_chosen_form(runtime_dir: Path) -> None:
-    """What keeps the daemon from starting is a line of JSON too, with exit status 1."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "kvd", "serve", "--log-format", "json"),
-            *("--runtime-dir", str(runtime_dir), "--cpu-bytes", "900TiB", *ALONE),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    last = json.loads(done.stderr.splitlines()[-1])
-    assert last["level"] == "error"
-    assert "--cpu-bytes" in last["event"]
-
-
-def test_under_journald_lines_have_priorities(runtime_dir: Path) -> None:
-    """Where stderr is the journal's stream, lines begin with <N> and have no time."""
-    with (runtime_dir.parent / "journal").open("w+") as sink:
+@pytest.mark.parametrize("form", ["json", "journal"])
+def test_errors_come_in_the_chosen_form(runtime_dir: Path, form: str) -> None:
+    """What keeps the daemon from starting is in JSON too, or has the journal's priority."""
+    command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(runtime_dir)]
+    command += [
+        "--cpu-bytes",
+        "900TiB",
+        *ALONE,
+        *(["--log-format", "json"] if form == "json" else []),
+    ]
+    with (runtime_dir.parent / "log").open("w+") as sink:
         found = os.fstat(sink.fileno())
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "kvd", "serve"),
-                *("--runtime-dir", str(runtime_dir), "--cpu-bytes", "900TiB", *ALONE),
-            ],
-            stderr=sink,
-            env=os.environ | {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"},
-            check=False,
-            timeout=60,
-        )
+        environment = os.environ | {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+        done = subprocess.run(command, stderr=sink, env=environment, check=False, timeout=60)
         sink.seek(0)
-        lines = sink.read().splitlines()
+        last = sink.read().splitlines()[-1]
     assert done.returncode == 1
-    assert lines[-1].startswith("<3>broker: ")
+    if form == "json":
+        assert json.loads(last)["level"] == "error"
+        assert "--cpu-bytes" in json.loads(last)["event"]
+    else:
+        assert last.startswith("<3>broker: ")
 
 
 def test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted(

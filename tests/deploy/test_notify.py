@@ -26,10 +26,10 @@ def supervised(
     return start_daemon(*extra, ready=False).process.pid
 
 
-def test_a_daemon_says_ready_then_feeds_the_watchdog(
+def test_a_daemon_tells_its_manager_how_it_stands(
     start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """READY first, though the pool is not there yet; state, pings, and STOPPING at the end."""
+    """READY first, though the pool is not there yet; state, pings, a reload, STOPPING."""
     with listening(str(tmp_path / "notify.sock")) as manager:
         pid = supervised(start_daemon, monkeypatch, manager)
         first = manager.receive(60.0)
@@ -38,6 +38,10 @@ def test_a_daemon_says_ready_then_feeds_the_watchdog(
         manager.until("STATUS=ready")
         for _ in range(3):
             manager.until("WATCHDOG=1")
+        os.kill(pid, signal.SIGHUP)
+        seen = manager.until("RELOADING=1")
+        assert any(line.startswith("MONOTONIC_USEC=") for line in seen)
+        manager.until("READY=1")
         os.kill(pid, signal.SIGTERM)
         last = manager.until("STOPPING=1")
         (extend,) = [line for line in last if line.startswith("EXTEND_TIMEOUT_USEC=")][-1:]
@@ -53,19 +57,6 @@ def test_an_abstract_address_is_one_too() -> None:
         notifier.stopping(1.0)
         assert manager.receive(5.0)[0] == "STOPPING=1"
         notifier.close()
-
-
-def test_a_reload_is_told_from_its_beginning_to_its_end(
-    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """SIGHUP: RELOADING with the clock, then READY again."""
-    with listening(str(tmp_path / "notify.sock")) as manager:
-        pid = supervised(start_daemon, monkeypatch, manager)
-        manager.until("STATUS=ready")
-        os.kill(pid, signal.SIGHUP)
-        seen = manager.until("RELOADING=1")
-        assert any(line.startswith("MONOTONIC_USEC=") for line in seen)
-        manager.until("READY=1")
 
 
 def test_a_wedged_loop_stops_the_pings_while_other_threads_run(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.metrics.conditions import CONDITIONS
 from kvd.metrics.counts import DIRECTIONS, STAGES
 from kvd.metrics.schema import ROWS
 from kvd_proto.messages import JobStatus
@@ -84,17 +83,6 @@ def test_every_alert_has_a_test_that_makes_it_fire() -> None:
     tests = (PROMETHEUS / "kvd.rules.test.yml").read_text()
     fired = set(re.findall(r'alertname="(\w+)"', tests))
     assert fired == {rule["alert"] for rule in ALERTS}
-
-
-def test_conditions_and_alerts_name_each_other() -> None:
-    """Every alert is of a condition of the table, but those that a daemon cannot tell of itself."""
-    alerts = {alert for kind in CONDITIONS for alert in kind.alerts}
-    assert {rule["alert"] for rule in ALERTS} - alerts == {
-        "KvdDown",
-        "KvdBrokerSilent",
-        "KvdRestarting",
-    }
-    assert alerts < {rule["alert"] for rule in ALERTS}
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])

@@ -4,14 +4,13 @@ import contextlib
 import json
 import socket
 import stat
-from pathlib import Path
 
 import httpx
 import pytest
 
 from kvd.config.values import parse_listen
 from kvd.errors import ConfigError
-from tests.daemon.serving import Daemon, StartDaemon, run_kvd
+from tests.daemon.serving import Daemon, StartDaemon
 from tests.http.serving import PATIENT, SECONDS, over_tcp, over_unix, port_of, report_of
 from tests.processes import children_running
 from tests.waiting import PATIENCE, eventually
@@ -174,14 +173,6 @@ def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon
     assert "--http-listen off" in log
     assert "pool of" not in log
     assert "Traceback" not in log
-
-
-def test_an_address_that_is_none_is_refused(runtime_dir: Path) -> None:
-    """A bad address is one line with key, value and what is needed."""
-    done = run_kvd("serve", "--runtime-dir", str(runtime_dir), "--http-listen", "9330")
-    assert done.returncode == 1
-    assert "--http-listen: http_listen = '9330': not an address; give HOST" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

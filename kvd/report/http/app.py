@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -17,11 +19,17 @@ from kvd.report.http.broker_client import Asking
 from kvd.report.http.exposition import Exposition
 from kvd.report.http.guard import Guard
 from kvd.report.http.live import Events
-from kvd.report.http.page import page_routes
 
 ANSWER_SECONDS = 2.0
 SCRAPE_SECONDS = 1.0
 LONGEST_ANSWER_SECONDS = 30.0
+_PAGE = Path(__file__).with_name("page")
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 
 
 class App:
@@ -41,7 +49,7 @@ class App:
             Route("/status", self.status),
             Route("/metrics", self.metrics),
             Route("/events", self.events),
-            *page_routes(),
+            *(Route(*_file(path)) for path in sorted(_PAGE.iterdir())),
         ]
         self._paths = [route.path for route in routes]
         self._router = Router(routes, redirect_slashes=False, default=self._unknown)
@@ -138,3 +146,13 @@ def _deadline(request: Request) -> float | None:
 def _json(content: Any, status: int) -> Response:
     body = json.dumps(content, indent=2) + "\n"
     return Response(body, status, media_type="application/json")
+
+
+def _file(path: Path) -> tuple[str, Callable[[Request], Awaitable[Response]]]:
+    """Where a file of the status page is served, and what serves it; read once."""
+    body, kind = path.read_bytes(), _TYPES[path.suffix]
+
+    async def serve(_: Request) -> Response:  # a coroutine needs no thread
+        return Response(body, media_type=kind, headers={"cache-control": "no-cache"})
+
+    return "/" if path.name == "index.html" else f"/static/{path.name}", serve
