@@ -12,7 +12,7 @@ from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.operations import Handler, by, for_tools
 from kvd.broker.sessions import Request
 from kvd.broker.state import BrokerState
-from kvd.config.loaded import Change, Loaded, take_up
+from kvd.config.loaded import Loaded, take_up
 from kvd.config.render import as_json
 from kvd.errors import ConfigError
 from kvd.wire.link import LaneLog
@@ -26,8 +26,6 @@ from kvd_proto.messages import (
     ReloadConfig,
     ShowConfig,
 )
-
-_TEXT_LIMIT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +110,16 @@ class Reloading:
         effects += [Event(text, "warning") for text in read.warnings]
         answer = ConfigReloaded(
             file=str(read.file or ""),
-            changes=tuple(
-                ConfigChange(
-                    key=change.key,
-                    old=str(change.old),
-                    new=str(change.new),
-                    origin=change.origin[:_TEXT_LIMIT],
-                    live=change.live,
-                )
-                for change in changes
-            ),
+            changes=tuple(changes),
             warnings=read.warnings,
         )
         return effects, answer
 
 
-def _words(changes: Iterable[Change]) -> str:
-    live = [str(change) for change in changes if change.live]
-    later = [str(change) for change in changes if not change.live]
-    parts = [", ".join(live)] if live else []
-    if later:
-        parts.append(f"at the next restart: {', '.join(later)}")
+def _words(changes: Iterable[ConfigChange]) -> str:
+    parts = []
+    for live, when in ((True, ""), (False, "at the next restart: ")):
+        told = [f"{it.key} = {it.new} (was {it.old})" for it in changes if it.live is live]
+        if told:
+            parts.append(when + ", ".join(told))
     return "; ".join(parts) or "nothing changed"

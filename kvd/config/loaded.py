@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from kvd.config.settings import KNOWN, Settings
+from kvd_proto.messages import ConfigChange
 
 DEFAULT = "default"
+_LONGEST_ORIGIN = 4096  # the longest text of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +34,7 @@ class Loaded:
     waiting: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A setting that differs between what holds and what was read."""
-
-    key: str
-    old: Any
-    new: Any
-    origin: str
-
-    @property
-    def live(self) -> bool:
-        """It is taken up at once."""
-        return KNOWN[self.key].about.live
-
-    def __str__(self) -> str:
-        return f"{self.key} = {self.new} (was {self.old})"
-
-
-def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[Change]]:
+def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[ConfigChange]]:
     """Return what holds for a daemon with `present` after it read `read`, and the changes.
 
     Settings that cannot change live keep value and origin; they wait for a restart.
@@ -60,8 +44,9 @@ def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[Change]]:
         old, new = getattr(present.settings, key), getattr(read.settings, key)
         if old == new:
             continue
-        changes.append(Change(key, old, new, read.origins[key]))
-        if known.about.live:
+        live, origin = known.about.live, read.origins[key][:_LONGEST_ORIGIN]
+        changes.append(ConfigChange(key=key, old=str(old), new=str(new), origin=origin, live=live))
+        if live:
             values[key] = new
         else:
             waiting[key] = (new, origins[key])

@@ -1,7 +1,9 @@
 """Everything that is counted, by the part of the daemon that counts it.
 
-Increments are plain: `counts.stored += 1`. The counts of lanes, namespaces and engines are
-added up in the report's `counters`, those of parts that are gone included.
+Increments are plain: `counts.stored += 1`, where it happens: jobs' stages in the lane, lookups in
+the engines, which report totals of their session, so that the broker adds differences and nothing
+counts twice. The counts of lanes, namespaces and engines are added up in the report's `counters`,
+those of parts that are gone included.
 """
 
 from dataclasses import dataclass, fields
@@ -90,11 +92,7 @@ def _sum(left: Any, right: Any) -> Any:
 
 @dataclass(slots=True)
 class ChunkCounts(Counts):
-    """What happened to the chunks of a namespace since it was opened.
-
-    offered = accepted + present + pending + full + quota + not_yet + bad_key + draining, all of
-    them keys of PREPARE_STORE; asked = hits + misses.
-    """
+    """What happened to the chunks of a namespace since it was opened."""
 
     offered: int = counter(
         "Chunks that engines asked to store (keys of PREPARE_STORE): `accepted` + `present` +"
