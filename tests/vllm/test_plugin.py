@@ -38,15 +38,13 @@ def test_the_plug_in_is_installed() -> None:
     assert found.load() is kvd_vllm_plugin.register
 
 
-def test_vllms_plug_ins_make_the_name_known_and_import_nothing() -> None:
-    """What vLLM runs in each process imports neither its factory nor the connector."""
+def test_vllms_plug_ins_make_the_name_known() -> None:
+    """What vLLM runs in each process does not import the connector; its name does."""
     program = """
         import sys
         from vllm.config import KVTransferConfig
         import vllm.plugins
         vllm.plugins.load_general_plugins()
-        factory = "vllm.distributed.kv_transfer.kv_connector.factory"
-        print("seen", factory in sys.modules, "kvd_client" in sys.modules)
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         print("seen", "kvd_client" in sys.modules)
         typed = KVTransferConfig(
@@ -66,7 +64,7 @@ def test_vllms_plug_ins_make_the_name_known_and_import_nothing() -> None:
     # vLLM logs to the same stream.
     seen = [line.split()[1:] for line in ended.stdout.splitlines() if line.startswith("seen ")]
     connector = "kvd_client.vllm.connector"
-    assert seen == [["False", "False"], ["False"], [connector], ["True"]]
+    assert seen == [["False"], [connector], ["True"]]
 
 
 @pytest.mark.parametrize(("version", "warned"), [(vllm.__version__, 0), ("0.33.1", 1)])
