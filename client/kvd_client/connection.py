@@ -1,22 +1,29 @@
 """One connection to one daemon process: its control socket and its request socket.
 
-A connection is used under its session's lock, except for the control socket's reading
-side, which belongs to the keeper. It never reconnects; a new one is made.
+Notices and descriptors travel over the control socket. Its end of file means that the daemon is
+gone, which the kernel says at once and without fail.
+
+A connection is used under its session's lock, except for `receive`, which is the keeper's. It
+never reconnects; a new one is made.
 """
 
+import errno
 import os
+import select
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 
-from kvd_client.control_socket import ControlSocket
 from kvd_client.errors import DaemonLost, DaemonSilent, Refused, UsageError
-from kvd_proto.codec import NO_ID, WIRE
+from kvd_proto.codec import NO_ID, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize
 from kvd_proto.messages import (
+    MAX_DESCRIPTORS,
     PROTOCOL_VERSION,
     REPLY_OF,
     Error,
@@ -30,9 +37,25 @@ from kvd_proto.messages import (
 )
 
 MAX_SOCKET_PATH = 107
+MAX_NOTICE_BYTES = 64 * 2**10
+SOCKET_BUFFER_BYTES = 2**20
 CLIENT_NAME = "kvd_client"
 HIGH_WATER_MARK = 10_000
 CONNECT_MS = 1000
+
+
+@dataclass(slots=True)
+class Notice:
+    """One message from the control socket; its descriptors belong to whoever holds it."""
+
+    header: Header
+    message: Message
+    fds: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close the descriptors that nobody took."""
+        while self.fds:
+            os.close(self.fds.pop())
 
 
 def socket_path(runtime_dir: Path, name: str) -> Path:
@@ -92,11 +115,12 @@ class Connection:
         self._ids = 0
         self._probe = 0
         self._given_up: dict[int, Message] = {}  # request id -> request
-        self.late: list[tuple[Message, Message]] = []  # request given up, reply that came after
+        self._late: list[tuple[Message, Message]] = []  # request given up, reply that came after
         self.owed: deque[Message] = deque()  # requests to be made when the daemon answers again
-        self.control_socket = ControlSocket(socket_path(runtime_dir, "control.sock"), end)
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            greeting = self.control_socket.wait(end, stop)
+            self._open_control_socket(socket_path(runtime_dir, "control.sock"), end)
+            greeting = self._greeting(end, stop)
             greeting.close()
             if isinstance(greeting.message, Error):
                 raise Refused(greeting.message.text)
@@ -107,15 +131,15 @@ class Connection:
             self.pid = greeting.message.pid
             self._dealer = dealer(context, f"ipc://{socket_path(runtime_dir, 'broker.sock')}")
         except BaseException:
-            self.control_socket.close()
+            self._control.close()
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._dealer, zmq.POLLIN)
         # Only the hang-up: what can be read there is the keeper's.
-        self._poller.register(self.control_socket.fileno(), zmq.POLLERR)
+        self._poller.register(self.fileno(), zmq.POLLERR)
         self._poller.register(stop, zmq.POLLIN)
         try:
-            welcome = self.exchange(hello, end, boot_id=NO_ID)
+            welcome = self.exchange(hello, end)
             if not isinstance(welcome, Welcome):
                 if isinstance(welcome, Error):
                     raise Refused(welcome.text)
@@ -125,29 +149,76 @@ class Connection:
             raise
         self.daemon = welcome.daemon
 
-    def exchange(
-        self,
-        message: Message,
-        end: float,
-        *,
-        boot_id: bytes | None = None,
-        fds: Sequence[int] = (),
-    ) -> Message:
+    # ---------------------------------------------------------------- notices
+
+    def fileno(self) -> int:
+        """Return the control socket's descriptor, for polling."""
+        return self._control.fileno()
+
+    def receive(self) -> Notice | None:
+        """Return the next notice, or None where there is none yet. Never waits.
+
+        Raises:
+            DaemonLost: end of file, or something that is no notice.
+        """
+        try:
+            frame, fds, flags, _ = socket.recv_fds(
+                self._control, MAX_NOTICE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise DaemonLost(f"the control socket broke: {error}") from error
+        try:
+            if not frame:
+                raise DaemonLost("the daemon has closed the control socket")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise DaemonLost("a notice arrived cut off; is the limit of open files reached?")
+            header, message = WIRE.decode(frame)
+        except (DaemonLost, DecodeError) as error:
+            for fd in fds:
+                os.close(fd)
+            if isinstance(error, DaemonLost):
+                raise
+            raise DaemonLost(f"an unreadable notice: {error}") from error
+        return Notice(header, message, list(fds))
+
+    def _open_control_socket(self, path: Path, end: float) -> None:
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+        self._control.settimeout(max(0.001, end - time.monotonic()))
+        self._control.connect(os.fspath(path))
+        self._control.setblocking(False)
+
+    def _greeting(self, end: float, stop: int) -> Notice:
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        poller.register(stop, select.POLLIN)
+        while (notice := self.receive()) is None:
+            ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
+            if not ready:
+                raise DaemonSilent("no greeting")
+            if stop in dict(ready):
+                raise DaemonLost("this session is being closed")
+        return notice
+
+    # --------------------------------------------------------------- requests
+
+    def exchange(self, message: Message, end: float, *, fds: Sequence[int] = ()) -> Message:
         """Send a request and wait for its reply, which is of the type that belongs or `Error`.
 
         Args:
             message: the request.
             end: `time.monotonic()` when to give up.
-            boot_id: the daemon's, where that differs from the connection's.
-            fds: descriptors to send with it, over the control socket.
+            fds: descriptors to send with it, over the control socket, numbered from 0.
 
         Raises:
-            DaemonSilent: no reply until `end` (monotonic).
+            DaemonSilent: no reply until `end`.
             DaemonLost: the daemon died meanwhile, has restarted, or answers nonsense; also when
                 the session is being closed.
         """
         try:
-            request_id = self._send(message, boot_id, fds, end)
+            request_id = self._send(message, fds, end)
         except Oversize as error:
             return Error.of(ErrorCode.BAD_LAYOUT, str(error))
         while True:
@@ -167,11 +238,14 @@ class Connection:
                 self._given_up[request_id] = message
                 raise DaemonSilent(f"no answer to {type(message).__name__}")
 
-    def ping(self) -> bool:
-        """Whether a daemon that was silent has answered a PING by now. Never waits.
+    def ping(self) -> list[tuple[Message, Message]] | None:
+        """Return None until a daemon that was silent has answered a PING. Never waits.
 
-        The first call sends it. One is enough: a local socket loses nothing. The reply
-        that was given up comes before the PING's, and is then in `late`.
+        The first call sends it. One is enough: a local socket loses nothing.
+
+        Returns:
+            Requests that were given up, each with the reply that came too late: all of these
+            come before the PING's.
 
         Raises:
             DaemonLost: as `exchange`.
@@ -182,29 +256,43 @@ class Connection:
             try:
                 answer = self._receive(self._probe, zmq.NOBLOCK)
             except zmq.Again:
-                return False
+                return None
             if answer is not None:
                 self._probe = 0
-                return True
+                late, self._late = self._late, []
+                return late
 
-    def _send(
-        self,
-        message: Message,
-        boot_id: bytes | None = None,
-        fds: Sequence[int] = (),
-        end: float = 0.0,
-    ) -> int:
+    def _send(self, message: Message, fds: Sequence[int] = (), end: float = 0.0) -> int:
         self._ids += 1
-        own = self.boot_id if boot_id is None else boot_id
-        frame = WIRE.encode(message, self._ids, own, self.token)
+        boot_id = NO_ID if isinstance(message, Hello) else self.boot_id
+        frame = WIRE.encode(message, self._ids, boot_id, self.token)
         if fds:
-            self.control_socket.send(frame, fds, end)
+            self._send_with_descriptors(frame, fds, end)
             return self._ids
         try:
             self._dealer.send(frame, zmq.NOBLOCK)
         except zmq.Again as error:
             raise DaemonLost("the daemon takes no requests") from error
         return self._ids
+
+    def _send_with_descriptors(self, frame: bytes, fds: Sequence[int], end: float) -> None:
+        poller = select.poll()
+        poller.register(self._control, select.POLLOUT)
+        while True:
+            try:
+                socket.send_fds(self._control, [frame], list(fds), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                if not poller.poll(max(0.0, end - time.monotonic()) * 1000):
+                    raise DaemonSilent("the control socket is not read") from None
+            except OSError as error:
+                if error.errno == errno.EMSGSIZE:
+                    raise Oversize(
+                        f"{len(frame)} bytes do not fit one datagram here; put tensors into fewer"
+                        " storages or groups, or raise the sysctl net.core.wmem_max"
+                    ) from error
+                raise DaemonLost(f"the control socket broke: {error}") from error
+            else:
+                return
 
     def _receive(self, request_id: int, flags: int = 0) -> Message | None:
         """The reply to `request_id`; None for one that came too late for its request."""
@@ -220,12 +308,12 @@ class Connection:
             return reply
         request = self._given_up.pop(header.request_id, None)
         if request is not None:
-            self.late.append((request, reply))
+            self._late.append((request, reply))
         return None
 
     def close(self) -> None:
-        """Close both sockets."""
-        self.control_socket.close()
+        """Close both sockets; the daemon sees it at once."""
+        self._control.close()
         self._dealer.close(linger=0)
 
     def __repr__(self) -> str:

@@ -225,9 +225,8 @@ def write_value(stream: int, address: int, value: int) -> None:
 
 
 def new_event() -> int:
-    """An event without a time, which a thread can wait for without spinning."""
-    flags = _bindings().CUevent_flags
-    kind = flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC
+    """An event without a time."""
+    kind = _bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING
     return int(_call("make an event", "cuEventCreate", int(kind)))
 
 
@@ -250,11 +249,6 @@ def has_happened(event: int) -> bool:
     if int(code):
         raise CudaError(int(code), _name(driver, code), "ask for an event")
     return True
-
-
-def wait_for(event: int) -> None:
-    """Return when an event has happened."""
-    _call("wait for an event", "cuEventSynchronize", event)
 
 
 def destroy_event(event: int) -> None:

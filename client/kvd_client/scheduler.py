@@ -25,10 +25,10 @@ from kvd_client.arguments import (
     whole,
 )
 from kvd_client.attaching import AttachState, why_not_attached
-from kvd_client.control_socket import Notice
+from kvd_client.connection import Notice
 from kvd_client.errors import UsageError
 from kvd_client.readiness import ReadyNews
-from kvd_client.session import Session
+from kvd_client.session import Handler, Session
 from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
 from kvd_proto.answers import LookupResult, StoreAnswer
 from kvd_proto.directory import DirectoryView
@@ -74,7 +74,7 @@ class LookupCounts:
     hit_tokens: int = 0
 
 
-class Scheduler:
+class Scheduler(Handler):
     """An engine's scheduler.
 
     Whatever happens to the daemon, every call returns within `deadline`
@@ -110,9 +110,7 @@ class Scheduler:
         self._counts_tokens = flag("counts_tokens", counts_tokens)
         self._counts = LookupCounts()
         self._reported: Lookups | None = None
-        self._session = Session(
-            runtime_dir, "scheduler", engine, self, deadline=deadline, news=self._unreported
-        )
+        self._session = Session(runtime_dir, "scheduler", engine, self, deadline=deadline)
         self._session.start()
 
     # ---------------------------------------------------------------- lookups
@@ -173,20 +171,6 @@ class Scheduler:
         del key, first, count
         self._session.check_open()
         return _MISS
-
-    def _unreported(self) -> Ping | None:
-        """Return the totals of this session; None where the daemon has been told."""
-        counts = self._counts
-        lookups = Lookups(
-            chunks=counts.chunks,
-            hit_chunks=counts.hit_chunks,
-            tokens=counts.tokens if self._counts_tokens else None,
-            hit_tokens=counts.hit_tokens if self._counts_tokens else None,
-        )
-        if lookups == self._reported or counts == LookupCounts():
-            return None
-        self._reported = lookups
-        return Ping(lookups=lookups)
 
     # ----------------------------------------------------------------- stores
 
@@ -476,9 +460,19 @@ class Scheduler:
         self._counts, self._reported = LookupCounts(), None
         return True
 
-    def on_wake(self) -> bool:
-        """See Handler."""
-        return True
+    def news(self) -> Ping | None:
+        """See Handler: the totals of this session; None where the daemon has been told."""
+        counts = self._counts
+        lookups = Lookups(
+            chunks=counts.chunks,
+            hit_chunks=counts.hit_chunks,
+            tokens=counts.tokens if self._counts_tokens else None,
+            hit_tokens=counts.hit_tokens if self._counts_tokens else None,
+        )
+        if lookups == self._reported or counts == LookupCounts():
+            return None
+        self._reported = lookups
+        return Ping(lookups=lookups)
 
     def on_notice(self, notice: Notice) -> None:
         """See Handler: the engine is attached, with a directory, or detached."""

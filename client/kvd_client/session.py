@@ -15,15 +15,13 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import zmq
 
 from kvd_client.arguments import seconds, shown
-from kvd_client.connection import Connection, greeting_hello, socket_path
-from kvd_client.control_socket import Notice
+from kvd_client.connection import Connection, Notice, greeting_hello, socket_path
 from kvd_client.errors import DaemonLost, DaemonSilent, Refused, UsageError
 from kvd_proto.messages import Error, ErrorCode, Kind, Message
 from kvd_proto.printable import unprintable
@@ -40,23 +38,30 @@ MAX_ENGINE_NAME = 256
 log = logging.getLogger("kvd_client")
 
 
-class Handler(Protocol):
+class Handler:
     """The owner of a session; all but `on_fork` is called by the keeper's thread."""
 
     def on_open(self) -> bool:
         """A connection is there. False: give it up and connect again later."""
-
-    def on_notice(self, notice: Notice) -> None:
-        """Handle a notice of the control socket. Descriptors that are not taken are closed."""
+        return self.on_wake()
 
     def on_wake(self) -> bool:
         """`Session.wake` was called. False as for `on_open`."""
+        return True
+
+    def on_notice(self, notice: Notice) -> None:
+        """Handle a notice of the control socket. Descriptors that are not taken are closed."""
 
     def on_silent(self, silent: bool) -> None:
         """A deadline has passed, or the daemon answers again."""
 
     def undo(self, request: Message, reply: Message) -> Message | None:
-        """The request that takes back what was granted after nobody waited for it any more."""
+        """Return the request that takes back what was granted after nobody waited any more."""
+        del request, reply
+        return None
+
+    def news(self) -> Message | None:
+        """Return what to tell the daemon, if anything; asked once a second and before the end."""
 
     def on_lost(self) -> None:
         """The connection is gone."""
@@ -74,7 +79,6 @@ class Session:
         engine: the engine's name, the same for its scheduler and its workers.
         handler: see `Handler`.
         deadline: seconds that a request may take where it does not say otherwise.
-        news: what to tell the daemon about once a second and before the end; None for nothing.
 
     Raises:
         UsageError: an invalid argument.
@@ -88,7 +92,6 @@ class Session:
         handler: Handler,
         *,
         deadline: float = 1.0,
-        news: Callable[[], Message | None] | None = None,
     ) -> None:
         if (
             not isinstance(engine, str)
@@ -105,7 +108,6 @@ class Session:
         self.deadline = seconds("deadline", deadline, 3600.0, positive=True)
         self._hello = greeting_hello(kind, engine)
         self._handler = handler
-        self._news = news
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._silent = False
@@ -291,14 +293,12 @@ class Session:
     def _watch(self, connection: Connection) -> None:
         """Serve the control socket; return when the connection is to be given up."""
         poller = select.poll()
-        for fd in (connection.control_socket.fileno(), self._wake, self._stop):
+        for fd in (connection.fileno(), self._wake, self._stop):
             poller.register(fd, select.POLLIN)
-        patience = None if self._news is None else REPORT_SECONDS * 1000
         told = time.monotonic()
         while True:
-            ready = {
-                fd for fd, _ in poller.poll(PROBE_SECONDS * 1000 if self._silent else patience)
-            }
+            patience = PROBE_SECONDS if self._silent else REPORT_SECONDS
+            ready = {fd for fd, _ in poller.poll(patience * 1000)}
             if self._closed or connection.doomed:
                 return
             if time.monotonic() >= told + REPORT_SECONDS:
@@ -308,8 +308,8 @@ class Session:
                 os.eventfd_read(self._wake)
                 if not self._handler.on_wake():
                     return
-            if connection.control_socket.fileno() in ready:
-                while (notice := connection.control_socket.receive()) is not None:
+            if connection.fileno() in ready:
+                while (notice := connection.receive()) is not None:
                     try:
                         self._handler.on_notice(notice)
                     finally:
@@ -323,26 +323,21 @@ class Session:
                     self._ask(connection.owed.popleft(), self.deadline, owed=True)
 
     def _tell_news(self, seconds: float) -> None:
-        message = self._news() if self._news is not None else None
-        if message is not None:
+        if (message := self._handler.news()) is not None:
             self._ask(message, seconds)
 
     def _answers(self, connection: Connection) -> bool:
         if not self._lock.acquire(timeout=PROBE_SECONDS):
             return False
         try:
-            if not connection.ping():
-                return False
-            while connection.late:
-                undo = self._handler.undo(*connection.late.pop())
-                if undo is not None:
-                    connection.exchange(undo, time.monotonic() + self.deadline)
-        except DaemonSilent:
-            return False
-        else:
-            return True
+            late = connection.ping()
         finally:
             self._lock.release()
+        if late is None:
+            return False
+        undone = (self._handler.undo(request, reply) for request, reply in late)
+        connection.owed.extendleft(message for message in undone if message is not None)
+        return True
 
     def _drop(self, connection: Connection, why: str) -> None:
         connection.doomed = True

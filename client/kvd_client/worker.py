@@ -15,16 +15,16 @@ from typing import Self
 from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.attaching import AttachState, why_not_attached
 from kvd_client.chunk_blocks import ChunkBlocks, pack_arrays, pack_chunks
+from kvd_client.connection import Notice
 from kvd_client.control import ControlPage
-from kvd_client.control_socket import Notice
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import RegistrationError, Unavailable, UsageError
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
 from kvd_client.registration import Memory, Wanted, wanted_registration
-from kvd_client.session import Session
+from kvd_client.session import Handler, Session
 from kvd_client.tickets import LoadTicket, StoreTicket
-from kvd_client.timeline import Timeline, stream_signals
+from kvd_client.timeline import StreamSignals, Timeline
 from kvd_proto.arrays import Integers
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.errors import JobShapeError
@@ -38,7 +38,6 @@ from kvd_proto.messages import (
     Fingerprint,
     LaneUp,
     Load,
-    Message,
     Registered,
     Store,
     Unregister,
@@ -51,7 +50,7 @@ TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
 log = logging.getLogger("kvd_client")
 
 
-class Worker:
+class Worker(Handler):
     """One rank of an engine. All methods may be called from any thread.
 
     Args:
@@ -81,9 +80,7 @@ class Worker:
         self.job_timeout = seconds("job_timeout", job_timeout, MAX_JOB_SECONDS, positive=True)
         self.rank = rank
         self.world_size = world_size
-        self._session = Session(
-            runtime_dir, "worker", engine, self, deadline=deadline, news=self._remind
-        )
+        self._session = Session(runtime_dir, "worker", engine, self, deadline=deadline)
         self._control = ControlPage()
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
@@ -131,7 +128,8 @@ class Worker:
             UsageError: invalid memory or layout; a second registration; closed.
             RegistrationError: the daemon refuses; it is not tried again.
             Unavailable: `required`, and no daemon within `timeout`.
-            CudaError: the memory is CUDA memory, and its streams cannot be made to signal.
+            UnsupportedMemory: CUDA memory of a device whose streams cannot write by themselves.
+            CudaError: the CUDA driver refuses.
         """
         self._session.check_open()
         memory = collection("memory", memory, "memories")
@@ -152,7 +150,7 @@ class Worker:
             if self._wanted is not None:
                 raise UsageError("this worker is registered already; close it and make a new one")
             self.timeline.follow(
-                stream_signals(memory[0].ordinal, self._control)
+                StreamSignals(memory[0].ordinal, self._control)
                 if isinstance(memory[0], DeviceMemory)
                 else None
             )
@@ -425,18 +423,32 @@ class Worker:
         )
         return self._jobs.submit(message, usable=self._registered)
 
-    def _remind(self) -> None:
-        self._jobs.remind()
-
     # ------------------------------------------------------- session's events
 
-    def on_open(self) -> bool:
-        """See Handler: register again where that was wanted."""
-        return self._register()
+    def news(self) -> None:
+        """See Handler: nothing to tell; once a second an event loop looks at overdue jobs."""
+        self._jobs.remind()
 
     def on_wake(self) -> bool:
-        """See Handler: a registration is wanted."""
-        return self._register()
+        """See Handler: register, where that is wanted."""
+        wanted = self._wanted
+        if wanted is None or self._registered:
+            return True
+        reply = self._session.request(wanted.message, REGISTER_SECONDS, wanted.fds)
+        with self._changed:
+            if isinstance(reply, Registered):
+                self._registered = True
+                self._refused = ""
+                log.info("rank %d of %d is registered", self.rank, self.world_size)
+            elif isinstance(reply, Error):
+                if wanted.waited_for and reply.code not in TRANSIENT:
+                    wanted.refusal = reply
+                    self._wanted = None
+                elif reply.text != self._refused:  # once for each reason: it is tried for ever
+                    self._refused = reply.text
+                    log.warning("registration refused, tried again later: %s", reply.text)
+            self._changed.notify_all()
+            return self._registered
 
     def on_notice(self, notice: Notice) -> None:
         """See Handler: lanes come; the engine becomes complete and incomplete."""
@@ -449,14 +461,6 @@ class Worker:
             elif isinstance(message, (Attached, Detached)):
                 self._attached = isinstance(message, Attached)
             self._changed.notify_all()
-
-    def on_silent(self, silent: bool) -> None:
-        """See Handler: lanes have sockets of their own, nothing to do."""
-
-    def undo(self, request: Message, reply: Message) -> Message | None:
-        """See Handler: a late registration ends with its connection."""
-        del request, reply
-        return None
 
     def on_lost(self) -> None:
         """See Handler. Jobs go on until their lane is known to be dead."""
@@ -479,26 +483,6 @@ class Worker:
             lane = LaneLink(self._session.context, up, fds[0], identity, self._jobs.readiness)
             fds.clear()  # owned by the link
             self._jobs.set_lane(lane)
-
-    def _register(self) -> bool:
-        wanted = self._wanted
-        if wanted is None or self._registered:
-            return True
-        reply = self._session.request(wanted.message, REGISTER_SECONDS, wanted.fds)
-        with self._changed:
-            if isinstance(reply, Registered):
-                self._registered = True
-                self._refused = ""
-                log.info("rank %d of %d is registered", self.rank, self.world_size)
-            elif isinstance(reply, Error):
-                if wanted.waited_for and reply.code not in TRANSIENT:
-                    wanted.refusal = reply
-                    self._wanted = None
-                elif reply.text != self._refused:  # once for each reason: it is tried for ever
-                    self._refused = reply.text
-                    log.warning("registration refused, tried again later: %s", reply.text)
-            self._changed.notify_all()
-            return self._registered
 
 
 def _jobs(job_ids: Iterable[int]) -> frozenset[int]:

@@ -7,14 +7,13 @@ With the name of a rule it runs without that rule and should not succeed.
 
 import ctypes
 import gc
-import logging
 import os
 import re
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +35,7 @@ from kvd_client import (
 )
 from kvd_client.control import ControlPage
 from kvd_client.registration import Wanted, wanted_registration
-from kvd_client.timeline import EventWatch, StreamWrites, stream_signals
+from kvd_client.timeline import StreamSignals
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint, IpcHandle, VmmHandle
 
@@ -233,11 +232,10 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
     start()
     plain, exported = int(call("cuMemAlloc", SIZE)), virtual(GRANULE)
     streams = [int(call("cuStreamCreateWithPriority", 1, 0)) for _ in range(2)]
-    heard = Heard()
     log = Path(os.environ["FAKECUDA_LOG"])
-    assert life(plain, exported, streams, heard) == []  # loads the driver
+    assert life(plain, exported, streams) == []  # loads the driver
     before = log.stat().st_size
-    assert life(plain, exported, streams, heard) == []
+    assert life(plain, exported, streams) == []
     with log.open(encoding="ascii") as file:
         file.seek(before)
         calls = Counter(line.split()[1] for line in file)
@@ -256,37 +254,23 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
         for number in range(1, calls[name] + 1):
             switch(f"fail={name}:{number}:999")
             kept = len(timelines._KEPT)
-            errors = life(plain, exported, streams, heard)
+            errors = life(plain, exported, streams)
             switch("fail=")
             assert all("CUDA_ERROR_UNKNOWN (999)" in text for text in errors), (name, errors)
             # A page of which it is not known that nothing writes to it stays, without a word; its
             # mapping holds a descriptor.
             assert errors or name in HARMLESS or len(timelines._KEPT) > kept, name
             assert open_files() <= opened + len(timelines._KEPT), name
-    assert life(plain, exported, streams, heard) == []
+    assert life(plain, exported, streams) == []
 
 
 # What the driver then keeps is this process's own, and is let go at its end.
 HARMLESS = {"cuMemRelease", "cuDevicePrimaryCtxRelease", "cuEventDestroy", "cuMemHostUnregister"}
 
 
-class Heard(logging.Handler):
-    """What the client's log says of threads whose errors nobody is there to catch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        logging.getLogger("kvd_client").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        self.texts.append(record.getMessage())
-
-
-def life(plain: int, exported: int, streams: list[int], heard: Heard) -> list[str]:
-    """Memory of both kinds shared, numbers signalled both ways: what went wrong, in words."""
+def life(plain: int, exported: int, streams: list[int]) -> list[str]:
+    """Memory of both kinds shared, numbers signalled: what went wrong, in words."""
     errors: list[str] = []
-    heard.texts.clear()
     for address in (plain, exported):
         try:
             DeviceMemory.at(address, SIZE).close()
@@ -296,26 +280,20 @@ def life(plain: int, exported: int, streams: list[int], heard: Heard) -> list[st
         copies()
     except CudaError as error:
         errors.append(str(error))
-    for make in (stream_signals, EventWatch):
-        page = ControlPage()
-        timeline = Timeline(page)
-        try:
-            timeline.follow(make(0, page))
-            numbers = [timeline.signal_on(stream) for stream in streams]
-        except CudaError as error:
-            errors.append(str(error))
-        else:
-            end = time.monotonic() + 30
-            while timeline.reached < numbers[-1] and not heard.texts:
-                assert time.monotonic() < end, timeline
-                time.sleep(0.0005)
-        call("cuCtxSynchronize")  # a page is let go when its last event has happened
-        timeline.follow(None)
-        page.close()
-        for thread in threading.enumerate():
-            if thread.name == "kvd-timeline":
-                thread.join(30)
-    return errors + heard.texts
+    page = ControlPage()
+    timeline = Timeline(page)
+    try:
+        timeline.follow(StreamSignals(0, page))
+        with ThreadPoolExecutor(1) as other:  # where the device's context is not the current one
+            numbers = list(other.map(timeline.signal_on, streams))
+    except CudaError as error:
+        errors.append(str(error))
+    else:
+        until(timeline, numbers[-1])
+    call("cuCtxSynchronize")  # a page is let go when its last event has happened
+    timeline.follow(None)
+    page.close()
+    return errors
 
 
 def copies() -> None:
@@ -358,9 +336,7 @@ def numbers_are_reached_when_the_stream_is_there() -> None:
     start()
     page = ControlPage()
     timeline = Timeline(page)
-    signals = stream_signals(0, page)
-    assert isinstance(signals, StreamWrites if "FAKECUDA_MEM_OPS" not in os.environ else EventWatch)
-    timeline.follow(signals)
+    timeline.follow(StreamSignals(0, page))
     address = int(call("cuMemAlloc", SIZE))
     busy, idle = (int(call("cuStreamCreateWithPriority", 1, 0)) for _ in range(2))
     assert timeline.signal_on(idle) == 1
@@ -390,7 +366,7 @@ def a_page_that_is_written_to_later_stays() -> None:
     start()
     page = ControlPage()
     timeline = Timeline(page)
-    timeline.follow(stream_signals(0, page))
+    timeline.follow(StreamSignals(0, page))
     address = int(call("cuMemAlloc", SIZE))
     stream = int(call("cuStreamCreateWithPriority", 1, 0))
     switch("hold=kernels")
@@ -408,7 +384,7 @@ def a_page_stays_when_a_write_is_not_marked() -> None:
     start()
     page = ControlPage()
     timeline = Timeline(page)
-    timeline.follow(stream_signals(0, page))
+    timeline.follow(StreamSignals(0, page))
     address = int(call("cuMemAlloc", SIZE))
     stream = int(call("cuStreamCreateWithPriority", 1, 0))
     switch("hold=kernels")
@@ -429,7 +405,7 @@ def a_number_after_one_that_was_not_marked_waits_for_it() -> None:
     start()
     page = ControlPage()
     timeline = Timeline(page)
-    timeline.follow(stream_signals(0, page))
+    timeline.follow(StreamSignals(0, page))
     address = int(call("cuMemAlloc", SIZE))
     busy, idle = (int(call("cuStreamCreateWithPriority", 1, 0)) for _ in range(2))
     switch("hold=kernels")
@@ -451,13 +427,23 @@ def a_failed_signal_raises_and_the_next_one_counts() -> None:
     start()
     page = ControlPage()
     timeline = Timeline(page)
-    timeline.follow(stream_signals(0, page))
+    timeline.follow(StreamSignals(0, page))
     stream = int(call("cuStreamCreateWithPriority", 1, 0))
     switch("fail=cuStreamWriteValue64:1:999")
     with refused(CudaError, "write 1 from a stream"):
         timeline.signal_on(stream)
     until(timeline, timeline.signal_on(stream))
     assert timeline.reached == 2
+
+
+def streams_that_cannot_write_are_refused() -> None:
+    """The sentence says what is needed; nothing is left open."""
+    start()
+    page = ControlPage()
+    opened = open_files()
+    with refused(UnsupportedMemory, "cannot write 64 bits"):
+        StreamSignals(0, page)
+    assert open_files() == opened
 
 
 def without_a_driver_memory_is_unsupported() -> None:
@@ -493,14 +479,9 @@ def the_stream_writes_the_number_at_its_turn() -> None:
     cuda_driver.write_value = write
 
 
-def the_thread_waits_for_the_event() -> None:
-    """Else the same, where streams cannot write."""
-    cuda_driver.wait_for = lambda event: None  # noqa: ARG005  # as its stand-in
-
-
 def a_write_counts_when_it_is_marked() -> None:
     """Else the event says that nothing will write while a stream has yet to."""
-    StreamWrites._marked = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]  # as its stand-in
+    StreamSignals._marked = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]  # as its stand-in
 
 
 def a_page_is_let_go_when_nothing_will_write_to_it() -> None:

@@ -58,7 +58,8 @@ def test_the_factory_learns_the_name_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "factory", ["", "class KVConnectorFactory:\n    register_connector = 1", "import no_such_module"]
+    "factory",
+    ["", "class KVConnectorFactory:\n    register_connector = 1", "import no_such_module"],
 )
 def test_a_factory_of_another_kind_stops_nobody(tmp_path: Path, factory: str) -> None:
     """An engine that does not use kvd starts; one line says how the connector is named instead."""

@@ -696,7 +696,7 @@ def test_a_registration_above_a_datagram_is_refused(
     daemon: FakeDaemon, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error says what makes it smaller, or the limit larger; nobody asks the daemon."""
-    monkeypatch.setattr("kvd_client.control_socket.SOCKET_BUFFER_BYTES", 4096)
+    monkeypatch.setattr("kvd_client.connection.SOCKET_BUFFER_BYTES", 4096)
     tensors = LAYOUT.tensors * 400
     layout = msgspec.structs.replace(LAYOUT, tensors=tensors)
     with (
