@@ -4,7 +4,6 @@ They come before anything is done, so that a refused call has changed nothing an
 background thread meets a value that it cannot send.
 """
 
-import os
 import reprlib
 from collections.abc import Iterable
 from typing import Any, TypeAlias, TypeVar
@@ -63,18 +62,6 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise UsageError(f"{name}={shown(value)}: True or False is needed")
     return bool(value)
-
-
-def size_of_file(fd: int) -> int:
-    """Return the size in bytes of an open file.
-
-    Raises:
-        UsageError: the descriptor is not open.
-    """
-    try:
-        return os.fstat(fd).st_size
-    except (OSError, OverflowError, TypeError) as error:
-        raise UsageError(f"fd={shown(fd)}: an open descriptor is needed: {error}") from error
 
 
 def collection(name: str, value: object, of: str) -> tuple[Any, ...]:

@@ -51,9 +51,5 @@ class StoreWords:
         self._page.next_epoch(word)
         self._free.append(word)
 
-    def are_free_but(self, taken: set[int]) -> bool:
-        """Whether exactly these words are taken."""
-        return sorted([*self._free, *taken]) == list(range(1, CONTROL_WORDS))
-
     def __repr__(self) -> str:
         return f"<StoreWords {len(self._free)} free>"

@@ -94,16 +94,6 @@ class JobTable:
         with self._lock:
             return self._lane is not None and not self._lane.dead
 
-    def knows(self, endpoint: str, incarnation: int, token: bytes) -> bool:
-        """Whether this is the lane that is in use, and it lives."""
-        with self._lock:
-            lane = self._lane
-            return (
-                lane is not None
-                and (lane.endpoint, lane.incarnation, lane.token) == (endpoint, incarnation, token)
-                and not lane.dead
-            )
-
     def set_lane(self, lane: LaneLink | None) -> None:
         """Give jobs to this lane from now on. Those of the one before go on until they end."""
         with self._lock:
@@ -240,21 +230,6 @@ class JobTable:
         """In a forked child: forget everything without taking the parent's lock."""
         self._lock = threading.Lock()
         self._forget()
-
-    def check_integrity(self) -> None:
-        """Jobs and the lanes' open requests name each other; every word is free or one store's.
-
-        Raises:
-            AssertionError: they do not.
-        """
-        with self._lock:
-            owed = {(id(ln), r): j for ln in self._links for r, j in ln.pending.items()}
-            running = {(id(r.link), r.request_id): job for job, r in self._running.items()}
-            if owed != running or (self._lane is not None and self._lane not in self._links):
-                raise AssertionError(f"{self!r}: lanes owe {owed}, running are {running}")
-            taken = {r.word for r in self._running.values() if r.is_store}
-            if not self._words.are_free_but(taken):
-                raise AssertionError(f"{self!r}: stores have {taken}, {self._words!r}")
 
     def __len__(self) -> int:
         return len(self._running)

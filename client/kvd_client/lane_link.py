@@ -34,7 +34,7 @@ class LaneLink:
     ) -> None:
         self.endpoint = up.endpoint
         self.incarnation = up.incarnation
-        self._boot_id, self.token = identity
+        self._boot_id, self._token = identity
         self.pending: dict[int, int] = {}  # request id -> job id of what has not ended
         self._waits: dict[int, frozenset[int]] = {}  # Wait's request id -> those of its jobs
         self._lifeline = lifeline
@@ -53,7 +53,7 @@ class LaneLink:
         self._ids += 1
         try:
             self._dealer.send(
-                WIRE.encode(message, self._ids, self._boot_id, self.token), zmq.NOBLOCK
+                WIRE.encode(message, self._ids, self._boot_id, self._token), zmq.NOBLOCK
             )
         except zmq.Again:
             self.blocked = True

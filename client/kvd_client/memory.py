@@ -6,16 +6,15 @@ that for good, and only files of memfd_create(2) can carry one.
 """
 
 import fcntl
-import math
 import mmap
 import os
 import weakref
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.arguments import collection, shown, size_of_file, whole
+from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_proto.devices import HOST
 from kvd_proto.messages import HostHandle
@@ -64,6 +63,13 @@ def seal(fd: int) -> None:
         ) from error
 
 
+def _size_of_file(fd: int) -> int:
+    try:
+        return os.fstat(fd).st_size
+    except (OSError, OverflowError, TypeError) as error:
+        raise UsageError(f"fd={shown(fd)}: an open descriptor is needed: {error}") from error
+
+
 class HostMemory:
     """One storage in shared host memory. Its descriptor is closed with it.
 
@@ -71,23 +77,18 @@ class HostMemory:
         fd: a descriptor of memfd_create(2), taken over. Its file is sealed against shrinking.
         nbytes: how much of it is the storage.
         offset: where in the file the storage begins.
-        array: the storage as u8[nbytes] in this process, where numpy made it.
 
     Raises:
-        UsageError: not an open descriptor, not numbers, or an array of another size.
+        UsageError: not an open descriptor, or not numbers.
         UnsupportedMemory: the file is smaller than offset + nbytes, or cannot be sealed.
     """
 
     device = HOST
 
-    def __init__(
-        self, fd: int, nbytes: int, offset: int = 0, array: npt.NDArray[np.uint8] | None = None
-    ) -> None:
+    def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
         whole("nbytes", nbytes, 0)
         whole("offset", offset, 0)
-        if array is not None and not (isinstance(array, np.ndarray) and array.nbytes == nbytes):
-            raise UsageError(f"array={shown(array)}: u8[{nbytes}] is needed, or None")
-        have = size_of_file(fd)
+        have = _size_of_file(fd)
         if not nbytes or have < offset + nbytes:
             raise UnsupportedMemory(
                 f"nbytes={nbytes} from offset={offset} do not lie inside a file of {have} bytes"
@@ -97,7 +98,7 @@ class HostMemory:
         self._closing = weakref.finalize(self, os.close, fd)
         self.nbytes = nbytes
         self.offset = offset
-        self._array = array
+        self._array: npt.NDArray[np.uint8] | None = None  # where it was allocated here
 
     @classmethod
     def allocate(cls, nbytes: int) -> Self:
@@ -116,7 +117,9 @@ class HostMemory:
             if fd >= 0:
                 os.close(fd)
             raise UnsupportedMemory(f"nbytes={nbytes} cannot be allocated: {error}") from error
-        return cls(fd, nbytes, array=array)
+        memory = cls(fd, nbytes)
+        memory._array = array
+        return memory
 
     def part(self, offset: int, nbytes: int) -> "HostMemory":
         """Return a range of this memory as a storage with a descriptor of its own.
@@ -131,8 +134,9 @@ class HostMemory:
                 f"offset={offset}, nbytes={nbytes}: bytes {offset}..{offset + nbytes} of {self!r}"
                 " are not there"
             )
-        array = None if self._array is None else self._array[offset : offset + nbytes]
-        return HostMemory(os.dup(self.fd), nbytes, self.offset + offset, array)
+        part = HostMemory(os.dup(self.fd), nbytes, self.offset + offset)
+        part._array = None if self._array is None else self._array[offset : offset + nbytes]
+        return part
 
     @property
     def closed(self) -> bool:
@@ -169,26 +173,6 @@ class HostMemory:
         if self._array is None:
             raise UsageError("this memory belongs to a tensor; use the tensor")
         return self._array
-
-    def view(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Return the memory from its start on as an array of this dtype and shape.
-
-        Raises:
-            UsageError: that does not fit.
-        """
-        try:
-            kind = np.dtype(dtype)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"dtype={shown(dtype)}: a dtype of numpy is needed") from error
-        sizes = collection("shape", shape, "sizes")
-        if kind.hasobject or not kind.itemsize:
-            raise UsageError(f"dtype={kind}: one whose items are plain bytes is needed")
-        for size in sizes:
-            whole("shape", size, 0)
-        items = math.prod(sizes)
-        if items * kind.itemsize > self.nbytes:
-            raise UsageError(f"{kind}{list(sizes)} does not fit {self.nbytes} bytes")
-        return self.array[: items * kind.itemsize].view(kind).reshape(sizes)
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays mapped. May be called again."""

@@ -10,7 +10,6 @@ from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import UsageError
 from kvd_client.memory import HostMemory
 from kvd_proto.codec import WIRE
-from kvd_proto.devices import means_device
 from kvd_proto.errors import LayoutError, ProtoError
 from kvd_proto.layout import RankLayout, validate_layout
 from kvd_proto.messages import MAX_DESCRIPTORS, Error, Fingerprint, Handle, Register
@@ -50,11 +49,10 @@ def wanted_registration(
     *,
     rank: int,
     world_size: int,
-    device: str | None,
     stage: int,
     temporary: bool,
 ) -> Wanted:
-    """The registration of one rank. Without `device` it is that of the memory.
+    """Return the registration of one rank, on the device of its memory.
 
     Raises:
         UsageError: memory that does not fit the layout, or an invalid layout.
@@ -76,7 +74,7 @@ def wanted_registration(
         validate_layout(layout)
     except LayoutError as error:
         raise UsageError(f"the layout cannot be served: {error}") from error
-    device = _one_device(memory, device)
+    _check_memory(memory)
     numbers: dict[object, int] = {}
     kept: list[Memory] = []
     handles: list[Handle] = []
@@ -100,7 +98,7 @@ def wanted_registration(
         rank=rank,
         world_size=world_size,
         stage=stage,
-        device=device,
+        device=memory[0].device,
         fingerprint=fingerprint,
         layout=layout,
         handles=tuple(handles),
@@ -116,7 +114,7 @@ def wanted_registration(
     return Wanted(message, control, tuple(kept))
 
 
-def _one_device(memory: Sequence[Memory], device: str | None) -> str:
+def _check_memory(memory: Sequence[Memory]) -> None:
     for index, part in enumerate(memory):
         if not isinstance(part, (HostMemory, DeviceMemory)) or part.closed:
             raise UsageError(
@@ -127,10 +125,3 @@ def _one_device(memory: Sequence[Memory], device: str | None) -> str:
                 f"memory[{index}] is on {part.device}, memory[0] on {memory[0].device}: the memory"
                 " of one worker is on one device"
             )
-    if device is not None and not (
-        isinstance(device, str) and means_device(device, memory[0].device)
-    ):
-        raise UsageError(
-            f"device={shown(device)} for memory on {memory[0].device}; leave device out"
-        )
-    return memory[0].device

@@ -99,7 +99,6 @@ class Worker(Handler):
         layout: RankLayout,
         fingerprint: Fingerprint,
         *,
-        device: str | None = None,
         stage: int = 0,
         temporary: bool = False,
         required: bool = False,
@@ -112,8 +111,6 @@ class Worker(Handler):
                 may be closed afterwards.
             layout: this rank's tensors and groups.
             fingerprint: what must be equal for engines to share chunks.
-            device: that of the memory, to be sure, in any form that nvidia-smi writes; None: it is
-                taken from the memory.
             stage: the pipeline stage of this rank.
             temporary: chunks are shared with temporary engines only, and dropped when the last
                 of them leaves.
@@ -140,7 +137,6 @@ class Worker(Handler):
             fingerprint,
             rank=self.rank,
             world_size=self.world_size,
-            device=device,
             stage=stage,
             temporary=flag("temporary", temporary),
         )
@@ -154,7 +150,6 @@ class Worker(Handler):
                 if isinstance(memory[0], DeviceMemory)
                 else None
             )
-            wanted.waited_for = True
             self._wanted = wanted
             self._session.wake()
             while not self._ready and wanted.refusal is None and not self._session.closed:
@@ -453,14 +448,20 @@ class Worker(Handler):
     def on_notice(self, notice: Notice) -> None:
         """See Handler: lanes come; the engine becomes complete and incomplete."""
         message = notice.message
-        identity = self._session.identity
         with self._changed:
-            if isinstance(message, LaneUp) and identity is not None and len(notice.fds) == 1:
-                if self._wanted is not None and self._wanted.message.device == message.device:
-                    self._lane_up(message, notice.fds, identity)
+            if isinstance(message, LaneUp) and message.device == self.device:
+                self._lane_up(message, notice)
             elif isinstance(message, (Attached, Detached)):
                 self._attached = isinstance(message, Attached)
             self._changed.notify_all()
+
+    def _lane_up(self, up: LaneUp, notice: Notice) -> None:
+        identity = self._session.identity
+        if identity is not None and len(notice.fds) == 1:
+            session = self._session
+            lane = LaneLink(session.context, up, notice.fds[0], identity, self._jobs.readiness)
+            notice.fds.clear()  # owned by the link
+            self._jobs.set_lane(lane)
 
     def on_lost(self) -> None:
         """See Handler. Jobs go on until their lane is known to be dead."""
@@ -477,12 +478,6 @@ class Worker(Handler):
         self._jobs.abandon()
         self.timeline.abandon()
         self._control.close()
-
-    def _lane_up(self, up: LaneUp, fds: list[int], identity: tuple[bytes, bytes]) -> None:
-        if not self._jobs.knows(up.endpoint, up.incarnation, identity[1]):
-            lane = LaneLink(self._session.context, up, fds[0], identity, self._jobs.readiness)
-            fds.clear()  # owned by the link
-            self._jobs.set_lane(lane)
 
 
 def _jobs(job_ids: Iterable[int]) -> frozenset[int]:

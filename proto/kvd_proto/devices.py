@@ -8,7 +8,6 @@ Never an index: what CUDA_VISIBLE_DEVICES hides or reorders has the same UUID ev
 import re
 
 HOST = "host"
-_WRITTEN = re.compile(r"(?:cuda:)?(gpu-|mig-)?([0-9a-f-]+)")
 _CUDA = re.compile(r"cuda:(MIG-)?[0-9a-f]{32}")
 
 
@@ -26,19 +25,3 @@ def cuda_device(uuid: bytes, *, mig: bool = False) -> str:
 def is_cuda_device(name: str) -> bool:
     """Whether `name` names a CUDA device by its UUID."""
     return _CUDA.fullmatch(name) is not None
-
-
-def means_device(text: str, name: str) -> bool:
-    """Whether `text`, as people and nvidia-smi write devices, means the device of this name.
-
-    Both forms of kvd, ``GPU-`` or ``MIG-`` and the UUID with dashes, and the first 8 or more of its
-    digits, which CUDA_VISIBLE_DEVICES takes too.
-    """
-    match = _WRITTEN.fullmatch(text.lower())
-    if name == HOST or match is None:
-        return text == name
-    kind, digits = match[1] or "", match[2].replace("-", "")
-    uuid = name.removeprefix("cuda:").removeprefix("MIG-")
-    is_slice = name.startswith("cuda:MIG-")
-    right_kind = not kind or (kind == "mig-") == is_slice
-    return right_kind and len(digits) >= 8 and uuid.startswith(digits)

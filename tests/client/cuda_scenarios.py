@@ -108,7 +108,7 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
     assert not missing, f"{missing} not in {refusal.value}"
 
 
-def wanted(*memory: HostMemory | DeviceMemory, device: str | None = None) -> Wanted:
+def wanted(*memory: HostMemory | DeviceMemory) -> Wanted:
     """The registration of this memory."""
     return wanted_registration(
         ControlPage(),
@@ -117,7 +117,6 @@ def wanted(*memory: HostMemory | DeviceMemory, device: str | None = None) -> Wan
         Fingerprint(model="m"),
         rank=0,
         world_size=1,
-        device=device,
         stage=0,
         temporary=False,
     )
@@ -221,10 +220,8 @@ def memory_of_one_worker_is_on_one_device() -> None:
         wanted(first, second)
     with refused(UsageError, f"memory[1] is on host, memory[0] on {first.device}"):
         wanted(first, host)
-    with refused(UsageError, "device='host'", "leave device out"):
-        wanted(first, first, device="host")
     assert wanted(host, host).message.device == "host"
-    assert wanted(first, first, device=first.device).message.device == first.device
+    assert wanted(first, first).message.device == first.device
 
 
 def every_failure_of_the_driver_names_what_was_attempted() -> None:

@@ -173,7 +173,6 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
         {
             "layout": LAYOUT,
             "fingerprint": FINGERPRINT,
-            "device": None,
             "stage": 0,
             "temporary": False,
             "required": False,
@@ -213,7 +212,6 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
     "Timeline.signal": (lambda rig: rig.worker.timeline.signal, {"number": 1}),
     "HostMemory.allocate": (lambda rig: rig.make(HostMemory.allocate), {"nbytes": 4096}),
     "HostMemory.part": (lambda rig: rig.make(rig.memory.part), {"offset": 0, "nbytes": 512}),
-    "HostMemory.view": (lambda rig: rig.memory.view, {"dtype": "u1", "shape": (4, 4)}),
     "share_torch": (lambda rig: rig.make(share_torch), {"tensors": [torch.zeros(8, 64)]}),
 }
 NAMED_AS = {"keys": "key", "stored": "key"}  # of several things the one that is wrong
@@ -352,26 +350,6 @@ def test_only_addresses_are_device_memory(address: Any, nbytes: Any) -> None:
     """Refused before a driver is asked."""
     with pytest.raises(UsageError, match="needed"):
         DeviceMemory.at(address, nbytes)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "named"),
-    [
-        ("no dtype", (1,), "dtype"),
-        (object, (1,), "object"),
-        ("u1", 4, "shape"),
-        ("u1", (-1,), "shape"),
-        ("u1", ("4",), "shape"),
-        ("u8", (2**32, 2**32), "does not fit"),
-        ("V0", (1,), "dtype"),
-    ],
-)
-def test_views_are_of_what_is_there(dtype: Any, shape: Any, named: str) -> None:
-    """A dtype or shape that memory cannot have is refused."""
-    memory = HostMemory.allocate(4096)
-    with pytest.raises(UsageError, match=named):
-        memory.view(dtype, shape)
-    memory.close()
 
 
 def test_lookups_of_a_generator_are_of_all_its_keys(rig: Rig) -> None:

@@ -103,7 +103,6 @@ def _run(pipe: Connection, setup: Setup) -> None:
             shared.memory,
             rank_layout(setup.num_blocks),
             Fingerprint(model=MODEL, dtype="uint8"),
-            device=shared.device,
             required=True,
         )
         pipe.send(Ready(shared.device))
