@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.chaos.shared import Count, Words, counts
 from tests.chaos.specs import Spec
@@ -38,32 +40,13 @@ class Freezer:
             os.kill(pid, signal.SIGCONT)
 
 
-class Proxy:
-    """The process between some engines and the daemon."""
-
-    def __init__(self, folder: Path, real: Path, own: Path, seed: int) -> None:
-        self.log = folder / "proxy.log"
-        self._arguments = [str(folder), str(real), str(own), str(seed)]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether it has not ended."""
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> None:
-        """It ends with the run, or with this process."""
-        self._process = start_module("tests.chaos.proxy_process", self._arguments, self.log)
-
-    def close(self) -> None:
-        """End it."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(END_SECONDS)
-
-
-def start_module(module: str, arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    """Run a module of this harness; the kernel ends it with this process."""
+def start_module(
+    module: str,
+    arguments: list[str],
+    log: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> "subprocess.Popen[bytes]":
+    """Run a Python module; the kernel ends it with this process."""
     tether = ["-m", "kvd_tools.demo.tether", str(os.getpid())]
     with log.open("ab") as sink:
         return subprocess.Popen(
@@ -71,6 +54,7 @@ def start_module(module: str, arguments: list[str], log: Path) -> "subprocess.Po
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
+            env=os.environ | environment,
             start_new_session=True,
         )
 

@@ -1,9 +1,7 @@
 """The daemon of a run: one `kvd serve` after the other, with configurations that change."""
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, TypeVar
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
 from kvd_proto.messages import Message, Status, StatusReport
+from tests.chaos.children import start_module
 from tests.chaos.place import Place
 
 M = TypeVar("M", bound=Message)
@@ -84,22 +83,14 @@ class Daemon:
             self.config = {**USUAL, **change}
         self.starts += 1
         self._ended_by_us = False
-        command = [sys.executable, "-m", "kvd_tools.demo.tether", str(os.getpid())]
-        command += ["kvd", "serve"]
+        arguments = ["serve"]
         for name, value in self.config.items():
-            command += [f"--{name}", value]
-        command += ["--runtime-dir", str(self._place.runtime_dir)]
-        command += ["--pool-dir", str(self._place.pool_dir)]
+            arguments += [f"--{name}", value]
+        arguments += ["--runtime-dir", str(self._place.runtime_dir)]
+        arguments += ["--pool-dir", str(self._place.pool_dir)]
         with self.log.open("ab") as sink:
             sink.write(f"--- start {self.starts}: {dict(self.config)}\n".encode())
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                env=os.environ | self._environment,
-                start_new_session=True,
-            )
+        self._process = start_module("kvd", arguments, self.log, self._environment)
 
     def end(self, number: int) -> str:
         """Signal the broker and wait for its end; what was wrong with that, if anything was."""

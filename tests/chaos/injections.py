@@ -183,14 +183,7 @@ def _pin_everything(world: World, action: Action) -> Undo:
     return undo
 
 
-# ------------------------------------------------------- messages and clocks
-
-
-def _garble_messages(world: World, action: Action) -> Undo:
-    """The engines behind the proxy have a bad connection until the step is over."""
-    del action
-    world.faults[0] = 1
-    return _nothing
+# --------------------------------------------------------------------- clocks
 
 
 def _jump_clock(world: World, action: Action) -> Undo:
@@ -215,7 +208,6 @@ INJECTIONS: dict[str, Injection] = {
     "starve broker of descriptors": Injection(_starve(_broker), 1.5),
     "starve lane of descriptors": Injection(_starve(_lanes), 1.5),
     "fill pool directory": Injection(_fill_pool_dir, 1.5),
-    "garble messages": Injection(_garble_messages, 4),
     "jump wall clock": Injection(_jump_clock, 2),
     "pin everything": Injection(_pin_everything, 2),
 }

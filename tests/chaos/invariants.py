@@ -49,7 +49,6 @@ class Invariants:
         """Wait until all has recovered, have everybody rest, and look."""
         world = self.world
         self.looks += 1
-        world.faults[0] = 0
         began = time.monotonic()
         self._recovered()
         self.most_recovery = max(self.most_recovery, time.monotonic() - began)

@@ -62,7 +62,6 @@ class Rank:
         if worker is None:
             self._worker = self._register()
             return
-        self._calls.add(Count.TURNS)
         self._calls.counters[Count.ATTACHED] = worker.attached and worker.registered
         self._settle(worker)
         self._calls.counters[Count.RESTS] = not self._overdue

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.chaos.faults import Fault
 from tests.chaos.injections import INJECTIONS, Skip
 from tests.chaos.invariants import Invariants
 from tests.chaos.place import place
@@ -103,7 +102,6 @@ class Run:
             if client.started:
                 self.world.thaw(client.pid)
                 client.kill()
-        self.world.proxy.close()
         self.world.daemon.end(signal.SIGKILL)
 
     def report(self, seconds: float) -> dict[str, object]:
@@ -115,7 +113,6 @@ class Run:
             "seed": world.seed,
             "steps": self.steps,
             "injected": dict(sorted(world.injected.items())),
-            "messages": {fault.name.lower(): world.faults[1 + fault] for fault in Fault},
             "skipped": world.skipped,
             "verified_bytes": world.total(Count.VERIFIED_BYTES, ranks),
             "untouched_bytes": world.total(Count.UNTOUCHED_BYTES, ranks),

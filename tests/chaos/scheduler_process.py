@@ -60,7 +60,6 @@ class Conductor:
                 continue
             self._calls.counters[Count.RESTS] = 0
             self._turn()
-            self._calls.add(Count.TURNS)
         with self._calls.within(2.5 + DEADLINE, "Scheduler.close"):
             self._scheduler.close()
 
@@ -106,16 +105,13 @@ class Conductor:
             return
         with self._calls.within(DEADLINE, "complete_store"):
             self._scheduler.complete_store(ticket.keys, success=success)
-        if success:
-            self._calls.add(Count.STORES, len(ticket.keys))
 
     def _load(self, group: int, keys: list[bytes]) -> None:
         with self._calls.within(DEADLINE, "prepare_load"):
             ticket = self._scheduler.prepare_load(keys, LEASE_SECONDS)
         if ticket.keys:
             slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
-            if self._have_done("load", group, ticket.keys, slots, generations):
-                self._calls.add(Count.LOADS, len(ticket.keys))
+            self._have_done("load", group, ticket.keys, slots, generations)
         if self._random.random() >= FORGETFUL:
             with self._calls.within(DEADLINE, "complete_load"):
                 self._scheduler.complete_load(ticket)

@@ -30,10 +30,9 @@ class Count(IntEnum):
     STOPPED_NS = 7  # how long the process was frozen; written by the harness
     RESTS = 8  # not 0: it holds nothing that it will give back
     ATTACHED = 9  # not 0: its engine is complete, as far as it knows
-    TURNS = 10
-    PIN = 11  # not 0: pin all that can be pinned, and hold it; written by the harness
-    PINNED = 12  # chunks that it pinned when it was told to
-    FULL = 13  # keys that were refused for want of room
+    PIN = 10  # not 0: pin all that can be pinned, and hold it; written by the harness
+    PINNED = 11  # chunks that it pinned when it was told to
+    FULL = 12  # keys that were refused for want of room
 
 
 class Phase(IntEnum):

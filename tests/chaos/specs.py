@@ -21,7 +21,6 @@ class Spec:
         ranks: how many.
         page: bytes of a page.
         replicated: every rank holds the same bytes.
-        proxied: it reaches the daemon through a proxy that may lose its way.
     """
 
     name: str
@@ -29,7 +28,6 @@ class Spec:
     ranks: int
     page: int = 4096
     replicated: bool = False
-    proxied: bool = False
 
     @property
     def layout(self) -> RankLayout:
@@ -45,7 +43,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         Spec("one", "split", 2),
-        Spec("two", "split", 2, proxied=True),
+        Spec("two", "split", 2),
         Spec("alike", "alike", 2, page=8192, replicated=True),
     )
 }

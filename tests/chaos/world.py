@@ -4,15 +4,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.chaos.children import Client, Freezer, Proxy
+from tests.chaos.children import Client, Freezer
 from tests.chaos.clock import WallClock
 from tests.chaos.daemons import Daemon
-from tests.chaos.faults import Fault
 from tests.chaos.place import Place
-from tests.chaos.shared import Count, Words, phase_word, words
+from tests.chaos.shared import Count, Words, phase_word
 from tests.chaos.specs import SPECS
-
-KEPT = 10
 
 
 @dataclass
@@ -33,8 +30,6 @@ class World:
     place: Place
     clock: WallClock = field(init=False)
     daemon: Daemon = field(init=False)
-    proxy: Proxy = field(init=False)
-    faults: Words = field(init=False)
     clients: dict[str, Client] = field(init=False)
     phase: Words = field(init=False)
     freezer: Freezer = field(default_factory=Freezer)
@@ -44,18 +39,16 @@ class World:
     now_doing: str = "nothing yet"
 
     def __post_init__(self) -> None:
-        folder, real = self.place.folder, self.place.runtime_dir
+        folder = self.place.folder
         self.clock = WallClock(folder)
         self.daemon = Daemon(self.place, self.clock.environment)
-        self.proxy = Proxy(folder, real, folder / "via", self.seed & 0x7FFFFFFF)
-        self.faults = words(folder / "faults", 1 + len(Fault))
         self.phase = phase_word(folder)
         self.clients = {}
         for number, spec in enumerate(SPECS.values()):
             for rank in (None, *range(spec.ranks)):
                 seed = self.seed * 1_000_003 + number * 10_007 + (rank or 0) * 101
-                way = folder / "via" if spec.proxied else real
-                client = Client(folder, way, spec, rank, seed & 0x7FFFFFFF)
+                runtime_dir = self.place.runtime_dir
+                client = Client(folder, runtime_dir, spec, rank, seed & 0x7FFFFFFF)
                 self.clients[client.name] = client
 
     def violated(self, text: str) -> None:
@@ -87,10 +80,6 @@ class World:
             if died and not (self.daemon.refused_to_start() and "fill pool" in self.now_doing):
                 self.violated(died)
             self.daemon.start()
-        if not self.proxy.running:
-            if self.proxy.log.exists():
-                self.violated(f"the proxy ended: {self.proxy.log.read_text()[-500:]}")
-            self.proxy.start()
         for client in self.clients.values():
             if not client.running:
                 client.start()
