@@ -14,7 +14,7 @@ import psutil
 from harness import Figures, median
 from variants import CHUNK_TOKENS, IN_PROCESS, NO_CACHE, Variant
 
-from kvd_tools.demo_vllm.wire import Answer, comparable
+from kvd_tools.demo_vllm.wire import Answer
 
 PROMPT_TOKENS = 1900
 HIT_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS  # the last token is computed
@@ -72,7 +72,7 @@ class Rounds:
                 warm[variant.name] = self._turn(variant, number)
             for name, answers in warm.items():
                 self.measured[name].same += sum(
-                    not comparable(answer, floor)
+                    (answer.tokens, answer.logprobs) == (floor.tokens, floor.logprobs)
                     for answer, floor in zip(answers, warm[IN_PROCESS], strict=True)
                 )
 

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import msgpack
 import msgspec
 
 from kvd.broker.effects import (
@@ -190,7 +189,7 @@ def namespace_id(registrations: Sequence[Register], uid: int | None = None) -> b
     """
     first = registrations[0]
     parts: list[Any] = [
-        msgspec.to_builtins(first.fingerprint),
+        first.fingerprint,
         first.world_size,
         [[r.stage, _shape(r.layout)] for r in registrations],
     ]
@@ -198,4 +197,4 @@ def namespace_id(registrations: Sequence[Register], uid: int | None = None) -> b
         parts.append("temporary")
     if uid is not None:
         parts.append({"uid": uid})
-    return hashlib.blake2b(msgpack.packb(parts), digest_size=16).digest()
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()

@@ -31,13 +31,12 @@ def auto_size(
     Raises:
         Refused: such a pool would hold no chunk.
     """
-    size = auto_cpu_bytes(
+    cpu_bytes, explanation = auto_cpu_bytes(
         layouts,
         ratio=settings.host_ratio,
         available=available,
         reserve=settings.reserve_bytes,
     )
-    cpu_bytes, explanation = size.cpu_bytes, size.explanation
     if kept and kept != cpu_bytes and abs(kept - cpu_bytes) * KEPT_PART <= cpu_bytes:
         cpu_bytes = kept
         explanation += f"; the kept pool of {format_size(kept)} is about as large and is used"

@@ -9,7 +9,7 @@ from kvd.broker.effects import Effect, Reply
 from kvd.broker.sessions import Session
 from kvd.daemon.runtime_dir import no_socket
 from kvd.wire.router import Router
-from kvd_proto.codec import MAX_MESSAGE_BYTES, NO_ID, WIRE, Header
+from kvd_proto.codec import MAX_MESSAGE_BYTES, NO_ID, REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
 from kvd_proto.messages import Error, ErrorCode, Message
 
@@ -48,7 +48,7 @@ class Requests:
             if received is None:
                 break
             try:
-                header = WIRE.decode_header(received.frame)
+                header = REQUESTS.decode_header(received.frame)
             except DecodeError:  # without a header there is no id to answer to
                 self._dropped += 1
                 continue
@@ -103,7 +103,7 @@ class Requests:
         """
         identity = self._identities.get(session.number, b"")
         try:
-            message = WIRE.decode_body(header, frame)
+            message = REQUESTS.decode_body(header, frame)
         except DecodeError as error:
             code = ErrorCode.BAD_MESSAGE
             if isinstance(error, VersionMismatch):

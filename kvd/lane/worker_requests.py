@@ -14,7 +14,7 @@ from kvd.lane.jobs import ReplyTo, refused_shares
 from kvd.lane.reports import Reports
 from kvd.lane.workers import Worker, Workers
 from kvd.wire.router import Received
-from kvd_proto.codec import WIRE, Header
+from kvd_proto.codec import REQUESTS, Header
 from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
 from kvd_proto.messages import (
     Cancel,
@@ -60,7 +60,7 @@ class Requests:
 
     def _frame(self, identity: bytes, frame: bytes) -> None:
         try:
-            header = WIRE.decode_header(frame)
+            header = REQUESTS.decode_header(frame)
         except BadHeader:
             self._reports.counts.dropped_frames += 1
             return
@@ -83,7 +83,7 @@ class Requests:
             )
 
     def _request(self, worker: Worker | None, header: Header, frame: bytes, reply: ReplyTo) -> None:
-        message = WIRE.decode_body(header, frame)
+        message = REQUESTS.decode_body(header, frame)
         handler = self._handlers.get(type(message))
         if worker is None:
             self._reports.refuse(

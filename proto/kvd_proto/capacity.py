@@ -80,21 +80,6 @@ def per_block_pool_bytes(groups: Sequence[LayerGroup]) -> int:
     return sizes[0] * max(len(group.page_bytes) for group in groups)
 
 
-def effective_num_blocks(measured: int, override: int | None) -> int:
-    """Blocks that the engine has: the operator's override where there is one.
-
-    Raises:
-        SizeError: the one that counts is below 1.
-    """
-    name, blocks = ("measured", measured) if override is None else ("override", override)
-    if blocks < 1:
-        raise SizeError(
-            f"{name} block count = {blocks}; an engine needs at least 1 block, give it more"
-            " memory or a larger override"
-        )
-    return blocks
-
-
 def blocks_needed(
     groups: Sequence[LayerGroup], tokens: int, batched_tokens: int = DEFAULT_BATCHED_TOKENS
 ) -> int:
@@ -140,13 +125,18 @@ def admit(
         SizeError: it cannot, or there is no pool; with both figures, in blocks and bytes of one
             rank, and what to change.
     """
-    blocks = effective_num_blocks(measured, override)
+    blocks = measured if override is None else override
+    origin = "measured" if override is None else "by the override"
+    if blocks < 1:
+        raise SizeError(
+            f"{blocks} blocks, {origin}; an engine needs at least 1 block, give it more memory or"
+            " a larger override"
+        )
     available = blocks - NULL_BLOCKS
     needed = blocks_needed(groups, max_seq_len, batched_tokens)
     if needed <= available:
         return
     each = per_block_pool_bytes(groups)
-    origin = "measured" if override is None else "by the override"
     fits = longest_request(groups, blocks, max_seq_len, batched_tokens)
     more = "give the KV cache more memory" if override is None else "raise the block override"
     raise SizeError(

@@ -1,22 +1,4 @@
-"""Errors of the protocol package.
-
-::
-
-    ProtoError
-    ├── IllegalTransition         an event that the state machine does not allow
-    ├── DecodeError               the other side sent something that is not the protocol
-    │   ├── BadHeader             too short, wrong magic: not even a request id can be read
-    │   ├── VersionMismatch       a protocol version that is not spoken here
-    │   ├── Malformed             not msgpack, or not the fields of a message
-    │   ├── WrongType             numbers that an array cannot hold
-    │   └── Oversize              a message, array, string or map above its limit
-    ├── LayoutError               a KV layout that cannot be served
-    │   ├── LayoutMismatch        ranks of one engine that disagree
-    │   ├── SizeError             sizes that hold nothing, or that are unreadable
-    │   └── JobShapeError         a job whose arrays do not fit each other or the layout
-    ├── DurationError             text that is no duration
-    └── DirectoryError            a buffer that is not a directory of this version
-"""
+"""Errors of the protocol package."""
 
 
 class ProtoError(Exception):
@@ -28,15 +10,15 @@ class IllegalTransition(ProtoError):
 
 
 class DecodeError(ProtoError):
-    """Bytes from the other side are not a message of this protocol."""
+    """The other side sent something that is not the protocol."""
 
 
 class BadHeader(DecodeError):
-    """The header cannot be read; no request id is known."""
+    """Too short, or wrong magic: not even a request id can be read."""
 
 
 class VersionMismatch(DecodeError):
-    """The message speaks a protocol version that is not spoken here."""
+    """The message is of a protocol version that this side does not have."""
 
 
 class Malformed(DecodeError):
@@ -60,7 +42,7 @@ class LayoutMismatch(LayoutError):
 
 
 class SizeError(LayoutError):
-    """Sizes that make no pool."""
+    """Sizes that hold nothing, or that cannot be read."""
 
 
 class JobShapeError(LayoutError):

@@ -71,20 +71,15 @@ def _shares(layouts: Sequence[RankLayout]) -> Sequence[RankLayout]:
     return layouts[:1] if layouts[0].replicated else layouts
 
 
-@dataclass(frozen=True, slots=True)
-class AutoSize:
-    """A pool size that was worked out, and how, in one line."""
-
-    cpu_bytes: int
-    explanation: str
-
-
 def auto_cpu_bytes(
     layouts: Sequence[RankLayout], *, available: int, reserve: int, ratio: float = 2.0
-) -> AutoSize:
+) -> tuple[int, str]:
     """Ratio x the KV bytes of all ranks of an engine, at most what is available less a reserve.
 
     Replicated shares count once. The order of the ranks does not matter.
+
+    Returns:
+        The size, and how it came about, in one line.
     """
     reported = [layout.used_bytes for layout in _shares(layouts)]
     wanted = int(ratio * sum(reported))
@@ -98,7 +93,7 @@ def auto_cpu_bytes(
         f"{ratio:g} x {kv} = {format_size(wanted)}; available {format_size(available)} - reserve"
         f" {format_size(reserve)} = {format_size(room)}; pool {format_size(size)}"
     )
-    return AutoSize(size, text)
+    return size, text
 
 
 def parse_size(text: str | int) -> int:

@@ -97,7 +97,7 @@ def test_the_handshake_is_enforced(client: RawClient) -> None:
     assert code_of(client.hello()) is ErrorCode.BAD_STATE
     assert code_of(client.ask(PrepareStore(keys=(b"k",)))) is ErrorCode.NOT_READY
     assert code_of(client.ask(Reset())) is ErrorCode.NOT_READY
-    assert code_of(client.ask(Pong(pid=1))) is ErrorCode.BAD_STATE
+    assert code_of(client.ask(Pong(pid=1))) is ErrorCode.BAD_MESSAGE
 
 
 def test_a_tool_changes_nothing(client: RawClient) -> None:

@@ -21,7 +21,7 @@ from kvd.wire.link import (
     ShareDone,
 )
 from kvd_proto.arrays import IntArray
-from kvd_proto.codec import NO_ID, WIRE, Header
+from kvd_proto.codec import NO_ID, REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, ProtoError
 from kvd_proto.messages import TAGS, Message, Register, Store
 from tests.broker.brokers import lane_ready, make_broker
@@ -143,7 +143,7 @@ class _Play:
 
     def _serve(self, session: Session, header: Header, frame: bytes, descriptors: int = 0) -> None:
         with contextlib.suppress(DecodeError):
-            message = WIRE.decode_body(header, frame)
+            message = REQUESTS.decode_body(header, frame)
             number = header.request_id
             self.asked[session.number, number] += 1
             self._carry_out(self.broker.request(session, number, message, self.now, descriptors))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgpack
+import msgspec
 
 from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, NO_ID
 from kvd_proto.messages import TAGS
@@ -74,9 +74,9 @@ def _append(frame: bytes, rng: random.Random) -> bytes:
 def _field(frame: bytes, rng: random.Random) -> bytes:
     """Another value for a field, near the one that it has."""
     try:
-        new = changed(rng, msgpack.unpackb(frame[HEADER_BYTES:]))
-        return frame[:HEADER_BYTES] + bytes(msgpack.packb(new))
-    except (ValueError, OverflowError, msgpack.exceptions.UnpackException):
+        new = changed(rng, msgspec.msgpack.decode(frame[HEADER_BYTES:]))
+        return frame[:HEADER_BYTES] + msgspec.msgpack.encode(new)
+    except (ValueError, OverflowError, msgspec.DecodeError):
         return _flip(frame, rng)
 
 
@@ -114,7 +114,7 @@ def _large(frame: bytes, rng: random.Random) -> bytes:
     else:
         size = rng.choice([2**20, MAX_MESSAGE_BYTES - len(frame), MAX_MESSAGE_BYTES + 1])
         return frame[:HEADER_BYTES] + bytes(size if rng.random() < 0.1 else 2**18)
-    return frame[:HEADER_BYTES] + bytes(msgpack.packb(body))
+    return frame[:HEADER_BYTES] + msgspec.msgpack.encode(body)
 
 
 # ----------------------------------------------------------------- of sequences

@@ -8,7 +8,6 @@ from kvd_proto.capacity import (
     LayerGroup,
     admit,
     blocks_needed,
-    effective_num_blocks,
     longest_request,
     per_block_pool_bytes,
 )
@@ -55,14 +54,11 @@ def test_no_layers_have_no_pool(groups: list[LayerGroup]) -> None:
         per_block_pool_bytes(groups)
 
 
-def test_the_override_beats_the_measured_count() -> None:
-    """The operator's number wins, smaller or larger; without one the measured count stands."""
-    assert effective_num_blocks(1000, None) == 1000
-    assert effective_num_blocks(1000, 10) == 10
-    assert effective_num_blocks(10, 1000) == 1000
-    for measured, override in ((0, None), (100, 0), (100, -1)):
-        with pytest.raises(SizeError, match="block count"):
-            effective_num_blocks(measured, override)
+@pytest.mark.parametrize(("measured", "override"), [(0, None), (100, 0), (100, -1)])
+def test_an_engine_has_at_least_one_block(measured: int, override: int | None) -> None:
+    """The count that is in force, the override's where there is one, is refused below 1."""
+    with pytest.raises(SizeError, match="at least 1 block"):
+        admit(1, [FULL], measured, override)
 
 
 def test_the_null_block_is_nobodys() -> None:
@@ -83,6 +79,7 @@ def test_an_override_is_not_ignored_until_a_request_waits_for_ever() -> None:
     assert "available are 100 (12.5 MiB" in text
     assert "raise the block override, or lower max seq len to 1600 or less" in text
     admit(1600, [FULL], measured=4096, override=101)
+    admit(8192, [FULL], measured=10, override=4096)
 
 
 def test_without_an_override_the_remedy_is_memory() -> None:

@@ -72,25 +72,25 @@ def test_a_budget_below_one_chunk_is_refused_with_the_remedy() -> None:
 def test_auto_is_the_ratio_capped_by_what_is_there() -> None:
     """`auto` takes ratio x GPU KV x ranks, at most the memory available less the reserve."""
     ten, one = rank((4096,), blocks=10 * GIB // 4096), rank((4096,), blocks=GIB // 4096)
-    free = auto_cpu_bytes([ten, ten], available=100 * GIB, reserve=4 * GIB)
-    assert free.cpu_bytes == 40 * GIB
-    assert "2 x 10 GiB GPU KV x 2 ranks = 40 GiB" in free.explanation
-    assert "\n" not in free.explanation
-    tight = auto_cpu_bytes([ten, ten], ratio=3.0, available=34 * GIB, reserve=4 * GIB)
-    assert tight.cpu_bytes == 30 * GIB
-    assert "available 34 GiB - reserve 4 GiB = 30 GiB; pool 30 GiB" in tight.explanation
-    assert auto_cpu_bytes([one], available=GIB, reserve=2 * GIB).cpu_bytes == 0
+    size, why = auto_cpu_bytes([ten, ten], available=100 * GIB, reserve=4 * GIB)
+    assert size == 40 * GIB
+    assert "2 x 10 GiB GPU KV x 2 ranks = 40 GiB" in why
+    assert "\n" not in why
+    size, why = auto_cpu_bytes([ten, ten], ratio=3.0, available=34 * GIB, reserve=4 * GIB)
+    assert size == 30 * GIB
+    assert "available 34 GiB - reserve 4 GiB = 30 GiB; pool 30 GiB" in why
+    assert auto_cpu_bytes([one], available=GIB, reserve=2 * GIB)[0] == 0
 
 
 def test_auto_counts_each_rank_once_and_replicated_shares_once() -> None:
     """Stages of different size are summed, in any order; ranks that hold the same are one."""
     stages = [rank((4096,) * layers, blocks=100) for layers in (1, 3)]
     for layouts in (stages, stages[::-1]):
-        size = auto_cpu_bytes(layouts, available=GIB, reserve=0)
-        assert size.cpu_bytes == 2 * 4 * 4096 * 100
-        assert "2 x 1.56 MiB GPU KV of 2 ranks = 3.12 MiB" in size.explanation
+        size, why = auto_cpu_bytes(layouts, available=GIB, reserve=0)
+        assert size == 2 * 4 * 4096 * 100
+        assert "2 x 1.56 MiB GPU KV of 2 ranks = 3.12 MiB" in why
     same = [rank((4096,), blocks=100, replicated=True)] * 8
-    assert auto_cpu_bytes(same, available=GIB, reserve=0).cpu_bytes == 2 * 4096 * 100
+    assert auto_cpu_bytes(same, available=GIB, reserve=0)[0] == 2 * 4096 * 100
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_proto.layout import validate_layout
 from kvd_tools.demo.content import POISON, PageContent, chain, chunk_key, page_seed
-from kvd_tools.demo.memory import STRIDES, TENSORS, KvMemory, rank_layout
+from kvd_tools.demo.memory import STRIDES, USED_BYTES, KvMemory, rank_layout
 
 PAGE = 256
 NUM_BLOCKS = 8
@@ -70,7 +70,7 @@ def test_every_coordinate_makes_another_seed() -> None:
 def test_what_is_filled_verifies_and_nothing_strays() -> None:
     """All bytes in use are compared; null block and padding keep what they had."""
     memory = make_memory()
-    assert memory.verify(BLOCKS) == (3 * sum(t.page_bytes for t in TENSORS), 0)
+    assert memory.verify(BLOCKS) == (3 * sum(USED_BYTES), 0)
     assert memory.strayed() == 0
 
 
@@ -98,9 +98,7 @@ def test_a_corrupted_byte_is_counted() -> None:
     assert memory.verify(BLOCKS)[1] == 1
 
 
-@pytest.mark.parametrize(
-    ("tensor", "block", "byte"), [(0, 0, 3), (2, 0, 3), (2, 4, TENSORS[2].page_bytes)]
-)
+@pytest.mark.parametrize(("tensor", "block", "byte"), [(0, 0, 3), (2, 0, 3), (2, 4, USED_BYTES[2])])
 def test_a_write_to_null_block_or_padding_strays(tensor: int, block: int, byte: int) -> None:
     """The null block, and bytes between a page's end and the next page, may never be written."""
     memory = make_memory()

@@ -1,5 +1,6 @@
 """Prompts, engines and traffic for the tests with the real engine."""
 
+import contextlib
 import random
 import threading
 import time
@@ -9,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import psutil
 
 from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.models import DEFAULTS, Kind, write_model
@@ -28,6 +31,22 @@ SHORT = list(range(2, 10))  # with its answer less than a block
 # Log-probabilities of the same request in another batch; see test_corruption for what damage does.
 TOLERANCE = 2e-3
 GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
+
+
+def numbers(answer: Answer) -> tuple[list[int], list[dict[int, float]]]:
+    """All that two equal answers have in common: tokens and log-probabilities."""
+    assert not answer.error
+    return answer.tokens, answer.logprobs
+
+
+def pid_of(engine: EngineProcess, *titles: str) -> int:
+    """The process of an engine that vLLM has given the first of these titles that there is."""
+    assert engine._process is not None
+    found = {}
+    for process in psutil.Process(engine._process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            found[process.pid] = " ".join(process.cmdline())
+    return next(pid for title in titles for pid in sorted(found) if found[pid].startswith(title))
 
 
 def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list[int]]:

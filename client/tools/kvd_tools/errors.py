@@ -1,15 +1,4 @@
-"""Errors of the demos and the self-test.
-
-::
-
-    KvdClientError
-    ├── DemoError
-    │   ├── OutOfBlocks        more GPU blocks asked for than are free
-    │   └── ProcessLost        the daemon or a rank ended, or did not start in time
-    │       └── EngineDied     the vLLM engine; shows its log's end
-    └── SelfTestError          the self-test cannot begin
-        └── StepFailed         a step did not do, or could not prove, what it is for
-"""
+"""Errors of the demos and the self-test."""
 
 import importlib.util
 import sys
@@ -32,15 +21,15 @@ def check_installed(module: str, command: str, remedy: str) -> None:
 
 
 class OutOfBlocks(DemoError):
-    """There are not that many free blocks."""
+    """More GPU blocks are asked for than are free."""
 
 
 class ProcessLost(DemoError):
-    """A process that the demo needs is not there."""
+    """The daemon or a rank has ended, or did not start in time."""
 
 
 class EngineDied(ProcessLost):
-    """The vLLM engine's process is not there."""
+    """The vLLM engine has ended, or did not start in time; shows its log's end."""
 
 
 class SelfTestError(KvdClientError):

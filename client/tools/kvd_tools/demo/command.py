@@ -57,13 +57,6 @@ LOOK_SECONDS = 0.5
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the generated requests.")
 @click.option(
-    "--device",
-    type=click.Choice(["auto", "host"]),
-    default="auto",
-    show_default=True,
-    help="Where the KV tensors are.",
-)
-@click.option(
     "--cpu-bytes",
     "cpu_size",
     help="Size of the pool, such as 256MiB [default: less than the working set]",
@@ -79,7 +72,6 @@ def demo(
     count: int,
     json_file: Path | None,
     seed: int,
-    device: str,
     cpu_size: str | None,
     corrupt: bool,
 ) -> None:
@@ -92,7 +84,6 @@ def demo(
       kvd demo
       kvd demo --world-size 4 --requests 100 --json out.json
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    del device  # "auto" and "host" are the same as long as host memory is all there is
     console = Console()
     try:
         check_installed("torch", "kvd demo", "pip install torch")

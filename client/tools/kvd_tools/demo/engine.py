@@ -224,12 +224,13 @@ class Engine:
             self._take(report)
 
     def _take(self, report: Finished) -> None:
-        job = self._jobs[report.job]
+        result = report.result
+        job = self._jobs[result.job_id]
         self._figures.count_job(report, job.kind)
         job.waiting -= 1
-        job.ok &= report.ok
+        job.ok &= result.success
         if not job.waiting:
-            del self._jobs[report.job]
+            del self._jobs[result.job_id]
             self._pool.release(job.blocks)
             job.ended(job.ok)
 

@@ -6,7 +6,6 @@ group the first three, and they share the block ids.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +16,17 @@ from kvd_tools.demo.blocks import NULL_BLOCK
 from kvd_tools.demo.content import POISON, Page, PageContent, page_seed
 from kvd_tools.demo.plan import BLOCK_TOKENS, BLOCKS_PER_CHUNK, WINDOW_BLOCKS
 
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """Where a tensor's pages are: bytes, of which `page_bytes` are in use and the rest padding."""
-
-    storage: int
-    offset: int
-    padded_bytes: int
-    page_bytes: int
-
-
-TENSORS = (
-    Tensor(storage=0, offset=0, padded_bytes=16384, page_bytes=16384),
-    Tensor(storage=1, offset=0, padded_bytes=16384, page_bytes=16384),
-    Tensor(storage=2, offset=0, padded_bytes=12288, page_bytes=8192),
-    Tensor(storage=2, offset=12288, padded_bytes=12288, page_bytes=12288),
-)
 STRIDES = (16384, 16384, 24576)
 """Bytes from block to block, by storage."""
+
+TENSORS = (
+    TensorSpec(storage=0, offset=0, page_bytes=16384, block_stride=STRIDES[0]),
+    TensorSpec(storage=1, offset=0, page_bytes=16384, block_stride=STRIDES[1]),
+    TensorSpec(storage=2, offset=0, page_bytes=12288, block_stride=STRIDES[2]),
+    TensorSpec(storage=2, offset=12288, page_bytes=12288, block_stride=STRIDES[2]),
+)
+USED_BYTES = (16384, 16384, 8192, 12288)
+"""Bytes of each tensor's pages that are in use; the rest is padding."""
 
 GROUPS = ((0, 1, 2, 3), (0, 1, 2))
 """The tensors of the full and of the window group."""
@@ -45,7 +36,7 @@ def rank_layout(num_blocks: int) -> RankLayout:
     """Return what a rank with so many blocks reports to the daemon."""
 
     def group(tensors: Sequence[int], kind: str, window: int | None) -> GroupSpec:
-        refs = tuple(TensorRef(i, TENSORS[i].page_bytes) for i in tensors)
+        refs = tuple(TensorRef(i, USED_BYTES[i]) for i in tensors)
         return GroupSpec(refs, BLOCK_TOKENS, kind, window)
 
     return RankLayout(
@@ -53,9 +44,7 @@ def rank_layout(num_blocks: int) -> RankLayout:
         blocks_per_chunk=BLOCKS_PER_CHUNK,
         hash_block_size=BLOCK_TOKENS,
         storages=tuple(num_blocks * stride for stride in STRIDES),
-        tensors=tuple(
-            TensorSpec(t.storage, t.offset, t.padded_bytes, STRIDES[t.storage]) for t in TENSORS
-        ),
+        tensors=TENSORS,
         groups=(
             group(GROUPS[0], "full", None),
             group(GROUPS[1], "sliding_window", WINDOW_BLOCKS * BLOCK_TOKENS),
@@ -75,8 +64,8 @@ class KvMemory:
 
     def __init__(self, rank: int, storages: Sequence[npt.NDArray[np.uint8]]) -> None:
         self.rank = rank
-        self.pages = [storages[t.storage][:, t.offset : t.offset + t.padded_bytes] for t in TENSORS]
-        self._content = {size: PageContent(size) for size in {t.page_bytes for t in TENSORS}}
+        self.pages = [storages[t.storage][:, t.offset : t.offset + t.page_bytes] for t in TENSORS]
+        self._content = {size: PageContent(size) for size in set(USED_BYTES)}
         for storage in storages:
             storage[:] = POISON
 
@@ -107,9 +96,9 @@ class KvMemory:
     def strayed(self) -> int:
         """Count changed bytes where nothing may ever be written: null block and padding."""
         changed = 0
-        for tensor, pages in zip(TENSORS, self.pages, strict=True):
+        for used, pages in zip(USED_BYTES, self.pages, strict=True):
             changed += int(np.count_nonzero(pages[NULL_BLOCK] != POISON))
-            changed += int(np.count_nonzero(pages[:, tensor.page_bytes :] != POISON))
+            changed += int(np.count_nonzero(pages[:, used:] != POISON))
         return changed
 
     def _seeded(self, groups: Sequence[ChunkBlocks]) -> Iterator[tuple[Page, int]]:
@@ -118,7 +107,7 @@ class KvMemory:
             for at, block in enumerate(group.blocks, group.first % BLOCKS_PER_CHUNK):
                 key = group.keys[at // BLOCKS_PER_CHUNK]
                 for tensor in tensors:
-                    page = self.pages[tensor][block, : TENSORS[tensor].page_bytes]
+                    page = self.pages[tensor][block, : USED_BYTES[tensor]]
                     yield page, page_seed(key, self.rank, tensor, at % BLOCKS_PER_CHUNK)
 
     def __repr__(self) -> str:

@@ -61,12 +61,13 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A transfer's end on one rank. took_ns: from submission to seen finished."""
+    """A transfer's end on one rank.
 
-    job: int
-    ok: bool
-    bytes: int
-    copy_ns: int
+    took_ns: from submission to seen finished.
+    verified, mismatched: bytes of a load that were compared, and of these the wrong ones.
+    """
+
+    result: JobResult
     took_ns: int
     verified: int
     mismatched: int
@@ -132,19 +133,7 @@ def _serve(pipe: Connection, memory: KvMemory, worker: Worker, *, corrupt: bool)
         for result in worker.get_finished():
             now_ns = time.perf_counter_ns()
             started_ns, transfer = jobs.pop(result.job_id)
-            pipe.send(_finished(memory, result, transfer, now_ns - started_ns))
-
-
-def _finished(memory: KvMemory, result: JobResult, transfer: Transfer, took_ns: int) -> Finished:
-    verified = mismatched = 0
-    if isinstance(transfer.ticket, LoadTicket) and result.success:
-        verified, mismatched = memory.verify(transfer.groups)
-    return Finished(
-        job=result.job_id,
-        ok=result.success,
-        bytes=result.bytes,
-        copy_ns=round(result.seconds * 1e9),
-        took_ns=took_ns,
-        verified=verified,
-        mismatched=mismatched,
-    )
+            verified = mismatched = 0
+            if isinstance(transfer.ticket, LoadTicket) and result.success:
+                verified, mismatched = memory.verify(transfer.groups)
+            pipe.send(Finished(result, now_ns - started_ns, verified, mismatched))

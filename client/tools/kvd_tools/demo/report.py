@@ -1,7 +1,6 @@
 """What the demo measured: counters, and the figures made from them."""
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,8 +44,8 @@ class Figures:
     mismatched_bytes: int = 0
     strayed_bytes: int = 0
     wall_seconds: float = 0.0
-    copied_bytes: Counter[str] = field(default_factory=Counter)  # by "store" and "load"
-    copy_ns: Counter[str] = field(default_factory=Counter)
+    copied_bytes: dict[str, float] = field(default_factory=lambda: {"store": 0, "load": 0})
+    copy_seconds: dict[str, float] = field(default_factory=lambda: {"store": 0, "load": 0})
     job_ns: list[int] = field(default_factory=list)
 
     def count_job(self, report: Finished, kind: str) -> None:
@@ -54,9 +53,9 @@ class Figures:
         self.verified_bytes += report.verified
         self.mismatched_bytes += report.mismatched
         self.job_ns.append(report.took_ns)
-        if report.ok:
-            self.copied_bytes[kind] += report.bytes
-            self.copy_ns[kind] += report.copy_ns
+        if report.result.success:
+            self.copied_bytes[kind] += report.result.bytes
+            self.copy_seconds[kind] += report.result.seconds
 
     @property
     def good(self) -> bool:
@@ -68,7 +67,9 @@ class Figures:
         p50, p99 = np.percentile(self.job_ns or [0], [50, 99]) / 1e3
         measured: Summary = {
             **{
-                f"{kind}_GBps": round(self.copied_bytes[kind] / max(1, self.copy_ns[kind]), 3)
+                f"{kind}_GBps": round(
+                    self.copied_bytes[kind] / max(1e-9, self.copy_seconds[kind]) / 1e9, 3
+                )
                 for kind in ("store", "load")
             },
             "memcpy_GBps": round(memcpy_gbps, 3),

@@ -10,16 +10,14 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Self
-
-import msgspec
-import psutil
+from typing import Any, Self
 
 from kvd_tools.demo_vllm.group import kill_group
 from kvd_tools.demo_vllm.options import EngineOptions
-from kvd_tools.demo_vllm.wire import Answer, Command, Method, Reply, decode, encode
+from kvd_tools.demo_vllm.wire import Answer, Command, Method
 from kvd_tools.errors import DemoError, EngineDied
 
 START_SECONDS = 300.0  # on a busy machine; it takes a fraction of that on an idle one
@@ -28,14 +26,6 @@ END_SECONDS = 12.0  # longer than the child gives itself
 LOOK_SECONDS = 0.02
 LOG_TAIL_BYTES = 4000
 ENGINE_MAIN = "kvd_tools.demo_vllm.engine_main"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineProcesses:
-    """Process ids of one engine. core: schedules. workers: own the KV memory, by rank."""
-
-    core: int
-    workers: tuple[int, ...]
 
 
 class EngineProcess:
@@ -59,7 +49,7 @@ class EngineProcess:
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of what follows, and of writing
         self._pending: dict[int, Future[Any]] = {}
-        self._commands: IO[bytes] | None = None
+        self._commands: Connection | None = None
         self._ready: Future[Any] | None = None
         self._ended = False
 
@@ -69,26 +59,21 @@ class EngineProcess:
         """Start the process; `wait_ready` says when it serves."""
         if self._process is not None:
             raise DemoError(f"{self!r} was started before; make a new one")
-        ours, theirs = os.pipe()
-        try:
-            with self.log.open("wb") as sink:
-                self._process = subprocess.Popen(
-                    [self._python, "-m", ENGINE_MAIN, str(theirs)],
-                    stdin=subprocess.PIPE,
-                    stdout=sink,
-                    stderr=sink,
-                    pass_fds=[theirs],
-                    env=self.options.environment(),
-                    start_new_session=True,
-                )
-        except BaseException:
-            os.close(ours)
-            raise
-        finally:
-            os.close(theirs)
-        self._commands = self._process.stdin
+        their_commands, self._commands = Pipe(duplex=False)
+        replies, their_replies = Pipe(duplex=False)
+        with their_commands, their_replies, self.log.open("wb") as sink:
+            fds = [their_commands.fileno(), their_replies.fileno()]
+            self._process = subprocess.Popen(
+                [self._python, "-m", ENGINE_MAIN, *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                pass_fds=fds,
+                env=self.options.environment(),
+                start_new_session=True,
+            )
         self._reader = threading.Thread(
-            target=self._read, args=[os.fdopen(ours, "rb")], name="engine replies", daemon=True
+            target=self._read, args=[replies], name="engine replies", daemon=True
         )
         self._reader.start()
         transfer = None if self.options.kv_transfer is None else dict(self.options.kv_transfer)
@@ -143,8 +128,7 @@ class EngineProcess:
 
     def _close_commands(self) -> None:
         if self._commands is not None:
-            with contextlib.suppress(OSError):
-                self._commands.close()
+            self._commands.close()
             self._commands = None
 
     def __enter__(self) -> Self:
@@ -171,18 +155,7 @@ class EngineProcess:
             max_tokens: so many are generated, always.
             logprobs: for each of them, so many of the most likely ones are told.
         """
-        answer: Future[Answer] = Future()
-        answer.set_running_or_notify_cancel()
-
-        def done(reply: Future[Any]) -> None:
-            if (error := reply.exception()) is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(msgspec.convert(reply.result(), Answer, str_keys=True))
-
-        arguments = {"prompt": list(prompt), "max_tokens": max_tokens, "logprobs": logprobs}
-        self._send("generate", **arguments).add_done_callback(done)
-        return answer
+        return self._send("generate", prompt=list(prompt), max_tokens=max_tokens, logprobs=logprobs)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, logprobs: int = 3
@@ -208,23 +181,6 @@ class EngineProcess:
         values: dict[str, float] = self._send("metrics").result(ANSWER_SECONDS)
         return values
 
-    def processes(self) -> EngineProcesses:
-        """Return its process ids, by the titles that vLLM gives its processes."""
-        if self._process is None:
-            raise DemoError("the engine was not started; call start() first")
-        titles = {}
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                titles[process.pid] = " ".join(process.cmdline())
-        core = next(pid for pid, title in titles.items() if title.startswith("VLLM::EngineCore"))
-        workers = sorted(
-            (len(title), title, pid)
-            for pid, title in titles.items()
-            if title.startswith("VLLM::Worker")
-        )
-        # An engine may have its only worker inside the core.
-        return EngineProcesses(core, tuple(pid for *_, pid in workers) or (core,))
-
     def _send(self, method: Method, **arguments: Any) -> Future[Any]:
         """Send a command; the future has its result."""
         command = Command(next(self._numbers), method, arguments)
@@ -234,24 +190,23 @@ class EngineProcess:
             if self._commands is not None:
                 self._pending[command.number] = result
                 with contextlib.suppress(OSError):  # it is gone; the reader says so
-                    self._commands.write(encode(command))
-                    self._commands.flush()
+                    self._commands.send(command)
         if gone:
             result.set_exception(self._died("the engine is not there"))
         return result
 
     # ------------------------------------------------------------ replies
 
-    def _read(self, replies: IO[bytes]) -> None:
-        with replies:
-            for line in replies:
-                reply = decode(line, Reply)
+    def _read(self, replies: Connection) -> None:
+        with replies, contextlib.suppress(EOFError, OSError):  # its end, or in the midst of one
+            while True:
+                number, result, error = replies.recv()
                 with self._lock:
-                    future = self._pending.pop(reply.number)
-                if reply.error:
-                    future.set_exception(DemoError(reply.error))
+                    future = self._pending.pop(number)
+                if error:
+                    future.set_exception(DemoError(error))
                 else:
-                    future.set_result(reply.result)
+                    future.set_result(result)
         with self._lock:
             self._close_commands()  # from now on nothing is taken
             pending, self._pending = self._pending, {}

@@ -1,16 +1,18 @@
 """The engine's process: builds vLLM's AsyncLLM and serves commands.
 
-Started as `python -m kvd_tools.demo_vllm.engine_main REPLY_FD` by
-`EngineProcess`: commands come on standard input, replies go to REPLY_FD,
-everything that vLLM prints goes to the log. Ends when standard input closes.
+Started as `python -m kvd_tools.demo_vllm.engine_main COMMAND_FD REPLY_FD` by
+`EngineProcess`; everything that vLLM prints goes to the log. Ends when the pipe of
+commands does.
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
 import time
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 from prometheus_client import REGISTRY
 from vllm import SamplingParams, TokensPrompt
@@ -22,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvd_tools.demo_vllm.group import kill_group
-from kvd_tools.demo_vllm.wire import Answer, Command, Reply, decode, encode
+from kvd_tools.demo_vllm.wire import Answer, Command, Reply
 
 END_SECONDS = 8.0  # for an orderly end, before all is killed
 RESET_SECONDS = 10.0  # blocks of ended requests are held until their stores have ended
@@ -37,15 +39,16 @@ class Commands:
     busy starting: some seconds after the pipe's end it kills its whole group.
     """
 
-    def __init__(self, source: BinaryIO, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, source: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self._source = source
         self._loop = loop
         self._queue: asyncio.Queue[Command | None] = asyncio.Queue()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
     def _read(self) -> None:
-        for line in self._source:
-            self._put(decode(line, Command))
+        with contextlib.suppress(EOFError):
+            while True:
+                self._put(self._source.recv())
         killer = threading.Timer(END_SECONDS, kill_group, [os.getpid()])
         killer.daemon = True
         killer.start()
@@ -62,7 +65,7 @@ class Commands:
 class Server:
     """Carries out commands, many at a time."""
 
-    def __init__(self, engine: AsyncLLM, replies: BinaryIO) -> None:
+    def __init__(self, engine: AsyncLLM, replies: Connection) -> None:
         self._engine = engine
         self._replies = replies
         self._running: set[asyncio.Task[None]] = set()
@@ -93,12 +96,7 @@ class Server:
                 result = _metrics()
             case "start":
                 error = "the engine has been started already"
-        self.send(Reply(command.number, result, error))
-
-    def send(self, reply: Reply) -> None:
-        """Write one reply."""
-        self._replies.write(encode(reply))
-        self._replies.flush()
+        self._replies.send(Reply(command.number, result, error))
 
     async def _answer(self, name: str, prompt: list[int], max_tokens: int, logprobs: int) -> Answer:
         parameters = SamplingParams(
@@ -173,7 +171,7 @@ def _engine_config(engine: dict[str, Any], kv_transfer: dict[str, Any] | None) -
     return config
 
 
-async def run(source: BinaryIO, replies: BinaryIO) -> None:
+async def run(source: Connection, replies: Connection) -> None:
     """Build the engine that the first command asks for, and serve the others."""
     commands = Commands(source, asyncio.get_running_loop())
     start = await commands.next()
@@ -181,31 +179,21 @@ async def run(source: BinaryIO, replies: BinaryIO) -> None:
         sys.exit(f"the first command must be start, this was {start!r}")
     engine = AsyncLLM.from_vllm_config(_engine_config(**start.arguments))
     try:
-        server = Server(engine, replies)
-        server.send(Reply(start.number))
-        await server.serve(commands)
+        replies.send(Reply(start.number))
+        await Server(engine, replies).serve(commands)
     finally:
         engine.shutdown()
 
 
 def main() -> None:
     """Entry point of the engine's process."""
-    reply_fd = int(sys.argv[1])
-    os.set_inheritable(reply_fd, False)
-    # vLLM's processes must not hold the command pipe open.
-    command_fd = os.dup(0)
-    with open(os.devnull, "rb") as nothing:  # noqa: PTH123  # a descriptor is wanted, not a path
-        os.dup2(nothing.fileno(), 0)
-    ours = [command_fd, reply_fd]
-
-    def close_ours() -> None:
-        while ours:  # a process that this one forks has nothing left to close
-            os.close(ours.pop())
-
-    os.register_at_fork(after_in_child=close_ours)
-    source = os.fdopen(command_fd, "rb")
+    command_fd, reply_fd = map(int, sys.argv[1:])
+    source = Connection(command_fd, writable=False)
     # Closed by the process's end: who reads it finds the last words in the log by then.
-    replies = os.fdopen(reply_fd, "wb")
+    replies = Connection(reply_fd, readable=False)
+    for ours in (source, replies):  # vLLM's processes must not hold the pipes open
+        os.set_inheritable(ours.fileno(), False)
+        os.register_at_fork(after_in_child=ours.close)
     asyncio.run(run(source, replies))
     os._exit(0)  # the engine is shut down; what vLLM leaves to the interpreter's end takes seconds
 

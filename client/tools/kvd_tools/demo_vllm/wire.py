@@ -1,13 +1,10 @@
-"""Messages between the parent and the engine's process: one JSON object a line.
+"""What goes between the parent and the engine's process, pickled, through two pipes.
 
 The first command is `start`. Every command gets one reply, with its number.
 """
 
-import json
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
-
-import msgspec
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +28,10 @@ class Answer:
     error: str = ""
 
 
-def comparable(a: Answer, b: Answer) -> str:
-    """Say where two answers differ first, in one sentence; "" if every number is the same."""
-    for name, answer in (("first", a), ("second", b)):
-        if answer.error:
-            return f"the {name} answer is incomplete: {answer.error}"
-    for what, one, other in (
-        ("tokens", a.tokens, b.tokens),
-        ("log-probabilities", a.logprobs, b.logprobs),
-    ):
-        if len(one) != len(other):
-            return f"one answer has {len(one)} {what}, the other {len(other)}"
-        for at, (mine, its) in enumerate(zip(one, other, strict=True)):
-            if mine != its:
-                return f"{what} differ at token {at}: {mine} in one answer and {its} in the other"
-    return ""
-
-
 Method: TypeAlias = Literal["start", "generate", "reset", "metrics"]
 
 
-class Command(msgspec.Struct, frozen=True):
+class Command(NamedTuple):
     """A request to the engine.
 
     method: `start` builds the engine, `generate` answers a prompt greedily, `reset` drops the
@@ -63,22 +43,9 @@ class Command(msgspec.Struct, frozen=True):
     arguments: dict[str, Any]
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply(NamedTuple):
     """A command's result. error: why it was not carried out; "" if it was."""
 
     number: int
     result: Any = None
     error: str = ""
-
-
-M = TypeVar("M", Command, Reply)
-
-
-def encode(message: Command | Reply) -> bytes:
-    """Return one line. The standard library's JSON, because it knows infinities and NaN."""
-    return json.dumps(msgspec.to_builtins(message, str_keys=True)).encode() + b"\n"
-
-
-def decode(line: bytes, kind: type[M]) -> M:
-    """Return the message in a line; raises msgspec.ValidationError."""
-    return msgspec.convert(json.loads(line), kind)

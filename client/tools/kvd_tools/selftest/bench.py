@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,6 @@ _LOOK_SECONDS = 0.005
 def chunk_bytes_for(pool_bytes: int) -> int:
     """A thousandth of the pool, so that it takes next to nothing away, within bounds."""
     return min(max(pool_bytes // 1024 // 4096 * 4096, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """One job: bytes, seconds of copying in the lane, seconds from submission to its end."""
-
-    bytes: int
-    copy_seconds: float
-    latency_seconds: float
 
 
 class Bench:
@@ -98,7 +88,8 @@ class Bench:
         self.stored: tuple[bytes, ...] = ()
         self.loaded: LoadTicket | None = None
         self.wrong: int | None = None
-        self.samples: dict[str, list[Moved]] = {"store": [], "load": []}
+        # Jobs, each with the seconds from its submission to its end.
+        self.samples: dict[str, list[tuple[JobResult, float]]] = {"store": [], "load": []}
         self._observer = observer
         self._job = 0
         self.scheduler = Scheduler(runtime_dir, self.engine, deadline=ANSWER_SECONDS)
@@ -269,7 +260,7 @@ class Bench:
             raise StepFailed(f"the job has not ended within {self.timeout:g} s")
         (result,) = self.worker.get_finished()
         if result.success:
-            self.samples[kind].append(Moved(result.bytes, result.seconds, latency))
+            self.samples[kind].append((result, latency))
         return result
 
     def __repr__(self) -> str:

@@ -136,13 +136,13 @@ def _report(bench: Bench, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "failed_step": None if last.ok else last.name,
         "text": "" if last.ok else last.text,
         "steps": [asdict(step) for step in outcomes],
-        "job_bytes": max((moved.bytes for each in samples.values() for moved in each), default=0),
+        "job_bytes": max((job.bytes for moved in samples.values() for job, _ in moved), default=0),
         "gbps": {
-            kind: median(m.bytes / max(m.copy_seconds, 1e-9) for m in moved) / 1e9
+            kind: median(job.bytes / max(job.seconds, 1e-9) for job, _ in moved) / 1e9
             for kind, moved in samples.items()
         },
         "latency_seconds": {
-            kind: median(m.latency_seconds for m in moved) for kind, moved in samples.items()
+            kind: median(seconds for _, seconds in moved) for kind, moved in samples.items()
         },
     }
 

@@ -153,7 +153,7 @@ def _measure(bench: Bench) -> None:
 
 def _is_measured(bench: Bench) -> str:
     for kind, samples in bench.samples.items():
-        if len(samples) != ROUNDS or not all(moved.bytes for moved in samples):
+        if len(samples) != ROUNDS or not all(job.bytes for job, _ in samples):
             raise StepFailed(f"{len(samples)} of {ROUNDS} {kind}s were measured")
     return f"{ROUNDS} more stores and loads"
 
