@@ -3,8 +3,11 @@
 All are u64, little-endian and aligned, so that no half of a number is read. Word 0
 is the timeline. Each of the others is the epoch of one store at a time: a store
 names its word and the number that stood there when it was sent, and is void as
-soon as another one does. So a worker can take a store's blocks back at any moment,
-without a message and without touching its other jobs.
+soon as another one does; the lane looks after each copy, before it reports. So a
+worker can take a store's blocks back at any moment, without a message that has to
+arrive and without touching its other jobs, and a store that may have read blocks in
+use for something else never becomes READY. A word can serve the next store at once:
+what the lane may still do for the old one carries the old number.
 """
 
 import mmap

@@ -42,6 +42,10 @@ and READY chunks are in the index. A reset raises the floor above all generation
 far: whatever was there is a miss at once, and leaves records and index piece by piece
 afterwards. Meanwhile a key may have two entries, of which one is above the floor.
 
+A chunk at a sliding window's edge holds only some of its blocks; who asks for others has a
+miss, not what the slot held before. The group is recorded because groups lay a slot out
+differently, so that a load for another one would read such bytes too.
+
 A reader needs no lock. It compares the key in the record, so it never takes
 one key for another; while the writer shifts entries it may miss a key that is
 there. Lookups are hints: a lease is what makes a chunk safe to read.

@@ -132,6 +132,9 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     def slot_bytes(self) -> int:
         """Stride of slots in the rank's arena: the share, rounded up to 4 KiB.
 
+        The shares of tiny models take more than the formula's bytes by that; `num_chunks` counts
+        the rounded size, so that a pool never exceeds its budget.
+
         Raises:
             LayoutError: a group's pages need more than the share.
         """

@@ -113,7 +113,7 @@ def _restart(number: int) -> Inject:
 
     def inject(world: World, action: Action) -> Undo:
         if number != signal.SIGKILL:
-            world.thaw(world.daemon.pid)  # a frozen broker hears of no other signal
+            world.thaw(world.daemon.pid)  # a frozen broker gets no other signal
         complaint = world.daemon.end(number)
         if complaint:
             world.violated(complaint)

@@ -166,15 +166,6 @@ def test_runs_are_as_long_as_they_can_be(job: Job) -> None:
 
 
 @given(jobs())
-def test_runs_stay_inside_their_slots_and_storages(job: Job) -> None:
-    """Nothing lies outside the reported memory or the slots that the job names."""
-    size = job.layout.slot_bytes
-    for storage, memory, arena in walk(job.expand()):
-        assert 0 <= memory < job.layout.storages[storage]
-        assert arena // size in job.slots
-
-
-@given(jobs())
 def test_coverage_is_what_was_listed(job: Job) -> None:
     """First block, count and group per chunk are those of a walk over the listed blocks."""
     factor = job.layout.blocks_per_chunk
@@ -225,22 +216,6 @@ def test_an_unaligned_start_in_a_later_group_is_its_own() -> None:
     assert copies.arena_offset.tolist() == [5 * size, 6 * size + 3 * PAGE, 7 * size]
     assert copies.tensor_offset.tolist() == [PAGE, 30 * PAGE, 31 * PAGE]
     assert copies.nbytes.tolist() == [4 * PAGE, PAGE, PAGE]
-
-
-def test_a_group_of_size_zero_has_no_chunk() -> None:
-    """An empty group takes no slot, wherever its index points."""
-    assert chunks_per_group([0, 5], [3, 3], 4) == [0, 2]
-    layout = one_group()
-    layout = RankLayout(64, 4, 16, layout.storages, layout.tensors, layout.groups * 2)
-    assert Job(layout, [1], [0, 1], [3, 0], [2]).expand().total_bytes == PAGE
-    assert len(Job(layout, [], [0, 0], [0, 0], []).expand()) == 0
-
-
-def test_consecutive_blocks_are_one_run() -> None:
-    """A whole chunk of consecutive blocks is one copy for each tensor."""
-    copies = Job(one_group(tensors=3), [8, 9, 10, 11], [4], [0], [1]).expand()
-    assert copies.nbytes.tolist() == [4 * PAGE] * 3
-    assert repr(copies) == f"<Copies 3 runs, {12 * PAGE} bytes>"
 
 
 def test_layers_packed_into_a_block_are_one_run() -> None:
