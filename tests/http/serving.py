@@ -45,6 +45,11 @@ def report_of(client: httpx.Client) -> dict[str, Any]:
     return report
 
 
-def idle_connection(daemon: Daemon) -> socket.socket:
-    """A connection on which nothing is sent."""
-    return socket.create_connection(("127.0.0.1", port_of(daemon)), timeout=SECONDS)
+def idle_connection(daemon: Daemon, receive_buffer: int = 0) -> socket.socket:
+    """A connection on which nothing is sent; its buffer for answers is small if asked."""
+    client = socket.socket()
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.settimeout(SECONDS)
+    client.connect(("127.0.0.1", port_of(daemon)))
+    return client
