@@ -97,10 +97,10 @@ fuzz: $(STAMP) ## mutated sessions for SECONDS against codec, broker and a live 
 soak: $(STAMP) ## break everything at random for SECONDS while engines work (SEED=n to repeat)
 	PYTHONPATH=. $(BIN)/python tests/chaos/run.py $(or $(SECONDS),1800) $(SEED)
 
-gpu: ## CUDA tests and benchmark on a real GPU
+gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packages
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "make gpu needs Python >= 3.11 with torch, '$(PYTHON)' is older; try: make gpu PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) tests/gpu/run.py
+	@WHEELS="$(WHEELS)" $(PYTHON) tests/gpu/run.py
 
 check-deploy: $(STAMP) ## build the image and run it, boot the unit; as root on Debian
 	tests/install-debian.sh --images

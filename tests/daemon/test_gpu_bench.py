@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from operator import not_
 from pathlib import Path
 
@@ -171,20 +172,45 @@ def test_a_part_that_dies_while_it_writes_costs_its_own_figures(half: str) -> No
     assert (done.stdout, done.stderr) == ("it ended with exit status 7\n", "")
 
 
-def test_make_gpu_uses_the_sources_and_says_which_packages_are_missing(
+def test_make_gpu_says_which_wheels_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are not there are named, with how to get them, and no others."""
-    monkeypatch.setattr(gpu_run, "needed", lambda: {"numpy": "numpy"})
-    code = "import kvd.version; print(kvd.version.__file__)"
-    command, environment = [sys.executable, "-c", code], gpu_run._environment(tmp_path)
-    assert subprocess.check_output(command, env=environment, text=True) == (
-        f"{ROOT / 'kvd' / 'version.py'}\n"
+    """Packages that are neither there nor in the folder are named, and no others."""
+    packages = ["kvd-one>=1", "kvd.two>=2", "kvd-three"]
+    monkeypatch.delenv("WHEELS", raising=False)
+    with pytest.raises(gpu_run.Refused, match=r"lacks kvd-one>=1, kvd.two>=2, kvd-three; put"):
+        gpu_run._install(packages, tmp_path / "site")
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / "kvd_two-2.0-py3-none-any.whl").touch()
+    monkeypatch.setenv("WHEELS", str(wheels))
+    with pytest.raises(gpu_run.Refused, match=r" lack kvd-one>=1, kvd-three; put"):
+        gpu_run._install(packages, tmp_path / "site")
+
+
+def test_make_gpu_installs_wheels_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel whose own needs are not in the folder is installed all the same, kvd is not."""
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "kvd_two-2.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("kvd_two.py", "HERE = True\n")
+        info = "kvd_two-2.0.dist-info/"
+        needs = "Metadata-Version: 2.1\nName: kvd-two\nVersion: 2.0\nRequires-Dist: numpy\n"
+        wheel.writestr(info + "METADATA", needs)
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(info + "RECORD", "")
+    monkeypatch.setenv("WHEELS", str(wheels))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setattr(gpu_run, "needed", lambda: {"kvd_two": "kvd-two>=2", "numpy": "numpy"})
+    environment = gpu_run._environment(site)
+    code = "import kvd_two, kvd.version; print(kvd_two.HERE, kvd.version.__file__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE
     )
-    lacking = {"numpy": "numpy", "kvd_one": "kvd-one>=1", "kvd.two": "kvd-two"}
-    monkeypatch.setattr(gpu_run, "needed", lambda: lacking)
-    with pytest.raises(gpu_run.Refused, match=r"lacks kvd-one>=1, kvd-two; .*'kvd-one>=1' 'kvd-t"):
-        gpu_run._environment(tmp_path)
+    assert done.stdout == f"True {ROOT / 'kvd' / 'version.py'}\n"
 
 
 def test_make_gpu_says_how_to_enlarge_shared_memory(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """`make gpu`: the tests that need a GPU, then the benchmark, in under 8 minutes.
 
 It uses the Python that runs it, with that Python's torch; kvd is taken from the
-source tree and not installed, and nothing is downloaded. What it finds is in
-bench/out: gpu.json, and the daemons' logs in gpu.log and gpu-tests.log.
+source tree and not installed. Packages that are missing come from the folder of
+wheels that WHEELS names, into a temporary folder. Nothing is downloaded. What it
+finds is in bench/out: gpu.json, and the daemons' logs in gpu.log and gpu-tests.log.
 """
 
 import argparse
@@ -132,20 +133,15 @@ def needed(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, str]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """With the sources and their metadata on the path.
+    """With the sources, their metadata and what is missing on the path.
 
     Raises:
-        Refused: a package is missing; all that are, and the remedy.
+        Refused: a package is missing, and there is no folder of wheels that has it.
     """
     packages = needed()
     lacking = [package for module, package in packages.items() if not _is_there(module)]
     if lacking:
-        names = " ".join(f"'{package}'" for package in lacking)
-        raise Refused(
-            f"{sys.executable} lacks {', '.join(lacking)}; install them into a folder, FOLDER=…:"
-            f" {sys.executable} -m pip install --target $FOLDER {names} (without a network:"
-            " --no-index --find-links with their wheels), then PYTHONPATH=$FOLDER make gpu"
-        )
+        _install(lacking, folder)
     # `kvd.version` reads what an installation would have written.
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     name, version = project["name"].replace("-", "_"), project["version"]
@@ -171,6 +167,51 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package that it is in
         return False
+
+
+def _install(packages: list[str], folder: Path) -> None:
+    wheels = os.environ.get("WHEELS", "")
+    listed = ", ".join(packages)
+    if not wheels:
+        raise Refused(
+            f"{sys.executable} lacks {listed}; put their wheels into a folder and name it:"
+            f" WHEELS=folder make gpu ({_download(packages)})"
+        )
+    if not Path(wheels).is_dir():
+        raise Refused(f"WHEELS={wheels} is no folder; it is to have the wheels of {listed}")
+    there = {_plain(wheel.name.split("-")[0]) for wheel in Path(wheels).glob("*.whl")}
+    if missing := [package for package in packages if _plain(package) not in there]:
+        raise Refused(
+            f"{sys.executable} and WHEELS={wheels} lack {', '.join(missing)}; put their wheels"
+            f" there too ({_download(missing)})"
+        )
+    if not _is_there("pip"):
+        raise Refused(f"{sys.executable} lacks {listed}, and pip to install them from {wheels}")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
+    command += ["--disable-pip-version-check", "--find-links", wheels, "--target", str(folder)]
+    said = ""
+    # What they need in turn may be in the folder, or installed, which pip does not look at here.
+    for alone in ([], ["--no-deps"]):
+        done = subprocess.run(
+            [*command, *alone, *packages], capture_output=True, text=True, check=False
+        )
+        if not done.returncode:
+            return
+        said = (done.stderr.strip().splitlines() or ["pip died"])[-1]
+    raise Refused(f"{wheels} has not all wheels for {listed} ({said})")
+
+
+def _plain(package: str) -> str:
+    """A name as wheels have it: `cuda_bindings` of `cuda-bindings>=13`."""
+    return re.sub("[-_.]+", "_", re.split("[<>=~! ]", package)[0]).lower()
+
+
+def _download(packages: list[str]) -> str:
+    names = " ".join(f"'{package}'" for package in packages)
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    return (
+        f"where there is a network: {python} -m pip download --only-binary=:all: -d folder {names}"
+    )
 
 
 def _run(what: str, command: list[str], environment: dict[str, str], end: float) -> int:

@@ -36,6 +36,7 @@ from tests.lane.support import (
     make_job,
     simple_layout,
 )
+from tests.waiting import PATIENCE
 
 SIZES = (65536, 32768)
 PAGE = 4096
@@ -213,7 +214,7 @@ def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
     before = rig.driver.mark
     rig.driver.set("fail=cuMemHostRegister:1:2")
     rig.driver.set("unhang=")
-    rig.wait_until_pinned()
+    assert rig.cuda.wait_until_pinned(PATIENCE)
     assert "cannot be pinned" in drain(rig.device)[1].error
     with pytest.raises(ImportFailed, match="LimitMEMLOCK"):
         rig.attach(SIZES)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.device_contract import Bytes, Rig, Source, drain
 from tests.lane.support import Memory
-from tests.waiting import PATIENCE, eventually
+from tests.waiting import PATIENCE
 
 POOL_BYTES = 2**20
 
@@ -46,7 +47,10 @@ class TestDriver:
 
     def wait_for(self, name: str, count: int, since: int) -> None:
         """Wait until this process has called a function so often."""
-        eventually(lambda: self.calls(since).count(name) >= count)
+        deadline = time.monotonic() + PATIENCE
+        while self.calls(since).count(name) < count:
+            assert time.monotonic() < deadline, f"{name} is not called {count} times"
+            time.sleep(0.001)
 
     @property
     def mark(self) -> int:
@@ -111,11 +115,7 @@ class CudaRig(Rig):
         self.mark = fake_driver.mark
         self.device = self.cuda = CudaDevice(fake_driver.device, self.pool.fd, pool_bytes, options)
         if pinned:
-            self.wait_until_pinned()
-
-    def wait_until_pinned(self) -> None:
-        """The pool is pinned, or given up."""
-        self.cuda._pool._thread.join(PATIENCE)
+            assert self.cuda.wait_until_pinned(PATIENCE)
 
     def use(self, workers: CudaWorkers) -> None:
         """Workers that are made from now on have this memory."""

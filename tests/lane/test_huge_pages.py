@@ -15,7 +15,7 @@ from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import CudaRig, TestDriver
 from tests.lane.device_contract import drain, pattern
 from tests.lane.support import Memory
-from tests.waiting import eventually
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.fakecuda
 
@@ -58,7 +58,9 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
             begin, end = fill.span(piece)
             os.posix_fallocate(huge_pool.fd, begin, end - begin)
             filled += end - begin
-            eventually(lambda: rig.cuda.usable_bytes, filled.__le__)
+            while rig.cuda.usable_bytes < filled:
+                assert not rig.cuda.wait_until_pinned(0.001) or filled == POOL_BYTES
+        assert rig.cuda.wait_until_pinned(PATIENCE)
         edge = HUGE - 4096
         submit(rig, 1, memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
         assert drain(rig.device)[1].error == ""

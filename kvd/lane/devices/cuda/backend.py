@@ -190,6 +190,10 @@ class CudaDevice(Device):
         self._check_pulse()
         return ended
 
+    def wait_until_pinned(self, seconds: float) -> bool:
+        """Wait for the pool to be pinned, or to be given up; whether that is so."""
+        return self._pool.wait(seconds)
+
     def close(self) -> None:
         """See Device.
 

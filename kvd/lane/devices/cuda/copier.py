@@ -215,5 +215,10 @@ class Copier:
         if len(runs):
             self.engine.enqueue(runs, direction, stream)
 
+    def close(self) -> None:
+        """Unload the kernel; nothing may be in flight."""
+        if self.kernel is not None:
+            self.kernel.close()
+
     def __repr__(self) -> str:
         return f"<Copier {type(self.engine).__name__}, {self.kernel!r}, {self.thresholds}>"

@@ -3,7 +3,7 @@
 One registration of a large pool may fail where several smaller ones work, so
 the pool is registered in pieces. Slots have another size in every namespace, so
 no size of piece suits them all: a boundary may cut a slot, and copies are split
-where they cross one (`Copies.split`); no copy spans two registrations.
+where they cross one (`runs.py`); no copy spans two registrations.
 
 Pieces are registered by a thread in the order of `kvd.pool.filling`, each as soon as its
 pages were touched, so that one piece is pinned while later ones are still being
@@ -70,6 +70,7 @@ class PinnedPool:
         self._error = ""
         self._since: float | None = None
         self._stop = threading.Event()
+        self._ended = threading.Event()
         self._pretouch = Pretouch(self._mapping, pool_fd, self.fill)
         self._thread = threading.Thread(target=self._run, name="kvd-pinning", daemon=True)
         self._thread.start()
@@ -93,6 +94,10 @@ class PinnedPool:
         """For how long the driver has been at the registration of one piece; 0 where it is not."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the pool is pinned or will not be; whether that is so."""
+        return self._ended.wait(seconds)
 
     def close(self) -> None:
         """Stop, unpin and unmap; no copy may be in flight.
@@ -126,6 +131,8 @@ class PinnedPool:
                 self._unregister(end)
             except CudaError:
                 _log.exception("and what was pinned cannot be undone")
+        finally:
+            self._ended.set()
 
     def _pin(self) -> None:
         logged = 0
