@@ -2,7 +2,8 @@
 
 The broker binds the addresses and keeps them; it accepts nothing itself. The
 process that does inherits them, so that its end loses no address: clients that
-connect meanwhile wait in the kernel's queue for the next one.
+connect meanwhile wait in the kernel's queue for the next one. A thread would share
+the interpreter's lock with the broker's loop.
 
 The process starts two seconds after the broker, or with the first connection. It
 writes a byte to a pipe every second; one that stops doing so is killed and replaced.

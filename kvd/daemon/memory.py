@@ -189,28 +189,22 @@ class DirectoryMemory:
         Raises:
             Refused: NOT_READY where there is no descriptor or memory for it now.
         """
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:
-            return self._make(name, nbytes)
+            with os.fdopen(os.memfd_create(f"kvd-directory-{name[:8]}", flags), "r+b") as file:
+                fd = file.fileno()
+                os.ftruncate(fd, nbytes)
+                buffer = mmap.mmap(fd, nbytes)
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+                self.drop(name)
+                self._fds[name] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise Refused(
                 ErrorCode.NOT_READY,
                 f"no directory of {format_size(nbytes)} can be made now: {error.strerror};"
                 " raise LimitNOFILE (ulimit -n) or free memory, it is tried again",
             ) from error
-
-    def _make(self, name: str, nbytes: int) -> mmap.mmap:
-        fd = os.memfd_create(f"kvd-directory-{name[:8]}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, nbytes)
-            buffer = mmap.mmap(fd, nbytes)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
-            old = self._fds.pop(name, None)
-            if old is not None:
-                os.close(old)
-            self._fds[name] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            os.close(fd)
         return buffer
 
     def fd(self, name: str) -> int:
@@ -225,9 +219,8 @@ class DirectoryMemory:
 
     def close(self) -> None:
         """Close the descriptors; mappings live on where they are."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        for name in list(self._fds):
+            self.drop(name)
 
     def __repr__(self) -> str:
         return f"<DirectoryMemory of {len(self._fds)} namespaces>"

@@ -2,7 +2,8 @@
 
 An engine's scheduler gets the read end; the broker writes a byte each time that chunks of
 the engine became READY. The two ends have flags of their own: whatever a client does to
-its end, a write here never waits. Where the pipe is full the byte is not needed.
+its end, a write here never waits; those of an eventfd would share them. Where the pipe is
+full the byte is not needed.
 """
 
 import contextlib

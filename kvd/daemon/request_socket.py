@@ -32,13 +32,7 @@ class Requests:
             raise no_socket(path, error) from error
         self._core = core
         self._identities: dict[int, bytes] = {}  # of the sessions' sockets
-        self._dropped = 0
-        self._warned = 0
-
-    @property
-    def dropped(self) -> int:
-        """Frames that were no messages, and replies that were not read."""
-        return self._dropped + self.router.dropped
+        self._dropped = 0  # frames that were no messages, and replies that were not read
 
     def receive(self, now: float) -> Iterator[list[Effect]]:
         """Serve what has arrived, a batch at most; yield the effects of each request."""
@@ -53,16 +47,9 @@ class Requests:
                 self._dropped += 1
                 continue
             yield self._received(received.identity, header, received.frame, now)
-        self._account()
-
-    def _account(self) -> None:
-        """Count the connections that were closed for a bound, and log how much is dropped."""
         self._core.limits_reached(self.router.limits)
         self.router.limits.clear()
-        self._core.frames_dropped(self.dropped)
-        if self.dropped >= 2 * self._warned + 1:
-            self._warned = self.dropped
-            log.warning("%d frames dropped that are no kvd messages", self.dropped)
+        self._core.frames_dropped(self._dropped + self.router.dropped)
 
     def forget(self, session: Session) -> None:
         """The session has ended: new connections may displace its socket."""
@@ -148,4 +135,4 @@ class Requests:
         self.router.close()
 
     def __repr__(self) -> str:
-        return f"<Requests, {self.dropped} dropped>"
+        return f"<Requests at {self.router!r}>"

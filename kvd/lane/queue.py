@@ -114,8 +114,6 @@ class JobQueue(Generic[J]):
 
         The answer may name `job` itself. A job may be pushed once.
         """
-        if job in self._entries:
-            raise ValueError(f"job {job!r} is queued already")
         mine = self._engines.setdefault(engine, _Engine())
         if load and mine.loads and self._above(mine.loads + 1, mine.load_bytes + nbytes):
             return [job]

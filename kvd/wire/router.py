@@ -1,5 +1,8 @@
 """Connections of ZeroMQ's DEALER sockets to one Unix socket, each within bounds.
 
+Clients use libzmq. This end does not: libzmq has no bound for a message of many parts (see
+`zmtp`), and reads in a thread of its own; here bytes are read by the loop that serves them.
+
 Connections take turns: one message each, round after round. What is buffered for all of
 them together, unfinished messages and unread replies, is bounded; above that the
 connection with most of it is closed. A peer that does not read its replies is not read.

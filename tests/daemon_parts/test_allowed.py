@@ -29,7 +29,7 @@ def test_a_list_lets_in_its_users_groups_root_and_the_daemon(peer: Peer, *, allo
 
 
 def test_without_a_list_the_file_rights_alone_decide() -> None:
-    """Two empty settings turn nobody away."""
+    """Two empty settings refuse nobody."""
     assert AllowList.of("", " ").objection(Peer(1, 4711, 4711)) == ""
 
 

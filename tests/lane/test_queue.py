@@ -1,6 +1,5 @@
 from collections.abc import Callable
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -113,14 +112,6 @@ def test_a_job_above_the_bound_is_taken_when_it_is_alone() -> None:
     assert queue.push("huge", engine=1, worker=1, load=False, nbytes=1000) == []
     queue.start("huge")
     assert queue.push("next", engine=1, worker=1, load=True, nbytes=1000) == []
-
-
-def test_a_job_cannot_be_queued_twice() -> None:
-    """Pushing what is queued already is an error of the caller."""
-    queue: JobQueue[str] = JobQueue(WIDE)
-    queue.push("j", engine=1, worker=1, load=True, nbytes=1)
-    with pytest.raises(ValueError, match="queued already"):
-        queue.push("j", engine=1, worker=1, load=True, nbytes=1)
 
 
 class QueueMachine(RuleBasedStateMachine):

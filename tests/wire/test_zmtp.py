@@ -93,7 +93,7 @@ def test_a_message_without_an_end_is_refused_and_nothing_of_it_is_kept(size: int
     "start", [b"GET / HTTP/1.1", b"\xff" + bytes(8) + b"\x7f\x01", HELLO[:12] + b"CURVE".ljust(52)]
 )
 def test_other_protocols_are_refused(start: bytes) -> None:
-    """HTTP, an old ZMTP and a mechanism that is not spoken here end at once."""
+    """HTTP, an old ZMTP and an unknown mechanism end at once."""
     incoming = Incoming(LIMIT)
     incoming.feed(start)
     with pytest.raises(BadFrame, match="greeting"):
