@@ -43,13 +43,17 @@ def make(tmp_path: Path) -> Iterator[Make]:
         one.close()
 
 
-def received(router: Router) -> Received:
-    """The next message."""
+def wait(router: Router, seconds: float = PATIENCE) -> bool:
+    """Wait until there is something to look at; return whether there is."""
     poller = select.poll()
     poller.register(router, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))
+
+
+def received(router: Router) -> Received:
+    """The next message."""
     for _ in range(1000):
-        if not router.pending:
-            assert poller.poll(PATIENCE * 1000)
+        assert router.pending or wait(router)
         router.look()
         found = router.take()
         if found is not None:
@@ -59,10 +63,8 @@ def received(router: Router) -> Received:
 
 def until(router: Router, true: Callable[[], bool]) -> None:
     """Serve, without answers, until this holds."""
-    poller = select.poll()
-    poller.register(router, select.POLLIN)
     while not true():
-        assert router.pending or poller.poll(PATIENCE * 1000), router
+        assert router.pending or wait(router), router
         router.look()
         router.take()
 
@@ -109,13 +111,11 @@ def test_a_peer_that_reads_no_replies_is_not_read(make: Make, tmp_path: Path) ->
         assert received(router).frame == b"hello"
         assert router.kept_bytes <= UNREAD_BYTES + MIB
         deaf.settimeout(0.0)
-        poller = select.poll()
-        poller.register(router, select.POLLIN)
         while not router.pending:  # it reads now, and is heard again
             try:
                 deaf.recv(MIB)
             except BlockingIOError:
-                assert poller.poll(PATIENCE * 1000)
+                assert wait(router)
             router.look()
         assert received(router).frame == b"ask"
 
@@ -207,10 +207,8 @@ def test_many_connections_of_a_process_displace_its_own(make: Make, tmp_path: Pa
     first = connect(tmp_path / "socket")
     first.sendall(message(b"said before the crowd came"))
     with crowd_of_another_process(tmp_path / "socket", 20):
-        until_looked = select.poll()
-        until_looked.register(router, select.POLLIN)
         while router.limits["connections"] < 16:  # of 21 five stay
-            assert until_looked.poll(PATIENCE * 1000)
+            assert wait(router)
             router.look()
         assert received(router).frame == b"said before the crowd came"
         assert not _hung_up(first)
@@ -224,9 +222,7 @@ def test_without_descriptors_new_connections_are_refused_and_none_is_displaced(
     router = make()
     first = connect(tmp_path / "socket")
     first.sendall(message(b"early"))
-    poller = select.poll()
-    poller.register(router, select.POLLIN)
-    assert poller.poll(PATIENCE * 1000)
+    assert wait(router)
     router.look()
     second = socket.socket(socket.AF_UNIX)
     with few_descriptors():
@@ -331,8 +327,6 @@ def test_unread_replies_are_delivered_by_a_close_that_lingers(make: Make, tmp_pa
 def test_heartbeats_of_libzmq_keep_a_silent_connection(make: Make, tmp_path: Path) -> None:
     """Their PINGs are answered: after a silence above their timeout the connection is the same."""
     router = make()
-    poller = select.poll()
-    poller.register(router, select.POLLIN)
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.set(zmq.HEARTBEAT_IVL, 50)
@@ -341,7 +335,7 @@ def test_heartbeats_of_libzmq_keep_a_silent_connection(make: Make, tmp_path: Pat
             dealer.connect(f"ipc://{tmp_path / 'socket'}")
             end = time.monotonic() + 1.2 * TIMEOUT_MS / 1000
             while time.monotonic() < end:
-                poller.poll(10)
+                wait(router, 0.01)
                 router.look()
                 assert router.take() is None
             dealer.send(b"after")
@@ -353,13 +347,11 @@ def test_heartbeats_of_libzmq_keep_a_silent_connection(make: Make, tmp_path: Pat
 def test_a_flood_of_pings_is_answered_and_delays_no_message(make: Make, tmp_path: Path) -> None:
     """Messages of others are received among them, and all PONGs come."""
     router = make()
-    poller = select.poll()
-    poller.register(router, select.POLLIN)
     with connect(tmp_path / "socket") as flood, connect(tmp_path / "socket") as quiet:
         flood.sendall(PING * 5000)
         turns = 0
         while not router.pending:
-            assert poller.poll(PATIENCE * 1000)
+            assert wait(router)
             router.look()
         quiet.sendall(message(b"quiet"))
         while (received := router.take()) is None:
