@@ -64,7 +64,6 @@ SCENARIOS: list[Scenario] = [
     (scenarios.ipc, (), {}),
     (scenarios.virtual_memory, (), {}),
     (scenarios.registration, (), {}),
-    (scenarios.pageable_memory, (), {"PAGEABLE": "sync"}),
     *ORDER,
     *SOURCES,
     (scenarios.legacy_stream, (), {}),

@@ -64,7 +64,6 @@ class TestDriver:
             "unhang=",
             "hold=",
             "any=",
-            "copy_delay_us=0",
             "seed=",
             "driver_version=13000",
         ):

@@ -21,20 +21,16 @@ static CUresult check(Entry *entry, bool pageable_allowed) {
 }
 
 static CUresult submit(Entry *entries, size_t count, CUstream handle, bool synchronous) {
-    bool drain = synchronous;
     pthread_mutex_lock(&lock);
     struct Stream *stream = stream_of(handle);
     CUresult result = stream ? SUCCESS : INVALID_HANDLE;
-    for (size_t i = 0; i < count && !result; i++) {
-        result = check(&entries[i], synchronous || !settings.pageable_refused);
-        drain = drain || entries[i].pageable; /* pageable memory is never asynchronous */
-    }
+    for (size_t i = 0; i < count && !result; i++) result = check(&entries[i], synchronous);
     pthread_mutex_unlock(&lock);
     if (result) return result;
     Op *op = copy_op(stream, entries, count);
     pthread_mutex_lock(&lock);
     stream_push(stream, op);
-    if (drain) result = stream_drain(stream);
+    if (synchronous) result = stream_drain(stream);
     pthread_mutex_unlock(&lock);
     return result;
 }

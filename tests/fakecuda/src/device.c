@@ -174,8 +174,7 @@ EXPORT CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
 EXPORT CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
     ENTER("cuDeviceGetName", NEEDS_INIT);
     if (!context_of(device)) return INVALID_DEVICE;
-    snprintf(name, (size_t)length, "kvd test double%s %d", settings.mig ? " MIG 1g.10gb" : "",
-             visible[device]);
+    snprintf(name, (size_t)length, "kvd test double %d", visible[device]);
     return SUCCESS;
 }
 
@@ -189,7 +188,7 @@ EXPORT CUresult cuDeviceGetPCIBusId(char *id, int length, CUdevice device) {
 EXPORT CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) {
     ENTER("cuDeviceTotalMem", NEEDS_INIT);
     if (!context_of(device)) return INVALID_DEVICE;
-    *bytes = settings.memory;
+    *bytes = DEVICE_BYTES;
     return SUCCESS;
 }
 
@@ -208,8 +207,7 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case 75: *value = 9; break;                             /* compute capability */
     case 76: *value = 0; break;
     case 93: case 122: *value = settings.mem_ops; break;    /* 64-bit stream memory operations */
-    case 102: *value = 1; break;                            /* virtual memory management */
-    case 103: *value = settings.vmm_export; break;          /* exported as a descriptor */
+    case 102: case 103: *value = 1; break;                  /* virtual memory, as a descriptor */
     case 125: *value = 1; break;                            /* IPC */
     case 134: *value = -1; break;                           /* no NUMA node */
     default: *value = 0;

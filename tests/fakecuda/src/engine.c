@@ -11,6 +11,7 @@
 
 #define MOST_PIECES 4 /* of one copy */
 #define MOST_PAUSES 4 /* of one operation */
+#define LONGEST_PAUSE_US 300
 
 typedef struct { uint64_t from, to, bytes; } MoveRun; /* struct kvd_run */
 
@@ -138,8 +139,7 @@ Op *copy_op(struct Stream *stream, const Entry *entries, size_t count) {
 /* --- doing operations --------------------------------------------------------------- */
 
 static void pause_by_chance(struct Stream *stream) {
-    if (settings.seeded && settings.jitter_us > 0)
-        nap((long)(chance(stream) % (uint64_t)settings.jitter_us));
+    if (settings.seeded) nap((long)(chance(stream) % LONGEST_PAUSE_US));
 }
 
 /* Wait while a test holds this kind of work. */
@@ -158,7 +158,6 @@ static void hold(struct Stream *stream, const bool *held, const char *name) {
 
 static CUresult do_pieces(struct Stream *stream, Piece *pieces, size_t count) {
     CUresult result = enter_work("@copy");
-    nap(settings.copy_delay_us);
     size_t every = count / MOST_PAUSES + 1;
     for (size_t i = 0; i < count && !result; i++) {
         if (i % every == 0) pause_by_chance(stream);
@@ -192,7 +191,6 @@ static CUresult do_move(struct Stream *stream, const Op *op) {
 
 static CUresult do_set(struct Stream *stream, const Op *op) {
     CUresult result = enter_work("@memset");
-    nap(settings.kernel_delay_us);
     pause_by_chance(stream);
     hold(stream, &settings.hold_kernels, "@held-kernel");
     for (size_t done = 0; done < op->bytes && !result;) {

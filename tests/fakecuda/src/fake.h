@@ -12,6 +12,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_DEVICES 8
 #define GRANULARITY (2ul << 20)
+#define DEVICE_BYTES (1ul << 30)
 
 /* One lock guards everything; `changed` is signalled whenever work ends or arrives. */
 extern pthread_mutex_t lock;
@@ -22,19 +23,11 @@ extern pthread_cond_t changed;
 typedef struct {
     bool seeded;               /* adversarial timing */
     uint64_t seed;
-    long jitter_us;            /* longest random wait of a piece */
-    long copy_delay_us;        /* every copy waits so long first */
-    long kernel_delay_us;      /* every memset, which stands for a computation */
     int any;                   /* 0 at its turn, 1 at submission, 2 by chance */
-    bool pageable_refused;     /* asynchronous copies of unregistered host memory */
     bool hold_copies, hold_kernels, hold_values;
     int devices;
-    size_t memory;             /* bytes of one device */
-    size_t max_register;       /* bytes of one registration; 0: no limit */
     int driver_version;
     bool mem_ops;              /* 64-bit stream memory operations */
-    bool ipc, vmm_export;      /* capabilities */
-    bool mig;                  /* devices are slices, as their names say */
 } Settings;
 
 extern Settings settings;

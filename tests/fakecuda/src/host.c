@@ -76,7 +76,6 @@ EXPORT CUresult cuMemHostRegister(void *address, size_t bytes, unsigned flags) {
     uintptr_t base = (uintptr_t)address;
     if (!address || bytes == 0 || flags & ~(REGISTER_PORTABLE | REGISTER_DEVICEMAP | REGISTER_READ_ONLY))
         return INVALID_VALUE;
-    if (settings.max_register && bytes > settings.max_register) return OUT_OF_MEMORY;
     if (!is_mapped_memory(base, bytes)) return INVALID_VALUE;
     pthread_mutex_lock(&lock);
     CUresult result = SUCCESS;
@@ -197,7 +196,7 @@ static CUresult attribute_of(void *data, int attribute, CUdeviceptr address) {
     case 7: case 20: *(uint64_t *)data = region ? region->id : 0; break;
     case 8: *(int *)data = 0; break;
     case 9: *(int *)data = region ? region->backing->ordinal : context->ordinal; break;
-    case 10: *(int *)data = settings.ipc && region && region->kind == REGION_ALLOC; break;
+    case 10: *(int *)data = region && region->kind == REGION_ALLOC; break;
     case 11: case 19: *(CUdeviceptr *)data = region ? region->base : range->base; break;
     case 12: case 18: *(size_t *)data = region ? region->bytes : range->bytes; break;
     case 13: *(int *)data = 1; break;

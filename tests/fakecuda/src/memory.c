@@ -129,7 +129,7 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr *address, size_t bytes) {
     if (bytes == 0) return INVALID_VALUE;
     pthread_mutex_lock(&lock);
     CUresult result = OUT_OF_MEMORY;
-    if (rounded(bytes) <= settings.memory && current->used <= settings.memory - rounded(bytes)) {
+    if (rounded(bytes) <= DEVICE_BYTES && current->used <= DEVICE_BYTES - rounded(bytes)) {
         CUdeviceptr base = take_addresses(bytes);
         Backing *backing = base ? backing_make(bytes, current->ordinal, "fakecuda-memory") : NULL;
         if (backing) {
@@ -169,8 +169,8 @@ EXPORT CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdevicep
 
 EXPORT CUresult cuMemGetInfo(size_t *left, size_t *total) {
     ENTER("cuMemGetInfo", NEEDS_CONTEXT);
-    *total = settings.memory;
-    *left = settings.memory - current->used;
+    *total = DEVICE_BYTES;
+    *left = DEVICE_BYTES - current->used;
     return SUCCESS;
 }
 
@@ -182,9 +182,8 @@ EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     Region *region = region_at(address);
     CUresult result = INVALID_VALUE;
     struct stat file;
-    if (!settings.ipc) result = NOT_SUPPORTED;
-    else if (region && region->base == address && region->kind == REGION_ALLOC &&
-             !fstat(region->backing->fd, &file)) {
+    if (region && region->base == address && region->kind == REGION_ALLOC &&
+        !fstat(region->backing->fd, &file)) {
         IpcHandle made = {.magic = HANDLE_MAGIC, .pid = getpid(), .fd = region->backing->fd,
                           .inode = file.st_ino, .bytes = region->bytes};
         device_uuid(region->backing->ordinal, made.uuid);
@@ -291,13 +290,13 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
     CUresult result = check_properties(properties);
     if (result) return result;
     if (bytes == 0 || bytes % GRANULARITY || flags) return INVALID_VALUE;
-    if (bytes > settings.memory) return OUT_OF_MEMORY;
+    if (bytes > DEVICE_BYTES) return OUT_OF_MEMORY;
     char name[32];
     snprintf(name, sizeof name, "fakecuda-vmm-%d", properties->location.id);
     Backing *backing = backing_make(bytes, properties->location.id, name);
     if (!backing) return OUT_OF_MEMORY;
     memset(backing->alias, 0xd5, bytes);
-    backing->handle_types = settings.vmm_export ? properties->requestedHandleTypes : 0;
+    backing->handle_types = properties->requestedHandleTypes;
     *handle = (uintptr_t)backing;
     return SUCCESS;
 }

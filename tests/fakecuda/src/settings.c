@@ -71,8 +71,6 @@ static int add_rules(const char *text, bool hangs) {
     return SUCCESS;
 }
 
-static bool is_on(const char *value) { return value[0] == '1'; }
-
 /* One "key=value", keys as in the environment but lower case, without the prefix. */
 static int apply(const char *text) {
     char key[64];
@@ -92,24 +90,15 @@ static int apply(const char *text) {
     } else if (!strcmp(key, "seed")) {
         settings.seeded = *value != 0;
         settings.seed = strtoull(value, NULL, 0);
-    } else if (!strcmp(key, "jitter_us")) settings.jitter_us = atol(value);
-    else if (!strcmp(key, "copy_delay_us")) settings.copy_delay_us = atol(value);
-    else if (!strcmp(key, "kernel_delay_us")) settings.kernel_delay_us = atol(value);
-    else if (!strcmp(key, "any"))
+    } else if (!strcmp(key, "any"))
         settings.any = !strcmp(value, "early") ? 1 : !strcmp(value, "random") ? 2 : 0;
-    else if (!strcmp(key, "pageable")) settings.pageable_refused = strcmp(value, "sync") != 0;
     else if (!strcmp(key, "hold")) {
         settings.hold_copies = strstr(value, "copies") != NULL;
         settings.hold_kernels = strstr(value, "kernels") != NULL;
         settings.hold_values = strstr(value, "values") != NULL;
-    } else if (!strcmp(key, "max_register")) settings.max_register = strtoull(value, NULL, 0);
-    else if (!strcmp(key, "memory")) settings.memory = strtoull(value, NULL, 0);
-    else if (!strcmp(key, "devices")) settings.devices = atoi(value);
+    } else if (!strcmp(key, "devices")) settings.devices = atoi(value);
     else if (!strcmp(key, "driver_version")) settings.driver_version = atoi(value);
-    else if (!strcmp(key, "mem_ops")) settings.mem_ops = is_on(value);
-    else if (!strcmp(key, "mig")) settings.mig = is_on(value);
-    else if (!strcmp(key, "ipc")) settings.ipc = is_on(value);
-    else if (!strcmp(key, "vmm_export")) settings.vmm_export = is_on(value);
+    else if (!strcmp(key, "mem_ops")) settings.mem_ops = value[0] == '1';
     else return INVALID_VALUE;
     return SUCCESS;
 }
@@ -120,15 +109,9 @@ static void refuse_setting(const char *text) {
 }
 
 __attribute__((constructor)) static void settings_start(void) {
-    settings = (Settings){
-        .jitter_us = 300, .any = 0, .pageable_refused = true, .devices = 1,
-        .memory = 1ul << 30, .driver_version = 13000, .mem_ops = true, .ipc = true,
-        .vmm_export = true,
-    };
+    settings = (Settings){.devices = 1, .driver_version = 13000, .mem_ops = true};
     static const char *const keys[] = {
-        "SEED", "JITTER_US", "COPY_DELAY_US", "KERNEL_DELAY_US", "ANY", "PAGEABLE", "HOLD",
-        "MAX_REGISTER", "MEMORY", "DEVICES", "DRIVER_VERSION", "MEM_OPS", "IPC", "VMM_EXPORT", "MIG",
-        "FAIL", "HANG",
+        "SEED", "ANY", "HOLD", "DEVICES", "DRIVER_VERSION", "MEM_OPS", "FAIL", "HANG",
     };
     if (getenv("FAKECUDA_SEED")) settings.any = 2;
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
