@@ -156,7 +156,7 @@ def test_restarted_daemon_is_found_again(runtime_dir: Path) -> None:
             second.wait_for(Hello)
             second.attach()
             assert scheduler.wait_attached(SECONDS)
-            # It was told meanwhile of the reset that nobody heard.
+            # Meanwhile it was asked for the reset that no daemon had answered.
             eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
             assert len(scheduler.prepare_store([b"x"])) == 1
 
@@ -203,7 +203,7 @@ def test_late_lease_is_given_back(daemon: FakeDaemon, quiet: Scheduler) -> None:
     until(quiet, connected=True)
 
 
-def test_what_could_not_be_given_back_is_when_the_daemon_speaks_again(
+def test_what_could_not_be_given_back_is_when_the_daemon_answers_again(
     daemon: FakeDaemon, quiet: Scheduler
 ) -> None:
     """Leases and failed stores of before the silence are not left to run out."""

@@ -265,7 +265,7 @@ def test_restarted_lane_is_used(daemon: FakeDaemon, worker: Worker) -> None:
     assert len(daemon.wait_for(Register)) == 1
 
 
-def test_wait_hoists_and_returns_when_done(daemon: FakeDaemon, worker: Worker) -> None:
+def test_wait_hurries_and_returns_when_done(daemon: FakeDaemon, worker: Worker) -> None:
     """wait() tells the lane and returns with its answer; the job is still reported afterwards."""
     daemon.hold_jobs = True
     worker.submit_store(1, **JOB)

@@ -1,8 +1,8 @@
 """The scheduler's side of vLLM's interface, on a real daemon and on none."""
 
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,16 +61,10 @@ def small(start_daemon: StartDaemon) -> Iterator[Engine]:
 
 
 def manager_of(
-    engine: Engine, *, events: bool = False, pending_timeout: float = 1.0
+    side: Engine | Scheduler, *, events: bool = False, pending_timeout: float = 1.0
 ) -> KvdOffloadingManager:
-    """A manager on the engine's own session."""
-    return manager_on(engine.scheduler, events=events, pending_timeout=pending_timeout)
-
-
-def manager_on(
-    scheduler: Scheduler, *, events: bool = False, pending_timeout: float = 1.0
-) -> KvdOffloadingManager:
-    """A manager on this session; chunks are whole."""
+    """A manager on this session, or the engine's own; chunks are whole."""
+    scheduler = side if isinstance(side, Scheduler) else side.scheduler
     manager = KvdOffloadingManager(scheduler, pending_timeout=pending_timeout, events=events)
     manager.ranges = WholeChunks(FACTOR)
     return manager
@@ -204,16 +198,6 @@ def test_chunks_that_went_since_the_lookup_are_counted(small: Engine, evicted: i
     assert len(spec.slots) == len(spec.generations) == 0
     assert chunks(small)["pinned"] == 0
     manager.complete_load(old, REQUEST)
-
-
-def test_a_load_without_chunks_asks_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None at all, or more than one message holds: no message, and no error."""
-    manager = manager_of(engine)
-    sent = watched(engine, monkeypatch)
-    assert manager.prepare_load([], REQUEST).missing == 0
-    many = [OffloadKey(b"key")] * (MAX_KEYS + 1)
-    assert manager.prepare_load(many, REQUEST).missing == len(many)
-    assert not sent
 
 
 def test_a_request_whose_load_failed_loads_no_more(engine: Engine) -> None:
@@ -398,12 +382,18 @@ def test_what_a_finished_request_had_stays_longest(
 
 
 def test_each_call_is_at_most_one_message(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lookups and good stores' ends send none; a load sends one to pin and one to unpin."""
+    """Lookups and good stores' ends send none; a load sends one to pin and one to unpin.
+
+    A load of no chunks sends none, nor one of more than a message holds.
+    """
     manager = manager_of(engine)
     keys = keys_of("counted", 20)
     store(manager, engine, keys)
     sent = watched(engine, monkeypatch)
     looked_up(manager, keys)
+    assert manager.prepare_load([], REQUEST).missing == 0
+    many = [OffloadKey(b"key")] * (MAX_KEYS + 1)
+    assert manager.prepare_load(many, REQUEST).missing == len(many)
     assert not sent
     manager.prepare_load(keys, REQUEST)
     for _ in range(2):
@@ -446,7 +436,7 @@ def use_all(manager: KvdOffloadingManager, keys: list[OffloadKey], failures: int
 def test_without_a_daemon_everything_is_a_miss(runtime_dir: Path) -> None:
     """No method raises; a cache that is not there refuses nothing."""
     scheduler = Scheduler(runtime_dir, "engine")
-    manager = manager_on(scheduler, events=True)
+    manager = manager_of(scheduler, events=True)
     use_all(manager, keys_of("nobody", 5))
     manager.reset_cache()
     use_all(manager, keys_of("nobody", 5))
@@ -473,62 +463,39 @@ def test_a_daemon_that_ends_leaves_misses(engine: Engine, daemon: Daemon) -> Non
     manager.reset_cache()
 
 
-class Silence:
-    """A daemon that stands still, until it is let go on.
-
-    Args:
-        engine: its scheduler is told to be impatient meanwhile.
-        daemon: the process; a fixture ends it, stopped or not.
-    """
-
-    def __init__(self, engine: Engine, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._process = daemon.process
-        self._answers = threading.Event()
-        self._on_silent = engine.scheduler.on_silent
-        monkeypatch.setattr(engine.scheduler, "on_silent", self._noted)
-        self._session = engine.scheduler._session
-        self._usual, self._session.deadline = self._session.deadline, 0.1
-        self._process.send_signal(signal.SIGSTOP)
-
-    def _noted(self, silent: bool) -> None:
-        self._on_silent(silent)
-        if not silent:
-            self._answers.set()
-
-    def end(self) -> None:
-        """Let it go on; returns when it answers again."""
-        self._session.deadline = self._usual
-        self._process.send_signal(signal.SIGCONT)
-        assert self._answers.wait(PATIENCE)
+@contextmanager
+def silence(engine: Engine, daemon: Daemon) -> Iterator[None]:
+    """In here the daemon stands still and is waited for a moment; afterwards it answers again."""
+    session = engine.scheduler._session
+    usual, session.deadline = session.deadline, 0.1
+    daemon.process.send_signal(signal.SIGSTOP)  # a fixture ends it, stopped or not
+    yield
+    session.deadline = usual
+    daemon.process.send_signal(signal.SIGCONT)
+    eventually(lambda: engine.scheduler.connected and engine.scheduler._owed is None)
 
 
-def test_a_daemon_that_does_not_answer_is_waited_for_once(
-    engine: Engine, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_that_does_not_answer_is_waited_for_once(engine: Engine, daemon: Daemon) -> None:
     """After one deadline all misses at once; when it answers again no pin is left behind."""
     manager = manager_of(engine)
     keys = keys_of("silent", 5)
     store(manager, engine, keys)
-    silence = Silence(engine, daemon, monkeypatch)
-    assert manager.prepare_load(keys, REQUEST).missing == len(keys)
-    use_all(manager, keys, failures=1)
-    silence.end()
-    assert looked_up(manager, keys) == {LookupResult.HIT}
-    assert chunks(engine)["pinned"] == 0
+    with silence(engine, daemon):
+        assert manager.prepare_load(keys, REQUEST).missing == len(keys)
+        use_all(manager, keys, failures=1)
+    until(engine, lambda: looked_up(manager, keys) == {LookupResult.HIT})
+    until(engine, lambda: not chunks(engine)["pinned"])
 
 
-def test_a_reset_that_the_daemon_missed_is_made_up_for(
-    engine: Engine, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was there before a reset is never found after it, whether the daemon heard or not."""
+def test_a_reset_that_the_daemon_missed_is_made_up_for(engine: Engine, daemon: Daemon) -> None:
+    """What was there before a reset is never found after it, whether the daemon got it or not."""
     manager = manager_of(engine)
     keys = keys_of("reset", 5)
     store(manager, engine, keys)
-    silence = Silence(engine, daemon, monkeypatch)
-    manager.prepare_load(keys, REQUEST)  # from now on the session sends nothing
-    manager.reset_cache()
-    manager.on_schedule_end(STEP_END)
-    silence.end()
+    with silence(engine, daemon):
+        manager.prepare_load(keys, REQUEST)  # from now on the session sends nothing
+        manager.reset_cache()
+        manager.on_schedule_end(STEP_END)
     assert looked_up(manager, keys) == {LookupResult.MISS}
     manager.on_schedule_end(STEP_END)
     assert looked_up(manager, keys) == {LookupResult.MISS}

@@ -112,7 +112,7 @@ def connector(
 def test_a_bad_setting_stops_the_engine_in_every_process(
     tmp_path: Path, role: KVConnectorRole
 ) -> None:
-    """Scheduler and ranks both refuse a setting that cannot be meant."""
+    """Scheduler and ranks both refuse an unknown setting."""
     with pytest.raises(OptionsError, match="deadlines"):
         connector(engine_config(tmp_path, {"deadlines": 1.0}), role)
 

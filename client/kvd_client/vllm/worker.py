@@ -6,7 +6,6 @@ failure; nothing raises after the start, whatever happens to the daemon.
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -49,7 +48,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         self._options = options
         self._loads: dict[int, float] = {}  # by job: when it is cancelled; infinite afterwards
         self._failed: list[TransferResult] = []
-        self._logged: set[str] = set()  # reasons of failures that were logged
+        self._logged: set[str] = set()  # lines about failures
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -159,18 +158,14 @@ class KvdOffloadingWorker(OffloadingWorker):
 
     def _results(self, ended: list[JobResult]) -> list[TransferResult]:
         """Convert results; each reason of a failure is logged once until a job succeeds."""
-        why: dict[str, Counter[str]] = {}
-        for result in ended:
-            is_load = self._loads.pop(result.job_id, None) is not None
-            if not result.success:
-                why.setdefault(result.text, Counter())["load" if is_load else "store"] += 1
-        if len(ended) > sum(map(Counter.total, why.values())):
+        if any(result.success for result in ended):
             self._logged.clear()
-        for text, kinds in why.items():
-            if text not in self._logged:
-                log.warning("%s: %s", _failures(kinds), text)
-        if why:
-            self._logged = set(why)
+        for result in ended:
+            kind = "store" if self._loads.pop(result.job_id, None) is None else "load"
+            line = f"a {kind} failed and is a cache miss: {result.text}"
+            if not result.success and line not in self._logged:
+                self._logged.add(line)
+                log.warning(line)
         return [
             TransferResult(
                 result.job_id,
@@ -185,15 +180,6 @@ class KvdOffloadingWorker(OffloadingWorker):
 
     def __repr__(self) -> str:
         return f"<KvdOffloadingWorker {len(self._loads)} loads, {self.worker!r}>"
-
-
-def _failures(kinds: Counter[str]) -> str:
-    """Return a text such as "a load failed and is a cache miss"."""
-    names = " and ".join(
-        f"a {kind}" if count == 1 else f"{count} {kind}s" for kind, count in sorted(kinds.items())
-    )
-    one = kinds.total() == 1
-    return f"{names} failed and {'is a cache miss' if one else 'are cache misses'}"
 
 
 def _now(worker: Worker) -> int | None:
