@@ -30,7 +30,12 @@ class ControlPage(ControlWords):
 
 
 class StoreWords:
-    """Which words of a control page are free for stores. Not for several threads at once."""
+    """Which words of a control page are free for stores. Not for several threads at once.
+
+    Every store under way has a word of its own, so that only the named ones are voided, and no
+    message has to arrive for it: a lane reads the word after the copy, before it reports. The
+    page's size bounds them; a store beyond that is shed.
+    """
 
     def __init__(self, page: ControlPage) -> None:
         self._page = page

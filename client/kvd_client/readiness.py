@@ -60,7 +60,9 @@ class Readiness:
 class ReadyNews:
     """What a scheduler's event loop waits for: the daemon's pipe, and changes of the session.
 
-    The pipe comes with each attachment. May be used by any thread.
+    The pipe comes with each attachment. It is no eventfd, because the two ends of a pipe have flags
+    of their own: whatever a client does to its end, the daemon's write never waits. May be used by
+    any thread.
     """
 
     def __init__(self) -> None:
