@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.metrics import words
+from kvd.metrics.counts import DIRECTIONS, STAGES
 from kvd.metrics.history import History, Report, Span, merged, quantile
 
 BAR_CELLS = 50
@@ -25,7 +26,6 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"))
 _COLOURS = ("cyan", "magenta", "blue", "yellow", "green")
 _MARKS = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "hint": ("●", "blue")}
-_STAGES = ("queued", "stream_wait", "copied", "reported")
 
 
 def picture(history: History, restarts: int = 0, height: int | None = None) -> RenderableType:
@@ -206,11 +206,11 @@ def _short(device: str) -> str:
 
 
 def _stages(span: Span) -> Table:
-    table = _table("p50 / p99", *_STAGES)
+    table = _table("p50 / p99", *STAGES)
     lanes = [span.lane(lane["device"]) for lane in span.now["lanes"]]
-    for direction in ("store", "load"):
+    for direction in DIRECTIONS:
         cells = []
-        for stage in _STAGES:
+        for stage in STAGES:
             histogram = merged(
                 lane.histogram("counters", "stages", f"{direction}_{stage}") for lane in lanes
             )

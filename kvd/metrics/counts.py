@@ -19,18 +19,16 @@ MOST = 2**63 - 1
 """The largest number that a message carries; sums stop there."""
 DIRECTIONS = ("store", "load")
 STAGES = ("queued", "stream_wait", "copied", "reported")
+# Upper bounds in seconds.
 STAGE_BOUNDS = (
     *(20e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0),
 )
-"""Upper bounds in seconds."""
 AGE_BOUNDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 3 * 86400, 7 * 86400)
-"""Upper bounds in seconds."""
 LAG_BOUNDS = (
     *(100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3),
     *(0.1, 0.25, 0.5, 1.0, 5.0),
 )
-"""Upper bounds in seconds."""
 CONNECTION_LIMITS = (
     "message_bytes",
     "message_parts",

@@ -130,15 +130,15 @@ def quantile(histogram: Histogram | None, q: float) -> float | None:
 
 
 def merged(histograms: Iterable[Histogram | None]) -> Histogram | None:
-    """Their sum; those with other bounds than the first are left out."""
+    """The sum of histograms with the same bounds; None where there is none."""
     present = [histogram for histogram in histograms if histogram is not None]
-    same = [one for one in present if one["bounds"] == present[0]["bounds"]]
-    if not same:
+    if not present:
         return None
+    counts = zip(*(one["counts"] for one in present), strict=True)
     return {
-        "bounds": same[0]["bounds"],
-        "counts": [sum(counts) for counts in zip(*(one["counts"] for one in same), strict=True)],
-        "sum": sum(one["sum"] for one in same),
+        "bounds": present[0]["bounds"],
+        "counts": [sum(each) for each in counts],
+        "sum": sum(one["sum"] for one in present),
     }
 
 

@@ -1,6 +1,8 @@
-"""Where the files under test lie, and how a test says that a tool is missing."""
+"""Where the files under test lie, and how tools are run over them."""
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,3 +18,18 @@ def tool(name: str) -> str:
     if found is None:
         pytest.skip(f"{name} is not installed; {INSTALL}")
     return found
+
+
+def run(
+    *command: str | Path, where: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A command to its end, in a folder, with more variables."""
+    return subprocess.run(
+        command,
+        cwd=where,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )

@@ -1,7 +1,6 @@
 """The image and the compose file, as far as that goes without an engine; see docker/check.sh."""
 
 import re
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import yaml
 
 from kvd.config.settings import KNOWN, Settings
-from tests.deploy.places import ROOT
+from tests.deploy.places import ROOT, run
 
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
@@ -22,11 +21,6 @@ def services() -> dict[str, dict[str, Any]]:
     """The services of the compose file."""
     found: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     return found["services"]
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """A tool, to its end."""
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile"])
@@ -101,14 +95,8 @@ def test_the_user_of_the_image_is_one_number_everywhere(
 
 def test_a_wheel_holds_what_is_not_python(tmp_path: Path) -> None:
     """Kernel, page and marker files that lie in the packages are in the wheel too."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    build = (sys.executable, "-m", "hatchling", "build", "--target", "wheel")
+    done = run(*build, "--directory", tmp_path, where=ROOT)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())

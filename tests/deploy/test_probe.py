@@ -1,24 +1,18 @@
 """The probe of containers, against a real daemon."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.conftest import Daemon
+from tests.deploy.places import run
 from tests.waiting import eventually
 
 
 def probe(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
     """Run it as a container's engine would."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvd.report.http.probe", *path],
-        env=os.environ | {"KVD_RUNTIME_DIR": str(runtime_dir)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = (sys.executable, "-m", "kvd.report.http.probe", *path)
+    return run(*command, KVD_RUNTIME_DIR=str(runtime_dir))
 
 
 def passed(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:

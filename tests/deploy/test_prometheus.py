@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ from kvd.metrics.counts import DIRECTIONS, STAGES
 from kvd.metrics.schema import ROWS
 from kvd_proto.messages import JobStatus
 from tests.conftest import Daemon
-from tests.deploy.places import DEPLOY, ROOT, tool
+from tests.deploy.places import DEPLOY, ROOT, run, tool
 from tests.http.scraping import scrape
 from tests.http.serving import over_unix
 
@@ -30,14 +29,7 @@ DASHBOARD: dict[str, Any] = json.loads((GRAFANA / "kvd.json").read_text())
 
 def promtool(*arguments: str, where: Path = PROMETHEUS) -> str:
     """What promtool prints; it must be content."""
-    done = subprocess.run(
-        [tool("promtool"), *arguments],
-        cwd=where,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run(tool("promtool"), *arguments, where=where)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

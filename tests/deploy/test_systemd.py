@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from configparser import ConfigParser
@@ -14,7 +13,7 @@ import pytest
 
 from kvd.cli import cli
 from kvd.config.sources import Sources
-from tests.deploy.places import DEPLOY, tool
+from tests.deploy.places import DEPLOY, run, tool
 
 SYSTEMD = DEPLOY / "systemd"
 HIGHEST_EXPOSURE = 2.0
@@ -53,13 +52,7 @@ def machine(tmp_path: Path) -> Path:
 def verify(root: Path) -> str:
     """What systemd-analyze has to say of our units."""
     units = ["kvd.service", "run-hugepages-kvd.mount"]
-    done = subprocess.run(
-        [tool("systemd-analyze"), "verify", "--man=no", f"--root={root}", *units],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run(tool("systemd-analyze"), "verify", "--man=no", f"--root={root}", *units)
     return done.stdout + done.stderr
 
 
@@ -70,16 +63,9 @@ def test_systemd_has_nothing_to_say_of_the_units(machine: Path) -> None:
 
 def test_the_unit_exposes_little() -> None:
     """The figure of systemd-analyze security is low."""
-    done = subprocess.run(
-        [
-            *(tool("systemd-analyze"), "security", "--no-pager", "--offline=yes"),
-            *(f"--threshold={int(HIGHEST_EXPOSURE * 10)}", str(SYSTEMD / "kvd.service")),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    analyze = (tool("systemd-analyze"), "security", "--no-pager", "--offline=yes")
+    most = f"--threshold={int(HIGHEST_EXPOSURE * 10)}"
+    done = run(*analyze, most, SYSTEMD / "kvd.service")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
@@ -130,7 +116,7 @@ def test_the_commands_of_the_units_are_ones_that_kvd_takes(name: str, key: str) 
 def test_the_installer_installs_what_is_there() -> None:
     """Every file that install.sh names lies beside it, and the shell can read the script."""
     script = SYSTEMD / "install.sh"
-    subprocess.run(["sh", "-n", str(script)], check=True, timeout=60)
+    assert run("sh", "-n", script).returncode == 0
     for name in re.findall(r"\$here/([a-z./]+)", script.read_text()):
         assert (SYSTEMD / name).is_file()
 
@@ -175,14 +161,8 @@ def test_the_installer_refuses_a_python_that_the_service_cannot_run(
     python = executable(folder / "bin" / "python3", 'echo "$*" >>"$LOG"')  # makes no environment
     python.parent.chmod(mode)
     path = f"{folder / 'stubs'}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["sh", str(SYSTEMD / "install.sh"), "kvd-offload[daemon]"],
-        env=os.environ | {"PATH": path, "LOG": str(log), "PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    install = ("sh", SYSTEMD / "install.sh", "kvd-offload[daemon]")
+    done = run(*install, PATH=path, LOG=str(log), PYTHON=str(python))
     assert done.returncode
     refused = f"user kvd cannot run {python}" in done.stderr
     assert refused is (mode == 0o700)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.report.http.broker_client import Asking
+from kvd.report.http.broker_client import BrokerClient
 from kvd_proto.messages import Message, Ping, Pong, StatusReport
 from tests.waiting import PATIENCE
 
@@ -17,21 +17,21 @@ def test_answers_in_one_turn_of_the_loop_leave_nothing_owed(
     """A loop that hears of two answers at once takes neither for one that is still to come."""
     may_answer = threading.Event()
 
-    def talk(_: Asking, message: Message, __: type[Message]) -> Message:
+    def talk(_: BrokerClient, message: Message, __: type[Message]) -> Message:
         assert may_answer.wait(PATIENCE)
         return Pong(pid=1) if isinstance(message, Ping) else StatusReport(status={"ready": True})
 
-    monkeypatch.setattr(Asking, "_talk", talk)
+    monkeypatch.setattr(BrokerClient, "_talk", talk)
 
     async def ask() -> float | None:
-        asking = Asking(tmp_path)
-        questions = asyncio.gather(asking.ping(PATIENCE), asking.report(PATIENCE))
+        client = BrokerClient(tmp_path)
+        questions = asyncio.gather(client.ping(PATIENCE), client.report(PATIENCE))
         for _ in range(2):  # they ask, and their questions go to the thread
             await asyncio.sleep(0)
-        assert asking.silent_since is not None
+        assert client.silent_since is not None
         may_answer.set()
-        asking._thread.submit(lambda: None).result(PATIENCE)  # after both; the loop stands still
+        client._thread.submit(lambda: None).result(PATIENCE)  # after both; the loop stands still
         await questions
-        return asking.silent_since
+        return client.silent_since
 
     assert asyncio.run(ask()) is None

@@ -49,7 +49,7 @@ async def _serve(options: argparse.Namespace) -> None:
     from uvicorn import Config, Server  # noqa: PLC0415  # all that is large comes after os.nice
 
     from kvd.report.http.app import App  # noqa: PLC0415
-    from kvd.report.http.broker_client import Asking  # noqa: PLC0415
+    from kvd.report.http.broker_client import BrokerClient  # noqa: PLC0415
     from kvd.report.http.guard import Listener  # noqa: PLC0415
 
     class Quiet(Server):
@@ -59,7 +59,7 @@ async def _serve(options: argparse.Namespace) -> None:
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    app = App(Asking(options.runtime_dir))
+    app = App(BrokerClient(options.runtime_dir))
     config = Config(
         app.guarded(options.host),
         http="h11",

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvd.errors import NotRunning
 from kvd.metrics.schema import Check
-from kvd.report.http.broker_client import Asking
+from kvd.report.http.broker_client import BrokerClient
 from kvd.report.http.exposition import Exposition
 from kvd.report.http.guard import Guard
 from kvd.report.http.live import Events
@@ -36,12 +36,12 @@ class App:
     """What each path answers.
 
     Args:
-        asking: the connection to the broker.
+        broker: the connection to the broker.
     """
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
-        self._events = Events(asking)
+    def __init__(self, broker: BrokerClient) -> None:
+        self._broker = broker
+        self._events = Events(broker)
         routes = [
             Route("/livez", self.probe),
             Route("/healthz", self.probe),
@@ -72,10 +72,10 @@ class App:
         probe = "readyz" if request.url.path == "/readyz" else "livez"
         try:
             if probe == "readyz":
-                report = await self._asking.report(seconds)
+                report = await self._broker.report(seconds)
                 checks = [Check(**check) for check in report["checks"]]
             else:
-                took = await self._asking.ping(seconds)
+                took = await self._broker.ping(seconds)
                 text = f"answered a PING in {1e3 * took:.1f} ms"
                 checks = [Check("broker", ok=True, text=text)]
         except NotRunning as error:
@@ -97,17 +97,17 @@ class App:
         """The report, as `kvd status --json` prints it."""
         del request
         try:
-            return _json(await self._asking.report(ANSWER_SECONDS), 200)
+            return _json(await self._broker.report(ANSWER_SECONDS), 200)
         except NotRunning as error:
-            return _json({"error": str(error), "since": self._asking.silent_since}, 503)
+            return _json({"error": str(error), "since": self._broker.silent_since}, 503)
 
     async def metrics(self, request: Request) -> Response:
         """The report for Prometheus; without the broker, what is known without it."""
         report, silent = None, 0.0
         try:
-            report = await self._asking.report(SCRAPE_SECONDS)
+            report = await self._broker.report(SCRAPE_SECONDS)
         except NotRunning:
-            silent = time.time() - (self._asking.silent_since or time.time())
+            silent = time.time() - (self._broker.silent_since or time.time())
         accept = Headers(scope=request.scope).get("accept", "")
         body, kind = Exposition(report, silent).encode(accept)
         return Response(body, media_type=None, headers={"content-type": kind})

@@ -22,7 +22,7 @@ GIVE_UP_SECONDS = 300.0  # then the connection is made anew
 FRESH_SECONDS = 0.5
 
 
-class Asking:
+class BrokerClient:
     """Asks the broker, with deadlines.
 
     Args:
@@ -115,4 +115,4 @@ class Asking:
 
     def __repr__(self) -> str:
         state = "connected" if self._control is not None else "not connected"
-        return f"<Asking {self._runtime_dir}, {state}, {len(self._under_way)} under way>"
+        return f"<BrokerClient {self._runtime_dir}, {state}, {len(self._under_way)} under way>"

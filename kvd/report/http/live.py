@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 
 from kvd.errors import NotRunning
-from kvd.report.http.broker_client import Asking
+from kvd.report.http.broker_client import BrokerClient
 from kvd.report.http.exposition import WATCHERS
 
 PERIOD_SECONDS = 1.0
@@ -26,8 +26,8 @@ _KEEP_ALIVE = b": still here\n\n"
 class Events:
     """The stream and who reads it."""
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
+    def __init__(self, broker: BrokerClient) -> None:
+        self._broker = broker
         self._watchers = 0
         self._latest = b""
         self._number = 0
@@ -76,10 +76,10 @@ class Events:
 
     async def _frame(self) -> bytes:
         try:
-            report = await self._asking.report(ANSWER_SECONDS)
+            report = await self._broker.report(ANSWER_SECONDS)
         except NotRunning as error:
             now = time.time()
-            since = self._asking.silent_since or now
+            since = self._broker.silent_since or now
             return _event("trouble", {"time": now, "since": since, "text": str(error)})
         return _event("report", report)
 
