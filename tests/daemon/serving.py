@@ -130,7 +130,7 @@ def _left_behind(daemon: Daemon) -> dict[str, object]:
             sums[state] += namespace["chunks"][state]
     found: dict[str, object] = {
         **sums,
-        "not ready": report["not_ready"],
+        "not ready": [check for check in report["checks"] if not check["ok"]],
         "engines": report["engines"],
         "leases": report["leases"],
         # This question's is one, the HTTP process may have another.
