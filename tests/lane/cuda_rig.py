@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
-from kvd.lane.devices.device import Direction, MemoryId
+from kvd.lane.devices.device import Direction
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers
@@ -120,11 +120,6 @@ class CudaRig(Rig):
         """Workers that are made from now on have this memory."""
         self._workers = workers
 
-    def attach(self, sizes: Sequence[int]) -> tuple[MemoryId, Source]:
-        """A worker with these storages, mapped."""
-        source = self.make_worker(sizes)
-        return self.device.import_memory(source.handles, sizes, source.descriptors), source
-
     def make_worker(self, sizes: Sequence[int]) -> Source:
         """In the other process."""
         return self._workers.make(sizes)
@@ -156,14 +151,6 @@ class CudaRig(Rig):
         code, number = bindings.cuStreamGetPriority(stream)
         assert not int(code)
         return int(number)
-
-    def get_pool(self, offset: int, nbytes: int) -> Bytes:
-        """Through a mapping of the tests' own."""
-        return self.pool.bytes[offset : offset + nbytes].copy()
-
-    def put_pool(self, offset: int, data: Bytes) -> None:
-        """Through a mapping of the tests' own."""
-        self.pool.bytes[offset : offset + len(data)] = data
 
     def close(self) -> None:
         """Let everything end, then close."""

@@ -19,6 +19,7 @@ from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer, TransferId
 from kvd_proto.expand import Copies
 from kvd_proto.messages import Handle
+from tests.lane.support import Memory
 from tests.waiting import PATIENCE
 
 Bytes = npt.NDArray[np.uint8]
@@ -37,6 +38,7 @@ class Rig(ABC):
     """A backend with a pool, and raw access to the pool and to workers' memory."""
 
     device: Device
+    pool: Memory
 
     @abstractmethod
     def make_worker(self, sizes: Sequence[int]) -> Source:
@@ -55,16 +57,21 @@ class Rig(ABC):
         """Write a worker's bytes."""
 
     @abstractmethod
-    def get_pool(self, offset: int, nbytes: int) -> Bytes:
-        """A copy of the pool's bytes."""
-
-    @abstractmethod
-    def put_pool(self, offset: int, data: Bytes) -> None:
-        """Write the pool's bytes."""
-
-    @abstractmethod
     def close(self) -> None:
         """Let go of everything."""
+
+    def attach(self, sizes: Sequence[int]) -> tuple[MemoryId, Source]:
+        """A worker with these storages, mapped."""
+        source = self.make_worker(sizes)
+        return self.device.import_memory(source.handles, sizes, source.descriptors), source
+
+    def get_pool(self, offset: int, nbytes: int) -> Bytes:
+        """A copy of the pool's bytes, through a mapping of the tests' own."""
+        return self.pool.bytes[offset : offset + nbytes].copy()
+
+    def put_pool(self, offset: int, data: Bytes) -> None:
+        """Write the pool's bytes."""
+        self.pool.bytes[offset : offset + len(data)] = data
 
 
 def transfer(
@@ -98,15 +105,9 @@ class DeviceContract:
 
     SIZES = (65536, 32768)
 
-    def attach(self, rig: Rig) -> tuple[MemoryId, Source]:
-        """A worker with two storages, mapped."""
-        source = rig.make_worker(self.SIZES)
-        memory = rig.device.import_memory(source.handles, self.SIZES, source.descriptors)
-        return memory, source
-
     def test_a_store_moves_exactly_its_runs(self, rig: Rig) -> None:
         """Bytes arrive where the runs say, relative to the pool base, and nowhere else."""
-        memory, source = self.attach(rig)
+        memory, source = rig.attach(self.SIZES)
         data = [pattern(size, seed) for seed, size in enumerate(self.SIZES)]
         for storage, block in enumerate(data):
             rig.put(source, storage, 0, block)
@@ -122,7 +123,7 @@ class DeviceContract:
 
     def test_a_load_moves_exactly_its_runs(self, rig: Rig) -> None:
         """Pool bytes arrive in the worker's memory, and its other bytes stay poisoned."""
-        memory, source = self.attach(rig)
+        memory, source = rig.attach(self.SIZES)
         pool = pattern(2**20, 3)
         rig.put_pool(0, pool)
         for storage, size in enumerate(self.SIZES):
@@ -139,7 +140,7 @@ class DeviceContract:
 
     def test_every_transfer_is_reported_once(self, rig: Rig) -> None:
         """Several in flight, both directions: each number comes back once, then nothing."""
-        memory, _ = self.attach(rig)
+        memory, _ = rig.attach(self.SIZES)
         for number in range(6):
             direction = Direction.STORE if number % 2 else Direction.LOAD
             run = (0, number * 1000, number * 2000, 1000)
@@ -151,7 +152,7 @@ class DeviceContract:
 
     def test_nothing_in_flight_has_room(self, rig: Rig) -> None:
         """An idle device takes work, and submitting does not wait for it."""
-        memory, _ = self.attach(rig)
+        memory, _ = rig.attach(self.SIZES)
         assert all(map(rig.device.has_room, Direction))
         rig.device.submit(transfer(1, memory, Direction.STORE, [(0, 0, 0, 10)]))
         assert rig.device.in_flight == 1
@@ -159,7 +160,7 @@ class DeviceContract:
 
     def test_memory_in_use_is_not_released(self, rig: Rig) -> None:
         """Releasing memory with a transfer in flight is refused; after draining it works, once."""
-        memory, _ = self.attach(rig)
+        memory, _ = rig.attach(self.SIZES)
         rig.device.submit(transfer(1, memory, Direction.STORE, [(0, 0, 0, 10)]))
         with pytest.raises(LaneError, match="in flight"):
             rig.device.release_memory(memory)
@@ -189,7 +190,7 @@ class DeviceContract:
 
     def test_workers_do_not_see_each_other(self, rig: Rig) -> None:
         """The same offsets of two workers' memory are different bytes."""
-        both = [self.attach(rig) for _ in range(2)]
+        both = [rig.attach(self.SIZES) for _ in range(2)]
         for seed, (memory, source) in enumerate(both):
             rig.put(source, 0, 0, pattern(4096, seed))
             run = (0, 0, seed * 4096, 4096)
@@ -217,8 +218,8 @@ class DeviceContract:
     )
     def test_round_trips(self, rig: Rig, pieces: list[tuple[int, int, int]], seed: int) -> None:
         """Whatever is stored comes back into other memory, for any runs."""
-        memory, source = self.attach(rig)
-        other_memory, target = self.attach(rig)
+        memory, source = rig.attach(self.SIZES)
+        other_memory, target = rig.attach(self.SIZES)
         data = [pattern(size, seed + index) for index, size in enumerate(self.SIZES)]
         for index, size in enumerate(self.SIZES):
             rig.put(source, index, 0, data[index])
