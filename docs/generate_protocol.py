@@ -263,8 +263,8 @@ def _lookup(writer: DirectoryWriter, key: bytes) -> str:
         slot = (entry & 0xFFFF_FFFF) - 1
         same = "same hash" if entry >> 32 == hash32 else "another hash"
         walk.append(f"{at}: 0x{entry:016x}, slot {slot}, {same}")
-        if writer.record(slot).key == key:
-            if writer.record(slot).generation > writer.floor:
+        if writer.key(slot) == key:
+            if writer.generation(slot) > writer.floor:
                 break
             walk[-1] += ", not above the floor"
         at = (at + 1) % head.index_capacity
@@ -273,10 +273,10 @@ def _lookup(writer: DirectoryWriter, key: bytes) -> str:
     result = writer.lookup(key)
     state = ""
     if (slot := writer.find(key)) >= 0:
-        record = writer.record(slot)
-        state = f"slot {slot} is {record.state.name}"
-        if record.state is SlotState.READY:
-            state += f" with blocks {record.first} to {record.first + record.count - 1}"
+        record, (first, count) = SlotState(writer.state(slot)), writer.blocks(slot)
+        state = f"slot {slot} is {record.name}"
+        if record is SlotState.READY:
+            state += f" with blocks {first} to {first + count - 1}"
     steps = "; ".join(walk)
     return f"| `{key.decode()}` | 0x{hash32:08x} | {home} | {steps} | {state} | {result.name} |"
 

@@ -113,20 +113,6 @@ _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HI
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRecord:
-    """One slot as it was when it was read."""
-
-    generation: int
-    ranks_done: int
-    owner: int
-    state: SlotState
-    first: int
-    count: int
-    group: int
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class DirectoryHeader:
     """The header page, and the arithmetic of the parts behind it."""
 
@@ -318,21 +304,6 @@ class DirectoryView:
     def lookup_many(self, keys: Sequence[bytes]) -> list[LookupResult]:
         """`lookup` of every key, in order."""
         return list(map(self.lookup, keys))
-
-    def record(self, slot: int) -> SlotRecord:
-        """Everything about one slot.
-
-        Raises:
-            IndexError: there is no such slot.
-        """
-        if not 0 <= slot < self.num_slots:
-            raise IndexError(f"slot {slot} of {self.num_slots}")
-        generation, ranks, owner, state, length, first, count, group, key = RECORD.unpack_from(
-            self._records, slot * RECORD_BYTES
-        )
-        return SlotRecord(
-            generation, ranks, owner, SlotState(state), first, count, group, key[:length]
-        )
 
     def check(
         self,

@@ -119,11 +119,10 @@ class Reopening(RuleBasedStateMachine):
             namespace = following.get(name)
             directory = self.table(space).directory
             for key, (slot, generation) in held(namespace.table).items() if namespace else ():
-                record = directory.record(slot)
-                assert (record.key, record.generation) == (key, generation)
-                whole = record.ranks_done & self.table(space).space.geometry.writers(slot)
+                assert (directory.key(slot), directory.generation(slot)) == (key, generation)
+                whole = directory.ranks_done(slot) & self.table(space).space.geometry.writers(slot)
                 assert whole == self.table(space).space.geometry.writers(slot)
-                assert record.state in {SlotState.READY, SlotState.WRITING}
+                assert directory.state(slot) in {SlotState.READY, SlotState.WRITING}
 
     @rule(space=space_strategy, keys=keys_strategy)
     def prepare(self, space: int, keys: list[bytes]) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from kvd.errors import IntegrityError
 from kvd_proto.answers import LookupResult, StoreAnswer
-from kvd_proto.directory import PROBE_LIMIT
+from kvd_proto.directory import PROBE_LIMIT, SlotState
 from tests.cache.tables import finish, make_table, names, store
 
 OK, PENDING = StoreAnswer.ACCEPTED, StoreAnswer.PENDING
@@ -129,7 +129,7 @@ def test_damage_is_noticed(damage: str) -> None:
     slot = int(table.prepare_store([b"w"], 1, 0.0).slots.numpy()[0])
     ready = table.directory.find(b"a")
     if damage == "state":
-        table.directory.write_state(ready, table.directory.record(slot).state)
+        table.directory.write_state(ready, SlotState.WRITING)
     elif damage == "pins":
         table.slots.leases.pins[ready] = 1
     elif damage == "tickets":

@@ -17,10 +17,9 @@ from pathlib import Path
 import msgspec
 
 from kvd_client import Fingerprint, RegistrationError, Worker
-from tests.chaos.calls import Calls
 from tests.chaos.memory import Memory
 from tests.chaos.orders import LARGEST, Answer, Order, connect
-from tests.chaos.shared import Count, Phase, counts, phase_word
+from tests.chaos.shared import Calls, Count, Phase, counts, phase_word
 from tests.chaos.specs import SPECS
 
 DEADLINE = 1.0

@@ -17,9 +17,8 @@ from pathlib import Path
 import msgspec
 
 from kvd_client import LoadTicket, Scheduler, StoreAnswer
-from tests.chaos.calls import Calls
 from tests.chaos.orders import LARGEST, Answer, Order, listen
-from tests.chaos.shared import Count, Phase, counts, phase_word
+from tests.chaos.shared import Calls, Count, Phase, counts, phase_word
 from tests.chaos.specs import BATCH, GROUPS, KEYS, SPECS
 
 DEADLINE = 1.0

@@ -2,17 +2,15 @@
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 
 from tests.chaos.children import Client, Freezer
 from tests.chaos.clock import WallClock
 from tests.chaos.daemons import Daemon
 from tests.chaos.place import Place
-from tests.chaos.shared import Count, Words, phase_word
+from tests.chaos.shared import Count, phase_word
 from tests.chaos.specs import SPECS
 
 
-@dataclass
 class World:
     """One run.
 
@@ -26,29 +24,22 @@ class World:
         violations: in words, all of them.
     """
 
-    seed: int
-    place: Place
-    clock: WallClock = field(init=False)
-    daemon: Daemon = field(init=False)
-    clients: dict[str, Client] = field(init=False)
-    phase: Words = field(init=False)
-    freezer: Freezer = field(default_factory=Freezer)
-    injected: Counter[str] = field(default_factory=Counter)
-    skipped: dict[str, str] = field(default_factory=dict)
-    violations: list[str] = field(default_factory=list)
-    now_doing: str = "nothing yet"
-
-    def __post_init__(self) -> None:
-        folder = self.place.folder
-        self.clock = WallClock(folder)
-        self.daemon = Daemon(self.place, self.clock.environment)
-        self.phase = phase_word(folder)
-        self.clients = {}
+    def __init__(self, seed: int, place: Place) -> None:
+        self.seed = seed
+        self.place = place
+        self.clock = WallClock(place.folder)
+        self.daemon = Daemon(place, self.clock.environment)
+        self.phase = phase_word(place.folder)
+        self.freezer = Freezer()
+        self.injected: Counter[str] = Counter()
+        self.skipped: dict[str, str] = {}
+        self.violations: list[str] = []
+        self.now_doing = "nothing yet"
+        self.clients: dict[str, Client] = {}
         for number, spec in enumerate(SPECS.values()):
             for rank in (None, *range(spec.ranks)):
-                seed = self.seed * 1_000_003 + number * 10_007 + (rank or 0) * 101
-                runtime_dir = self.place.runtime_dir
-                client = Client(folder, runtime_dir, spec, rank, seed & 0x7FFFFFFF)
+                own = seed * 1_000_003 + number * 10_007 + (rank or 0) * 101
+                client = Client(place.folder, place.runtime_dir, spec, rank, own & 0x7FFFFFFF)
                 self.clients[client.name] = client
 
     def violated(self, text: str) -> None:

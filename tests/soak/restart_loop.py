@@ -27,8 +27,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from kvd_client import LookupResult
-from kvd_proto.directory import DirectoryView, SlotRecord, SlotState
+from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryView, SlotState
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import Daemon, StartDaemon, started_daemons
 
@@ -38,6 +40,9 @@ BATCH = 12
 LONGEST = 0.6
 GENTLE = 0.1  # of the ends are SIGTERM
 PATIENCE = 60.0
+KEPT = ("generation", "ranks_done", "first", "count", "group")
+"""Of a slot's record, what the next daemon has as it was."""
+Record = tuple[int, ...]
 
 
 @dataclass
@@ -90,12 +95,16 @@ class Client:
             self.engine.scheduler.wait_attached(0.01)
         raise TimeoutError(f"{self.engine.name} finds no daemon")
 
-    def records(self, *states: SlotState) -> dict[bytes, SlotRecord]:
-        """The chunks in these states, by key, as the directory has them."""
+    def records(self, state: SlotState) -> dict[bytes, Record]:
+        """The chunks in this state, by key, as the directory has them."""
         directory = self.directory
         assert directory is not None
-        found = map(directory.record, range(directory.num_slots))
-        return {record.key: record for record in found if record.state in states}
+        whole = directory._whole
+        table = np.frombuffer(whole, RECORD_DTYPE, directory.num_slots, HEADER_BYTES)
+        return {
+            bytes(row["key"])[: row["key_len"]]: tuple(row[list(KEPT)].tolist())
+            for row in table[table["state"] == state]
+        }
 
 
 class Loop:
@@ -176,19 +185,17 @@ class Loop:
             self.tally.violations.append(f"{wrong} wrong bytes among {keys[0]!r} and following")
         return found
 
-    def look(
-        self, client: Client, were: dict[bytes, SlotRecord], wrote: dict[bytes, SlotRecord]
-    ) -> None:
+    def look(self, client: Client, were: dict[bytes, Record], wrote: dict[bytes, Record]) -> None:
         """Hold what the new daemon has against what the old one had."""
         now = client.records(SlotState.READY)
-        missing = {key for key in were if now.get(key) != _as_kept(were[key])}
+        missing = {key for key in were if now.get(key) != were[key]}
         if missing and self.asking:
             self.tally.evicting += len(missing)
         elif missing:
             self.tally.violations.append(f"{len(missing)} READY chunks are gone: {min(missing)!r}")
         for key in now.keys() - were.keys():
             record = wrote.get(key)
-            if record is None or not record.ranks_done or now[key] != _as_kept(record):
+            if record is None or not record[1] or now[key] != record:
                 self.tally.violations.append(f"{key!r} is a hit that never was READY")
             self.tally.completing += 1
         self.tally.kept += len(now)
@@ -205,20 +212,6 @@ class Loop:
         """End the engines; the daemons end with their context."""
         for client in self.clients:
             client.engine.close()
-
-
-def _as_kept(record: SlotRecord) -> SlotRecord:
-    """The record as the next daemon has it: READY, and nobody's."""
-    return SlotRecord(
-        record.generation,
-        record.ranks_done,
-        0,
-        SlotState.READY,
-        record.first,
-        record.count,
-        record.group,
-        record.key,
-    )
 
 
 def run(kills: int, seed: int) -> Tally:
