@@ -52,7 +52,7 @@ class HttpProcess:
         self._host = address.host if address is not None else ""
         self._tcp = bind_tcp(address) if address is not None else None
         self._unix = listen_unix(unix_path, socket.SOCK_STREAM)
-        self._child = ChildProcess("kvd.report.http", _PAUSE_SECONDS)
+        self._child = ChildProcess("kvd.report", _PAUSE_SECONDS)
         self._beat = -1
         self._heard = 0.0
         self._next_look = 0.0

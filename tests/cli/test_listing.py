@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvd.cli import cli
-from kvd.report.http.exposition import Exposition
+from kvd.report.exposition import Exposition
 from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon

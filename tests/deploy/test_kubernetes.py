@@ -118,7 +118,7 @@ def test_probes_ask_what_they_should(name: str) -> None:
     assert asked["startupProbe"] == asked["livenessProbe"] == "/livez"
     assert asked.get("readinessProbe", "/readyz") == "/readyz"
     for kind in asked:
-        assert container[kind]["exec"]["command"][:3] == ["python", "-m", "kvd.report.http.probe"]
+        assert container[kind]["exec"]["command"][:3] == ["python", "-m", "kvd.report.probe"]
         assert container[kind]["timeoutSeconds"] == 5
     start = container["startupProbe"]
     assert start["periodSeconds"] * start["failureThreshold"] >= 300

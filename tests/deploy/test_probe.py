@@ -11,7 +11,7 @@ from tests.waiting import eventually
 
 def probe(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
     """Run it as a container's engine would."""
-    command = (sys.executable, "-m", "kvd.report.http.probe", *path)
+    command = (sys.executable, "-m", "kvd.report.probe", *path)
     return run(*command, KVD_RUNTIME_DIR=str(runtime_dir))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.report.http.broker_client import BrokerClient
+from kvd.report.broker_client import BrokerClient
 from kvd_proto.messages import Message, Ping, Pong, StatusReport
 from tests.waiting import PATIENCE
 

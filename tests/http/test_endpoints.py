@@ -156,10 +156,10 @@ def test_with_the_port_off_there_is_the_unix_socket_and_a_process_when_asked(
     """For owner and group, under any Host; what answers starts with the first connection."""
     assert stat.S_IMODE((daemon.runtime_dir / "http.sock").stat().st_mode) == 0o660
     assert "http://" not in daemon.log.read_text()
-    assert not children_running(daemon.process.pid, "kvd.report.http")
+    assert not children_running(daemon.process.pid, "kvd.report")
     with over_unix(daemon) as client:
         assert client.get(f"/livez?{PATIENT}", headers={"host": "anything"}).status_code == 200
-    assert children_running(daemon.process.pid, "kvd.report.http")
+    assert children_running(daemon.process.pid, "kvd.report")
 
 
 def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon) -> None:

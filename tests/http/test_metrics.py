@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.core import Metric
 
 from kvd.metrics.schema import MAX_ENGINES
-from kvd.report.http.exposition import families
+from kvd.report.exposition import families
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.http.scraping import Scrape, scrape

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvd.report.http.guard import MAX_CONNECTIONS
+from kvd.report.guard import MAX_CONNECTIONS
 from kvd.wire.tool import Control
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon
@@ -40,7 +40,7 @@ def http_process(daemon: Daemon) -> psutil.Process:
     """The child that serves HTTP; it is waited for."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
-        for child in children_running(daemon.process.pid, "kvd.report.http"):
+        for child in children_running(daemon.process.pid, "kvd.report"):
             return child
         with over_tcp(daemon) as client:
             client.get("/livez")

@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvd.errors import NotRunning
 from kvd.metrics.schema import Check
-from kvd.report.http.broker_client import BrokerClient
-from kvd.report.http.exposition import Exposition
-from kvd.report.http.guard import Guard
-from kvd.report.http.live import Events
+from kvd.report.broker_client import BrokerClient
+from kvd.report.exposition import Exposition
+from kvd.report.guard import Guard
+from kvd.report.live import Events
 
 ANSWER_SECONDS = 2.0
 SCRAPE_SECONDS = 1.0

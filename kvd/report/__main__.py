@@ -1,4 +1,4 @@
-"""`python -m kvd.report.http`: the HTTP process, started by the broker and by nobody else."""
+"""`python -m kvd.report`: the HTTP process, started by the broker and by nobody else."""
 
 import argparse
 import asyncio
@@ -12,7 +12,7 @@ from pathlib import Path
 from kvd.logs.setup import configure_child
 from kvd.machine.parent_death import tie_to_parent
 
-log = logging.getLogger("kvd.report.http")
+log = logging.getLogger("kvd.report")
 _NICE = 5
 _OOM_SCORE = 500
 _BEAT_SECONDS = 1.0
@@ -20,7 +20,7 @@ _BEAT_SECONDS = 1.0
 
 def main() -> int:
     """Serve until the broker is done; the exit status."""
-    parser = argparse.ArgumentParser(prog="kvd.report.http", description=__doc__)
+    parser = argparse.ArgumentParser(prog="kvd.report", description=__doc__)
     parser.add_argument("--runtime-dir", required=True, type=Path)
     parser.add_argument("--beat-fd", required=True, type=int)
     parser.add_argument("--unix-fd", required=True, type=int)
@@ -48,9 +48,9 @@ def _step_back() -> None:
 async def _serve(options: argparse.Namespace) -> None:
     from uvicorn import Config, Server  # noqa: PLC0415  # all that is large comes after os.nice
 
-    from kvd.report.http.app import App  # noqa: PLC0415
-    from kvd.report.http.broker_client import BrokerClient  # noqa: PLC0415
-    from kvd.report.http.guard import Listener  # noqa: PLC0415
+    from kvd.report.app import App  # noqa: PLC0415
+    from kvd.report.broker_client import BrokerClient  # noqa: PLC0415
+    from kvd.report.guard import Listener  # noqa: PLC0415
 
     class Quiet(Server):
         """uvicorn without its signal handlers: only the broker ends this process."""

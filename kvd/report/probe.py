@@ -1,4 +1,4 @@
-"""`python -m kvd.report.http.probe /readyz`: a probe from inside a container, over the Unix socket.
+"""`python -m kvd.report.probe /readyz`: a probe from inside a container, over the Unix socket.
 
 Exit status 0 for a 2xx answer, 1 otherwise. It needs the standard library
 alone, since it runs every few seconds.

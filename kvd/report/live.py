@@ -12,8 +12,8 @@ import time
 from collections.abc import AsyncIterator
 
 from kvd.errors import NotRunning
-from kvd.report.http.broker_client import BrokerClient
-from kvd.report.http.exposition import WATCHERS
+from kvd.report.broker_client import BrokerClient
+from kvd.report.exposition import WATCHERS
 
 PERIOD_SECONDS = 1.0
 ANSWER_SECONDS = 2.0

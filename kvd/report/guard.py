@@ -11,7 +11,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvd.config.values import Listen
-from kvd.report.http.exposition import REQUESTS
+from kvd.report.exposition import REQUESTS
 
 MAX_CONNECTIONS = 128
 _UNREAD_MS = 5000
