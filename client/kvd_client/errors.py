@@ -13,10 +13,11 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── UnsupportedMemory    tensors whose memory cannot be shared with another process
     ├── UnsupportedVllm      vLLM lacks what kvd's connector needs of it
     ├── CudaError            the CUDA driver refused a call; carries its code and name
-    └── Interrupted          never leaves the package: an exchange with the daemon failed
-        ├── DaemonLost       its end of a connection is closed, or its messages are invalid
-        │   └── Refused      it refuses this session, with a reason
-        └── DaemonSilent     no answer within the deadline
+    ├── DaemonLost           its end of a connection is closed, or its messages are invalid
+    │   └── Refused          it refuses this session, with a reason
+    └── DaemonSilent         no answer within the deadline
+
+The last three never leave the package: they become misses.
 """
 
 from kvd_proto.messages import ErrorCode
@@ -72,11 +73,7 @@ class CudaError(KvdClientError):
         self.attempted = attempted
 
 
-class Interrupted(KvdClientError):
-    """An exchange with the daemon failed; becomes a miss inside the package."""
-
-
-class DaemonLost(Interrupted):
+class DaemonLost(KvdClientError):
     """The daemon's end is closed, or it sent something invalid."""
 
 
@@ -84,5 +81,5 @@ class Refused(DaemonLost):
     """The daemon refuses this session; the text is its reason."""
 
 
-class DaemonSilent(Interrupted):
+class DaemonSilent(KvdClientError):
     """No answer within the deadline."""

@@ -152,7 +152,7 @@ class Worker(Handler):
             )
             self._wanted = wanted
             self._session.wake()
-            while not self._ready and wanted.refusal is None and not self._session.closed:
+            while not self.registered and wanted.refusal is None and not self._session.closed:
                 left = end - time.monotonic()
                 if left <= 0 or not (required or self._session.connected):
                     break
@@ -161,19 +161,19 @@ class Worker(Handler):
             if wanted.refusal is not None:
                 self._wanted = None
                 raise RegistrationError(wanted.refusal.code, wanted.refusal.text)
-            if required and not self._ready:
+            if required and not self.registered:
                 self._wanted = None
                 self._session.reset("the registration was given up")
                 raise Unavailable(
                     f"no registration within {timeout:g} s at {self._session.runtime_dir}; "
                     + (self._session.refusal or "is `kvd serve` running there?")
                 )
-            return self._ready
+            return self.registered
 
     @property
     def registered(self) -> bool:
         """Whether the daemon holds this rank's memory and a lane serves it."""
-        return self._ready
+        return self._registered and self._jobs.has_lane
 
     @property
     def device(self) -> str | None:
@@ -199,16 +199,12 @@ class Worker(Handler):
         patience = seconds("timeout", timeout)
         with self._changed:
             self._changed.wait_for(
-                lambda: (self._attached and self._ready) or self._session.closed, patience
+                lambda: (self._attached and self.registered) or self._session.closed, patience
             )
-            if self._attached and self._ready:
+            if self._attached and self.registered:
                 return AttachState(True)
             refusal = self._refused if self._wanted is not None else "nothing is registered yet"
         return why_not_attached(self._session, refusal)
-
-    @property
-    def _ready(self) -> bool:
-        return self._registered and self._jobs.has_lane
 
     # ------------------------------------------------------------------- jobs
 
@@ -373,7 +369,7 @@ class Worker(Handler):
         self.close()
 
     def __repr__(self) -> str:
-        state = "registered" if self._ready else "not registered"
+        state = "registered" if self.registered else "not registered"
         return (
             f"<Worker rank {self.rank} of {self.world_size}, {state},"
             f" {len(self._jobs)} jobs, {self._session!r}>"

@@ -653,22 +653,11 @@ def test_wrong_registrations_raise(runtime_dir: Path, memory: HostMemory) -> Non
         large = msgspec.structs.replace(LAYOUT, num_blocks=9)
         with pytest.raises(UsageError, match="num_blocks"):
             worker.register([memory], large, FINGERPRINT)
-        with HostMemorySmall() as small, pytest.raises(UsageError, match="512 bytes"):
-            worker.register([small], LAYOUT, FINGERPRINT)
+        with pytest.raises(UsageError, match="512 bytes"):
+            worker.register([memory.part(0, 512)], LAYOUT, FINGERPRINT)
         worker.register([memory], LAYOUT, FINGERPRINT)
         with pytest.raises(UsageError, match="registered already"):
             worker.register([memory], LAYOUT, FINGERPRINT)
-
-
-class HostMemorySmall:
-    """Host memory of 512 bytes for the length of a `with` block."""
-
-    def __enter__(self) -> HostMemory:
-        self.memory = HostMemory.allocate(512)
-        return self.memory
-
-    def __exit__(self, *_: object) -> None:
-        self.memory.close()
 
 
 def test_storages_in_one_file_send_one_descriptor(daemon: FakeDaemon) -> None:
