@@ -17,12 +17,7 @@ FAILED_SECONDS = 10.0  # clients ask every 2 s: not each of them is worth a proc
 
 
 def check_rank(engine: Engine, message: Register, others: Mapping[int, Session]) -> None:
-    """Check that the rank is free, and agrees with the engine's other ranks.
-
-    Args:
-        engine: which it belongs to.
-        message: its registration.
-        others: sessions of the engine's ranks that it is held against.
+    """Check that the rank is free, and agrees with `others`, the engine's other ranks.
 
     Raises:
         Refused: with both sides' figures.

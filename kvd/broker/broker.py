@@ -25,6 +25,7 @@ from kvd.broker.supervision import Supervision
 from kvd.cache.namespaces import Namespaces
 from kvd.config.loaded import Loaded
 from kvd.errors import Refused
+from kvd.metrics import schema
 from kvd.metrics.counts import ProcessUsage
 from kvd.metrics.history import History
 from kvd.wire.link import StopLane
@@ -134,8 +135,10 @@ class Broker:
         return [Event("stopping: a signal came"), *stop]
 
     def note(self, event: Event, time: float) -> None:
-        """Keep an event for reports; `time` in unix seconds."""
-        self.state.events.add(event, time)
+        """Keep an event for reports, numbered from 1 on; `time` in unix seconds."""
+        events = self.state.events
+        number = events[-1].number + 1 if events else 1
+        events.append(schema.Event(number, time, event.level, event.text))
 
     def loop_turned(self, seconds: float, now: float) -> None:
         """Note for how long a turn of the daemon's loop kept it from polling."""
@@ -243,7 +246,6 @@ class Broker:
             self.state.registry.check_name(session, message.engine)
         session.machine.fire(SessionEvent.HELLO)
         session.kind = message.kind
-        session.client = message.client
         session.since = request.now
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
@@ -296,7 +298,9 @@ class Broker:
             self.state.progress.record(now, self.state.pinned_bytes)
         if self.state.namespaces is not None:
             self.state.namespaces.pool.trim()
-            effects += self.state.close_unused(self.state.namespaces.over())
+            effects += self.state.close_unused(
+                [each for each in self.state.namespaces if each.temporary]
+            )
             for namespace in self.state.namespaces:
                 expired = namespace.table.expire(now)
                 if expired:

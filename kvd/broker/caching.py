@@ -26,11 +26,7 @@ from kvd_proto.messages import (
 
 
 class Caching:
-    """Decisions about engines' chunks over the shared state.
-
-    Args:
-        state: shared.
-    """
+    """Decisions about engines' chunks."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state

@@ -10,7 +10,7 @@ from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import LanePong, Revoke, Revoked
 from kvd_proto.arrays import IntArray
 
-NO_REPORT = LanePong(sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0)
+NO_REPORT = LanePong()
 """The figures of a lane that has not answered yet."""
 
 
@@ -38,7 +38,6 @@ class Lane:
     endpoint: str = ""
     last_seen: float = 0.0
     last_error: str = ""
-    pings: int = 0
     last_ping: float = 0.0
     killed: bool = False
     pong: LanePong = NO_REPORT

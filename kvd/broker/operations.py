@@ -50,12 +50,7 @@ class Tally:
 
 
 class Operations:
-    """Decisions about operators' requests over the shared state.
-
-    Args:
-        state: shared.
-        background: does what takes long.
-    """
+    """Decisions about operators' requests; `background` does what takes long."""
 
     def __init__(self, state: BrokerState, background: Background) -> None:
         self._state = state

@@ -35,12 +35,7 @@ AT_ONCE = 1024  # a layout with more tensors and groups is checked in a turn of 
 
 
 class Registration:
-    """Decisions about workers' memory.
-
-    Args:
-        state: shared.
-        background: checks large layouts.
-    """
+    """Decisions about workers' memory; `background` checks large layouts."""
 
     def __init__(self, state: BrokerState, background: Background) -> None:
         self._state = state

@@ -37,11 +37,7 @@ class _Asked:
 
 
 class Reloading:
-    """Decisions about the configuration over the shared state.
-
-    Attributes:
-        loaded: what holds, with its origins.
-    """
+    """Decisions about the configuration; `loaded` is what holds, with its origins."""
 
     def __init__(self, state: BrokerState, loaded: Loaded) -> None:
         self._state = state

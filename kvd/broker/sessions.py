@@ -67,7 +67,6 @@ class Session:
         default_factory=lambda: Machine(SESSION, SessionState.CONNECTED)
     )
     kind: str = ""
-    client: str = ""
     engine: "Engine | None" = None
     pending: PendingRegister | None = None
     registration: Register | None = None

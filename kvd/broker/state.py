@@ -1,20 +1,23 @@
 """The broker's state, in one place, for the decision modules that share it."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvd.broker.effects import DropDirectory, Effect, Notify, ToLane
 from kvd.broker.lanes import Lane, Revocations
-from kvd.broker.measures import EventLog, Progress, RecentMax
+from kvd.broker.measures import Progress, RecentMax
 from kvd.broker.sessions import Engine, Peer, Registry, Session
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.settings import Settings
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import BrokerCounts, LaneCounts, LookupCounts, ProcessUsage
+from kvd.metrics.schema import Event
 from kvd.wire.link import UnbindWorker
 from kvd_proto.messages import Detached
 
+MAX_EVENTS = 200
 REVOKE_AT_ONCE = 4096  # slots of 12 bytes each, well inside one datagram of the link
 
 
@@ -55,7 +58,7 @@ class BrokerState:
     counts: BrokerCounts = field(default_factory=BrokerCounts)
     lookups: LookupCounts = field(default_factory=LookupCounts)
     recent_lag: RecentMax = field(default_factory=RecentMax)
-    events: EventLog = field(default_factory=EventLog)
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     progress: Progress = field(default_factory=Progress)
 
     def reached(self, limit: str) -> None:
@@ -152,7 +155,7 @@ class BrokerState:
             return []
         devices = [lane.device for lane in self.lanes.values() if lane.up]
         if not devices:
-            free(namespace, slots)
+            self.free(namespace.id, slots)
             return []
         effects: list[Effect] = []
         for begin in range(0, len(slots), REVOKE_AT_ONCE):
@@ -160,6 +163,13 @@ class BrokerState:
             message = self.revocations.start(namespace.id, part, devices)
             effects += [ToLane(device, message) for device in devices]
         return effects
+
+    def free(self, ns_id: bytes, slots: Refs) -> None:
+        """Free slots that were DRAINING: no lane writes there any more."""
+        namespace = self.namespace(ns_id)
+        if namespace is not None:
+            generations = [generation for _, generation in slots]
+            namespace.table.revoked([slot for slot, _ in slots], generations)
 
     def detach(self, engine: Engine, reason: str) -> tuple[list[Effect], int]:
         """Detach an engine that is no longer complete: give up its writes, notify its sessions.
@@ -206,8 +216,3 @@ class BrokerState:
         for engine in self.registry.engines.values():
             if engine.namespace is not None and not self.is_open(engine.namespace):
                 raise IntegrityError(f"{engine!r} is attached to a namespace that is gone")
-
-
-def free(namespace: Namespace, slots: Refs) -> None:
-    """Free slots that were DRAINING: no lane writes there any more."""
-    namespace.table.revoked([slot for slot, _ in slots], [generation for _, generation in slots])

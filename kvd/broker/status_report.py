@@ -52,7 +52,7 @@ def status_report(
         ),
         leases=sum(len(namespace.table.slots.leases) for namespace in namespaces),
         counters=_totals(state, namespaces),
-        events=state.events.recent(),
+        events=list(state.events),
     )
     found: dict[str, Any] = msgspec.to_builtins(report)
     found["conditions"] = msgspec.to_builtins(conditions(Span(found, before)))

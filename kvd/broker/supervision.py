@@ -14,8 +14,7 @@ from kvd.broker.effects import ChunksReady, DropLane, Effect, KillLane, Notify, 
 from kvd.broker.lanes import NO_REPORT, Lane
 from kvd.broker.registration import Registration, freed_text
 from kvd.broker.sessions import RegisterStep, Session
-from kvd.broker.state import BrokerState, free
-from kvd.cache.directory import Refs
+from kvd.broker.state import BrokerState
 from kvd.errors import Refused
 from kvd.wire.link import (
     Imported,
@@ -34,12 +33,7 @@ PING_SECONDS = 0.5
 
 
 class Supervision:
-    """Decisions about lanes over the shared state.
-
-    Args:
-        state: shared.
-        registration: goes on with what lanes have done.
-    """
+    """Decisions about lanes; `registration` goes on with what they have done."""
 
     def __init__(self, state: BrokerState, registration: Registration) -> None:
         self._state = state
@@ -62,7 +56,7 @@ class Supervision:
                 return self._registration.released(session) if session is not None else []
             case Revoked():
                 slots = self._state.revocations.answered(device, message)
-                self._free(message.namespace, slots)
+                self._state.free(message.namespace, slots)
             case ShareDone():
                 return self._share_done(message)
             case LanePong():
@@ -137,7 +131,7 @@ class Supervision:
         lane.past.restarts += 1
         lane.pong = NO_REPORT
         for namespace_id, slots in state.revocations.lane_lost(device).items():
-            self._free(namespace_id, slots)
+            state.free(namespace_id, slots)
         effects, freed = self._give_up_writes(lane)
         waiting = self._waiting_for(device)
         if served or not failure or not waiting:
@@ -183,11 +177,6 @@ class Supervision:
         self._state.gone_lanes.add(lane.past)
         return DropLane(lane.device)
 
-    def _free(self, namespace_id: bytes, slots: Refs) -> None:
-        namespace = self._state.namespace(namespace_id)
-        if namespace is not None:
-            free(namespace, slots)
-
     def _waiting_for(self, device: str) -> list[Session]:
         """Return the sessions whose registration on `device` is under way."""
         return [
@@ -216,9 +205,8 @@ class Supervision:
                 text = f"lane {lane.device} is killed: silent for {silent:.1f} s"
                 effects += [lane.event(text, "error"), KillLane(lane.device)]
             elif now - lane.last_ping > PING_SECONDS:
-                lane.pings += 1
                 lane.last_ping = now
-                effects.append(ToLane(lane.device, LanePing(sequence=lane.pings)))
+                effects.append(ToLane(lane.device, LanePing()))
         return effects
 
     def __repr__(self) -> str:

@@ -297,10 +297,6 @@ class Namespaces:
                 spare.append(namespace)
         return spare
 
-    def over(self) -> list[Namespace]:
-        """Temporary namespaces whose engines have gone: to be closed."""
-        return [namespace for namespace in self.closable() if namespace.temporary]
-
     def close(self, namespace: Namespace) -> None:
         """Drop a namespace that is `closable` with its chunks, and release its memory."""
         namespace.table.reset()

@@ -163,10 +163,9 @@ class Orders:
         )
         self._runner.when_ended(writing, lambda: self._reports.tell_broker(answer))
 
-    def _answer_broker(self, message: LanePing, _fds: tuple[int, ...]) -> None:
+    def _answer_broker(self, _message: LanePing, _fds: tuple[int, ...]) -> None:
         self._reports.tell_broker(
             LanePong(
-                sequence=message.sequence,
                 queued_jobs=self._runner.queued_jobs,
                 bytes_in_flight=self._runner.bytes_in_flight,
                 workers=len(self._workers),

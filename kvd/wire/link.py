@@ -157,8 +157,6 @@ class ShareDone(Message, frozen=True):
 class LanePing(Message, frozen=True):
     """Broker → lane: answer from the loop that moves bytes."""
 
-    sequence: Count
-
 
 class LanePong(Message, frozen=True):
     """Lane → broker: alive, with what it holds and has done.
@@ -166,10 +164,9 @@ class LanePong(Message, frozen=True):
     oldest_job_ns: how long ago the oldest job that has not started was accepted.
     """
 
-    sequence: Count
-    queued_jobs: Count
-    bytes_in_flight: Count
-    workers: Count
+    queued_jobs: Count = 0
+    bytes_in_flight: Count = 0
+    workers: Count = 0
     counters: LaneCounts = msgspec.field(default_factory=LaneCounts)
     oldest_job_ns: Count = 0
 

@@ -432,8 +432,7 @@ class BrokerMachine(RuleBasedStateMachine):
         """Deadlines come; silent lanes are killed."""
         self.now += seconds
         for device in [] if silent else sorted(self.up):
-            pong = LanePong(sequence=0, queued_jobs=0, bytes_in_flight=0, workers=0)
-            self.carry_out(self.broker.supervision.received(device, pong, self.now))
+            self.carry_out(self.broker.supervision.received(device, LanePong(), self.now))
         self.carry_out(self.broker.tick(self.now))
 
     # ----------------------------------------------------------- invariants

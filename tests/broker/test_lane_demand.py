@@ -132,7 +132,7 @@ def test_a_lane_that_ends_without_workers_is_let_go(broker: Broker) -> None:
     broker.lost(session)
     assert CUDA in broker.state.lanes
     counters = LaneCounts(store_bytes=4096)
-    pong = LanePong(sequence=1, queued_jobs=0, bytes_in_flight=0, workers=0, counters=counters)
+    pong = LanePong(counters=counters)
     broker.supervision.received(CUDA, pong, 0.0)
     assert DropLane(CUDA) in broker.supervision.lost(CUDA, "exit status 0")
     totals = status_report(broker.state, 1, "test", 0.0)["counters"]

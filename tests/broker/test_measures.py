@@ -5,10 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.broker.effects import Event
-from kvd.broker.measures import MAX_EVENTS, EventLog, Progress, RecentMax, new_lookups
+from kvd.broker.measures import Progress, RecentMax, new_lookups
+from kvd.broker.state import MAX_EVENTS
 from kvd.metrics import schema
 from kvd.metrics.counts import LookupCounts
 from kvd_proto.messages import Lookups
+from tests.broker.brokers import make_broker
 
 MOST = 2**63 - 1
 
@@ -68,10 +70,10 @@ def test_standing_still_gives_no_estimate() -> None:
 
 def test_events_are_numbered_and_bounded() -> None:
     """The last ones are kept, with numbers that tell how many there were."""
-    log = EventLog()
+    broker = make_broker()
     for i in range(MAX_EVENTS + 5):
-        log.add(Event(f"event {i}", "warning"), float(i))
-    recent = log.recent()
+        broker.note(Event(f"event {i}", "warning"), float(i))
+    recent = broker.state.events
     assert [event.number for event in recent] == list(range(6, MAX_EVENTS + 6))
     last = MAX_EVENTS + 4
     assert recent[-1] == schema.Event(last + 1, float(last), "warning", f"event {last}")

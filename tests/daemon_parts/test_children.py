@@ -77,8 +77,8 @@ def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
     with (tmp_path / "pool").open("wb") as file:
         pool: Any = SimpleNamespace(fd=file.fileno(), nbytes=4096)
         lanes.start_due(pool, 0.0)
-    for number in range(MORE_THAN_A_SOCKET_TAKES):
-        lanes.send(ToLane("host", LanePing(sequence=number)), lambda _: [])
+    for _ in range(MORE_THAN_A_SOCKET_TAKES):
+        lanes.send(ToLane("host", LanePing()), lambda _: [])
     assert not poller.poll(0)
     lanes.processes["host"].kill()
     while lanes.running:

@@ -222,14 +222,8 @@ class _Play:
                 self._from_lane(Released(session=session))
             case Revoke(namespace=namespace, slots=slots, generations=generations):
                 self._from_lane(Revoked(namespace=namespace, slots=slots, generations=generations))
-            case LanePing(sequence=sequence):
-                pong = LanePong(
-                    sequence=sequence,
-                    queued_jobs=0,
-                    bytes_in_flight=0,
-                    workers=len(self.bound),
-                )
-                self._from_lane(pong)
+            case LanePing():
+                self._from_lane(LanePong(workers=len(self.bound)))
             case _:
                 pass
 

@@ -374,7 +374,7 @@ class Lane:
 
     def ping(self) -> LanePong:
         """Ask the loop."""
-        self.tell(LanePing(sequence=1))
+        self.tell(LanePing())
         return self.hear(LanePong)
 
     def share(self) -> ShareDone:
