@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from kvd.logs.lines import formatter
 from kvd.logs.queued import QueuedHandler
-from kvd.logs.render import formatter
 
 STDERR = 2
 LEVEL_VARIABLE = "KVD_LOG_LEVEL"

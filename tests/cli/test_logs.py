@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.logs.limit import MOST_A_MINUTE, WINDOW_SECONDS, Limiter
+from kvd.logs.lines import formatter
 from kvd.logs.queued import MOST_LINES, QueuedHandler
-from kvd.logs.render import formatter
 from tests.waiting import eventually
 
 
