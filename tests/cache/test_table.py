@@ -69,6 +69,17 @@ def test_no_number_of_a_lease_is_one_of_an_earlier_daemon() -> None:
     assert not after.complete_load(numbers[0], 1)
 
 
+def test_a_ticket_that_is_never_used_runs_out() -> None:
+    """A store that no lane reports in time is given up: its slots drain, its key is free again."""
+    table = make_table(4)
+    ticket = table.prepare_store([b"a"], 1, 0.0, seconds=5.0)
+    assert not table.expire(4.9)
+    assert [slot for slot, _ in table.expire(5.0)] == ticket.slots.numpy().tolist()
+    assert table.counts.tickets_expired == 1
+    assert table.slots.stats()["draining"] == 1
+    assert table.prepare_store([b"a"], 2, 6.0).answers.numpy().tolist() == [StoreAnswer.ACCEPTED]
+
+
 def test_a_reset_spares_what_is_being_read() -> None:
     """A lane goes on with a load of a chunk that was dropped, until the lease ends."""
     table = make_table(4)
