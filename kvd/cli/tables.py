@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvd.metrics.history import quantile
+from kvd.metrics.histogram import Histogram
 from kvd.metrics.words import NOTHING, duration, number, percent, several, size
 
 _PIPED_COLUMNS = 10_000
@@ -49,7 +49,7 @@ def print_namespaces(namespaces: list[dict[str, Any]]) -> None:
     """Print a line for each namespace."""
     rows = []
     for space in namespaces:
-        age = quantile(space["counters"]["eviction_age"], 0.5)
+        age = Histogram(**space["counters"]["eviction_age"]).quantile(0.5)
         rows.append(
             (
                 space["id"][:8],

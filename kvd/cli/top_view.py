@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvd.metrics import words
 from kvd.metrics.counts import DIRECTIONS, STAGES
-from kvd.metrics.history import History, Report, Span, merged, quantile
+from kvd.metrics.history import History, Report, Span
 
 BAR_CELLS = 50
 SPARK_CELLS = 48
@@ -207,14 +207,11 @@ def _short(device: str) -> str:
 
 def _stages(span: Span) -> Table:
     table = _table("p50 / p99", *STAGES)
-    lanes = [span.lane(lane["device"]) for lane in span.now["lanes"]]
     for direction in DIRECTIONS:
         cells = []
         for stage in STAGES:
-            histogram = merged(
-                lane.histogram("counters", "stages", f"{direction}_{stage}") for lane in lanes
-            )
-            low, high = (words.latency(quantile(histogram, q)) for q in (0.5, 0.99))
+            histogram = span.histogram("counters", "stages", f"{direction}_{stage}")
+            low, high = (words.latency(histogram.quantile(q)) for q in (0.5, 0.99))
             cells.append(f"{low} / {high}")
         table.add_row(direction, *cells)
     return table
@@ -225,22 +222,20 @@ def _engines(span: Span, rows: int) -> RenderableType:
     if not engines:
         return Text("No engine is attached.", "dim")
     table = _table("engine", "state", "ranks", "hit tokens", "scheduler's pid")
-    for index, engine in enumerate(engines[:rows]):
-        part = span.engine(engine["name"])
-        tokens = part.rise("counters", "lookup_tokens")
-        hits = part.rise("counters", "hit_tokens") / tokens if tokens else None
+    for index, part in enumerate(span.parts("engines")[:rows]):
+        engine = part.now
         pids = [str(one["pid"]) for one in engine["sessions"] if one["kind"] == "scheduler"]
         table.add_row(
             _name(engine["name"]),
             _attachment(engine),
             str(engine["world_size"]),
-            words.percent(hits),
+            words.percent(part.share("hit_tokens", "lookup_tokens")),
             Text(f"{' '.join(pids) or words.NOTHING}{_more(engines, rows, index)}", "dim"),
         )
     return table
 
 
-def _attachment(engine: dict[str, Any]) -> Text:
+def _attachment(engine: Report) -> Text:
     if engine["attached"]:
         return Text("attached", "green")
     missing = engine["missing_ranks"]

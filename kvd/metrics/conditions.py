@@ -6,16 +6,17 @@ cache now, `warning` will or may, `hint` could go better. Many of them are also 
 thresholds of their own: deploy/prometheus/kvd.rules.yml.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvd.metrics import schema
-from kvd.metrics.history import Span, quantile
+from kvd.metrics.history import Span
 from kvd.metrics.words import duration, latency, percent, several, size
 
 Level = Literal["error", "warning", "hint"]
-Case = Mapping[str, Any]
+Case = Mapping[str, Any] | bool
+Find = Callable[[Span], Case]
 
 SILENT_SECONDS = 3.0  # a lane is asked once a second
 OLD_JOB_SECONDS = 2.0
@@ -27,165 +28,122 @@ YOUNG_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One row of the table: `find` gives the cases that fill `text` and `remedy`."""
+    """One row of the table.
+
+    find: whether it is so, with what fills `text` and `remedy` beside the report's own fields.
+    each: the list of the report in whose parts it is looked for; else in the whole report.
+    """
 
     name: str
     level: Level
-    find: Callable[[Span], Iterable[Case]]
+    find: Find
     text: str
     remedy: str
+    each: Literal["", "lanes", "engines", "namespaces"] = ""
 
 
 def conditions(span: Span) -> list[schema.Condition]:
     """Return all that is wrong now, the worst first."""
-    return [
-        schema.Condition(
-            kind.name, kind.level, kind.text.format(**case), kind.remedy.format(**case)
-        )
-        for kind in CONDITIONS
-        for case in kind.find(span)
-    ]
+    found = []
+    for kind in CONDITIONS:
+        for part in span.parts(kind.each) if kind.each else [span]:
+            if case := kind.find(part):
+                told = {**part.now, **(case if isinstance(case, Mapping) else {})}
+                texts = kind.text.format_map(told), kind.remedy.format_map(told)
+                found.append(schema.Condition(kind.name, kind.level, *texts))
+    return found
 
 
 # ---------------------------------------------------------------------- finding
 
 
-def _draining(span: Span) -> Iterator[Case]:
-    if span.now["draining"]:
-        yield {}
+def _pool(span: Span) -> Case:
+    # Lanes and the drain have conditions of their own.
+    failed = [check for check in span.now["checks"] if check["name"] == "pool" and not check["ok"]]
+    return bool(failed) and {"why": failed[0]["text"].rstrip(".")}
 
 
-def _pool(span: Span) -> Iterator[Case]:
-    for check in span.now["checks"]:  # those of lanes and of the drain have conditions of their own
-        if check["name"] == "pool" and not check["ok"]:
-            yield {"text": check["text"].rstrip(".")}
-
-
-def _lanes(state: str) -> Callable[[Span], Iterator[Case]]:
-    def find(span: Span) -> Iterator[Case]:
-        for lane in span.now["lanes"]:
-            if lane["state"] == state:
-                error = lane["last_error"].rstrip(".")
-                yield {"device": lane["device"], "error": f": {error}" if error else ""}
+def _in_state(state: str) -> Find:
+    def find(lane: Span) -> Case:
+        error = lane.now["last_error"].rstrip(".")
+        return lane.now["state"] == state and {"error": f": {error}" if error else ""}
 
     return find
 
 
-def _pinning(span: Span) -> Iterator[Case]:
-    for lane in span.now["lanes"]:
-        if lane["pin_error"]:
-            yield {
-                "device": lane["device"],
-                "error": lane["pin_error"].rstrip("."),
-                "usable": size(lane["usable_bytes"]),
-                "pool": size(lane["pool_bytes"]),
-            }
+def _restarted(lane: Span) -> Case:
+    return lane.rise("counters", "restarts") > 0 and _in_state("up")(lane)
 
 
-def _silent(span: Span) -> Iterator[Case]:
-    for lane in span.now["lanes"]:
-        heard = lane["seconds_since_heard"]
-        if lane["state"] == "up" and heard is not None and heard > SILENT_SECONDS:
-            yield {"device": lane["device"], "silence": duration(heard)}
+def _pinning(lane: Span) -> Case:
+    usable, pool = size(lane.now["usable_bytes"]), size(lane.now["pool_bytes"])
+    error = lane.now["pin_error"].rstrip(".")
+    return bool(error) and {"error": error, "usable": usable, "pool": pool}
 
 
-def _restarted(span: Span) -> Iterator[Case]:
-    for lane in span.now["lanes"]:
-        times = span.lane(lane["device"]).rise("counters", "restarts")
-        if times and lane["state"] == "up":
-            error = lane["last_error"].rstrip(".")
-            yield {"device": lane["device"], "error": f": {error}" if error else ""}
+def _silent(lane: Span) -> Case:
+    heard = lane.now["seconds_since_heard"] or 0.0
+    return lane.now["state"] == "up" and heard > SILENT_SECONDS and {"silence": duration(heard)}
 
 
-def _old_jobs(span: Span) -> Iterator[Case]:
-    for lane in span.now["lanes"]:
-        if lane["oldest_job_seconds"] > OLD_JOB_SECONDS:
-            yield {
-                "device": lane["device"],
-                "age": duration(lane["oldest_job_seconds"]),
-                "queued": several(lane["queued_jobs"], "job"),
-            }
+def _old_jobs(lane: Span) -> Case:
+    age, queued = lane.now["oldest_job_seconds"], several(lane.now["queued_jobs"], "job")
+    return age > OLD_JOB_SECONDS and {"age": duration(age), "queued": queued}
 
 
-def _missing_ranks(span: Span) -> Iterator[Case]:
-    for engine in span.now["engines"]:
-        ranks = [str(rank) for rank in engine["missing_ranks"]]
-        longest = max((session["seconds"] for session in engine["sessions"]), default=0.0)
-        if not engine["attached"] and ranks and longest > WAITING_SECONDS:
-            yield {
-                "engine": engine["name"],
-                "ranks": f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}",
-                "size": engine["world_size"],
-                "waiting": duration(longest),
-            }
+def _missing_ranks(engine: Span) -> Case:
+    ranks = [str(rank) for rank in engine.now["missing_ranks"]]
+    longest = max((session["seconds"] for session in engine.now["sessions"]), default=0.0)
+    if engine.now["attached"] or not ranks or longest <= WAITING_SECONDS:
+        return False
+    named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+    return {"ranks": named, "waiting": duration(longest)}
 
 
-def _jobs(direction: str, outcomes: tuple[str, ...]) -> Callable[[Span], Iterator[Case]]:
-    def find(span: Span) -> Iterator[Case]:
-        for lane in span.now["lanes"]:
-            part = span.lane(lane["device"])
-            rises = {
-                outcome: times
-                for outcome in outcomes
-                if (times := part.rise("counters", "jobs", f"{direction}_{outcome}"))
-            }
-            if rises:
-                yield {
-                    "device": lane["device"],
-                    "jobs": several(sum(rises.values()), direction),
-                    "outcomes": ", ".join(f"{times:.0f} {name}" for name, times in rises.items()),
-                }
+def _failed(direction: str) -> Find:
+    def find(lane: Span) -> Case:
+        outcomes = ("failed", "refused", "shed", "timeout")
+        rises = {each: lane.rise("counters", "jobs", f"{direction}_{each}") for each in outcomes}
+        told = ", ".join(f"{times:.0f} {each}" for each, times in rises.items() if times)
+        return bool(told) and {"jobs": several(sum(rises.values()), direction), "outcomes": told}
 
     return find
 
 
-def _rises(
-    *path: str, word: str, plural: str | None = None, least: float = 1
-) -> Callable[[Span], Iterator[Case]]:
-    def find(span: Span) -> Iterator[Case]:
+def _rises(*path: str, word: str, plural: str | None = None) -> Find:
+    def find(span: Span) -> Case:
         times = span.rise(*path)
-        if times >= least:
-            yield {"times": several(times, word, plural)}
+        return times > 0 and {"times": several(times, word, plural)}
 
     return find
 
 
-def _dropped_replies(span: Span) -> Iterator[Case]:
-    for lane in span.now["lanes"]:
-        times = span.lane(lane["device"]).rise("counters", "dropped_replies")
-        if times:
-            yield {"device": lane["device"], "times": several(times, "reply", "replies")}
-
-
-def _lag(span: Span) -> Iterator[Case]:
+def _lag(span: Span) -> Case:
     lag = span.now["broker"]["loop_lag_max_seconds"]
-    if lag > LAG_SECONDS:
-        yield {"lag": latency(lag)}
+    return lag > LAG_SECONDS and {"lag": latency(lag)}
 
 
-def _descriptors(span: Span) -> Iterator[Case]:
-    broker = span.now["broker"]
-    if broker["open_fds"] > NEARLY_ALL * broker["max_fds"] > 0:
-        yield {"open": broker["open_fds"], "most": broker["max_fds"]}
+def _descriptors(span: Span) -> Case:
+    broker: Mapping[str, Any] = span.now["broker"]
+    return broker["open_fds"] > NEARLY_ALL * broker["max_fds"] > 0 and broker
 
 
-def _sessions(span: Span) -> Iterator[Case]:
-    sessions = span.now["sessions"]
-    if sessions["open"] > NEARLY_ALL * sessions["limit"] > 0:
-        yield sessions
+def _sessions(span: Span) -> Case:
+    sessions: Mapping[str, Any] = span.now["sessions"]
+    return sessions["open"] > NEARLY_ALL * sessions["limit"] > 0 and sessions
 
 
-def _young(span: Span) -> Iterator[Case]:
-    for namespace in span.now["namespaces"]:
-        age = quantile(span.namespace(namespace["id"]).histogram("counters", "eviction_age"), 0.5)
-        if age is not None and age < YOUNG_SECONDS:
-            yield {"model": namespace["model"], "age": duration(age) if age >= 1 else latency(age)}
+def _young(namespace: Span) -> Case:
+    age = namespace.histogram("counters", "eviction_age").quantile(0.5)
+    if age is None or age >= YOUNG_SECONDS:
+        return False
+    return {"age": duration(age) if age >= 1 else latency(age)}
 
 
-def _few_hits(span: Span) -> Iterator[Case]:
+def _few_hits(span: Span) -> Case:
     share = span.share("hit_chunks", "lookup_chunks")
-    if share is not None and share < 0.01 and span.rise("counters", "stored") > 0:
-        yield {"share": percent(share)}
+    few = share is not None and share < 0.01 and span.rise("counters", "stored") > 0
+    return few and {"share": percent(share)}
 
 
 # -------------------------------------------------------------------- the table
@@ -194,25 +152,27 @@ CONDITIONS: tuple[Kind, ...] = (
     Kind(
         "lane down",
         "error",
-        _lanes("down"),
+        _in_state("down"),
         "Lane {device} is down{error}.",
         "kvd starts it again by itself. If it stays down, run kvd doctor and read the log:"
         " journalctl -u kvd.",
+        "lanes",
     ),
     Kind(
         "not ready",
         "warning",
         _pool,
-        "Pool: {text}.",
+        "Pool: {why}.",
         "Wait while the figure grows; what is ready is served already. If it stands still,"
         " run kvd doctor.",
     ),
     Kind(
         "lane starting",
         "warning",
-        _lanes("starting"),
+        _in_state("starting"),
         "Lane {device} is starting{error}.",
         "Wait some seconds; until then engines on this device compute everything themselves.",
+        "lanes",
     ),
     Kind(
         "pinning",
@@ -221,11 +181,12 @@ CONDITIONS: tuple[Kind, ...] = (
         "Lane {device} cannot pin the pool: {error}. It can use {usable} of {pool}.",
         "Raise the memlock limit (LimitMEMLOCK=infinity in the unit, ulimits.memlock in the"
         " container), restart kvd, and see kvd doctor.",
+        "lanes",
     ),
     Kind(
         "draining",
         "warning",
-        _draining,
+        lambda span: bool(span.now["draining"]),
         "The daemon is draining: it takes no new chunks, and is not ready.",
         "To take chunks again: kvd resume. If it is being stopped, there is nothing to do.",
     ),
@@ -236,6 +197,7 @@ CONDITIONS: tuple[Kind, ...] = (
         "Lane {device} has not answered for {silence}.",
         "Its device or this machine may hang; when its time is up kvd ends the lane and starts"
         " another.",
+        "lanes",
     ),
     Kind(
         "lane restarted",
@@ -243,13 +205,16 @@ CONDITIONS: tuple[Kind, ...] = (
         _restarted,
         "Lane {device} was lost a moment ago and has been started again{error}.",
         "Nothing now. If it comes back, run kvd doctor and read the log: journalctl -u kvd.",
+        "lanes",
     ),
     Kind(
         "missing ranks",
         "warning",
         _missing_ranks,
-        "Engine {engine} has waited {waiting} for {ranks} of {size}; it has no cache till then.",
+        "Engine {name} has waited {waiting} for {ranks} of {world_size}; it has no cache till"
+        " then.",
         "Look at the log of that rank: is it running, and does it use this runtime directory?",
+        "engines",
     ),
     Kind(
         "old jobs",
@@ -258,6 +223,7 @@ CONDITIONS: tuple[Kind, ...] = (
         "The oldest job of lane {device} has waited {age}; {queued} in the queue.",
         "See the stages of its jobs: long in 'stream_wait' is an engine whose stream stands still,"
         " long in 'queued' or 'copied' is a device with too much to do.",
+        "lanes",
     ),
     Kind(
         "no room",
@@ -269,16 +235,18 @@ CONDITIONS: tuple[Kind, ...] = (
     Kind(
         "failed loads",
         "warning",
-        _jobs("load", ("failed", "refused", "shed", "timeout")),
+        _failed("load"),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "The engine computes what it missed. If this goes on, read the log: journalctl -u kvd.",
+        "lanes",
     ),
     Kind(
         "failed stores",
         "warning",
-        _jobs("store", ("failed", "refused", "shed", "timeout")),
+        _failed("store"),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "These chunks will be computed again. If this goes on, read the log: journalctl -u kvd.",
+        "lanes",
     ),
     Kind(
         "loop lag",
@@ -291,7 +259,7 @@ CONDITIONS: tuple[Kind, ...] = (
         "descriptors",
         "warning",
         _descriptors,
-        "{open} of {most} file descriptors are in use.",
+        "{open_fds} of {max_fds} file descriptors are in use.",
         "Raise LimitNOFILE in the unit (ulimit -n), or end engines that nobody needs.",
     ),
     Kind(
@@ -304,9 +272,10 @@ CONDITIONS: tuple[Kind, ...] = (
     Kind(
         "replies dropped",
         "warning",
-        _dropped_replies,
+        _rises("counters", "dropped_replies", word="reply", plural="replies"),
         "Lane {device} dropped {times} in the last minute, because an engine did not read them.",
         "Look for an engine that hangs: kvd engines names the processes.",
+        "lanes",
     ),
     Kind(
         "messages dropped",
@@ -344,6 +313,7 @@ CONDITIONS: tuple[Kind, ...] = (
         " this load.",
         "A larger pool (cpu_bytes) keeps them longer; reuse_threshold = 2 stores only what"
         " is asked for twice.",
+        "namespaces",
     ),
     Kind(
         "few hits",

@@ -55,6 +55,22 @@ class Histogram:
         counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         return Histogram(self.bounds, counts, self.sum + other.sum)
 
+    def since(self, before: "Histogram") -> "Histogram":
+        """What has been counted since `before`, an earlier state of it."""
+        gained = zip(self.counts, before.counts, strict=True)
+        counts = [max(0, now - then) for now, then in gained]
+        return Histogram(self.bounds, counts, self.sum - before.sum)
+
+    def quantile(self, q: float) -> float | None:
+        """The value below which a share `q` lies, by straight lines within ranges.
+
+        None if it is empty. What lies above the last bound counts as the last bound.
+        """
+        if not self.count:
+            return None
+        below = np.cumsum([0, *self.counts[:-1]])
+        return float(np.interp(q * self.count, below, [0.0, *self.bounds]))
+
     def check_integrity(self) -> None:
         """Bounds ascend, counts are possible, and the sum is one that they allow.
 

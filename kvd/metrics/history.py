@@ -5,12 +5,14 @@ of one boot is what happened in between. A new boot starts anew.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from kvd.metrics.histogram import Histogram
+
 Report = Mapping[str, Any]
-Histogram = Mapping[str, Any]
+_NAMES = {"lanes": "device", "engines": "name", "namespaces": "id"}
 
 
 class Span:
@@ -39,35 +41,24 @@ class Span:
         total = self.rise("counters", whole)
         return self.rise("counters", part) / total if total else None
 
-    def lane(self, device: str) -> "Span":
-        """The same of one lane: both ends are that lane's part of the report."""
-        return self._part("lanes", "device", device)
-
-    def engine(self, name: str) -> "Span":
-        """The same of one engine."""
-        return self._part("engines", "name", name)
-
-    def namespace(self, identity: str) -> "Span":
-        """The same of one namespace."""
-        return self._part("namespaces", "id", identity)
-
-    def histogram(self, *path: str) -> Histogram | None:
-        """What the histogram at `path` has gained; None where the report has none."""
-        now, before = _at(self.now, path), _at(self.before, path)
-        if now is None or before is None:
-            return now  # type: ignore[no-any-return]  # what was not there had counted nothing
-        counts = [
-            max(0, after - then)
-            for after, then in zip(now["counts"], before["counts"], strict=True)
+    def parts(self, kind: str) -> list["Span"]:
+        """The same of each item of a list of the report; what was not there had counted nothing."""
+        before = {part[_NAMES[kind]]: part for part in self.before[kind]}
+        ends = {"now": self.now["time"], "before": self.before["time"]}
+        return [
+            Span(
+                {**part, "time": ends["now"]},
+                {**before.get(part[_NAMES[kind]], {}), "time": ends["before"]},
+            )
+            for part in self.now[kind]
         ]
-        return {"bounds": now["bounds"], "counts": counts, "sum": now["sum"] - before["sum"]}
 
-    def _part(self, kind: str, key: str, value: str) -> "Span":
-        ends = []
-        for report in (self.now, self.before):
-            found = [part for part in report[kind] if part[key] == value]
-            ends.append({**(found[0] if found else {}), "time": report["time"]})
-        return Span(*ends)
+    def histogram(self, *path: str) -> Histogram:
+        """What the histogram at `path` has gained; an empty one where the report has none."""
+        now, before = (_at(report, path) for report in (self.now, self.before))
+        if now is None:
+            return Histogram(())
+        return Histogram(**now) if before is None else Histogram(**now).since(Histogram(**before))
 
     def __repr__(self) -> str:
         return f"<Span of {self.seconds:.1f} s>"
@@ -111,35 +102,6 @@ class History:
 
     def __repr__(self) -> str:
         return f"<History {len(self._reports)} reports>"
-
-
-def quantile(histogram: Histogram | None, q: float) -> float | None:
-    """The value below which a share `q` lies, by straight lines within buckets.
-
-    None if it is empty. What lies above the last bound counts as the last bound.
-    """
-    if histogram is None or not (total := sum(histogram["counts"])):
-        return None
-    bounds, want, below = histogram["bounds"], q * total, 0
-    for i, count in enumerate(histogram["counts"][: len(bounds)]):
-        if count and below + count >= want:
-            low = bounds[i - 1] if i else 0.0
-            return float(low + (bounds[i] - low) * max(0.0, want - below) / count)
-        below += count
-    return float(bounds[-1])
-
-
-def merged(histograms: Iterable[Histogram | None]) -> Histogram | None:
-    """The sum of histograms with the same bounds; None where there is none."""
-    present = [histogram for histogram in histograms if histogram is not None]
-    if not present:
-        return None
-    counts = zip(*(one["counts"] for one in present), strict=True)
-    return {
-        "bounds": present[0]["bounds"],
-        "counts": [sum(each) for each in counts],
-        "sum": sum(one["sum"] for one in present),
-    }
 
 
 def _at(report: Report, path: tuple[str, ...]) -> Any:

@@ -167,7 +167,6 @@ def _engine(name: str, namespace: str, world_size: int, done: int) -> dict[str, 
 
 
 def _lane(device: str, done: int) -> dict[str, Any]:
-    stage = histogram(BOUNDS, 0, 10 * done, 80 * done, 10 * done)
     return {
         "device": device,
         "up": True,
@@ -194,10 +193,16 @@ def _lane(device: str, done: int) -> dict[str, Any]:
             "dropped_replies": 0,
             "limits": {},
             "restarts": 0,
-            "stages": {
-                f"{way}_{name}": copy.deepcopy(stage) for way in DIRECTIONS for name in STAGES
-            },
+            "stages": _stages(done),
         },
+    }
+
+
+def _stages(done: int) -> dict[str, Any]:
+    return {
+        f"{way}_{name}": histogram(BOUNDS, 0, 10 * done, 80 * done, 10 * done)
+        for way in DIRECTIONS
+        for name in STAGES
     }
 
 
@@ -211,6 +216,7 @@ def _counters(done: int) -> dict[str, Any]:
         "store_seconds": 0.02 * done,
         "load_seconds": 0.1 * done,
         "jobs": {"store_ok": 40 * done, "load_ok": 160 * done},
+        "stages": _stages(2 * done),
         "offered": 25 * done,
         "accepted": 20 * done,
         "present": 5 * done,

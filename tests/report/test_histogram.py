@@ -47,6 +47,23 @@ def test_a_sum_has_seen_what_both_have(left: list[float], right: list[float]) ->
     assert (first.counts, second.counts) == (of(left).counts, of(right).counts)
 
 
+@pytest.mark.parametrize(
+    ("counts", "q", "value"),
+    [
+        ([10, 0, 0, 0, 0], 0.5, 0.0005),
+        ([0, 10, 0, 0, 0], 0.5, 0.2505),
+        ([50, 50, 0, 0, 0], 0.99, 0.49002),
+        ([0, 0, 0, 0, 7], 0.5, 60.0),
+        ([0, 0, 0, 0, 0], 0.5, None),
+    ],
+)
+def test_quantiles_are_estimated_within_ranges(
+    counts: list[int], q: float, value: float | None
+) -> None:
+    """A straight line between a range's bounds; nothing of an empty histogram."""
+    assert Histogram(BOUNDS, counts).quantile(q) == pytest.approx(value)
+
+
 def test_other_bounds_do_not_add_up() -> None:
     """Counts of other ranges are refused, with both sides' bounds."""
     with pytest.raises(IntegrityError, match=r"0\.001.*2\.0"):
