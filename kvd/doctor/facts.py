@@ -5,7 +5,6 @@ service has others than a login; otherwise this process's own.
 """
 
 import contextlib
-import ctypes
 import grp
 import os
 import platform
@@ -28,9 +27,6 @@ from kvd.machine.cgroup import MemoryLimit, memory_limit
 from kvd.wire.tool import Control
 
 _ANSWER_SECONDS = 3.0
-_CLOCK_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of linux/timex.h
-_TIMEX_BYTES = 208  # of struct timex on 64-bit Linux; its status is the int at 40
-_STATUS_AT = 40
 _CHILD_SECONDS = 20.0
 
 
@@ -247,15 +243,6 @@ class Facts:
         except ConfigError as error:
             return str(error)
         return ""
-
-    @cached_property
-    def clock_synchronized(self) -> bool | None:
-        """None where the kernel does not say."""
-        buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
-        if ctypes.CDLL(None, use_errno=True).adjtimex(buffer) < 0:
-            return None
-        status = int.from_bytes(buffer.raw[_STATUS_AT : _STATUS_AT + 4], "little")
-        return not status & _CLOCK_UNSYNCHRONIZED
 
 
 def _limit(pid: int | None, which: int) -> int | None:

@@ -182,7 +182,7 @@ def test_no_doctor_ends_in_a_traceback(
     found = {finding["name"]: finding for finding in json.loads(done.output)["findings"]}
     assert "Permission denied" in found["processes"]["text"]
     assert "PYTHON=" in found["processes"]["remedy"]
-    assert {"gpus", "daemon", "pool dir"} <= found.keys()
+    assert {"GPU", "daemon", "pool directory"} <= found.keys()
     assert found["HTTP"]["level"] == "ok"
 
 
