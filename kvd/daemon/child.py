@@ -1,33 +1,51 @@
 """A process that the broker starts, watches and starts again."""
 
+import logging
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+import zmq
+
+from kvd.client_names import Fields
 from kvd.wire.seqpacket import Channel
 
+log = logging.getLogger("kvd.daemon")
 _FIRST_DELAY = 0.05
 _LONGEST_DELAY = 5.0
 
 
 class ChildProcess:
-    """One child at a time.
+    """One child at a time, at the other end of a channel.
 
     One that had served is followed soon by the next; one that dies before, or cannot be
     started, is given growing pauses.
 
     Args:
         module: what ``python -m`` runs.
+        name: what the log calls it.
+        poller: where the channel and the child's end are registered.
         pause: seconds between the end of a child that had served and the next.
+
+    Attributes:
+        fields: of its lines in the log.
+        link: this end of the channel; None once it is closed.
+        pidfd: readable when the child has ended; -1 where none runs.
+        served: the child that runs was of use; its owner says so.
+        start_at: when the next one may be started, monotonic seconds.
     """
 
-    def __init__(self, module: str, pause: float = 0.0) -> None:
+    def __init__(self, module: str, name: str, poller: zmq.Poller, pause: float = 0.0) -> None:
+        self.name = name
+        self.fields: Fields = {}
         self._module = module
+        self._poller = poller
         self._pause = pause
         self._delay = _FIRST_DELAY
         self._process: subprocess.Popen[bytes] | None = None
+        self.link: Channel | None = None
         self.pidfd = -1
         self.served = False
         self.start_at = 0.0
@@ -43,75 +61,89 @@ class ChildProcess:
         return self._process.pid if self._process is not None else -1
 
     def spawn(
-        self, arguments: Sequence[str], fds: Sequence[int], environment: Mapping[str, str]
-    ) -> None:
-        """Start the module with `arguments`, with the descriptors `fds` under the same numbers.
+        self,
+        arguments: Callable[[int], Sequence[str]],
+        now: float,
+        fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Start the module, or put that off; return whether it runs.
 
-        Raises:
-            OSError: no process or descriptor is to be had now.
+        Args:
+            arguments: those of the module, from the number of its end of the channel.
+            now: monotonic seconds.
+            fds: further descriptors that it gets, under the same numbers.
+            environment: added to this process's.
         """
         self.served = False
-        self._process = subprocess.Popen(
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                try:
+                    number = theirs.fileno()
+                    self._begin(arguments(number), (number, *fds), environment or {})
+                except OSError:
+                    ours.close()
+                    raise
+        except OSError as error:
+            log.error("%s cannot be started: %s", self.name, error, extra=self.fields)  # noqa: TRY400  # the text has the reason
+            self._put_off(now)
+            return False
+        self.link = Channel(ours)
+        for fd in (ours.fileno(), self.pidfd):
+            self._poller.register(fd, zmq.POLLIN)
+        return True
+
+    def _begin(
+        self, arguments: Sequence[str], fds: Sequence[int], environment: Mapping[str, str]
+    ) -> None:
+        process = subprocess.Popen(
             [sys.executable, "-m", self._module, *arguments],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             env=os.environ | environment,
         )
         try:
-            self.pidfd = os.pidfd_open(self._process.pid)
+            self.pidfd = os.pidfd_open(process.pid)
         except OSError:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            process.kill()
+            process.wait()
             raise
-
-    def spawn_linked(
-        self, arguments: Callable[[int], Sequence[str]], fds: Sequence[int] = ()
-    ) -> Channel:
-        """Start the module at the other end of a channel; return this end.
-
-        Args:
-            arguments: those of the module, from the number of its end's descriptor.
-            fds: further descriptors that it gets.
-
-        Raises:
-            OSError: no process or descriptor is to be had now.
-        """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                self.spawn(arguments(theirs.fileno()), (theirs.fileno(), *fds), {})
-            except OSError:
-                ours.close()
-                raise
-        return Channel(ours)
+        self._process = process
 
     def kill(self) -> None:
-        """End it without asking."""
+        """End it without asking; what it has sent can still be received."""
         if self._process is not None:
             self._process.kill()
 
-    def put_off(self, now: float) -> None:
-        """None could be started, or it ended before it served: pause for longer each time."""
-        self._delay = min(2 * self._delay, _LONGEST_DELAY)
-        self.start_at = now + self._delay
+    def hang_up(self) -> None:
+        """End it, and receive nothing more."""
+        if self.link is not None:
+            self._poller.unregister(self.link.fileno())
+            self.link.close()
+            self.link = None
+        self.kill()
 
     def reap(self, now: float) -> str:
-        """Reap the ended process and set when the next may start; return why it ended."""
+        """Wait for the end of one that was killed, or has ended; return why it ended."""
         if self._process is None:
             return ""
+        self.hang_up()
         code = self._process.wait()
         self._process = None
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
+        self._poller.unregister(self.pidfd)
+        os.close(self.pidfd)
+        self.pidfd = -1
         if self.served:
             self._delay = _FIRST_DELAY
             self.start_at = now + self._pause
         else:
-            self.put_off(now)
+            self._put_off(now)
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
+    def _put_off(self, now: float) -> None:
+        self._delay = min(2 * self._delay, _LONGEST_DELAY)
+        self.start_at = now + self._delay
+
     def __repr__(self) -> str:
-        state = f"pid {self._process.pid}" if self._process else "not running"
-        return f"<{type(self).__name__} {self._module} {state}>"
+        return f"<{type(self).__name__} {self.name}, pid {self.pid}>"

@@ -9,7 +9,8 @@ some already nothing more is received.
 import contextlib
 import logging
 import socket
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,13 +57,11 @@ class Receiver:
         self._poller = poller
         self._child: ChildProcess | None = None
         self._started = False  # once; later only where there is something to read
-        self._link: Channel | None = None
         self._orders: deque[_Order] = deque()
         self._until = 0.0  # when the first of these is given up; 0: it has not been sent
         self._frame = b""  # of that one
         self._answered = False  # the process has read a connection, so it runs
         self._leaving: dict[ChildProcess, int] = {}  # with the user whose descriptor is why
-        self._held: Counter[int] = Counter()
 
     def read(
         self, connection: socket.socket, uid: int, take: Callable[[Taken | Refused], None]
@@ -77,19 +76,20 @@ class Receiver:
         Raises:
             Refused: this user's file systems hold too many processes.
         """
-        if self._held[uid] >= MAX_HELD:
+        held = list(self._leaving.values()).count(uid)
+        if held >= MAX_HELD:
             connection.close()
             raise Refused(
                 ErrorCode.LIMIT,
-                f"{self._held[uid]} processes wait for file systems of uid {uid}, of which they"
+                f"{held} processes wait for file systems of uid {uid}, of which they"
                 " were sent descriptors: no more are received until these answer",
             )
         self._orders.append(_Order(connection, uid, take))
 
     def drop(self, connection: socket.socket) -> None:
         """Close a connection, in the other process: it may hold descriptors not received."""
-        if self._link is None:
-            self._start()
+        if self._child is None:
+            self._start(time.monotonic())
         if self._link is not None:
             with contextlib.suppress(KvdError, EOFError, OSError):
                 self._link.send(DROP, [connection.fileno()])
@@ -98,14 +98,15 @@ class Receiver:
     def turn(self, ready: dict[object, int], now: float) -> None:
         """Take answers, give up what takes too long, send the next order."""
         for child in [child for child in self._leaving if child.pidfd in ready]:
-            self._reap(child, now)
+            child.reap(now)
+            del self._leaving[child]
         if self._link is not None and self._link.fileno() in ready:
-            self._receive_answer()
+            self._receive_answer(self._link)
         elif self._until and now >= self._until:
             self._end(self._orders[0].uid)
             self._done(Refused(ErrorCode.BAD_LAYOUT, "a descriptor could not be received in time"))
         if self._child is None and (self._orders or not self._started):
-            self._start()
+            self._start(now)
         if self._orders and not self._until:
             self._send(now)
         if self._link is not None and self._link.wants_write:
@@ -125,17 +126,18 @@ class Receiver:
         for order in self._orders:
             order.connection.close()
 
-    def _start(self) -> None:
+    @property
+    def _link(self) -> Channel | None:
+        return self._child.link if self._child is not None else None
+
+    def _start(self, now: float) -> None:
         self._started = True
-        child = ChildProcess("kvd.daemon.receiver")
-        try:
-            self._link = child.spawn_linked(lambda fd: [str(fd)])
-        except OSError as error:
-            log.error("descriptors cannot be received: %s", error)  # noqa: TRY400  # the text has the reason
-            return
-        self._child = child
-        self._answered = False
-        self._poller.register(self._link.fileno(), zmq.POLLIN)
+        child = ChildProcess(
+            "kvd.daemon.receiver", "the process that receives descriptors", self._poller
+        )
+        if child.spawn(lambda fd: [str(fd)], now):
+            self._child = child
+            self._answered = False
 
     def _send(self, now: float) -> None:
         if self._link is None:
@@ -155,10 +157,10 @@ class Receiver:
         else:
             self._until = now + (SECONDS if self._answered else FIRST_SECONDS)
 
-    def _receive_answer(self) -> None:
+    def _receive_answer(self, link: Channel) -> None:
         received: Taken | None = b"", ()
         with contextlib.suppress(EOFError, BadDatagram):
-            received = self._link.recv() if self._link is not None else None
+            received = link.recv()
         if received is None:
             return
         frame, fds = received
@@ -190,21 +192,10 @@ class Receiver:
 
     def _end(self, uid: int | None) -> None:
         """Kill the process; it ends now, or when a file system of this user answers."""
-        if self._child is None or self._link is None:
-            return
-        self._poller.unregister(self._link.fileno())
-        self._link.close()
-        self._child.kill()
-        self._poller.register(self._child.pidfd, zmq.POLLIN)
-        owner = -1 if uid is None else uid
-        self._leaving[self._child] = owner
-        self._held[owner] += 1
-        self._child = self._link = None
-
-    def _reap(self, child: ChildProcess, now: float) -> None:
-        self._poller.unregister(child.pidfd)
-        child.reap(now)
-        self._held[self._leaving.pop(child)] -= 1
+        if self._child is not None:
+            self._child.hang_up()
+            self._leaving[self._child] = -1 if uid is None else uid
+            self._child = None
 
     def __repr__(self) -> str:
         return f"<Receiver {self._child!r}, {len(self._orders)} to read, {self._leaving!r}>"

@@ -6,13 +6,11 @@ connect meanwhile wait in the kernel's queue for the next one. A thread would sh
 the interpreter's lock with the broker's loop.
 
 The process starts two seconds after the broker, or with the first connection. It
-writes a byte to a pipe every second; one that stops doing so is killed and replaced.
+sends a byte every second; one that stops doing so is killed and replaced.
 """
 
-import contextlib
 import errno
 import logging
-import os
 import socket
 from pathlib import Path
 
@@ -27,7 +25,6 @@ log = logging.getLogger("kvd.daemon")
 _BACKLOG = 128
 _START_AFTER_SECONDS = 2.0
 _SILENT_SECONDS = 30.0
-_LOOK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.25
 # Libraries that it imports would start a thread per core; it computes nothing.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -41,21 +38,21 @@ class HttpProcess:
         unix_path: the Unix socket, which is always there.
         listen: the setting `http_listen`. With ``off`` the process starts only
             with the first connection to the Unix socket.
+        poller: where descriptors are registered.
 
     Raises:
         ConfigError: an address cannot be had; names it and the remedy.
     """
 
-    def __init__(self, runtime_dir: Path, unix_path: Path, listen: str) -> None:
+    def __init__(self, runtime_dir: Path, unix_path: Path, listen: str, poller: zmq.Poller) -> None:
         self._runtime_dir = runtime_dir
         address = parse_listen(listen)
         self._host = address.host if address is not None else ""
         self._tcp = bind_tcp(address) if address is not None else None
         self._unix = listen_unix(unix_path, socket.SOCK_STREAM)
-        self._child = ChildProcess("kvd.report", _PAUSE_SECONDS)
-        self._beat = -1
+        self._poller = poller
+        self._child = ChildProcess("kvd.report", "the HTTP process", poller, _PAUSE_SECONDS)
         self._heard = 0.0
-        self._next_look = 0.0
         self._eager_at: float | None = None
         self._watched: list[int] = []
         if self._tcp is not None:
@@ -74,77 +71,53 @@ class HttpProcess:
         """The pid of the process that serves now; -1 where none does."""
         return self._child.pid
 
-    def turn(self, poller: zmq.Poller, ready: dict[object, int], now: float) -> None:
+    def turn(self, ready: dict[object, int], now: float) -> None:
         """Start the process, watch it, start it again."""
         if self._eager_at is None:
             self._eager_at = now + _START_AFTER_SECONDS
         if self._child.running:
-            self._watch(poller, ready, now)
+            self._watch(ready, now)
         elif now >= self._child.start_at:
             asked = any(fd in ready for fd in self._watched)
             if asked or (self._tcp is not None and now >= self._eager_at):
-                self._start(poller, now)
+                self._start(now)
             elif not self._watched:
                 self._watched = [s.fileno() for s in (self._tcp, self._unix) if s is not None]
                 for fd in self._watched:
-                    poller.register(fd, zmq.POLLIN)
+                    self._poller.register(fd, zmq.POLLIN)
 
-    def _start(self, poller: zmq.Poller, now: float) -> None:
+    def _start(self, now: float) -> None:
         for fd in self._watched:
-            poller.unregister(fd)
+            self._poller.unregister(fd)
         self._watched = []
-        try:
-            self._spawn()
-        except OSError as error:
-            log.error("the HTTP process cannot be started: %s", error)  # noqa: TRY400  # expected when descriptors run out
-            self._child.put_off(now)
-            return
         self._heard = now
-        poller.register(self._child.pidfd, zmq.POLLIN)
-
-    def _spawn(self) -> None:
-        beat, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        fds = [theirs, self._unix.fileno()]
-        arguments = ["--runtime-dir", str(self._runtime_dir), "--beat-fd", str(theirs)]
-        arguments += ["--unix-fd", str(self._unix.fileno())]
+        fds = [self._unix.fileno()]
+        arguments = ["--runtime-dir", str(self._runtime_dir), "--unix-fd", str(fds[0])]
         if self._tcp is not None:
             fds.append(self._tcp.fileno())
             arguments += ["--tcp-fd", str(self._tcp.fileno()), "--host", self._host]
-        try:
-            self._child.spawn(arguments, fds, _ENVIRONMENT)
-        except OSError:
-            os.close(beat)
-            raise
-        finally:
-            os.close(theirs)
-        self._beat = beat
+        self._child.spawn(lambda fd: [*arguments, "--beat-fd", str(fd)], now, fds, _ENVIRONMENT)
 
-    def _watch(self, poller: zmq.Poller, ready: dict[object, int], now: float) -> None:
-        if self._child.pidfd in ready:
-            poller.unregister(self._child.pidfd)
-            log.warning("the HTTP process has ended: %s", self._child.reap(now))
-            self._close_beat()
-        elif now >= self._next_look:
-            self._next_look = now + _LOOK_SECONDS
-            with contextlib.suppress(BlockingIOError):
-                if os.read(self._beat, 4096):
-                    self._heard = now
-                    self._child.served = True
-            if now - self._heard > _SILENT_SECONDS:
-                log.error("the HTTP process is killed: silent for %.0f s", now - self._heard)
-                self._heard = now
-                self._child.kill()
-
-    def _close_beat(self) -> None:
-        os.close(self._beat)
-        self._beat = -1
+    def _watch(self, ready: dict[object, int], now: float) -> None:
+        child = self._child
+        if child.pidfd in ready:
+            log.warning("the HTTP process has ended: %s", child.reap(now))
+        elif child.link is not None and child.link.fileno() in ready:
+            try:
+                child.link.recv()
+            except EOFError:
+                child.hang_up()
+            else:
+                self._heard, child.served = now, True
+        elif now - self._heard > _SILENT_SECONDS:
+            log.error("the HTTP process is killed: silent for %.0f s", now - self._heard)
+            self._heard = now
+            child.kill()
 
     def close(self) -> None:
         """End the process and give the addresses back."""
-        if self._child.running:
-            self._child.kill()
-            self._child.reap(0.0)
-            self._close_beat()
+        self._child.kill()
+        self._child.reap(0.0)
         self._unix.close()
         if self._tcp is not None:
             self._tcp.close()

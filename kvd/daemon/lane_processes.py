@@ -17,7 +17,7 @@ from kvd.daemon.child import ChildProcess
 from kvd.daemon.memory import PoolMemory
 from kvd.errors import BadDatagram, ChannelFull
 from kvd.wire.link import LINK, Imported, ImportWorker, LaneReady, lane_socket
-from kvd.wire.seqpacket import Channel, close_all
+from kvd.wire.seqpacket import close_all
 from kvd_proto.errors import DecodeError
 
 log = logging.getLogger("kvd.daemon")
@@ -26,65 +26,52 @@ log = logging.getLogger("kvd.daemon")
 class LaneProcess(ChildProcess):
     """The process of one device's lane, restarted under a new incarnation when it ends.
 
-    Restarts follow at once after a lane that had served; one that dies before
-    it is ready is given growing pauses.
-
     Args:
         device: what it serves.
         runtime_dir: where its socket goes.
         incarnations: numbers that no lane of this daemon has had yet.
         settings: of the daemon, for the lane's limits.
+        poller: where its descriptors are registered.
 
     Attributes:
         lifeline: a descriptor that reads end of file once nothing of the lane moves bytes.
     """
 
     def __init__(
-        self, device: str, runtime_dir: Path, incarnations: Iterator[int], settings: Settings
+        self,
+        device: str,
+        runtime_dir: Path,
+        incarnations: Iterator[int],
+        settings: Settings,
+        poller: zmq.Poller,
     ) -> None:
-        super().__init__("kvd.lane")
+        super().__init__("kvd.lane", f"lane {device}", poller)
+        self.fields = {"lane": device}
         self.device = device
-        self.incarnation = 0
-        self._incarnations = incarnations
-        self.channel: Channel | None = None
         self.lifeline = -1
+        self._incarnation = 0
+        self._incarnations = incarnations
         self._runtime_dir = runtime_dir
-        self._limits = [
+        self._arguments = [
+            *("--device", device, "--runtime-dir", str(runtime_dir)),
             *("--max-queued-jobs", str(settings.max_queued_jobs)),
             *("--max-queued-bytes", str(settings.queued_bytes)),
         ]
 
-    def start(self, pool_fd: int, pool_bytes: int) -> None:
-        """Start the next incarnation.
-
-        Raises:
-            OSError: no process or descriptor is to be had now.
-        """
-        self.incarnation = next(self._incarnations)
-        arguments = ["--device", self.device, "--incarnation", str(self.incarnation)]
-        arguments += ["--runtime-dir", str(self._runtime_dir), *self._limits]
-        arguments += ["--pool-fd", str(pool_fd), "--pool-bytes", str(pool_bytes)]
-        self.channel = self.spawn_linked(lambda fd: [*arguments, "--link-fd", str(fd)], [pool_fd])
+    def start(self, pool: PoolMemory, now: float) -> None:
+        """Start the next incarnation, or put that off."""
+        number = self._incarnation = next(self._incarnations)
+        arguments = [*self._arguments, "--incarnation", str(number)]
+        arguments += ["--pool-fd", str(pool.fd), "--pool-bytes", str(pool.nbytes)]
+        self.spawn(lambda fd: [*arguments, "--link-fd", str(fd)], now, [pool.fd])
 
     def reap(self, now: float) -> str:
-        """Reap the ended process and set when the next may start; return why it ended."""
-        if not self.running:
-            return ""
-        reason = super().reap(now)
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+        """Also close its lifeline and remove its socket."""
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
-        socket_path = self._runtime_dir / lane_socket(self.device, self.incarnation)
-        with contextlib.suppress(FileNotFoundError):
-            socket_path.unlink()
-        return reason
-
-    def __repr__(self) -> str:
-        state = f"pid {self._process.pid}" if self._process else "not running"
-        return f"<LaneProcess {self.device}#{self.incarnation} {state}>"
+        (self._runtime_dir / lane_socket(self.device, self._incarnation)).unlink(missing_ok=True)
+        return super().reap(now)
 
 
 class Lanes:
@@ -119,24 +106,18 @@ class Lanes:
     def add(self, device: str) -> None:
         """Serve a device."""
         self.processes[device] = LaneProcess(
-            device, self._runtime_dir, self._incarnations, self._core.state.settings
+            device,
+            self._runtime_dir,
+            self._incarnations,
+            self._core.state.settings,
+            self._poller,
         )
 
     def start_due(self, pool: PoolMemory, now: float) -> None:
         """Start every process that does not run and whose pause is over."""
         for process in self.processes.values():
-            if process.running or now < process.start_at:
-                continue
-            try:
-                process.start(pool.fd, pool.nbytes)
-            except OSError as error:
-                text, lane = "lane %s cannot be started: %s", {"lane": process.device}
-                log.error(text, process.device, error, extra=lane)  # noqa: TRY400  # the text has the reason
-                process.put_off(now)
-                continue
-            if process.channel is not None:
-                self._poller.register(process.channel.fileno(), zmq.POLLIN)
-            self._poller.register(process.pidfd, zmq.POLLIN)
+            if not process.running and now >= process.start_at:
+                process.start(pool, now)
 
     def turn(self, ready: dict[object, int], now: float) -> None:
         """Read what lanes have sent, and notice those that have ended."""
@@ -144,23 +125,17 @@ class Lanes:
             self._read(process, ready, now)
 
     def _read(self, process: LaneProcess, ready: dict[object, int], now: float) -> None:
-        channel = process.channel
-        if channel is None:
-            return
-        if channel.wants_write:
+        link = process.link
+        if link is not None and link.wants_write:
             with contextlib.suppress(EOFError):  # what it sent before is read, and its end
-                channel.flush()
-        if channel.fileno() in ready:
+                link.flush()
+        if link is not None and link.fileno() in ready:
             try:
-                while (received := channel.recv()) is not None:
+                while (received := link.recv()) is not None:
                     self._message(process, *received, now)
             except EOFError:
-                self._poller.unregister(channel.fileno())
-                process.kill()
+                process.hang_up()
         if process.pidfd in ready:
-            for fd in (process.pidfd, channel.fileno()):
-                with contextlib.suppress(KeyError):
-                    self._poller.unregister(fd)
             reason = process.reap(now)
             if not self._core.state.stopping:
                 self._carry_out(self._core.supervision.lost(process.device, reason))
@@ -171,8 +146,7 @@ class Lanes:
         try:
             _, message = LINK.decode(frame)
         except DecodeError:
-            lane = {"lane": process.device}
-            log.exception("lane %s sent what is no message", process.device, extra=lane)
+            log.exception("%s sent what is no message", process.name, extra=process.fields)
             process.kill()
             return
         if isinstance(message, LaneReady) and fds:
@@ -189,10 +163,10 @@ class Lanes:
             resolve: the descriptors of a name.
         """
         process = self.processes[effect.device]
-        if process.channel is None:
+        if process.link is None:
             return
         try:
-            process.channel.send(LINK.encode(effect.message), resolve(effect.fd))
+            process.link.send(LINK.encode(effect.message), resolve(effect.fd))
         except BadDatagram as error:
             if not isinstance(effect.message, ImportWorker):
                 raise
@@ -203,8 +177,7 @@ class Lanes:
                 self._core.supervision.received(effect.device, refusal, time.monotonic())
             )
         except (ChannelFull, EOFError, OSError) as error:
-            lane = {"lane": effect.device}
-            log.error("lane %s does not read (%s)", effect.device, error, extra=lane)  # noqa: TRY400  # the text has the reason
+            log.error("%s does not read (%s)", process.name, error, extra=process.fields)  # noqa: TRY400  # the text has the reason
             process.kill()
 
     def close(self) -> None:

@@ -97,8 +97,9 @@ class Service:
             keeps=settings.keep_pool == "yes",
             cold=cold,
         )
+        self._poller = zmq.Poller()
         self._http = HttpProcess(
-            self._runtime.path, self._runtime.http_socket, settings.http_listen
+            self._runtime.path, self._runtime.http_socket, settings.http_listen, self._poller
         )
         self._directories = DirectoryMemory()
         self._ready_pipes = ReadyPipes()
@@ -109,7 +110,6 @@ class Service:
         self._usage = UsageReader()
         self._polled = 0.0
         self._standstill = Standstill("broker")
-        self._poller = zmq.Poller()
         self._boot_id = os.urandom(16)
         self.core = Broker(
             loaded,
@@ -187,7 +187,7 @@ class Service:
             self._carry_out(self._config.turn(self.core.reloading))
         self._carry_out(self.core.work())
         self._connections.flush()
-        self._http.turn(self._poller, ready, now)
+        self._http.turn(ready, now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
 
     @property

@@ -34,8 +34,8 @@ def turn(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Turn]:
         pool: Any = SimpleNamespace(fd=0, nbytes=4096)
         yield lambda now: lanes.start_due(pool, now)
         return
-    http = HttpProcess(tmp_path, tmp_path / "http.sock", "127.0.0.1:0")
-    yield lambda now: http.turn(poller, {}, now)
+    http = HttpProcess(tmp_path, tmp_path / "http.sock", "127.0.0.1:0", poller)
+    yield lambda now: http.turn({}, now)
     http.close()
 
 

@@ -22,41 +22,36 @@ HOSTILE, HONEST = 4242, 4243
 LONG_MS = int(PATIENCE * 1000)
 
 
-class Child:
+class Child(ChildProcess):
     """Stands in for a process that a file system holds: nothing ends it until it is let go."""
 
     all: list["Child"] = []  # noqa: RUF012  # emptied by the fixture
     deaf = False
-    spawn_linked = ChildProcess.spawn_linked
+    full = False
 
-    def __init__(self, module: str) -> None:
-        assert module == "kvd.daemon.receiver"
-        self.pid, self.pidfd = len(Child.all), os.eventfd(0)
-        self.reaped = False
-        self.thread = threading.Thread(target=lambda: process.serve(self.link))
-        self.link = socket.socket()
-        Child.all.append(self)
-
-    def spawn(self, arguments: Sequence[str], fds: Sequence[int], _: Mapping[str, str]) -> None:
+    def _begin(self, arguments: Sequence[str], fds: Sequence[int], _: Mapping[str, str]) -> None:
         """Serve in a thread, or take orders and never answer."""
         assert arguments == [str(fds[0])]
-        self.link.close()
-        self.link = socket.socket(fileno=os.dup(fds[0]))
+        if Child.full:
+            raise OSError(24, "Too many open files")
+        self.pidfd = os.eventfd(0)
+        self.reaped = False
+        self.there = socket.socket(fileno=os.dup(fds[0]))
+        self.thread = threading.Thread(target=lambda: process.serve(self.there))
+        Child.all.append(self)
         if not Child.deaf:
             self.thread.start()
-
-    def kill(self) -> None:
-        """As if it were in the kernel."""
 
     def let_go(self) -> None:
         """The file system has answered."""
         os.eventfd_write(self.pidfd, 1)
 
-    def reap(self, _: float) -> str:
+    def reap(self, now: float) -> str:
         """It has ended."""
         self.reaped = True
+        self._poller.unregister(self.pidfd)
         os.close(self.pidfd)
-        return ""
+        return f"at {now}"
 
 
 class Rig:
@@ -100,7 +95,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """With processes that nothing ends."""
     monkeypatch.setattr(receiver, "ChildProcess", Child)
     Child.all = []
-    Child.deaf = False
+    Child.deaf = Child.full = False
     made = Rig()
     yield made
     for child in Child.all:
@@ -110,7 +105,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     for child in Child.all:
         if child.thread.ident is not None:
             child.thread.join()
-        child.link.close()
+        child.there.close()
 
 
 def test_one_user_holds_a_bounded_number_of_processes(rig: Rig, memory: int) -> None:
@@ -160,7 +155,7 @@ def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig, memory
     rig.now += 4 * SECONDS
     rig.turn()
     assert not rig.outcomes
-    Child.all[0].link.send(process.NOTHING)
+    Child.all[0].there.send(process.NOTHING)
     assert "cut off" in str(rig.outcome())
     rig.send(memory, HONEST)
     rig.now += SECONDS
@@ -174,7 +169,7 @@ def test_a_process_that_has_ended_is_replaced(rig: Rig, memory: int) -> None:
     rig.turn()
     Child.deaf = False
     rig.send(memory, HONEST)
-    Child.all[0].link.close()
+    Child.all[0].there.close()
     assert "has ended" in str(rig.outcome())
     rig.send(memory, HONEST)
     _, fds = rig.outcome()
@@ -182,20 +177,12 @@ def test_a_process_that_has_ended_is_replaced(rig: Rig, memory: int) -> None:
     assert len(Child.all) == 2
 
 
-def test_without_a_process_to_receive_registrations_are_refused(
-    rig: Rig, memory: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_process_to_receive_registrations_are_refused(rig: Rig, memory: int) -> None:
     """The reason is the limit of descriptors; when there are some again all is as before."""
-
-    def full(*_: object) -> None:
-        raise OSError(24, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Child, "spawn", full)
-        rig.send(memory, HONEST)
-        assert "raise LimitNOFILE" in str(rig.outcome())
-        patch.undo()
-        monkeypatch.setattr(receiver, "ChildProcess", Child)
-        rig.send(memory, HONEST)
-        _, fds = rig.outcome()
-        os.close(fds[0])
+    Child.full = True
+    rig.send(memory, HONEST)
+    assert "raise LimitNOFILE" in str(rig.outcome())
+    Child.full = False
+    rig.send(memory, HONEST)
+    _, fds = rig.outcome()
+    os.close(fds[0])
