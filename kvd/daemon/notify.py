@@ -28,85 +28,26 @@ _TEXT_SECONDS = 1.0
 _LONGEST_TEXT = 400
 
 
-class Notices:
-    """When the next message is due, and what it says.
+class Notifier:
+    """The connection to the service manager; silent where there is none.
 
     While the pool is on its way, each beat that finds progress asks for more time, so that a
     start job which waits for the pool is not ended; a pool that stands still gets none.
 
     Args:
+        address: a path, or ``@`` and a name in the abstract namespace; empty for none.
         watchdog_seconds: the manager's patience, or None where it has no watchdog.
     """
 
-    def __init__(self, watchdog_seconds: float | None) -> None:
+    def __init__(self, address: str = "", watchdog_seconds: float | None = None) -> None:
+        self.address = address
         self.watchdog = watchdog_seconds is not None
         self.period = min(watchdog_seconds or 2 * SLOWEST_BEAT_SECONDS, 3600.0) / 2
-        self._started = False
+        self._said_ready = False
         self._next_beat = 0.0
         self._next_text = 0.0
         self._text = ""
         self._progress: float | None = None
-
-    def due(self, now: float) -> bool:
-        """Something may have to be said at `now` (monotonic seconds)."""
-        return not self._started or now >= min(self._next_beat, self._next_text)
-
-    def turn(self, now: float, text: str, progress: float | None) -> list[str]:
-        """The lines due at `now`; empty when there is nothing new.
-
-        Args:
-            now: monotonic seconds.
-            text: how the daemon stands, for people.
-            progress: a figure that grows until the daemon is ready, None once it is.
-        """
-        lines = []
-        if not self._started:
-            self._started = True
-            lines.append("READY=1")
-        text = " ".join(text.split())[:_LONGEST_TEXT]
-        self._next_text = now + _TEXT_SECONDS
-        if text != self._text:
-            self._text = text
-            lines.append(f"STATUS={text}")
-        if now >= self._next_beat:
-            self._next_beat = now + self.period
-            if self.watchdog:
-                lines.append("WATCHDOG=1")
-            if progress is not None and progress != self._progress:
-                lines.append(f"EXTEND_TIMEOUT_USEC={_usec(2 * self.period)}")
-            self._progress = progress
-        return lines
-
-    @staticmethod
-    def stopping(seconds: float) -> list[str]:
-        """The daemon ends, at most `seconds` of draining from now."""
-        return ["STOPPING=1", f"EXTEND_TIMEOUT_USEC={_usec(seconds + SHUTDOWN_SECONDS)}"]
-
-    @staticmethod
-    def reloading(now: float) -> list[str]:
-        """The settings are being read again."""
-        return ["RELOADING=1", f"MONOTONIC_USEC={_usec(now)}"]
-
-    def repeat(self) -> None:
-        """The next turn says READY again: after a reload, or to a manager that was away."""
-        self._started = False
-
-    def __repr__(self) -> str:
-        watchdog = f"watchdog every {self.period:g} s" if self.watchdog else "no watchdog"
-        return f"<Notices {'ready' if self._started else 'starting'}, {watchdog}>"
-
-
-class Notifier:
-    """The connection to the service manager; silent where there is none.
-
-    Args:
-        address: a path, or ``@`` and a name in the abstract namespace; empty for none.
-        notices: decides what is sent when.
-    """
-
-    def __init__(self, address: str, notices: Notices) -> None:
-        self.address = address
-        self.notices = notices
         self._waiting: deque[bytes] = deque(maxlen=_MAX_WAITING)
         self._reached = True
         self._reloading = False
@@ -135,25 +76,55 @@ class Notifier:
                     " WatchdogSec= in the unit"
                 )
             watchdog = int(usec) / 1_000_000
-        return cls(address, Notices(watchdog))
+        return cls(address, watchdog)
 
     def turn(self, now: float, state: BrokerState, *, reloading: bool) -> None:
         """A turn of the loop has ended; `reloading` while the settings are being read again."""
         if self._socket is None:
             return
         if reloading and not self._reloading:
-            self._say(self.notices.reloading(now))
+            self._say(["RELOADING=1", f"MONOTONIC_USEC={_usec(now)}"])
         elif self._reloading and not reloading:
-            self.notices.repeat()
+            self._said_ready = False
         self._reloading = reloading
-        if self.notices.due(now) and not self._waiting:
+        if self.due(now) and not self._waiting:
             progress = None if state.pool_usable else float(state.allocated + state.pinned_bytes)
-            self._say(self.notices.turn(now, _standing(state, now), progress))
+            self._say(self.lines(now, _standing(state, now), progress))
         self._flush()
+
+    def due(self, now: float) -> bool:
+        """Something may have to be said at `now` (monotonic seconds)."""
+        return not self._said_ready or now >= min(self._next_beat, self._next_text)
+
+    def lines(self, now: float, text: str, progress: float | None) -> list[str]:
+        """Return what is due at `now`; empty when there is nothing new.
+
+        Args:
+            now: monotonic seconds.
+            text: how the daemon stands, for people.
+            progress: a figure that grows until the daemon is ready, None once it is.
+        """
+        lines = []
+        if not self._said_ready:
+            self._said_ready = True
+            lines.append("READY=1")
+        text = " ".join(text.split())[:_LONGEST_TEXT]
+        self._next_text = now + _TEXT_SECONDS
+        if text != self._text:
+            self._text = text
+            lines.append(f"STATUS={text}")
+        if now >= self._next_beat:
+            self._next_beat = now + self.period
+            if self.watchdog:
+                lines.append("WATCHDOG=1")
+            if progress is not None and progress != self._progress:
+                lines.append(f"EXTEND_TIMEOUT_USEC={_usec(2 * self.period)}")
+            self._progress = progress
+        return lines
 
     def stopping(self, seconds: float) -> None:
         """The daemon ends, after at most `seconds` of draining."""
-        self._say(self.notices.stopping(seconds))
+        self._say(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={_usec(seconds + SHUTDOWN_SECONDS)}"])
 
     def close(self) -> None:
         """Close the socket."""
@@ -179,13 +150,14 @@ class Notifier:
                 self._reached = False
             else:
                 if not self._reached:
-                    self.notices.repeat()  # what was dropped may have been READY
+                    self._said_ready = False  # what was dropped may have been READY
                 self._reached = True
             self._waiting.popleft()
 
     def __repr__(self) -> str:
         where = self.address if self._socket is not None else "no manager"
-        return f"<Notifier to {where}, {len(self._waiting)} waiting: {self.notices!r}>"
+        watchdog = f"watchdog every {self.period:g} s" if self.watchdog else "no watchdog"
+        return f"<Notifier to {where}, {watchdog}, {len(self._waiting)} waiting>"
 
 
 def _standing(state: BrokerState, now: float) -> str:
