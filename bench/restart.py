@@ -19,7 +19,7 @@ from typing import Any
 from harness import Figures, median
 
 from kvd.broker.attachment import namespace_id
-from kvd.cache.namespaces import Namespaces
+from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.daemon.kept_pool import KeptPool
 from kvd.errors import KvdError
 from kvd.pool.filling import FillOrder
@@ -69,15 +69,18 @@ def key(number: int) -> bytes:
 def fill(place: Place, chunks: int) -> None:
     """Leave a pool with so many READY chunks, as a daemon does that is killed."""
     kept = KeptPool(place.pool_dir, place.runtime_dir, keeps=True)
-    pool, keeping, _ = kept.open(place.cpu_bytes)
+
+    def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+        return Namespaces(
+            place.cpu_bytes,
+            boot_id=bytes(16),
+            make_buffer=lambda _, size: bytearray(size),
+            keeping=keeping,
+            fill=fill,
+        )
+
+    pool, namespaces = kept.open(place.cpu_bytes, make)
     pool.close()
-    namespaces = Namespaces(
-        place.cpu_bytes,
-        boot_id=bytes(16),
-        make_buffer=lambda _, size: bytearray(size),
-        keeping=keeping,
-        fill=FillOrder.of(place.cpu_bytes),
-    )
     registration = Register(
         rank=0,
         world_size=1,

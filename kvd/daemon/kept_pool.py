@@ -15,10 +15,11 @@ import logging
 import mmap
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from kvd.cache.ledger import MAGIC
-from kvd.cache.namespaces import Keeping
+from kvd.cache.ledger import MAGIC, Ledger
+from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.daemon.memory import PoolMemory
 from kvd.daemon.pool_files import (
     LEDGER,
@@ -29,7 +30,8 @@ from kvd.daemon.pool_files import (
     kernel_boot,
     remove_tree,
 )
-from kvd.errors import LedgerDamaged, PoolError, Refused
+from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refused
+from kvd.pool.filling import FillOrder
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
@@ -40,9 +42,8 @@ _EPOCH_SHIFT = 32
 _LAST_CLOCK = 2**32 - 2**24
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
-
-Ledgers = dict[str, mmap.mmap]
-"""Chunks to go on with, by namespace in hex."""
+MakeNamespaces = Callable[[Keeping | None, FillOrder], Namespaces]
+_Ledgers = dict[Path, mmap.mmap]  # chunks to go on with, by file
 
 
 class KeptPool:
@@ -85,13 +86,20 @@ class KeptPool:
         except OSError:
             return 0
 
-    def open(self, cpu_bytes: int) -> tuple[PoolMemory, Keeping | None, Ledgers]:
-        """Open a pool of `cpu_bytes`; return its memory, how it is kept, and what it goes on with.
+    def open(
+        self, cpu_bytes: int, make_namespaces: MakeNamespaces
+    ) -> tuple[PoolMemory, Namespaces]:
+        """Open a pool of `cpu_bytes`, with every chunk of the daemon before that is undamaged.
 
-        What it does not go on with stays until `settle`.
+        What this daemon does not go on with stays until `settle`.
+
+        Args:
+            cpu_bytes: the budget.
+            make_namespaces: makes them without any namespace; called again where one is damaged.
 
         Raises:
             PoolError: the memory cannot be had, or no descriptor is left; nothing is lost.
+            Refused: a directory cannot be made now.
         """
         name, epoch, ledgers = self._find(cpu_bytes)
         try:
@@ -107,17 +115,20 @@ class KeptPool:
             kernel=kernel_boot(),
             epoch=epoch,
         )
-        self._new = manifest, pool
-        if self._goes_on or pool.fresh:  # nothing is given up for it
-            try:
-                self.settle()
-            except PoolError:
-                pool.close()
-                raise
         keeping = Keeping(self.make_ledger, name, epoch << _EPOCH_SHIFT) if self.keeps else None
-        return pool, keeping, ledgers
+        self._new = manifest, pool
+        try:
+            if self._goes_on or pool.fresh:  # nothing is given up for it
+                self.settle()
+            while True:
+                namespaces = make_namespaces(keeping, pool.fill)
+                if self._restore(ledgers, namespaces):
+                    return pool, namespaces
+        except (PoolError, Refused):
+            pool.close()
+            raise
 
-    def _find(self, cpu_bytes: int) -> tuple[str, int, Ledgers]:
+    def _find(self, cpu_bytes: int) -> tuple[str, int, _Ledgers]:
         """Return name and epoch of a pool of `cpu_bytes`, and what it can go on with."""
         self._undo()
         manifest = self._usable
@@ -135,9 +146,11 @@ class KeptPool:
         now = max(0, min(int(time.time()), _LAST_CLOCK))
         epoch = max(now, self._before.epoch + 1) if self._before is not None else now
         if manifest is None:
-            self._clear_pool_path()
+            with contextlib.suppress(OSError):  # a file is used again, for its memory
+                if not is_own_file(self._files.pool.lstat()):
+                    remove_tree(self._files.pool)
             return os.urandom(16).hex(), epoch, {}
-        ledgers: Ledgers = {}
+        ledgers: _Ledgers = {}
         for file in self._files.ledgers():
             try:
                 self._open_ledger(file, ledgers)
@@ -149,6 +162,40 @@ class KeptPool:
         if not ledgers:
             log.info("the kept pool of %s is used again; it has no chunks", format_size(cpu_bytes))
         return manifest.pool, epoch, ledgers
+
+    def _restore(self, ledgers: _Ledgers, namespaces: Namespaces) -> bool:
+        """Reopen every ledger; return False where one was set aside and all must begin again."""
+        for file, buffer in list(ledgers.items()):
+            began = time.perf_counter()
+            try:
+                ledger = Ledger(buffer)
+                if ledger.kept.namespace != file.name.removesuffix(LEDGER):
+                    raise LedgerDamaged(f"it is that of namespace {ledger.kept.namespace}")
+                if not len(ledger):
+                    file.unlink()
+                    del ledgers[file]
+                    continue
+                namespace = namespaces.reopen(ledger)
+            except LedgerDamaged as error:
+                self._files.set_aside(file, str(error))
+                del ledgers[file]
+                return False
+            except IntegrityError as error:
+                # Two ledgers name the same bytes; either may be wrong.
+                for other in ledgers:
+                    self._files.set_aside(other, str(error))
+                ledgers.clear()
+                return False
+            ready = namespace.table.slots.stats()["ready"]
+            log.info(
+                "namespace %s (%s): %d chunks, %s, of the daemon before are here again (%.0f ms)",
+                file.name[:8],
+                namespace.label,
+                ready,
+                format_size(ready * namespace.geometry.bytes_per_chunk),
+                (time.perf_counter() - began) * 1000,
+            )
+        return True
 
     def settle(self) -> None:
         """Give up what this daemon does not go on with: the new pool is there, and is its own.
@@ -211,10 +258,6 @@ class KeptPool:
         """Remove the ledger of a namespace that is closed."""
         self._ledger_file(name).unlink(missing_ok=True)
 
-    def set_aside(self, name: str, reason: LedgerDamaged | str) -> None:
-        """Rename a ledger that is damaged, so that it can be looked at."""
-        self._files.set_aside(self._files.notes / f"{name}{LEDGER}", str(reason))
-
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
@@ -247,18 +290,12 @@ class KeptPool:
             if self._before is not None and self._files.pool.lstat().st_size > self._before.bytes:
                 os.truncate(self._files.pool, self._before.bytes)
 
-    def _clear_pool_path(self) -> None:
-        """Remove what is no file of this user's; a file is used again, for its memory."""
-        with contextlib.suppress(OSError):
-            if not is_own_file(self._files.pool.lstat()):
-                remove_tree(self._files.pool)
-
     def _ledger_file(self, name: str) -> Path:
         """The ledger of a namespace of this daemon."""
         beside = _DRAFT if self._new is not None else ""
         return self._files.notes / f"{name}{LEDGER}{beside}"
 
-    def _open_ledger(self, file: Path, ledgers: Ledgers) -> None:
+    def _open_ledger(self, file: Path, ledgers: _Ledgers) -> None:
         """Map a ledger; one whose making was cut short by a kill never held anything.
 
         Raises:
@@ -279,7 +316,7 @@ class KeptPool:
                 file.unlink()
                 log.warning("%s is empty: its namespace starts without chunks", file)
             else:
-                ledgers[file.name.removesuffix(LEDGER)] = mmap.mmap(fd, status.st_size)
+                ledgers[file] = mmap.mmap(fd, status.st_size)
         finally:
             os.close(fd)
 

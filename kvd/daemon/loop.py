@@ -51,7 +51,6 @@ from kvd.daemon.lane_processes import Lanes
 from kvd.daemon.memory import DirectoryMemory, PoolMemory
 from kvd.daemon.notify import Notifier
 from kvd.daemon.ready_pipes import ReadyPipes
-from kvd.daemon.reopen import open_pool
 from kvd.daemon.request_socket import Requests
 from kvd.daemon.runtime_dir import RuntimeDir, listen
 from kvd.errors import PoolError, Refused
@@ -220,7 +219,7 @@ class Service:
             )
 
         try:
-            self._pool, namespaces = open_pool(self._kept_pool, cpu_bytes, make)
+            self._pool, namespaces = self._kept_pool.open(cpu_bytes, make)
         except PoolError:
             if self._settings.pool_bytes is not None:  # this daemon does not start
                 self._kept_pool.close()

@@ -117,12 +117,15 @@ class Reopening(RuleBasedStateMachine):
         following.check_integrity()
         for space, name in enumerate(NAMES):
             namespace = following.get(name)
+            if namespace is None:
+                continue
             directory = self.table(space).directory
-            for key, (slot, generation) in held(namespace.table).items() if namespace else ():
+            for key, (slot, generation) in held(namespace.table).items():
                 assert (directory.key(slot), directory.generation(slot)) == (key, generation)
                 whole = directory.ranks_done(slot) & self.table(space).space.geometry.writers(slot)
                 assert whole == self.table(space).space.geometry.writers(slot)
                 assert directory.state(slot) in {SlotState.READY, SlotState.WRITING}
+                assert directory.blocks(slot) == namespace.table.directory.blocks(slot)
 
     @rule(space=space_strategy, keys=keys_strategy)
     def prepare(self, space: int, keys: list[bytes]) -> None:

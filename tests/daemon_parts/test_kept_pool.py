@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,17 +18,15 @@ import pytest
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.daemon import memory, pool_files
-from kvd.daemon.kept_pool import KeptPool
+from kvd.daemon.kept_pool import KeptPool, MakeNamespaces
 from kvd.daemon.memory import DirectoryMemory, PoolMemory
 from kvd.daemon.pool_files import VERSION, area_name
-from kvd.daemon.reopen import open_pool
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import filesystem
 from kvd.machine.cgroup import MemoryLimit
 from kvd.machine.filesystem import Filesystem
 from kvd.pool.filling import FillOrder
 from kvd_proto.directory import SlotState
-from kvd_proto.messages import ErrorCode
 from tests.descriptors import open_on
 from tests.full import fill_up
 
@@ -103,32 +101,35 @@ class Life:
 Start = Callable[..., Life]
 
 
+def maker(directories: DirectoryMemory, cpu_bytes: int = SIZE) -> MakeNamespaces:
+    """As the daemon makes its namespaces."""
+
+    def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+        return Namespaces(
+            cpu_bytes,
+            boot_id=bytes([9]) * 16,
+            make_buffer=directories.make,
+            keeping=keeping,
+            fill=fill,
+        )
+
+    return make
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts lives in one pool_dir, the one before ended; the last one is ended with the test."""
     lives: list[Life] = []
 
-    def begin(
-        cpu_bytes: int = SIZE, policy: str = "lru", *, keeps: bool = True, cold: bool = False
-    ) -> Life:
+    def begin(cpu_bytes: int = SIZE, *, keeps: bool = True, cold: bool = False) -> Life:
         for life in lives:
             life.end()
         lives.clear()
         directories = DirectoryMemory()
 
-        def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
-            return Namespaces(
-                cpu_bytes,
-                boot_id=bytes([9]) * 16,
-                policy=policy,
-                make_buffer=directories.make,
-                keeping=keeping,
-                fill=fill,
-            )
-
         kept = KeptPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
         try:
-            pool, namespaces = open_pool(kept, cpu_bytes, make)
+            pool, namespaces = kept.open(cpu_bytes, maker(directories, cpu_bytes))
         except (PoolError, Refused):
             kept.close()
             raise
@@ -157,11 +158,6 @@ def store(table: ChunkTable, keys: list[bytes], now: float = 0.0, *, ranks: int 
     return [int(slot) for slot in slots]
 
 
-def _record(table: ChunkTable, slot: int) -> tuple[bytes, int, int]:
-    directory = table.directory
-    return directory.key(slot), directory.generation(slot), directory.ranks_done(slot)
-
-
 def ready_keys(table: ChunkTable) -> set[bytes]:
     """The keys of a table's READY chunks."""
     directory = table.directory
@@ -187,33 +183,6 @@ def test_a_clock_that_is_wrong_loses_nothing(
         assert len(ready_keys(table)) == len(generations) + 1
         generations.append(int(table.directory.generation(slot)))
     assert generations == sorted(set(generations))
-
-
-def test_chunks_of_every_namespace_come_back(start: Start) -> None:
-    """Keys, slots, generations, blocks and order are as they were; what was in writing is gone."""
-    life = start()
-    tables = [life.open(which).table for which in (0, 1)]
-    for table in tables:
-        store(table, keys_of("ready", 20))
-        store(table, keys_of("half", 5), ranks=1)
-        table.finished(keys_of("ready", 4))
-    before = [
-        [(slot, _record(table, slot)) for slot in table.directory.slots_in(SlotState.READY)]
-        for table in tables
-    ]
-    orders = [
-        [slot for slot in table.slots.policy.order() if slot not in set(table.slots.tickets)]
-        for table in tables
-    ]
-    life = start(policy="arc")
-    # Of a replicated chunk the one rank whose turn it is suffices: some of `half` are whole.
-    assert life.held[0] == set(keys_of("ready", 20))
-    for which in (0, 1):
-        table = life.table(which)
-        assert table.slots.policy.order() == orders[which]
-        for slot, record in before[which]:
-            assert _record(table, slot) == record
-            assert table.directory.blocks(slot) == (1, 3)
 
 
 def test_the_pool_is_whole_at_once(start: Start, tmp_path: Path) -> None:
@@ -260,21 +229,6 @@ def test_generations_and_stamps_grow_over_restarts(start: Start) -> None:
         stamps = ledger.stamps[slots]
         assert len(np.unique(stamps)) == 10
         assert stamps.min() >= 5e6 - 10
-
-
-def test_what_was_evicted_reset_or_yielded_stays_away(start: Start) -> None:
-    """Every way to free a slot is known to the next daemon, also of chunks pinned meanwhile."""
-    life = start()
-    first, second = life.open(0).table, life.open(1).table
-    store(first, keys_of("a", 128))
-    store(second, keys_of("b", 30))  # takes columns of the first
-    store(first, keys_of("c", 20))  # evicts
-    left = [ready_keys(first), ready_keys(second)]
-    assert start().held == left
-    table = start().table()
-    table.prepare_load(keys_of("c", 3), 1, 0.0, 30.0)
-    table.reset()
-    assert start().held == [left[1]]
 
 
 @pytest.mark.parametrize(
@@ -414,44 +368,31 @@ def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_p
     assert life.pool.ready
 
 
-def no_descriptor(*_: object) -> NoReturn:
-    """As a system call fails."""
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+def failing(number: int, suffix: str = "", real: Callable[..., int] = os.open) -> Any:
+    """As a system call fails; of those with a path, only for one that ends so."""
+
+    def call(*arguments: Any) -> int:
+        if str(arguments[0]).endswith(suffix):
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    return call
 
 
-def no_ledger(path: Path, flags: int, mode: int = 0o777) -> int:
-    """As os.open fails, for ledgers only."""
-    if str(path).endswith(".ledger"):
-        no_descriptor()
-    return OPEN(path, flags, mode)
-
-
-def no_directory(*_: object) -> NoReturn:
-    """As a directory cannot be made."""
-    raise Refused(ErrorCode.NOT_READY, "no directory can be made now")
-
-
-OPEN = os.open
-SHORTAGES: dict[str, tuple[object, str, Callable[..., int], str]] = {
-    "ledger": (os, "open", no_ledger, r"Too many open files; raise .* stays as it was"),
-    "directory": (DirectoryMemory, "make", no_directory, "no directory can be made now"),
-    "pipe": (os, "pipe2", no_descriptor, "Too many open files"),
+SHORTAGES: dict[str, tuple[str, Any, str]] = {
+    "ledger": ("open", failing(errno.EMFILE, ".ledger"), r"raise .* stays as it was"),
+    "directory": ("memfd_create", failing(errno.EMFILE), "no directory .* can be made now"),
+    "pipe": ("pipe2", failing(errno.EMFILE), "Too many open files"),
 }
 
 
-@pytest.mark.parametrize(("owner", "name", "fails", "said"), SHORTAGES.values(), ids=SHORTAGES)
+@pytest.mark.parametrize(("name", "fails", "said"), SHORTAGES.values(), ids=SHORTAGES)
 def test_a_shortage_at_the_start_loses_no_chunk_and_no_descriptor(
-    start: Start,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    owner: object,
-    name: str,
-    fails: Callable[..., int],
-    said: str,
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, fails: Any, said: str
 ) -> None:
     """The error says what is short; the start after that has every chunk."""
     held = kept_chunks(start)
-    monkeypatch.setattr(owner, name, fails)
+    monkeypatch.setattr(os, name, fails)
     with pytest.raises((PoolError, Refused), match=said):
         start()
     monkeypatch.undo()
@@ -470,11 +411,7 @@ def test_the_rest_of_a_kept_pool_that_cannot_be_had_loses_no_chunk(
     store(life.open(0).table, keys_of("a", 9))
     life = start()
     assert not life.pool.ready
-
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     life.allocate()
     life.keep.failed()
     life.end()
@@ -487,7 +424,7 @@ def test_a_first_pool_that_cannot_be_allocated_gives_its_memory_back(
 ) -> None:
     """Where nothing was kept nothing stays."""
     life = start()
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: Path("/nowhere").stat())
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     life.allocate()
     life.keep.failed()
     life.end()
@@ -519,7 +456,7 @@ def test_another_pool_dir_leaves_what_is_kept(start: Start, tmp_path: Path) -> N
     elsewhere.mkdir()
     other = KeptPool(elsewhere, RUNTIME, keeps=True)
     assert other.kept_bytes() is None
-    pool, *_ = other.open(SIZE)
+    pool, _ = other.open(SIZE, maker(DirectoryMemory()))
     pool.close()
     other.close()
     assert contents(area(tmp_path)) == before
@@ -765,7 +702,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
     assert found.whole_pages(2**21 + 1) == 2**22
     kept = KeptPool(huge, RUNTIME, keeps=True)
-    pool, *_ = kept.open(2**21 + 1)
+    pool, _ = kept.open(2**21 + 1, maker(DirectoryMemory(), 2**21 + 1))
     assert pool.path == huge / area_name(RUNTIME) / "pool"
     assert pool.nbytes == pool.fill.nbytes == 2**22
     assert pool.fill.piece_bytes % 2**21 == 0
