@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import HostMemory
-from kvd_tools.demo.content import POISON, PageContent, page_seed
+from kvd_tools.demo.content import POISON, page_content, page_seed
 from tests.chaos.specs import BLOCKS, Spec
 
 Place = tuple[int, int]  # tensor, block
@@ -23,7 +23,6 @@ class Memory:
         self._layout = spec.layout
         self._who = 0 if spec.replicated else rank
         self._page = spec.page
-        self._content = PageContent(spec.page)
         self.storages = [HostMemory.allocate(size) for size in self._layout.storages]
         self._seeds: dict[Place, int] = {}  # what is not here is poison
         self._free = list(range(1, BLOCKS))  # block 0 is the engine's null block
@@ -52,37 +51,29 @@ class Memory:
     def fill(self, keys: Sequence[bytes], blocks: Sequence[int], group: int) -> None:
         """Compute the chunks' content."""
         for place, seed in self._wanted(keys, blocks, group):
-            self._content.fill(self._view(*place), seed)
+            self._view(*place)[:] = page_content(seed, self._page)
             self._seeds[place] = seed
 
     def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int], group: int) -> int:
         """Bytes of blocks that are not the chunks', or of other tensors that were touched."""
         wanted = dict(self._wanted(keys, blocks, group))
-        wrong = 0
-        for block in blocks:
-            for tensor in range(len(self.storages)):
-                page, seed = self._view(tensor, block), wanted.get((tensor, block))
-                wrong += (
-                    int((page != POISON).sum())
-                    if seed is None
-                    else self._content.mismatches(page, seed)
-                )
-        return wrong
+        places = [(tensor, block) for block in blocks for tensor in range(len(self.storages))]
+        return sum(self._wrong(place, wanted.get(place)) for place in places)
 
     def touched_bytes(self) -> tuple[int, int]:
         """Bytes that changed where nothing was to write, and how many were looked at."""
-        wrong = looked = 0
-        for block in range(BLOCKS):
-            if block in self._lent:
-                continue
-            for tensor in range(len(self.storages)):
-                page, seed = self._view(tensor, block), self._seeds.get((tensor, block))
-                looked += self._page
-                if seed is None:
-                    wrong += int((page != POISON).sum())
-                else:
-                    wrong += self._content.mismatches(page, seed)
-        return wrong, looked
+        places = [
+            (tensor, block)
+            for block in range(BLOCKS)
+            if block not in self._lent
+            for tensor in range(len(self.storages))
+        ]
+        wrong = sum(self._wrong(place, self._seeds.get(place)) for place in places)
+        return wrong, len(places) * self._page
+
+    def _wrong(self, place: Place, seed: int | None) -> int:
+        expected = POISON if seed is None else page_content(seed, self._page)
+        return int((self._view(*place) != expected).sum())
 
     def bytes_of(self, chunks: int, group: int) -> int:
         """Of so many chunks of a group, this rank's share."""

@@ -1,13 +1,10 @@
 """What the demo's engine is asked to do, and which blocks it holds for it."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_tools.demo.blocks import NULL_BLOCK, BlockPool
 from kvd_tools.demo.plan import BLOCKS_PER_CHUNK, longest_hit, step_ends, window_blocks
 from kvd_tools.demo.workload import conversations, distinct_pieces
-from kvd_tools.errors import OutOfBlocks
 
 
 @given(st.integers(0, 1000))
@@ -52,34 +49,3 @@ def test_the_longest_hit_is_longest(prefix: int, first_there: dict[int, int]) ->
     assert 0 <= hit <= prefix
     assert loadable(hit)
     assert not any(loadable(end) for end in range(hit + 1, prefix + 1))
-
-
-@given(st.integers(2, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 20)), max_size=40))
-def test_blocks_are_given_out_once(num_blocks: int, steps: list[tuple[bool, int]]) -> None:
-    """Whatever is taken and given back, no block is out twice and the null block never."""
-    pool = BlockPool(num_blocks)
-    held: list[list[int]] = []
-    for take, count in steps:
-        if take:
-            try:
-                held.append(pool.allocate(count))
-            except OutOfBlocks:
-                assert count > num_blocks - 1 - pool.in_use
-        elif held:
-            pool.release(held.pop(count % len(held)))
-        out = [block for blocks in held for block in blocks]
-        assert len(out) == len(set(out)) == pool.in_use
-        assert NULL_BLOCK not in out
-
-
-def test_a_block_is_free_when_nobody_uses_it() -> None:
-    """A shared block is released as often as it is used, and not once more."""
-    pool = BlockPool(8)
-    blocks = pool.allocate(7)
-    pool.share(blocks[:1])
-    pool.release(blocks)
-    with pytest.raises(OutOfBlocks, match="7 blocks are needed, 6 of 8 are free"):
-        pool.allocate(7)
-    pool.release(blocks[:1])
-    with pytest.raises(ValueError, match="not in use"):
-        pool.release(blocks[:1])

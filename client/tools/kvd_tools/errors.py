@@ -20,15 +20,7 @@ def check_installed(module: str, command: str, remedy: str) -> None:
         raise DemoError(f"{command} needs {module}, which {sys.prefix} does not have; {remedy}")
 
 
-class OutOfBlocks(DemoError):
-    """More GPU blocks are asked for than are free."""
-
-
-class ProcessLost(DemoError):
-    """The daemon or a rank has ended, or did not start in time."""
-
-
-class EngineDied(ProcessLost):
+class EngineDied(DemoError):
     """The vLLM engine has ended, or did not start in time; shows its log's end."""
 
 

@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 import time
-from pathlib import Path
+from typing import TextIO
 
 import click
 from rich.console import Console
@@ -14,15 +14,14 @@ from kvd_client.errors import KvdClientError
 from kvd_client.scheduler import Scheduler
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_size
-from kvd_tools.demo.blocks import BlockPool
 from kvd_tools.demo.engine import Engine
 from kvd_tools.demo.memory import STRIDES
-from kvd_tools.demo.plan import BLOCKS_PER_CHUNK, blocks_needed
-from kvd_tools.demo.processes import Daemon, Ranks, workplace
+from kvd_tools.demo.plan import BLOCKS_PER_CHUNK
+from kvd_tools.demo.processes import Daemon, Ranks
 from kvd_tools.demo.rank import Setup
-from kvd_tools.demo.report import Figures, Summary, memcpy_rate, table
+from kvd_tools.demo.report import Summary, memcpy_rate, summarize, table
 from kvd_tools.demo.workload import Prompt, conversations, distinct_pieces
-from kvd_tools.errors import DemoError, check_installed
+from kvd_tools.errors import check_installed
 
 ENGINE = "demo"
 MAX_WORLD_SIZE = 16
@@ -52,7 +51,7 @@ LOOK_SECONDS = 0.5
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    type=click.File("w", lazy=False),
     help="Write the figures to this file.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the generated requests.")
@@ -70,7 +69,7 @@ def demo(
     *,
     world_size: int,
     count: int,
-    json_file: Path | None,
+    json_file: TextIO | None,
     seed: int,
     cpu_size: str | None,
     corrupt: bool,
@@ -88,38 +87,21 @@ def demo(
     try:
         check_installed("torch", "kvd demo", "pip install torch")
         cpu_bytes = None if cpu_size is None else parse_size(cpu_size)
-        if json_file is not None:
-            _check_writable(json_file)
         prompts = list(conversations(count, seed))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        figures, summary = _run(prompts, world_size, cpu_bytes, console, corrupt=corrupt)
+        summary = _run(prompts, world_size, cpu_bytes, console, corrupt=corrupt)
     except (KvdClientError, SizeError) as error:
         raise click.ClickException(str(error)) from error
     console.print(table(summary))
     if json_file is not None:
-        json_file.write_text(json.dumps(summary, indent=2) + "\n")
-    if not figures.good:
+        json.dump(summary, json_file, indent=2)
+    if summary["mismatched_bytes"] or summary["strayed_bytes"]:
         console.print(
-            f"[bold red]{figures.mismatched_bytes:,} of {figures.verified_bytes:,} loaded bytes"
-            f" are wrong, {figures.strayed_bytes:,} bytes went astray.[/]"
+            f"[bold red]{summary['mismatched_bytes']:,} of {summary['verified_bytes']:,} loaded"
+            f" bytes are wrong, {summary['strayed_bytes']:,} bytes went astray.[/]"
         )
         sys.exit(1)
-    console.print(f"[bold green]All {figures.verified_bytes:,} loaded bytes are right.[/]")
-
-
-def _check_writable(file: Path) -> None:
-    """Find out now and not after the run.
-
-    Raises:
-        DemoError: the file cannot be written.
-    """
-    try:
-        with file.open("a"):
-            pass
-    except OSError as error:
-        raise DemoError(
-            f"--json {file}: {error.strerror}; name a file that can be written"
-        ) from error
+    console.print(f"[bold green]All {summary['verified_bytes']:,} loaded bytes are right.[/]")
 
 
 def _run(
@@ -129,37 +111,37 @@ def _run(
     console: Console,
     *,
     corrupt: bool,
-) -> tuple[Figures, Summary]:
-    num_blocks = 1 + max(MIN_BLOCKS, blocks_needed(max(map(len, prompts))))
+) -> Summary:
+    # Both groups of the longest prompt, and the null block.
+    num_blocks = 1 + max(MIN_BLOCKS, 2 * BLOCKS_PER_CHUNK * max(map(len, prompts)))
     if cpu_bytes is None:
         bytes_per_chunk = sum(STRIDES) * BLOCKS_PER_CHUNK * world_size
         # Both groups' chunks; the window's are about three of every `STEP_CHUNKS`.
         chunks = int(POOL_SHARE * 2 * distinct_pieces(prompts)) + 4
         cpu_bytes = min(chunks * bytes_per_chunk, MAX_POOL_BYTES)
-    figures = Figures()
     memcpy_gbps = memcpy_rate()
-    with workplace(cpu_bytes) as place, Daemon(place, cpu_bytes) as daemon:
+    with Daemon(cpu_bytes) as daemon:
         setups = [
             Setup(daemon.runtime_dir, ENGINE, rank, world_size, num_blocks, corrupt and rank == 0)
             for rank in range(world_size)
         ]
         with Ranks(setups) as ranks, Scheduler(daemon.runtime_dir, ENGINE) as scheduler:
-            _wait_attached(scheduler, ranks, daemon)
-            engine = Engine(scheduler, ranks, BlockPool(num_blocks), figures)
+            end = time.monotonic() + ATTACH_SECONDS
+            while not scheduler.wait_attached(LOOK_SECONDS):
+                ranks.receive(0)  # raises for one that has ended
+                if time.monotonic() > end:
+                    raise daemon.lost(f"ranks are ready, but no chunks after {ATTACH_SECONDS:g} s")
+            engine = Engine(scheduler, ranks, num_blocks)
             started = time.perf_counter()
             for prompt in track(prompts, "serving", console=console):
                 engine.serve(prompt)
             engine.drain()
-            figures.wall_seconds = time.perf_counter() - started
-            figures.strayed_bytes = ranks.stop()
-    return figures, figures.summary(
-        world_size=world_size, device=ranks.device, memcpy_gbps=memcpy_gbps
-    )
-
-
-def _wait_attached(scheduler: Scheduler, ranks: Ranks, daemon: Daemon) -> None:
-    end = time.monotonic() + ATTACH_SECONDS
-    while not scheduler.wait_attached(LOOK_SECONDS):
-        ranks.check_running()
-        if time.monotonic() > end:
-            raise daemon.lost(f"all ranks are ready, but no chunks after {ATTACH_SECONDS:g} s")
+            wall_seconds = time.perf_counter() - started
+            engine.counts["strayed_bytes"] = ranks.stop()
+    others: Summary = {
+        "memcpy_GBps": round(memcpy_gbps, 3),
+        "wall_seconds": round(wall_seconds, 3),
+        "world_size": world_size,
+        "device": ranks.device,
+    }
+    return summarize(engine.counts, engine.job_ns, others)

@@ -13,13 +13,13 @@ tensor or block, a page shifted by a word, and a single flipped bit all show.
 
 import struct
 from collections.abc import Iterator
+from functools import cache
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
 Page = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint64]
 
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 POISON = 0xA5  # what a block holds before a load: never right by chance
@@ -32,39 +32,14 @@ def page_seed(key: bytes, rank: int, tensor: int, block: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-class PageContent:
-    """Makes and checks pages of one size; holds scratch memory, so one per thread.
+def page_content(seed: int, page_bytes: int) -> Page:
+    """Return the content of a page, u8[page_bytes]; its size is a multiple of 8."""
+    return ((_ramp(page_bytes // 8) ^ np.uint64(seed)) * MULTIPLIER).view(np.uint8)
 
-    Args:
-        page_bytes: bytes of a page, a multiple of 8.
-    """
 
-    def __init__(self, page_bytes: int) -> None:
-        if page_bytes <= 0 or page_bytes % 8:
-            raise ValueError(f"a page of {page_bytes} bytes is no whole number of 8-byte words")
-        ramp = np.random.default_rng(page_bytes).integers(0, 2**64, page_bytes // 8, np.uint64)
-        self.page_bytes = page_bytes
-        self._ramp: Words = ramp
-        self._scratch: Words = np.empty_like(ramp)
-
-    def _expected(self, seed: int) -> Words:
-        np.bitwise_xor(self._ramp, np.uint64(seed), out=self._scratch)
-        np.multiply(self._scratch, MULTIPLIER, out=self._scratch)
-        return self._scratch
-
-    def fill(self, page: Page, seed: int) -> None:
-        """Write the content of `seed` into `page` ([page_bytes], contiguous)."""
-        page.view(np.uint64)[:] = self._expected(seed)
-
-    def mismatches(self, page: Page, seed: int) -> int:
-        """Return how many bytes of `page` differ from the content of `seed`."""
-        expected = self._expected(seed)
-        if np.array_equal(page.view(np.uint64), expected):
-            return 0
-        return int(np.count_nonzero(page != expected.view(np.uint8)))
-
-    def __repr__(self) -> str:
-        return f"<PageContent {self.page_bytes} bytes>"
+@cache
+def _ramp(words: int) -> npt.NDArray[np.uint64]:
+    return np.random.default_rng(8 * words).integers(0, 2**64, words, np.uint64)
 
 
 def chain(pieces: tuple[int, ...]) -> Iterator[bytes]:

@@ -2,11 +2,12 @@
 
 For every prompt: look its chunks up, load the longest usable prefix, compute the rest step by
 step, and store what each step made. Stores run on while the next steps and prompts are
-computed; their blocks are free when they have ended.
+computed; a prompt's blocks are free when it is served and its stores have ended.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -15,11 +16,11 @@ from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_proto.answers import LookupResult, StoreAnswer
-from kvd_tools.demo.blocks import BlockPool
 from kvd_tools.demo.content import chain, chunk_key
 from kvd_tools.demo.plan import (
     BLOCKS_PER_CHUNK,
     FULL,
+    NULL_BLOCK,
     WINDOW,
     full_blocks,
     longest_hit,
@@ -27,10 +28,9 @@ from kvd_tools.demo.plan import (
     window_blocks,
 )
 from kvd_tools.demo.processes import Ranks
-from kvd_tools.demo.rank import Compute, Finished, Transfer
-from kvd_tools.demo.report import Figures
+from kvd_tools.demo.rank import Finished, Step
 from kvd_tools.demo.workload import Prompt
-from kvd_tools.errors import DemoError, OutOfBlocks
+from kvd_tools.errors import DemoError
 
 JOB_SECONDS = 30.0  # a job that takes longer means that something hangs
 MAX_JOBS = 4  # in flight; an engine whose compute takes time has no more either
@@ -38,22 +38,16 @@ _TAKEN = {StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.PENDING}
 
 
 @dataclass(slots=True)
-class _Job:
-    """A job in flight on every rank."""
-
-    kind: str
-    blocks: list[int]
-    ended: Callable[[bool], None]
-    waiting: int
-    ok: bool = True
-
-
-@dataclass(slots=True)
 class _Request:
-    """A prompt while it is served: its chunks' hashes; block ids by group and logical index."""
+    """A prompt while it is served: its chunks' hashes; block ids by group and logical index.
+
+    users: serving it, and each of its jobs. It has its blocks until the last has ended.
+    """
 
     hashes: list[bytes]
     blocks: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
+    users: int = 1
+    loaded: bool = False
 
     def name(self, group: int, logical: range) -> ChunkBlocks:
         """Return these blocks of a group with the keys of the chunks that they lie in."""
@@ -67,45 +61,58 @@ class _Request:
         )
 
 
+@dataclass(slots=True)
+class _Job:
+    """A job in flight on every rank."""
+
+    ticket: StoreTicket | LoadTicket
+    request: _Request
+    waiting: int
+    ok: bool = True
+
+
 class Engine:
     """Drives one scheduler session and the ranks.
 
     Args:
         scheduler: attached.
         ranks: ready.
-        pool: the GPU's blocks, with room for the longest prompt.
-        figures: where everything is counted.
+        num_blocks: of the GPU, with room for the longest prompt in both groups.
+
+    Attributes:
+        counts: what is measured, by the figures' names and, by kind, as the ranks report it.
+        job_ns: of each job on each rank, from submission to seen finished.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, ranks: Ranks, pool: BlockPool, figures: Figures
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, ranks: Ranks, num_blocks: int) -> None:
         self._scheduler = scheduler
         self._ranks = ranks
-        self._pool = pool
-        self._figures = figures
+        self._blocks = set(range(NULL_BLOCK + 1, num_blocks))
+        self._free = deque(self._blocks)
         self._jobs: dict[int, _Job] = {}
         self._last_job = 0
+        self.counts: Counter[str] = Counter()
+        self.job_ns: list[int] = []
 
     def serve(self, prompt: Prompt) -> None:
         """Serve one prompt; its stores may still be running afterwards."""
         request = _Request(list(chain(prompt)))
-        self._figures.requests += 1
-        try:
-            position = self._reuse(request)
-            for end in step_ends(position, len(request.hashes)):
-                self._compute(request, position, end)
-                self._store(request, position, end)
-                position = end
-        finally:
-            self._drop(request)
+        self.counts["requests"] += 1
+        position = self._reuse(request)
+        for end in step_ends(position, len(request.hashes)):
+            full, window = full_blocks(position, end), window_blocks(end)
+            fresh = range(max(window.start, full.start), window.stop)
+            self._ranks.send_all(Step(self._allocate(request, full, fresh)))
+            self._store(request, [request.name(FULL, full), request.name(WINDOW, window)])
+            position = end
+        self._leave(request)
 
     def drain(self) -> None:
-        """Wait for every job, then check that all blocks came back."""
+        """Wait for every job, then check that all blocks came back, each once."""
         while self._jobs:
             self._pump()
-        if self._pool.in_use:
-            raise DemoError(f"{self._pool.in_use} blocks were never given back")
+        if len(self._free) != len(self._blocks) or set(self._free) != self._blocks:
+            raise DemoError(f"{len(self._free)} of {len(self._blocks)} blocks were given back")
 
     # ------------------------------------------------------------------ steps
 
@@ -122,19 +129,16 @@ class Engine:
         groups = self._allocate(request, full_blocks(0, hit), window_blocks(hit))
         keys, blocks = _offer(groups)
         ticket = self._scheduler.prepare_load(keys, blocks=blocks)
-        loaded: list[bool] = []
         if len(ticket) == len(keys):
-            self._begin(ticket, groups, loaded.append)
-            while not loaded:
+            self._begin(ticket, groups, request)
+            while request.users > 1:
                 self._pump()
         self._scheduler.complete_load(ticket)
-        if not any(loaded):
-            # What cannot be loaded is a miss, and computed again.
-            self._figures.failed_loads += 1
-            self._drop(request)
+        if not request.loaded:  # a miss: computed again, into the same blocks
+            self.counts["failed_loads"] += 1
             return 0
-        self._figures.hit_chunks += len(keys)
-        self._figures.loaded_chunks += len(keys)
+        self.counts["hit_chunks"] += len(keys)
+        self.counts["loaded_chunks"] += len(keys)
         return hit
 
     def _is_there(self, key: bytes, first: int = 0) -> bool:
@@ -142,74 +146,48 @@ class Engine:
         while True:
             started = time.perf_counter_ns()
             answer = self._scheduler.lookup(key, first)
-            self._figures.lookup_ns += time.perf_counter_ns() - started
-            self._figures.lookups += 1
+            self.counts["lookup_ns"] += time.perf_counter_ns() - started
+            self.counts["lookups"] += 1
             if answer is not LookupResult.HIT_PENDING or not self._jobs:
                 return answer is LookupResult.HIT
             self._pump()
 
-    def _compute(self, request: _Request, start: int, end: int) -> None:
-        """Have the ranks compute chunks [start, end): fill their blocks."""
-        full, window = full_blocks(start, end), window_blocks(end)
-        fresh = range(max(window.start, full.start), window.stop)
-        self._ranks.send_all(Compute(self._allocate(request, full, fresh)))
-
-    def _store(self, request: _Request, start: int, end: int) -> None:
-        """Offer what a step made, store what is accepted, and move the window on."""
-        window = window_blocks(end)
-        groups = [request.name(FULL, full_blocks(start, end)), request.name(WINDOW, window)]
+    def _store(self, request: _Request, groups: list[ChunkBlocks]) -> None:
+        """Offer what a step made, and store what is accepted."""
         keys, blocks = _offer(groups)
         ticket = self._scheduler.prepare_store(keys, blocks)
-        self._figures.evicted_chunks += len(ticket.evicted)
-        self._figures.refused_chunks += len(keys) - sum(a in _TAKEN for a in ticket.answers)
-
-        def ended(ok: bool) -> None:
-            # A lane tells the rank and the broker at the same time: pending ones are written, too.
-            summary = self._scheduler.complete_store(ticket, ok)
-            self._figures.stored_chunks += summary.ready + summary.pending
-            self._figures.failed_stores += not ok
-
+        self.counts["evicted_chunks"] += len(ticket.evicted)
+        self.counts["refused_chunks"] += len(keys) - sum(a in _TAKEN for a in ticket.answers)
         if ticket.keys:
-            self._begin(ticket, groups, ended)
-        held = request.blocks[WINDOW]
-        self._pool.release([held.pop(index) for index in list(held) if index < window.start])
+            self._begin(ticket, groups, request)
 
     # ----------------------------------------------------------- blocks, jobs
 
     def _allocate(self, request: _Request, full: range, window: range) -> list[ChunkBlocks]:
         """Give the request these logical blocks of its groups; return them."""
-        while True:
-            try:
-                ids = iter(self._pool.allocate(len(full) + len(window)))
-                break
-            except OutOfBlocks:
-                if not self._jobs:
-                    raise
-                self._pump()
-        for group, logical in ((FULL, full), (WINDOW, window)):
-            request.blocks[group].update(zip(logical, ids, strict=False))
+        for held, logical in zip(request.blocks, (full, window), strict=True):
+            for index in logical:
+                while index not in held and not self._free:
+                    self._pump()
+                if index not in held:
+                    held[index] = self._free.popleft()
         return [request.name(FULL, full), request.name(WINDOW, window)]
 
-    def _drop(self, request: _Request) -> None:
-        for blocks in request.blocks:
-            self._pool.release(blocks.values())
-            blocks.clear()
+    def _leave(self, request: _Request) -> None:
+        request.users -= 1
+        if not request.users:
+            for held in request.blocks:
+                self._free.extend(held.values())
 
     def _begin(
-        self,
-        ticket: StoreTicket | LoadTicket,
-        groups: list[ChunkBlocks],
-        ended: Callable[[bool], None],
+        self, ticket: StoreTicket | LoadTicket, groups: list[ChunkBlocks], request: _Request
     ) -> None:
-        """Start a job; its blocks stay in use until every rank has ended it."""
         while len(self._jobs) >= MAX_JOBS:
             self._pump()
         self._last_job += 1
-        blocks = [block for group in groups for block in group.blocks]
-        self._pool.share(blocks)
-        kind = "store" if isinstance(ticket, StoreTicket) else "load"
-        self._jobs[self._last_job] = _Job(kind, blocks, ended, len(self._ranks))
-        self._ranks.send_all(Transfer(self._last_job, ticket, groups))
+        request.users += 1
+        self._jobs[self._last_job] = _Job(ticket, request, len(self._ranks))
+        self._ranks.send_all(Step(groups, self._last_job, ticket))
 
     def _pump(self) -> None:
         """Take what the ranks report; waits for at least one report.
@@ -224,18 +202,31 @@ class Engine:
             self._take(report)
 
     def _take(self, report: Finished) -> None:
-        result = report.result
+        result, counts = report.result, self.counts
         job = self._jobs[result.job_id]
-        self._figures.count_job(report, job.kind)
+        kind = "store" if isinstance(job.ticket, StoreTicket) else "load"
+        self.job_ns.append(report.took_ns)
+        counts["verified_bytes"] += report.verified
+        counts["mismatched_bytes"] += report.mismatched
+        if result.success:
+            counts[f"{kind}_bytes"] += result.bytes
+            counts[f"{kind}_ns"] += int(result.seconds * 1e9)
         job.waiting -= 1
         job.ok &= result.success
-        if not job.waiting:
-            del self._jobs[result.job_id]
-            self._pool.release(job.blocks)
-            job.ended(job.ok)
+        if job.waiting:
+            return
+        del self._jobs[result.job_id]
+        if isinstance(job.ticket, StoreTicket):
+            # A lane tells the rank and the broker at the same time: pending ones are written, too.
+            summary = self._scheduler.complete_store(job.ticket, job.ok)
+            counts["stored_chunks"] += summary.ready + summary.pending
+            counts["failed_stores"] += not job.ok
+        else:
+            job.request.loaded = job.ok
+        self._leave(job.request)
 
     def __repr__(self) -> str:
-        return f"<Engine {self._figures.requests} requests, {len(self._jobs)} jobs in flight>"
+        return f"<Engine {self.counts['requests']} requests, {len(self._jobs)} jobs in flight>"
 
 
 def _offer(groups: Sequence[ChunkBlocks]) -> tuple[list[bytes], list[Blocks]]:

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_tools.demo.blocks import NULL_BLOCK
-from kvd_tools.demo.content import POISON, Page, PageContent, page_seed
-from kvd_tools.demo.plan import BLOCK_TOKENS, BLOCKS_PER_CHUNK, WINDOW_BLOCKS
+from kvd_tools.demo.content import POISON, Page, page_content, page_seed
+from kvd_tools.demo.plan import BLOCK_TOKENS, BLOCKS_PER_CHUNK, NULL_BLOCK, WINDOW_BLOCKS
 
 STRIDES = (16384, 16384, 24576)
 """Bytes from block to block, by storage."""
@@ -65,14 +64,13 @@ class KvMemory:
     def __init__(self, rank: int, storages: Sequence[npt.NDArray[np.uint8]]) -> None:
         self.rank = rank
         self.pages = [storages[t.storage][:, t.offset : t.offset + t.page_bytes] for t in TENSORS]
-        self._content = {size: PageContent(size) for size in set(USED_BYTES)}
         for storage in storages:
             storage[:] = POISON
 
     def fill(self, groups: Sequence[ChunkBlocks]) -> None:
         """Compute: write the content of these blocks."""
         for page, seed in self._seeded(groups):
-            self._content[len(page)].fill(page, seed)
+            page[:] = page_content(seed, len(page))
 
     def poison(self, groups: Sequence[ChunkBlocks]) -> None:
         """Overwrite these blocks, padding included, so that nothing is right by chance."""
@@ -90,7 +88,7 @@ class KvMemory:
         verified = mismatched = 0
         for page, seed in self._seeded(groups):
             verified += len(page)
-            mismatched += self._content[len(page)].mismatches(page, seed)
+            mismatched += int(np.count_nonzero(page != page_content(seed, len(page))))
         return verified, mismatched
 
     def strayed(self) -> int:

@@ -2,9 +2,9 @@
 
 Two groups share the GPU's blocks. Group `FULL` attends to everything: all blocks of a prompt
 are present. Group `WINDOW` is a sliding window: only the last `WINDOW_BLOCKS` blocks are
-present, and they are needed to go on from there. The prompt is computed in steps, and the
-window is stored at the end of each, so that another prompt can go on from that point: after
-the first chunk (shared system prompts), then every `STEP_CHUNKS` chunks, and at the end.
+needed to go on from there. The prompt is computed in steps, and the window is stored at the
+end of each, so that another prompt can go on from that point: after the first chunk (shared
+system prompts), then every `STEP_CHUNKS` chunks, and at the end.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kvd_tools.demo.workload import PIECE_TOKENS
 
 FULL, WINDOW = 0, 1
+NULL_BLOCK = 0  # never given out
 BLOCKS_PER_CHUNK = 2  # a chunk is one piece of the prompt
 BLOCK_TOKENS = PIECE_TOKENS // BLOCKS_PER_CHUNK
 WINDOW_BLOCKS = 5  # the window's edge lies inside a chunk, of which it leaves out blocks
@@ -27,14 +28,6 @@ def window_blocks(end: int) -> range:
     """Return the logical blocks in the window after `end` chunks."""
     stop = end * BLOCKS_PER_CHUNK
     return range(max(0, stop - WINDOW_BLOCKS), stop)
-
-
-def blocks_needed(chunks: int) -> int:
-    """Return the most blocks that a prompt of `chunks` chunks holds at once.
-
-    While a step is computed both its window and the one before it are there.
-    """
-    return chunks * BLOCKS_PER_CHUNK + 2 * WINDOW_BLOCKS
 
 
 def step_ends(start: int, end: int) -> list[int]:

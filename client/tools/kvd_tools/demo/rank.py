@@ -1,8 +1,8 @@
 """One rank of the demo, in a process of its own: computes, stores, loads and verifies.
 
-The engine's scheduler sends `Compute` and `Transfer` through a pipe and closes it with
-`None`; the rank sends `Ready`, a `Finished` for every transfer, and `Stopped` at its end, or
-a text that says why it cannot go on. It ends when the pipe does.
+The rank sends its device's name once its memory is registered, then takes `Step`s and sends a
+`Finished` for every transfer. `None` ends it: then it sends how many bytes changed where nothing
+may ever be written. A `DemoError` says why it cannot go on. It ends when the pipe does.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.messages import Fingerprint
 from kvd_tools.demo.memory import STRIDES, KvMemory, rank_layout
+from kvd_tools.errors import DemoError
 
 POLL_SECONDS = 100e-6  # an engine's step looks for finished jobs about so often
 MODEL = "kvd-demo"
@@ -37,26 +38,15 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """Write the content of these blocks, group by group."""
+class Step:
+    """Write the content of these blocks, group by group; or, with a ticket, do a transfer.
+
+    A transfer stores the ticket's chunks from the blocks, or loads them and verifies the blocks.
+    """
 
     groups: list[ChunkBlocks]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Store the ticket's chunks from these blocks, or load them into the blocks and verify."""
-
-    job: int
-    ticket: StoreTicket | LoadTicket
-    groups: list[ChunkBlocks]
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The rank's memory is registered."""
-
-    device: str
+    job: int = 0
+    ticket: StoreTicket | LoadTicket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +63,6 @@ class Finished:
     mismatched: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The rank's end. strayed: bytes that changed where nothing may ever be written."""
-
-    strayed: int
-
-
 def run(pipe: Connection, setup: Setup) -> None:
     """Serve the scheduler at the other end of `pipe`: the main function of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler ends its ranks
@@ -87,7 +70,7 @@ def run(pipe: Connection, setup: Setup) -> None:
         try:
             _run(pipe, setup)
         except KvdClientError as error:
-            pipe.send(str(error))
+            pipe.send(DemoError(f"rank {setup.rank}: {error}"))
 
 
 def _run(pipe: Connection, setup: Setup) -> None:
@@ -106,34 +89,34 @@ def _run(pipe: Connection, setup: Setup) -> None:
             Fingerprint(model=MODEL, dtype="uint8"),
             required=True,
         )
-        pipe.send(Ready(shared.device))
+        pipe.send(shared.device)
         _serve(pipe, memory, worker, corrupt=setup.corrupt)
-        pipe.send(Stopped(memory.strayed()))
+        pipe.send(memory.strayed())
 
 
 def _serve(pipe: Connection, memory: KvMemory, worker: Worker, *, corrupt: bool) -> None:
-    jobs: dict[int, tuple[int, Transfer]] = {}  # with the time of submission, in ns
+    jobs: dict[int, tuple[int, Step]] = {}  # with the time of submission, in ns
     while True:
         if pipe.poll(POLL_SECONDS if jobs else None):
-            command = pipe.recv()
-            if command is None:
+            step = pipe.recv()
+            if step is None:
                 return
-            if isinstance(command, Compute):
-                memory.fill(command.groups)
+            if step.ticket is None:
+                memory.fill(step.groups)
+                continue
+            jobs[step.job] = time.perf_counter_ns(), step
+            if isinstance(step.ticket, LoadTicket):
+                memory.poison(step.groups)
+                worker.load(step.job, step.ticket, step.groups)
             else:
-                jobs[command.job] = time.perf_counter_ns(), command
-                if isinstance(command.ticket, LoadTicket):
-                    memory.poison(command.groups)
-                    worker.load(command.job, command.ticket, command.groups)
-                else:
-                    if corrupt:
-                        memory.corrupt(command.groups)
-                        corrupt = False
-                    worker.store(command.job, command.ticket, command.groups)
+                if corrupt:
+                    memory.corrupt(step.groups)
+                    corrupt = False
+                worker.store(step.job, step.ticket, step.groups)
         for result in worker.get_finished():
             now_ns = time.perf_counter_ns()
-            started_ns, transfer = jobs.pop(result.job_id)
+            started_ns, step = jobs.pop(result.job_id)
             verified = mismatched = 0
-            if isinstance(transfer.ticket, LoadTicket) and result.success:
-                verified, mismatched = memory.verify(transfer.groups)
+            if isinstance(step.ticket, LoadTicket) and result.success:
+                verified, mismatched = memory.verify(step.groups)
             pipe.send(Finished(result, now_ns - started_ns, verified, mismatched))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvd_client.errors import KvdClientError
 from kvd_proto.sizes import format_size
-from kvd_tools.demo.processes import Daemon, workplace
+from kvd_tools.demo.processes import Daemon
 from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.models import Kind, write_model
 from kvd_tools.demo_vllm.options import EngineOptions
@@ -86,18 +86,18 @@ def demo_vllm(*, prompts: int, prompt_tokens: int, kind: Kind, layers: int) -> N
 def _run(scenario: Scenario, console: Console) -> tuple[Round, Round, Round]:
     pool = scenario.pool_bytes
     first, *prompts = scenario.make_prompts()
-    with workplace(pool + ROOM_BYTES) as place, Daemon(place, pool) as daemon:
+    with Daemon(pool, ROOM_BYTES) as daemon:
         _introduce(scenario, console)
         with console.status("writing the model"):
-            model = write_model(place / "model", scenario.kind, **scenario.shape)
+            model = write_model(daemon.place / "model", scenario.kind, **scenario.shape)
         options = scenario.options(model, daemon.runtime_dir)
-        with _engine(options, place / "engine-1.log", "an", console) as engine:
+        with _engine(options, daemon.place / "engine-1.log", "an", console) as engine:
             warm_up(engine, first)
             console.print(f"\nTime to first token, of prompts sent one after another:\n{HEAD}")
             cold = _serve("cold", engine, prompts, console)
             warm = _serve("warm", engine, prompts, console)
         console.print()
-        with _engine(options, place / "engine-2.log", "a new", console) as engine:
+        with _engine(options, daemon.place / "engine-2.log", "a new", console) as engine:
             warm_up(engine, first)
             console.print(f"\n{HEAD}")
             again = _serve("warm, in a new engine", engine, prompts, console)
