@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from docs.generate_protocol import EXAMPLES, vector
 from kvd_client import (
     GroupSpec,
     HostMemory,
@@ -38,7 +39,6 @@ from kvd_proto.messages import (
     Unregistered,
     Welcome,
 )
-from kvd_proto.vectors import EXAMPLES, vector
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, keys_of, make_layout, wait_hit
 from tests.daemon.raw_client import RawClient, code_of, registration, said_at_the_end, text_of
