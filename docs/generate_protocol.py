@@ -84,7 +84,6 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.Registered(missing_ranks=(1,), lane="ipc:///run/kvd/lane-host-1.sock", incarnation=1),
     m.Unregister(),
-    m.Unregistered(),
     m.PrepareStore(keys=_KEYS),
     m.StorePrepared(
         answers=IntArray.of((1, 2), "u1"),
@@ -112,9 +111,8 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Load(job=12, blocks=_BLOCKS, after=4, deadline_ms=30000),
     m.Done(job=11, status=m.JobStatus.OK, text="", bytes=12288, copy_ns=9000),
     m.Cancel(jobs=(11, 12)),
-    m.CancelDone(),
     m.Wait(jobs=(11,)),
-    m.WaitDone(),
+    m.Ok(),
     m.Ping(lookups=m.Lookups(chunks=12, hit_chunks=8, tokens=400, hit_tokens=256)),
     m.Pong(pid=99),
     m.Status(),
@@ -132,8 +130,6 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Resumed(was_draining=True),
     m.Clear(namespace=bytes(range(32, 48))),
     m.Cleared(chunks=412, bytes=6750208, deferred=3),
-    m.EvictOlderThan(seconds=3600.0),
-    m.OlderEvicted(chunks=7, bytes=114688),
     m.Check(),
     m.Checked(violation="", chunks=412, whole=True),
     m.ReloadConfig(),
@@ -280,7 +276,7 @@ def _fields(kind: Struct) -> list[str]:
 
 def _messages() -> list[str]:
     lines = ["## Messages", "", "| tag | message | reply | meaning |", "|---|---|---|---|"]
-    for tag, kind in TAGS.items():
+    for tag, kind in sorted(TAGS.items()):
         reply = _anchor(REPLY_OF[kind].__name__) if kind in REPLY_OF else ""
         name = _anchor(kind.__name__)
         lines.append(f"| 0x{tag:02X} | {name} | {reply} | {_first_line(kind.__doc__)} |")
@@ -289,7 +285,7 @@ def _messages() -> list[str]:
 
 def _all_fields() -> list[str]:
     lines = ["## Fields", ""]
-    for tag, kind in TAGS.items():
+    for tag, kind in sorted(TAGS.items()):
         lines += [f"### {kind.__name__}", "", f"Tag 0x{tag:02X}.", "", *_fields(kind), ""]
     for part in PARTS:
         lines += [f"### {part.__name__}", "", _first_line(part.__doc__), "", *_fields(part), ""]

@@ -10,7 +10,7 @@ from kvd_client.connection import dealer
 from kvd_client.readiness import Readiness
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import Error, ErrorCode, LaneUp, Message, WaitDone
+from kvd_proto.messages import Error, ErrorCode, LaneUp, Message, Ok
 
 
 class LaneLink:
@@ -105,7 +105,7 @@ class LaneLink:
         does not know the worker has unmapped its memory, after its last job.
         """
         unknown = isinstance(answer, Error) and answer.code is ErrorCode.BAD_SESSION
-        if number not in self._waits or not (isinstance(answer, WaitDone) or unknown):
+        if number not in self._waits or not (isinstance(answer, Ok) or unknown):
             return frozenset()
         return self._waits.pop(number) & self.pending.keys()
 

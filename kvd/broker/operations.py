@@ -26,9 +26,7 @@ from kvd_proto.messages import (
     Drain,
     Drained,
     ErrorCode,
-    EvictOlderThan,
     Message,
-    OlderEvicted,
     Resume,
     Resumed,
 )
@@ -62,7 +60,6 @@ class Operations:
             Drain: for_tools(self._drain),
             Resume: for_tools(self._resume),
             Clear: for_tools(self._clear),
-            EvictOlderThan: for_tools(self._evict),
             Check: for_tools(self._check),
         }
 
@@ -96,11 +93,14 @@ class Operations:
     # --------------------------------------------------------------- sweeps
 
     def _clear(self, request: Request[Clear]) -> list[Effect]:
-        """Give up stores that are under way at once; chunks are dropped piece by piece."""
+        """Drop chunks piece by piece. Where all go, stores under way are given up at once."""
         namespaces, which = self._named(request.message.namespace)
         tally, effects = Tally(), list[Effect]()
         self._background.start("sweeps", self._clear_all(request, namespaces, which, tally))
         for namespace in namespaces:
+            if request.message.unused_seconds is not None:
+                namespace.table.ages.set_time(request.now)
+                continue
             slots = namespace.table.give_up_stores()
             tally.chunks += len(slots)
             tally.bytes += len(slots) * namespace.geometry.bytes_per_chunk
@@ -110,31 +110,14 @@ class Operations:
     def _clear_all(
         self, request: Request[Clear], namespaces: Sequence[Namespace], which: str, tally: Tally
     ) -> Task:
-        yield from self._sweep(namespaces, tally, None)
-        reply = Cleared(chunks=tally.chunks, bytes=tally.bytes, deferred=tally.deferred)
-        what = f"{which} cleared by {by(request.session.peer)}"
-        yield [
-            request.reply(reply),
-            Event(_told(what, tally)),
-            *self._state.close_unused(namespaces),
-        ]
-
-    def _evict(self, request: Request[EvictOlderThan]) -> list[Effect]:
-        namespaces, which = self._named(request.message.namespace)
-        for namespace in namespaces:
-            namespace.table.ages.set_time(request.now)
-        self._background.start("sweeps", self._evict_old(request, namespaces, which))
-        return []
-
-    def _evict_old(
-        self, request: Request[EvictOlderThan], namespaces: Sequence[Namespace], which: str
-    ) -> Task:
-        tally, seconds = Tally(), request.message.seconds
+        seconds, who = request.message.unused_seconds, by(request.session.peer)
         yield from self._sweep(namespaces, tally, seconds)
-        age, who = format_duration(seconds), by(request.session.peer)
-        what = f"{which} rid of what was not used for {age} by {who}"
-        reply = OlderEvicted(chunks=tally.chunks, bytes=tally.bytes)
-        yield [request.reply(reply), Event(_told(what, tally))]
+        what = f"{which} cleared by {who}"
+        if seconds is not None:
+            what = f"{which} rid of what was not used for {format_duration(seconds)} by {who}"
+        closed = self._state.close_unused(namespaces) if seconds is None else []
+        reply = Cleared(chunks=tally.chunks, bytes=tally.bytes, deferred=tally.deferred)
+        yield [request.reply(reply), Event(_told(what, tally)), *closed]
 
     def _sweep(
         self, namespaces: Sequence[Namespace], tally: Tally, unused_for: float | None

@@ -27,7 +27,7 @@ from kvd.config.quota import quota_contradictions
 from kvd.errors import KvdError, Refused
 from kvd.wire.link import Imported, ReleaseWorker
 from kvd_proto.errors import LayoutError
-from kvd_proto.messages import Error, ErrorCode, Register, Registered, Unregister, Unregistered
+from kvd_proto.messages import Error, ErrorCode, Ok, Register, Registered, Unregister
 from kvd_proto.states import SessionEvent, SessionState
 
 REGISTER_SECONDS = 20.0
@@ -241,7 +241,7 @@ class Registration:
         releasing, session.releasing = session.releasing, None
         if releasing is None:
             return []
-        return [releasing.request.reply(Unregistered()), DropFds(session.number)]
+        return [releasing.request.reply(Ok()), DropFds(session.number)]
 
     # ------------------------------------------------------------- departure
 

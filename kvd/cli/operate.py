@@ -14,8 +14,6 @@ from kvd_proto.messages import (
     Cleared,
     Drain,
     Drained,
-    EvictOlderThan,
-    OlderEvicted,
     Resume,
     Resumed,
 )
@@ -84,8 +82,8 @@ def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> Non
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     with Control(runtime_dir) as daemon:
         ns_id, name = _find_namespace(daemon, namespace)
-        order = EvictOlderThan(seconds=older_than, namespace=ns_id)
-        done = daemon.ask(order, OlderEvicted, _PATIENCE_SECONDS)
+        order = Clear(unused_seconds=older_than, namespace=ns_id)
+        done = daemon.ask(order, Cleared, _PATIENCE_SECONDS)
     print(f"{name}: {done.chunks} chunks evicted, {format_size(done.bytes)}")
 
 

@@ -18,17 +18,16 @@ from kvd_proto.codec import REQUESTS, Header
 from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
 from kvd_proto.messages import (
     Cancel,
-    CancelDone,
     ErrorCode,
     Job,
     JobStatus,
     Load,
     Message,
+    Ok,
     Ping,
     Pong,
     Store,
     Wait,
-    WaitDone,
 )
 
 _log = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ class Requests:
         for job in named:
             if job is not None:
                 self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
-        self._reports.reply(reply, CancelDone())
+        self._reports.reply(reply, Ok())
 
     def _wait(self, worker: Worker, request: Wait, reply: ReplyTo) -> None:
         named = [self._runner.find(worker, number) for number in dict.fromkeys(request.jobs)]
@@ -124,7 +123,7 @@ class Requests:
             worker.requests.close_before(reply.request_id)
         for job in jobs:
             self._runner.prioritize(job)
-        self._runner.when_ended(jobs, lambda: self._reports.reply(reply, WaitDone()))
+        self._runner.when_ended(jobs, lambda: self._reports.reply(reply, Ok()))
 
     def __repr__(self) -> str:
         return f"<Requests of {self._workers!r}>"

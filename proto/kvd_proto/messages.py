@@ -222,10 +222,6 @@ class Unregister(Message, frozen=True):
     """Forget this session's tensors; answered when nothing touches them any more."""
 
 
-class Unregistered(Message, frozen=True):
-    """The memory is the worker's own again."""
-
-
 # ---------------------------------------------------------------- scheduler
 
 
@@ -431,10 +427,6 @@ class Cancel(Message, frozen=True):
     jobs: JobIds
 
 
-class CancelDone(Message, frozen=True):
-    """The jobs are stopped, or will be as soon as nothing of them moves any more."""
-
-
 class Wait(Message, frozen=True):
     """Do these jobs first; answered when all of them have ended.
 
@@ -444,15 +436,15 @@ class Wait(Message, frozen=True):
     jobs: JobIds
 
 
-class WaitDone(Message, frozen=True):
-    """All of them have ended; their Done messages were sent before this one.
-
-    One that never reached the lane will not begin any more. So a worker that has not got a Done
-    by then takes the job as failed: a connection that broke has taken the message along.
-    """
-
-
 # ------------------------------------------------------------------- common
+
+
+class Ok(Message, frozen=True):
+    """It is done: memory is the worker's own again, jobs stop, or all of them have ended.
+
+    Done messages of the jobs that a Wait names were sent before this one; a job without a Done by
+    then has failed, and does not begin any more.
+    """
 
 
 class Lookups(Message, frozen=True):
@@ -548,16 +540,19 @@ class Resumed(Message, frozen=True):
 
 
 class Clear(Message, frozen=True):
-    """Drop every chunk of a namespace, or of all. Pinned ones go when their leases end.
+    """Drop the chunks of a namespace, or of all: every one, or those that were of no use for long.
 
     namespace: its id; nil: all.
+    unused_seconds: since a chunk was last of use; pinned ones are in use and stay. nil: every
+    chunk; pinned ones go when their leases end.
     """
 
     namespace: NamespaceId | None = None
+    unused_seconds: Annotated[float, Meta(ge=0, le=1e9)] | None = None
 
 
 class Cleared(Message, frozen=True):
-    """What an operator's Clear dropped.
+    """What a Clear dropped.
 
     chunks: dropped now.
     bytes: of the pool that they had.
@@ -567,28 +562,6 @@ class Cleared(Message, frozen=True):
     chunks: Count
     bytes: Count
     deferred: Count
-
-
-class EvictOlderThan(Message, frozen=True):
-    """Drop the chunks of a namespace, or of all, that were of no use for so many seconds.
-
-    seconds: since they were last of use.
-    namespace: its id; nil: all.
-    """
-
-    seconds: Annotated[float, Meta(ge=0, le=1e9)]
-    namespace: NamespaceId | None = None
-
-
-class OlderEvicted(Message, frozen=True):
-    """What was dropped. Pinned chunks are in use and stay.
-
-    chunks: dropped.
-    bytes: of the pool that they had.
-    """
-
-    chunks: Count
-    bytes: Count
 
 
 class Check(Message, frozen=True):
@@ -710,80 +683,45 @@ class LaneUp(Message, frozen=True):
     endpoint: Text
 
 
+_REQUESTS: dict[int, tuple[type[Message], type[Message]]] = {
+    0x01: (Hello, Welcome),
+    0x03: (Register, Registered),
+    0x05: (Unregister, Ok),
+    0x10: (PrepareStore, StorePrepared),
+    0x12: (CompleteStore, StoreCompleted),
+    0x14: (PrepareLoad, LoadPrepared),
+    0x16: (CompleteLoad, LoadCompleted),
+    0x18: (RequestFinished, RequestNoted),
+    0x1A: (Reset, ResetDone),
+    0x20: (Store, Done),
+    0x21: (Load, Done),
+    0x23: (Cancel, Ok),
+    0x25: (Wait, Ok),
+    0x30: (Ping, Pong),
+    0x32: (Status, StatusReport),
+    0x50: (Drain, Drained),
+    0x52: (Resume, Resumed),
+    0x54: (Clear, Cleared),
+    0x58: (Check, Checked),
+    0x60: (ReloadConfig, ConfigReloaded),
+    0x62: (ShowConfig, ConfigShown),
+}
 TAGS: dict[int, type[Message]] = {
-    0x01: Hello,
-    0x02: Welcome,
-    0x03: Register,
-    0x04: Registered,
-    0x05: Unregister,
-    0x06: Unregistered,
-    0x10: PrepareStore,
-    0x11: StorePrepared,
-    0x12: CompleteStore,
-    0x13: StoreCompleted,
-    0x14: PrepareLoad,
-    0x15: LoadPrepared,
-    0x16: CompleteLoad,
-    0x17: LoadCompleted,
-    0x18: RequestFinished,
-    0x19: RequestNoted,
-    0x1A: Reset,
-    0x1B: ResetDone,
-    0x20: Store,
-    0x21: Load,
+    **{
+        tag: kind
+        for request, exchange in _REQUESTS.items()
+        for tag, kind in enumerate(exchange, request)
+        if kind not in (Done, Ok)  # the reply to several
+    },
     0x22: Done,
-    0x23: Cancel,
-    0x24: CancelDone,
-    0x25: Wait,
-    0x26: WaitDone,
-    0x30: Ping,
-    0x31: Pong,
-    0x32: Status,
-    0x33: StatusReport,
+    0x3E: Ok,
     0x3F: Error,
     0x40: Greeting,
     0x41: Attached,
     0x42: Detached,
     0x43: LaneUp,
-    0x50: Drain,
-    0x51: Drained,
-    0x52: Resume,
-    0x53: Resumed,
-    0x54: Clear,
-    0x55: Cleared,
-    0x56: EvictOlderThan,
-    0x57: OlderEvicted,
-    0x58: Check,
-    0x59: Checked,
-    0x60: ReloadConfig,
-    0x61: ConfigReloaded,
-    0x62: ShowConfig,
-    0x63: ConfigShown,
 }
-"""Tag → type; tags are never reused."""
+"""Tag → type. A reply has its request's tag plus one, where it is the reply to that one alone."""
 
-REPLY_OF: dict[type[Message], type[Message]] = {
-    Hello: Welcome,
-    Register: Registered,
-    Unregister: Unregistered,
-    PrepareStore: StorePrepared,
-    CompleteStore: StoreCompleted,
-    PrepareLoad: LoadPrepared,
-    CompleteLoad: LoadCompleted,
-    RequestFinished: RequestNoted,
-    Reset: ResetDone,
-    Store: Done,
-    Load: Done,
-    Cancel: CancelDone,
-    Wait: WaitDone,
-    Ping: Pong,
-    Status: StatusReport,
-    Drain: Drained,
-    Resume: Resumed,
-    Clear: Cleared,
-    EvictOlderThan: OlderEvicted,
-    Check: Checked,
-    ReloadConfig: ConfigReloaded,
-    ShowConfig: ConfigShown,
-}
+REPLY_OF: dict[type[Message], type[Message]] = dict(_REQUESTS.values())
 """Request type → the type of its one reply (or `Error`)."""

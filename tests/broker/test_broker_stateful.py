@@ -41,7 +41,6 @@ from kvd_proto.messages import (
     Detached,
     Drain,
     Error,
-    EvictOlderThan,
     Fingerprint,
     HostHandle,
     Kind,
@@ -400,7 +399,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(
         session=sessions,
         message=st.sampled_from(
-            [Clear(), Clear(namespace=bytes(16)), EvictOlderThan(seconds=4), "clear", "evict"]
+            [Clear(), Clear(namespace=bytes(16)), Clear(unused_seconds=4), "clear", "evict"]
         ),
         pick=PICK,
     )
@@ -416,7 +415,7 @@ class BrokerMachine(RuleBasedStateMachine):
             message = (
                 Clear(namespace=ns_id)
                 if message == "clear"
-                else EvictOlderThan(seconds=0, namespace=ns_id)
+                else Clear(unused_seconds=0, namespace=ns_id)
             )
         reply = self.ask(session, message)
         assert (reply is None) == (session.kind == "tool" and message != Clear(namespace=bytes(16)))

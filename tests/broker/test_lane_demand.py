@@ -19,9 +19,9 @@ from kvd_proto.messages import (
     Error,
     ErrorCode,
     Message,
+    Ok,
     Registered,
     Unregister,
-    Unregistered,
 )
 from tests.broker.brokers import (
     CUDA,
@@ -146,7 +146,7 @@ def test_a_release_ends_with_its_own_lane(broker: Broker) -> None:
     assert not replies(broker.request(session, 3, Unregister(), 0.0))
     assert not replies(broker.supervision.lost("host", "killed by signal 9"))
     effects = broker.supervision.lost(CUDA, "killed by signal 9")
-    assert answers(effects) == [Unregistered]
+    assert answers(effects) == [Ok]
     assert effects[-1] == DropLane(CUDA)
 
 
@@ -164,7 +164,7 @@ def test_a_worker_that_leaves_while_the_next_lane_maps_is_released_there(
     mapped(broker, session, CUDA)
     assert session.registration is None
     released = broker.supervision.received(CUDA, Released(session=session.number), 0.0)
-    assert answers(released) == [Unregistered]
+    assert answers(released) == [Ok]
 
 
 def test_a_late_answer_to_a_registration_is_not_that_of_the_next(

@@ -22,11 +22,9 @@ from kvd_proto.messages import (
     Drained,
     Error,
     ErrorCode,
-    EvictOlderThan,
     Kind,
     LoadPrepared,
     Message,
-    OlderEvicted,
     PrepareLoad,
     PrepareStore,
     ReloadConfig,
@@ -45,7 +43,7 @@ OPERATIONS = [
     Drain(),
     Resume(),
     Clear(),
-    EvictOlderThan(seconds=0),
+    Clear(unused_seconds=0),
     Check(),
     ReloadConfig(),
     ShowConfig(),
@@ -245,7 +243,7 @@ def test_clear_of_one_namespace_leaves_the_others(bench: Bench) -> None:
 
 def test_an_unknown_namespace_is_named(bench: Bench) -> None:
     """The id that was given, and where to look."""
-    for message in (Clear(namespace=b"x" * 16), EvictOlderThan(seconds=1, namespace=b"x" * 16)):
+    for message in (Clear(namespace=b"x" * 16), Clear(unused_seconds=1, namespace=b"x" * 16)):
         reply = bench.ask(message)
         assert isinstance(reply, Error)
         assert reply.code is ErrorCode.BAD_STATE
@@ -265,14 +263,14 @@ def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
     table.complete_load(lease, OWNER)
     table.finished([b"used"])
     bench.now += 10
-    evict = EvictOlderThan(seconds=30.0, namespace=namespace.id)
-    assert bench.ask(evict) == OlderEvicted(chunks=1, bytes=4096)
+    evict = Clear(unused_seconds=30.0, namespace=namespace.id)
+    assert bench.ask(evict) == Cleared(chunks=1, bytes=4096, deferred=0)
     here = [k for k in (b"old", b"pinned", b"loaded", b"used") if namespace.directory.find(k) >= 0]
     assert here == [b"pinned", b"loaded", b"used"]
-    assert bench.ask(EvictOlderThan(seconds=30.0)) == OlderEvicted(chunks=0, bytes=0)
+    assert bench.ask(Clear(unused_seconds=30.0)) == Cleared(chunks=0, bytes=0, deferred=0)
     assert "not used for 30 s by uid 5 pid 4211: 1 chunks dropped" in bench.events[0]
     bench.now += 30
-    assert bench.ask(EvictOlderThan(seconds=30.0)) == OlderEvicted(chunks=2, bytes=8192)
+    assert bench.ask(Clear(unused_seconds=30.0)) == Cleared(chunks=2, bytes=8192, deferred=0)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

@@ -311,7 +311,7 @@ static void reset(struct engine *engine) {
 static void unregister(struct engine *engine) {
   struct body body;
   body_begin(&body, 0);
-  struct message reply = exchange(&engine->worker, UNREGISTER, &body, UNREGISTERED);
+  struct message reply = exchange(&engine->worker, UNREGISTER, &body, OK);
   message_free(&reply);
   await_notice(&engine->scheduler, &engine->scheduler.directory, engine->scheduler.directory);
   expect(engine->scheduler.directory < 0, "the scheduler is told that it is detached");

@@ -27,7 +27,6 @@ from kvd_proto.messages import (
     MAX_DESCRIPTORS,
     Attached,
     Cancel,
-    CancelDone,
     CompleteLoad,
     CompleteStore,
     Done,
@@ -41,6 +40,7 @@ from kvd_proto.messages import (
     LoadCompleted,
     LoadPrepared,
     Message,
+    Ok,
     Ping,
     Pong,
     PrepareLoad,
@@ -56,9 +56,7 @@ from kvd_proto.messages import (
     StoreCompleted,
     StorePrepared,
     Unregister,
-    Unregistered,
     Wait,
-    WaitDone,
     Welcome,
 )
 from tests.waiting import PATIENCE
@@ -392,11 +390,11 @@ class FakeDaemon:
             if self.forgets_workers:
                 self._to_worker(identity, header, Error(code=ErrorCode.BAD_SESSION, text="who?"))
             elif not self._held:
-                self._to_worker(identity, header, WaitDone())
+                self._to_worker(identity, header, Ok())
         elif isinstance(message, Cancel):
             for held in self._take_held():
                 self._done(*held, JobStatus.CANCELLED)
-            self._to_worker(identity, header, CancelDone())
+            self._to_worker(identity, header, Ok())
 
     def _take_held(self) -> list[tuple[bytes, Header, Job]]:
         held, self._held = self._held, []
@@ -439,7 +437,7 @@ def _prepare_load(message: Message) -> Message:
 _REPLIES: dict[type[Message], Callable[[Message], Message | None]] = {
     Hello: lambda _: Welcome(protocol=1, daemon="fake 1", pid=os.getpid()),
     Register: lambda _: Registered(missing_ranks=(), lane="host", incarnation=1),
-    Unregister: lambda _: Unregistered(),
+    Unregister: lambda _: Ok(),
     PrepareStore: _prepare_store,
     CompleteStore: lambda _: StoreCompleted(ready=1, pending=2, dropped=3),
     PrepareLoad: _prepare_load,

@@ -20,7 +20,6 @@ from kvd_proto.messages import (
     Attached,
     Clear,
     CompleteLoad,
-    EvictOlderThan,
     Hello,
     Job,
     LoadPrepared,
@@ -121,8 +120,6 @@ class Marks:
             case CompleteLoad(lease=lease) if lease == LEASE:
                 return CompleteLoad(lease=self.lease)
             case Clear(namespace=namespace) if namespace == NAMESPACE:
-                return Clear(namespace=self.namespace)
-            case EvictOlderThan(namespace=namespace) if namespace == NAMESPACE:
                 return msgspec.structs.replace(message, namespace=self.namespace)
         return message
 

@@ -14,7 +14,6 @@ from kvd_proto.messages import (
     Clear,
     CompleteLoad,
     CompleteStore,
-    EvictOlderThan,
     Fingerprint,
     Hello,
     HostHandle,
@@ -133,8 +132,8 @@ _ORDERS: list[Message] = [
     # All that need no field, whoever may send them.
     *(kind() for kind in REPLY_OF if not any(field.required for field in fields(kind))),
     Clear(namespace=NAMESPACE),
-    EvictOlderThan(seconds=3600.0),
-    EvictOlderThan(seconds=0.0, namespace=NAMESPACE),
+    Clear(unused_seconds=3600.0),
+    Clear(unused_seconds=0.0, namespace=NAMESPACE),
 ]
 
 

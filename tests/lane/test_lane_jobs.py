@@ -7,7 +7,7 @@ from kvd.wire.link import ShareDone, UnbindWorker
 from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import JobStatus, Load, Store, Wait, WaitDone
+from kvd_proto.messages import JobStatus, Load, Ok, Store, Wait
 from tests.lane.support import BOOT, SLOTS, Directory, FakeWorker, Lane, make_job, simple_layout
 
 
@@ -70,11 +70,11 @@ def test_a_job_that_comes_twice_is_done_once(
 def test_a_job_that_was_waited_for_before_it_came_does_not_begin(
     worker: FakeWorker, directory: Directory
 ) -> None:
-    """WaitDone told the worker that it is not here: by now its blocks are in use."""
+    """Ok told the worker that it is not here: by now its blocks are in use."""
     directory.set([3], SlotState.READY, count=2)
     worker._requests = 1
     worker.request(Wait(jobs=(1,)))
-    assert isinstance(worker.reply()[1], WaitDone)
+    assert isinstance(worker.reply()[1], Ok)
     worker.poison()
     worker.raw(WIRE.encode(make_job(Load, 1, [7, 8], [3]), 1, BOOT, worker.token))
     assert worker.run(Load, 2, [20, 21], [3]) is JobStatus.OK  # after it, in order

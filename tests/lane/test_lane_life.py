@@ -33,18 +33,17 @@ from kvd_proto.control import CONTROL_WORDS
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import (
     Cancel,
-    CancelDone,
     Done,
     Error,
     ErrorCode,
     JobStatus,
     Load,
+    Ok,
     Ping,
     Pong,
     Status,
     Store,
     Wait,
-    WaitDone,
 )
 from tests.lane.support import (
     NAMESPACE,
@@ -104,7 +103,7 @@ def test_cancelled_jobs_end_and_give_their_chunks_up(lane: Lane, worker: FakeWor
     worker.job(Store, 2, [3, 4], [4], after=1)
     request = worker.request(Cancel(jobs=(1, 99)))
     header, message = worker.reply()
-    assert message == CancelDone()
+    assert message == Ok()
     assert header.request_id == request
     assert (done := worker.done()).status is JobStatus.CANCELLED
     assert done.job == 1
@@ -114,16 +113,16 @@ def test_cancelled_jobs_end_and_give_their_chunks_up(lane: Lane, worker: FakeWor
 
 
 def test_wait_is_answered_after_the_jobs_it_names(worker: FakeWorker) -> None:
-    """WaitDone comes behind the Done of all jobs named, and at once where none is left."""
+    """Ok comes behind the Done of all jobs named, and at once where none is left."""
     worker.request(Wait(jobs=(5,)))
-    assert isinstance(worker.reply()[1], WaitDone)
+    assert isinstance(worker.reply()[1], Ok)
     worker.job(Store, 1, [1, 2], [3], after=1)
     worker.job(Store, 2, [3, 4], [4], after=1)
     worker.request(Wait(jobs=(1, 2, 2, 77)))
     assert worker.silent()
     worker.words[TIMELINE] = 1
     kinds = [type(worker.reply()[1]) for _ in range(3)]
-    assert kinds == [Done, Done, WaitDone]
+    assert kinds == [Done, Done, Ok]
 
 
 def test_loads_overtake_stores_and_waited_for_stores_overtake_loads(
@@ -140,7 +139,7 @@ def test_loads_overtake_stores_and_waited_for_stores_overtake_loads(
     worker.words[TIMELINE] = 1
     order = [worker.reply()[1] for _ in range(4)]
     assert [m.job for m in order if isinstance(m, Done)] == [2, 3, 1]
-    assert isinstance(order[1], WaitDone)
+    assert isinstance(order[1], Ok)
 
 
 def test_a_ping_is_answered_while_a_long_job_runs(tmp_path: Path) -> None:
