@@ -35,7 +35,6 @@ from kvd_proto.messages import (
     Lookups,
     VmmHandle,
 )
-from kvd_proto.states import JOB, SESSION
 
 FILE = Path(__file__).parent / "protocol.md"
 MARKER = "<!-- generated below this line by docs/generate_protocol.py -->"
@@ -48,6 +47,20 @@ CODES = {
     ErrorCode: "see [error codes](#error-codes)",
     JobStatus: "see [job statuses](#job-statuses)",
 }
+SESSION = {
+    "connected": {"hello": "welcomed", "lost": "closed"},
+    "welcomed": {"register": "registered", "lost": "closed"},
+    "registered": {"unregister": "welcomed", "lost": "closed"},
+    "closed": {},
+}
+"""Life of a session, as the broker sees it."""
+JOB = {
+    "queued": {"start": "copying", "stop": "ended"},
+    "copying": {"copied": "ended", "stop": "draining"},
+    "draining": {"drained": "ended"},
+    "ended": {},
+}
+"""Life of a job, in its lane."""
 SLOT = {
     "free": {"prepare_store": "writing"},
     "writing": {"all_shares": "ready", "give_up": "draining"},

@@ -29,7 +29,6 @@ from kvd.metrics import schema
 from kvd.metrics.counts import ProcessUsage
 from kvd.metrics.history import History
 from kvd.wire.link import StopLane
-from kvd_proto.errors import IllegalTransition
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Error,
@@ -46,7 +45,6 @@ from kvd_proto.messages import (
     Welcome,
 )
 from kvd_proto.sizes import format_size
-from kvd_proto.states import SessionEvent, SessionState
 
 SAMPLE_SECONDS = 10.0
 """Between reports that are kept for a minute, to find conditions that are changes."""
@@ -192,7 +190,6 @@ class Broker:
             freed += len(dropped)
         if engine is not None:
             effects.append(Event(f"{who} is gone{freed_text(freed)}", fields=who.fields))
-        session.machine.fire(SessionEvent.LOST)
         self.state.registry.remove(session)
         if engine is not None and not engine.sessions:
             effects.append(DropEngine(engine.number))
@@ -220,7 +217,7 @@ class Broker:
                 raise Refused(
                     ErrorCode.BAD_STATE, f"{type(message).__name__} is no request to the broker"
                 )
-            if session.state is SessionState.CONNECTED and type(message) not in (Hello, Ping):
+            if not session.kind and type(message) not in (Hello, Ping):
                 raise Refused(ErrorCode.BAD_STATE, "HELLO must come first")
             if isinstance(message, Register):
                 check_descriptors(message, descriptors)
@@ -229,11 +226,11 @@ class Broker:
             self.state.reached(refusal.limit)
             line = refused(session, message, str(refusal)) if isinstance(message, Register) else []
             return [*line, request.reply(Error.of(refusal.code, str(refusal)))]
-        except IllegalTransition as error:
-            return [request.reply(Error.of(ErrorCode.BAD_STATE, str(error)))]
 
     def _hello(self, request: Request[Hello]) -> list[Effect]:
         session, message = request.session, request.message
+        if session.kind:
+            raise Refused(ErrorCode.BAD_STATE, f"HELLO in state {session.state}")
         if not message.protocol_min <= PROTOCOL_VERSION <= message.protocol_max:
             raise Refused(
                 ErrorCode.BAD_VERSION,
@@ -244,7 +241,6 @@ class Broker:
         check_names(ErrorCode.BAD_MESSAGE, names)
         if message.kind != "tool":
             self.state.registry.check_name(session, message.engine)
-        session.machine.fire(SessionEvent.HELLO)
         session.kind = message.kind
         session.since = request.now
         welcome = Welcome(

@@ -28,7 +28,6 @@ from kvd.errors import KvdError, Refused
 from kvd.wire.link import Imported, ReleaseWorker
 from kvd_proto.errors import LayoutError
 from kvd_proto.messages import Error, ErrorCode, Ok, Register, Registered, Unregister
-from kvd_proto.states import SessionEvent, SessionState
 
 REGISTER_SECONDS = 20.0
 AT_ONCE = 1024  # a layout with more tensors and groups is checked in a turn of its own
@@ -80,7 +79,7 @@ class Registration:
         """
         session, message, state = request.session, request.message, self._state
         engine = session.engine
-        if engine is None or session.state is not SessionState.WELCOMED:
+        if engine is None or session.registration is not None:
             raise Refused(ErrorCode.BAD_STATE, f"REGISTER in state {session.state}")
         if session.kind != "worker":
             raise Refused(ErrorCode.BAD_STATE, f"REGISTER by a {session.kind}, only workers may")
@@ -159,12 +158,11 @@ class Registration:
         """
         session = request.session
         registration = session.registration
-        if registration is None or session.state is not SessionState.REGISTERED:
+        if registration is None:
             raise Refused(ErrorCode.BAD_STATE, "nothing is registered by this session")
         who = session.who
         effects, freed = self._leave(session, "unregistered")
         effects.append(Event(f"{who} has unregistered{freed_text(freed)}", fields=who.fields))
-        session.machine.fire(SessionEvent.UNREGISTER)
         session.releasing = Releasing(request, registration.device)
         release = self._release(session, registration.device)
         return effects + (release or self.released(session))
@@ -200,7 +198,6 @@ class Registration:
             attach(self._state, engine, made)
         except (LayoutError, KvdError) as error:
             if session.registration is not None:
-                session.machine.fire(SessionEvent.UNREGISTER)
                 del engine.workers[pending.message.rank]
                 session.registration = None
             refusal = error if isinstance(error, Refused) else None
@@ -216,7 +213,6 @@ class Registration:
 
     @staticmethod
     def _enter(session: Session, engine: Engine, message: Register) -> None:
-        session.machine.fire(SessionEvent.REGISTER)
         session.registration = message
         session.imported = True
         engine.workers[message.rank] = session

@@ -11,7 +11,6 @@ from kvd.client_names import Who
 from kvd.errors import IntegrityError, Refused
 from kvd.metrics.counts import LookupCounts
 from kvd_proto.messages import ErrorCode, Message, Register, Unregister
-from kvd_proto.states import SESSION, Machine, SessionEvent, SessionState
 
 M = TypeVar("M", bound=Message)
 
@@ -63,10 +62,7 @@ class Session:
     number: int
     token: bytes
     peer: Peer
-    machine: Machine[SessionState, SessionEvent] = field(
-        default_factory=lambda: Machine(SESSION, SessionState.CONNECTED)
-    )
-    kind: str = ""
+    kind: str = ""  # what it said with HELLO
     engine: "Engine | None" = None
     pending: PendingRegister | None = None
     registration: Register | None = None
@@ -78,9 +74,11 @@ class Session:
     refusal: str = ""  # why its registration was refused last
 
     @property
-    def state(self) -> SessionState:
-        """Where the session stands."""
-        return self.machine.state
+    def state(self) -> str:
+        """Where the session stands, as docs/protocol.md draws it."""
+        if self.registration is not None:
+            return "registered"
+        return "welcomed" if self.kind else "connected"
 
     @property
     def stated(self) -> Register | None:

@@ -113,7 +113,7 @@ def _engine(engine: Engine, now: float) -> schema.Engine:
                 kind=session.kind,
                 rank=session.registration.rank if session.registration else None,
                 device=session.registration.device if session.registration else None,
-                state=str(session.state),
+                state=session.state,
                 pid=session.peer.pid,
                 uid=session.peer.uid,
                 seconds=round(now - session.since, 3),

@@ -5,6 +5,7 @@ Everything here looks and decides; nothing is moved or sent.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,19 @@ from kvd_proto.blocks import Chunks
 from kvd_proto.directory import SlotState
 from kvd_proto.expand import Copies
 from kvd_proto.messages import Job, JobStatus, Store
-from kvd_proto.states import JOB, JobEvent, JobState, Machine
 
 SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
 VOID_TEXT = "the worker has taken the store's blocks back"
+
+
+class JobState(StrEnum):
+    """Where a job stands; docs/protocol.md draws what follows what."""
+
+    QUEUED = "queued"  # accepted, waits for the timeline and its turn
+    COPYING = "copying"  # bytes may be moving
+    DRAINING = "draining"  # stopped; waits until nothing moves any more
+    ENDED = "ended"  # its Done was sent
+
 
 Mask = npt.NDArray[np.bool_]
 Refusal = tuple[JobStatus, str]
@@ -58,9 +68,7 @@ class LaneJob:
     own: Mask
     reply: ReplyTo
     accepted_ns: int
-    machine: Machine[JobState, JobEvent] = field(
-        default_factory=lambda: Machine(JOB, JobState.QUEUED)
-    )
+    state: JobState = JobState.QUEUED
     pieces: list[tuple[Copies, int]] = field(default_factory=list)
     next_piece: int = 0
     in_flight: int = 0
@@ -91,7 +99,7 @@ class LaneJob:
     @property
     def unfinished(self) -> bool:
         """Whether its Done is still to come."""
-        return self.machine.state is not JobState.ENDED
+        return self.state is not JobState.ENDED
 
     @property
     def label(self) -> str:
@@ -170,7 +178,7 @@ class LaneJob:
 
     def __repr__(self) -> str:
         return (
-            f"<LaneJob {self.label}: {self.machine.state},"
+            f"<LaneJob {self.label}: {self.state},"
             f" piece {self.next_piece}/{len(self.pieces)}, {self.in_flight} in flight>"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvd.errors import BadDatagram, ImportFailed, LaneError
 from kvd.lane.devices.device import Direction
-from kvd.lane.jobs import LaneJob
+from kvd.lane.jobs import JobState, LaneJob
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.workers import Binding, Worker, Workers, who_is
 from kvd.logs.setup import set_level
@@ -32,7 +32,6 @@ from kvd.wire.link import (
 from kvd.wire.seqpacket import close_all
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import JobStatus, Message
-from kvd_proto.states import JobState
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ class Orders:
             job
             for job in self._runner
             if job.direction is Direction.STORE
-            and job.machine.state in (JobState.COPYING, JobState.DRAINING)
+            and job.state in (JobState.COPYING, JobState.DRAINING)
             and job.binding.namespace == message.namespace
             and not slots.isdisjoint(job.chunks.slots.tolist())
         ]

@@ -1,7 +1,6 @@
 """Runs jobs on a device: admits, starts, feeds pieces, stops, ends.
 
-No sockets: what has ended is taken by the caller, who reports it. All moves of
-a job go through the table in kvd_proto.states.
+No sockets: what has ended is taken by the caller, who reports it.
 """
 
 import heapq
@@ -13,12 +12,11 @@ import numpy as np
 
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, Transfer, TransferId
-from kvd.lane.jobs import VOID_TEXT, LaneJob, ReplyTo, own_slots
+from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, ReplyTo, own_slots
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
 from kvd_proto.errors import JobShapeError
 from kvd_proto.messages import Job, JobStatus, Load
-from kvd_proto.states import JobEvent, JobState
 
 _log = logging.getLogger(__name__)
 _SPARE_DEADLINES = 256  # of ended jobs, before they are thrown out
@@ -108,12 +106,11 @@ class Runner:
 
     def stop(self, job: LaneJob, status: JobStatus, text: str) -> None:
         """End a job as soon as nothing of it moves any more; that may be now."""
-        if job.machine.state in (JobState.DRAINING, JobState.ENDED):
+        if job.state in (JobState.DRAINING, JobState.ENDED):
             return
         job.outcome = (status, text)
         self._queue.remove(job)
-        if job.machine.fire(JobEvent.STOP) is JobState.DRAINING and not job.in_flight:
-            job.machine.fire(JobEvent.DRAINED)
+        job.state = JobState.DRAINING if job.in_flight else JobState.ENDED
         self._settle(job)
 
     def prioritize(self, job: LaneJob) -> None:
@@ -188,7 +185,7 @@ class Runner:
     @property
     def queued_jobs(self) -> int:
         """Jobs that have not started."""
-        return sum(job.machine.state is JobState.QUEUED for job in self)
+        return sum(job.state is JobState.QUEUED for job in self)
 
     @property
     def stores_only(self) -> bool:
@@ -198,7 +195,7 @@ class Runner:
     @property
     def oldest_job_ns(self) -> int:
         """How long ago the oldest job that has not started was accepted; 0 without one."""
-        waiting = [job.accepted_ns for job in self if job.machine.state is JobState.QUEUED]
+        waiting = [job.accepted_ns for job in self if job.state is JobState.QUEUED]
         return self._clock() - min(waiting) if waiting else 0
 
     @property
@@ -213,9 +210,9 @@ class Runner:
             raise IntegrityError(f"{self!r}: jobs and transfers in flight differ")
         for job in self:
             waits = job in self._queue
-            if job.machine.state is JobState.QUEUED and not waits:
+            if job.state is JobState.QUEUED and not waits:
                 raise IntegrityError(f"{job!r} is queued nowhere")
-            if job.machine.state is JobState.DRAINING and (waits or not job.in_flight):
+            if job.state is JobState.DRAINING and (waits or not job.in_flight):
                 raise IntegrityError(f"{job!r} drains nothing, or waits for a turn")
 
     # ------------------------------------------------------------- details
@@ -229,7 +226,7 @@ class Runner:
 
     def _feed(self, job: LaneJob) -> None:
         """Give the device the job's next piece, if it still may move."""
-        if job.machine.state is JobState.QUEUED and not self._start(job):
+        if job.state is JobState.QUEUED and not self._start(job):
             return
         if job.next_piece < len(job.pieces):
             if job.void:
@@ -250,7 +247,7 @@ class Runner:
         if refusal is not None:
             self.stop(job, *refusal)
             return False
-        job.machine.fire(JobEvent.START)
+        job.state = JobState.COPYING
         job.started_ns = self._clock()
         self._queue.start(job)
         return True
@@ -282,8 +279,8 @@ class Runner:
         if finished.error:
             _log.error("%s failed: %s", job.label, finished.error, extra=job.fields)
             self.stop(job, JobStatus.FAILED, finished.error)
-        if job.machine.state is JobState.DRAINING and not job.in_flight:
-            job.machine.fire(JobEvent.DRAINED)
+        if job.state is JobState.DRAINING and not job.in_flight:
+            job.state = JobState.ENDED
             self._settle(job)
         else:
             self._conclude(job)
@@ -291,12 +288,12 @@ class Runner:
     def _conclude(self, job: LaneJob) -> None:
         """End a job all of whose bytes have moved: as good, if its chunks are still its own."""
         if (
-            job.machine.state is JobState.COPYING
+            job.state is JobState.COPYING
             and not job.in_flight
             and job.next_piece == len(job.pieces)
         ):
             job.outcome = job.objection() or (JobStatus.OK, "")
-            job.machine.fire(JobEvent.COPIED)
+            job.state = JobState.ENDED
             self._settle(job)
 
     def _settle(self, job: LaneJob) -> None:

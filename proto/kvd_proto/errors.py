@@ -5,10 +5,6 @@ class ProtoError(Exception):
     """Base of everything that kvd_proto raises."""
 
 
-class IllegalTransition(ProtoError):
-    """The state machine does not allow this event now; its state is unchanged."""
-
-
 class DecodeError(ProtoError):
     """The other side sent something that is not the protocol."""
 

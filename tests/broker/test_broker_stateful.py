@@ -505,9 +505,9 @@ TestBroker.settings = settings(max_examples=100, stateful_step_count=50, deadlin
 
 
 def test_errors_are_never_silent() -> None:
-    """A request that no handler knows is refused with a code and a sentence."""
+    """A request that has no place now is refused with a code and a sentence."""
     machine = BrokerMachine()
     session = machine.connect("a", "tool")
     reply = machine.ask(session, hello("tool", "a"))
     assert isinstance(reply, Error)
-    assert "hello in state welcomed" in reply.text
+    assert "HELLO in state welcomed" in reply.text

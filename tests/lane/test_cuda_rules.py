@@ -18,9 +18,8 @@ from kvd.lane import runner
 from kvd.lane.devices.cuda import copier, driver, flow, pinning
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.cuda.binding import Event, Stream
-from kvd.lane.jobs import LaneJob, Refusal
+from kvd.lane.jobs import JobState, LaneJob, Refusal
 from kvd_proto.expand import Copies
-from kvd_proto.states import JobState
 from tests.fakecuda.harness import FakeCuda
 from tests.lane import cuda_checks as checks
 from tests.lane.cuda_memory import CudaWorkers
@@ -133,7 +132,7 @@ def look_only_before_the_copy(patch: Patch) -> None:
     objection = LaneJob.objection
 
     def early(self: LaneJob) -> Refusal | None:
-        return objection(self) if self.machine.state is JobState.QUEUED else None
+        return objection(self) if self.state is JobState.QUEUED else None
 
     patch.setattr(LaneJob, "objection", early)
 

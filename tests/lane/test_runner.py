@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
-from kvd.lane.jobs import LaneJob, ReplyTo
+from kvd.lane.jobs import JobState, LaneJob, ReplyTo
 from kvd.lane.queue import Limits
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Worker, Workers
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import Handle, Job, JobStatus, Load, Store
-from kvd_proto.states import JobState
 from tests.lane.support import (
     EPOCH,
     Directory,
@@ -142,7 +141,7 @@ def test_a_stopped_job_ends_when_its_last_transfer_has(bench: Bench) -> None:
     bench.runner.stop(job, JobStatus.CANCELLED, "cancelled")
     told: list[bool] = []
     bench.runner.when_ended([job], lambda: told.append(True))
-    assert job.machine.state is JobState.DRAINING
+    assert job.state is JobState.DRAINING
     assert bench.ended() == []
     bench.device.land()
     bench.runner.turn()
