@@ -48,14 +48,14 @@ from kvd.daemon.connections import Connections
 from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.lane_processes import Lanes
-from kvd.daemon.memory import DirectoryMemory, PoolMemory
+from kvd.daemon.memory import PoolMemory
 from kvd.daemon.notify import Notifier
-from kvd.daemon.ready_pipes import ReadyPipes
 from kvd.daemon.request_socket import Requests
 from kvd.daemon.runtime_dir import RuntimeDir, listen
+from kvd.daemon.shared import DirectoryMemory, ReadyPipes
 from kvd.errors import PoolError, Refused
-from kvd.machine.cgroup import available_bytes
 from kvd.machine.process_usage import UsageReader
+from kvd.machine.room import available_bytes
 from kvd.machine.standstill import Standstill
 from kvd.pool.filling import FillOrder
 from kvd_proto.devices import HOST
@@ -102,6 +102,7 @@ class Service:
         )
         self._directories = DirectoryMemory()
         self._ready_pipes = ReadyPipes()
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._pool: PoolMemory | None = None
         self._stop_at: float | None = None
         self._signals = 0
@@ -134,7 +135,6 @@ class Service:
             objection=allowed.objection,
             own=lambda peer: peer.pid == self._http.pid,
         )
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         for fd in (self._requests.router.fileno(), self._wake_read):
             self._poller.register(fd, zmq.POLLIN)
 
@@ -189,6 +189,10 @@ class Service:
         self._http.turn(ready, now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
 
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it is awake already
+            os.write(self._wake_write, b"x")
+
     @property
     def _settings(self) -> Settings:
         return self.core.state.settings
@@ -224,8 +228,7 @@ class Service:
             if self._settings.pool_bytes is not None:  # this daemon does not start
                 self._kept_pool.close()
             raise
-        self._pool.start()
-        self._poller.register(self._pool.done_fd, zmq.POLLIN)
+        self._pool.start(self._wake)
         log.info("pool of %s at %s", format_size(cpu_bytes), self._pool.path)
         return namespaces
 
@@ -248,11 +251,7 @@ class Service:
         if pool.error:
             self._kept_pool.failed()
             raise PoolError(f"{pool.error}{self._kept_pool.what_stays}")
-        with contextlib.suppress(BlockingIOError):
-            os.read(pool.done_fd, 512)
         self._carry_out(self.core.pool_allocated(pool.allocated))
-        if self.core.state.pool_ready:
-            self._poller.unregister(pool.done_fd)
 
     # -------------------------------------------------------------- effects
 

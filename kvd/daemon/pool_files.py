@@ -25,8 +25,8 @@ from pathlib import Path
 import msgspec
 
 from kvd.errors import AlreadyRunning, ConfigError, PoolError
-from kvd.machine.filesystem import Filesystem
 from kvd.machine.places import check_place
+from kvd.machine.room import Filesystem
 
 log = logging.getLogger("kvd.daemon")
 

@@ -23,7 +23,7 @@ from kvd.config.values import parse_listen
 from kvd.daemon.http_process import bind_tcp
 from kvd.doctor.gpus import Gpus, ask_gpus
 from kvd.errors import ConfigError, NotRunning
-from kvd.machine.cgroup import MemoryLimit, memory_limit
+from kvd.machine.room import MemoryLimit, memory_limit
 from kvd.wire.tool import Control
 
 _ANSWER_SECONDS = 3.0

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.machine import cgroup as cgroup_module
-from kvd.machine.cgroup import available_bytes, memory_limit
+from kvd.machine import room
+from kvd.machine.room import available_bytes, memory_limit
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("1:name=systemd:/\n0::/outer/inner\n")
     (tmp_path / "outer" / "inner").mkdir(parents=True)
-    monkeypatch.setattr(cgroup_module, "memory_limit", lambda: memory_limit(None, tmp_path, proc))
+    monkeypatch.setattr(room, "memory_limit", lambda: memory_limit(None, tmp_path, proc))
     return tmp_path
 
 

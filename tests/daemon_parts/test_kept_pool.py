@@ -17,14 +17,14 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
-from kvd.daemon import memory, pool_files
+from kvd.daemon import pool_files
 from kvd.daemon.kept_pool import KeptPool, MakeNamespaces
-from kvd.daemon.memory import DirectoryMemory, PoolMemory
+from kvd.daemon.memory import PoolMemory
 from kvd.daemon.pool_files import VERSION, area_name
+from kvd.daemon.shared import DirectoryMemory
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
-from kvd.machine import filesystem
-from kvd.machine.cgroup import MemoryLimit
-from kvd.machine.filesystem import Filesystem
+from kvd.machine import room
+from kvd.machine.room import Filesystem, MemoryLimit
 from kvd.pool.filling import FillOrder
 from kvd_proto.directory import SlotState
 from tests.descriptors import open_on
@@ -77,7 +77,7 @@ class Life:
 
     def allocate(self) -> None:
         """Have all of the pool, or the error."""
-        self.pool.start()
+        self.pool.start(lambda: None)
         while not self.pool.ready and not self.pool.error:
             os.sched_yield()
 
@@ -190,7 +190,7 @@ def test_the_pool_is_whole_at_once(start: Start, tmp_path: Path) -> None:
     life = start()
     assert life.pool.allocated == 0
     assert life.pool.may_be_written
-    life.pool.start()
+    life.pool.start(lambda: None)
     while life.pool.allocated < SIZE:
         os.sched_yield()
     life = start()
@@ -292,7 +292,7 @@ def test_a_pool_that_cannot_fit_leaves_what_is_kept(
     assert contents(area(tmp_path)) == before
     monkeypatch.setattr(Filesystem, "is_memory", property(lambda _: True))
     limit = MemoryLimit(Path("/sys/fs/cgroup/small"), SIZE, SIZE)
-    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+    monkeypatch.setattr(room, "memory_limit", lambda: limit)
     with pytest.raises(
         PoolError, match=r"control group /sys/fs/cgroup/small, which may take 1 MiB"
     ):
@@ -382,7 +382,6 @@ def failing(number: int, suffix: str = "", real: Callable[..., int] = os.open) -
 SHORTAGES: dict[str, tuple[str, Any, str]] = {
     "ledger": ("open", failing(errno.EMFILE, ".ledger"), r"raise .* stays as it was"),
     "directory": ("memfd_create", failing(errno.EMFILE), "no directory .* can be made now"),
-    "pipe": ("pipe2", failing(errno.EMFILE), "Too many open files"),
 }
 
 
@@ -696,7 +695,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
         "disk_partitions",
         lambda **_: [SimpleNamespace(mountpoint=str(huge), fstype="hugetlbfs")],
     )
-    monkeypatch.setattr(filesystem, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
+    monkeypatch.setattr(room, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
     monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
     assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)

@@ -12,7 +12,7 @@ from kvd.config.settings import Settings
 from kvd.doctor.checks import CHECKS, Finding, Level, examine
 from kvd.doctor.facts import Facts, Filesystem, RuntimeFacts
 from kvd.doctor.gpus import Gpu, Gpus
-from kvd.machine.cgroup import MemoryLimit
+from kvd.machine.room import MemoryLimit
 
 GIB = 2**30
 QUIET = {"swap", "other daemon"}  # say nothing where nothing is wrong

@@ -1,4 +1,4 @@
-"""What kind of filesystem a pool may lie on, and how much it has to give.
+"""How much memory a pool may take: of its filesystem, of the control group, of the machine.
 
 tmpfs (such as /dev/shm) takes files of any size and has room as statvfs says. hugetlbfs
 hands out huge pages: files are whole pages long, can be mapped but not written with
@@ -17,6 +17,8 @@ _HUGETLBFS = "hugetlbfs"
 _TMPFS = "tmpfs"
 _FREE_PAGES = Path("/sys/kernel/mm/hugepages")
 _SMALL_PAGE = 4096
+_GROUPS = Path("/sys/fs/cgroup")
+_V1_UNLIMITED = 2**62  # version 1 writes "no limit" as the largest number of whole pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +106,88 @@ def _free_huge_pages(page_bytes: int) -> int:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """The tightest limit on the way from a group up to the root, in bytes.
+
+    Memory files count against the group that first touched them, so `room` is what a pool may take.
+    """
+
+    group: Path
+    limit: int
+    used: int
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left."""
+        return max(0, self.limit - self.used)
+
+
+def memory_limit(
+    pid: int | None = None, root: Path = _GROUPS, proc: Path = Path("/proc")
+) -> MemoryLimit | None:
+    """Return the limit of process `pid` (None: this one); None where there is none.
+
+    Args:
+        pid: in this process's own pid namespace.
+        root: where the control groups are mounted.
+        proc: where processes are.
+    """
+    found = []
+    for line in _read(proc / (str(pid) if pid else "self") / "cgroup").splitlines():
+        number, controllers, name = line.split(":", 2)
+        if number == "0" and not controllers:
+            base, limit, used = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / name.lstrip("/")
+        while group.is_relative_to(base):
+            text, current = _read(group / limit).strip(), _read(group / used).strip()
+            if text.isdigit() and current.isdigit() and int(text) < _V1_UNLIMITED:
+                found.append(MemoryLimit(group, int(text), int(current)))
+            group = group.parent
+    return min(found, key=lambda each: each.room, default=None)
+
+
+def available_bytes(pool_dir: Path) -> int:
+    """Return the least of available memory, what the control group leaves, room in `pool_dir`."""
+    limits = [int(psutil.virtual_memory().available), int(psutil.disk_usage(str(pool_dir)).free)]
+    group = memory_limit()
+    if group is not None:
+        limits.append(group.room)
+    return min(limits)
+
+
+def lack_of_room(filesystem: Filesystem, nbytes: int, held: int) -> str:
+    """Return why a pool of `nbytes` does not fit, with figures and remedy; empty where it does.
+
+    Args:
+        filesystem: where the pool's file goes.
+        nbytes: the pool's size.
+        held: bytes that a file there takes now and the pool uses again.
+    """
+    room, wanted = filesystem.room + held, filesystem.whole_pages(nbytes)
+    if room < wanted:
+        return (
+            f"a pool of {format_size(nbytes)} does not fit {filesystem.directory}, which has"
+            f" {format_size(room)} left; {filesystem.remedy(wanted, wanted - room)}"
+        )
+    group = memory_limit() if filesystem.is_memory else None
+    if group is not None and wanted - held > group.limit:
+        return (
+            f"a pool of {format_size(nbytes)} does not fit the control group {group.group}, which"
+            f" may take {format_size(group.limit)}; choose a smaller --cpu-bytes or raise the limit"
+            " (memory.max, MemoryMax=, resources.limits.memory)"
+        )
+    return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
