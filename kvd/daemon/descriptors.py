@@ -19,7 +19,7 @@ import zmq
 from kvd.daemon.child import ChildProcess
 from kvd.daemon.receiver import DROP, FOREIGN, READ, TAKEN
 from kvd.errors import BadDatagram, KvdError, Refused
-from kvd.machine.sealed import HOW
+from kvd.machine.trust import HOW
 from kvd.wire.seqpacket import MAX_DATAGRAM_BYTES, Channel, close_all
 from kvd_proto.messages import ErrorCode
 

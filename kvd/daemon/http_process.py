@@ -18,8 +18,8 @@ import zmq
 
 from kvd.config.values import Listen, parse_listen
 from kvd.daemon.child import ChildProcess
-from kvd.daemon.runtime_dir import listen as listen_unix
 from kvd.errors import ConfigError
+from kvd.wire.listener import Listener
 
 log = logging.getLogger("kvd.daemon")
 _BACKLOG = 128
@@ -49,7 +49,7 @@ class HttpProcess:
         address = parse_listen(listen)
         self._host = address.host if address is not None else ""
         self._tcp = bind_tcp(address) if address is not None else None
-        self._unix = listen_unix(unix_path, socket.SOCK_STREAM)
+        self._unix = Listener(unix_path)
         self._poller = poller
         self._child = ChildProcess("kvd.report", "the HTTP process", poller, _PAUSE_SECONDS)
         self._heard = 0.0

@@ -51,13 +51,14 @@ from kvd.daemon.lane_processes import Lanes
 from kvd.daemon.memory import PoolMemory
 from kvd.daemon.notify import Notifier
 from kvd.daemon.request_socket import Requests
-from kvd.daemon.runtime_dir import RuntimeDir, listen
+from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.daemon.shared import DirectoryMemory, ReadyPipes
 from kvd.errors import PoolError, Refused
+from kvd.machine.process import Standstill
 from kvd.machine.process_usage import UsageReader
 from kvd.machine.room import available_bytes
-from kvd.machine.standstill import Standstill
 from kvd.pool.filling import FillOrder
+from kvd.wire.listener import Listener
 from kvd_proto.devices import HOST
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
@@ -127,7 +128,7 @@ class Service:
             self._lanes.add(device)
         self._requests = Requests(self._runtime.broker_socket, self.core)
         self._connections = Connections(
-            listen(self._runtime.control_socket, socket.SOCK_SEQPACKET),
+            Listener(self._runtime.control_socket, socket.SOCK_SEQPACKET),
             self.core,
             self._poller,
             self._carry_out,

@@ -25,8 +25,8 @@ from pathlib import Path
 import msgspec
 
 from kvd.errors import AlreadyRunning, ConfigError, PoolError
-from kvd.machine.places import check_place
 from kvd.machine.room import Filesystem
+from kvd.machine.trust import check_place
 
 log = logging.getLogger("kvd.daemon")
 

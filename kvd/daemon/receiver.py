@@ -24,7 +24,7 @@ import stat
 import struct
 import sys
 
-from kvd.machine.parent_death import tie_to_parent
+from kvd.machine.process import tie_to_parent
 
 MAX_DESCRIPTORS = 253  # the kernel's own limit, SCM_MAX_FD
 READ, DROP = b"r", b"d"

@@ -7,7 +7,6 @@ from pathlib import Path
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Reply
 from kvd.broker.sessions import Session
-from kvd.daemon.runtime_dir import no_socket
 from kvd.wire.router import Router
 from kvd_proto.codec import MAX_MESSAGE_BYTES, NO_ID, REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
@@ -26,10 +25,7 @@ class Requests:
     """
 
     def __init__(self, path: Path, core: Broker) -> None:
-        try:
-            self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
-        except OSError as error:
-            raise no_socket(path, error) from error
+        self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
         self._core = core
         self._identities: dict[int, bytes] = {}  # of the sessions' sockets
         self._dropped = 0  # frames that were no messages, and replies that were not read

@@ -16,8 +16,7 @@ import stat
 from pathlib import Path
 
 from kvd.errors import AlreadyRunning, ConfigError
-from kvd.machine.places import check_place
-from kvd.wire.listener import Listener
+from kvd.machine.trust import check_place
 
 log = logging.getLogger("kvd.daemon")
 
@@ -118,25 +117,6 @@ class RuntimeDir:
 
     def __repr__(self) -> str:
         return f"<RuntimeDir {self.path} {'locked' if self._lock_fd >= 0 else 'free'}>"
-
-
-def listen(path: Path, kind: int) -> Listener:
-    """Listen on a socket of the directory.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    try:
-        return Listener(path, kind)
-    except OSError as error:
-        raise no_socket(path, error) from error
-
-
-def no_socket(path: Path, error: OSError) -> ConfigError:
-    """Return the error for a socket that cannot be made."""
-    return ConfigError(
-        f"{path}: {error.strerror}; choose a directory that this user may write, with --runtime-dir"
-    )
 
 
 def _locked(file: Path) -> int:

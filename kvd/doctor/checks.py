@@ -13,7 +13,7 @@ import psutil
 from kvd.daemon.runtime_dir import MAX_DIRECTORY_BYTES
 from kvd.doctor.facts import Facts
 from kvd.lane.devices.cuda import driver
-from kvd.machine.places import danger
+from kvd.machine.trust import danger
 from kvd_proto.sizes import format_size
 
 OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is the long-term one

@@ -16,7 +16,7 @@ from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT
 from kvd.logs.setup import configure_child
-from kvd.machine.parent_death import tie_to_parent
+from kvd.machine.process import tie_to_parent
 from kvd.wire.link import LINK, LaneFailed, lane_socket
 from kvd.wire.seqpacket import Channel
 from kvd_proto.devices import HOST

@@ -19,7 +19,7 @@ from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.runner import Runner
 from kvd.lane.worker_requests import Requests
 from kvd.lane.workers import Workers
-from kvd.machine.standstill import Standstill
+from kvd.machine.process import Standstill
 from kvd.wire.link import LINK, LaneReady, PoolUsable
 from kvd.wire.router import Router
 from kvd.wire.seqpacket import Channel

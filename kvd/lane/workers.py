@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvd.client_names import Who
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.device import Device, MemoryId
-from kvd.machine.sealed import size_of
+from kvd.machine.trust import size_of
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.directory import DirectoryView

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.logs.setup import configure_child
-from kvd.machine.parent_death import tie_to_parent
+from kvd.machine.process import tie_to_parent
 
 log = logging.getLogger("kvd.report")
 _NICE = 5

@@ -7,6 +7,8 @@ import os
 import socket
 from pathlib import Path
 
+from kvd.errors import ConfigError
+
 BACKLOG = 1024
 
 log = logging.getLogger("kvd.wire")
@@ -24,7 +26,7 @@ class Listener:
         kind: SOCK_STREAM or SOCK_SEQPACKET.
 
     Raises:
-        OSError: the address cannot be had.
+        ConfigError: the address cannot be had.
     """
 
     def __init__(self, path: Path, kind: int = socket.SOCK_STREAM) -> None:
@@ -35,9 +37,12 @@ class Listener:
             self.socket.listen(BACKLOG)
             # Closed to accept, and close, a connection for which no descriptor is left.
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+        except OSError as error:
             self.socket.close()
-            raise
+            raise ConfigError(
+                f"{path}: {error.strerror}; choose a directory that this user may write, with"
+                " --runtime-dir"
+            ) from error
         self.socket.setblocking(False)  # the socket API's own form
 
     def fileno(self) -> int:

@@ -100,7 +100,7 @@ class Router:
         max_unproven: connections without a session; above, one of them is closed.
 
     Raises:
-        OSError: the address cannot be had.
+        ConfigError: the address cannot be had.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvd.logs.limit import MOST_A_MINUTE
-from kvd.machine.standstill import LONGEST_SECONDS
+from kvd.machine.process import LONGEST_SECONDS
 from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.conftest import Daemon, StartDaemon

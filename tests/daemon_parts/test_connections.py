@@ -11,7 +11,7 @@ import zmq
 from kvd.broker.effects import Notify
 from kvd.daemon.connections import AT_ONCE, Connections
 from kvd.daemon.request_socket import Requests
-from kvd.daemon.runtime_dir import listen
+from kvd.wire.listener import Listener
 from kvd_proto.messages import Detached
 from tests.broker.brokers import make_broker
 
@@ -30,7 +30,7 @@ def connections(tmp_path: Path, poller: zmq.Poller) -> Iterator[Connections]:
     core = make_broker(devices=[])
     requests = Requests(tmp_path / "broker.sock", core)
     made = Connections(
-        listen(tmp_path / "control.sock", socket.SOCK_SEQPACKET),
+        Listener(tmp_path / "control.sock", socket.SOCK_SEQPACKET),
         core,
         poller,
         lambda _: None,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.machine.standstill import Standstill
+from kvd.machine.process import Standstill
 
 
 def turns(*durations: tuple[float, float, float, float | None]) -> list[str]:

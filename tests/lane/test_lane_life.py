@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvd.machine.standstill import LONGEST_SECONDS
+from kvd.machine.process import LONGEST_SECONDS
 from kvd.wire.link import (
     LINK,
     LaneFailed,

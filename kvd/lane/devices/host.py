@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer, map_pool
 from kvd.lane.devices.pretouch import Pretouch
-from kvd.machine.sealed import size_of
+from kvd.machine.trust import size_of
 from kvd.pool.filling import FillOrder
 from kvd_proto.messages import Handle, HostHandle
 
