@@ -145,7 +145,7 @@ def test_nothing_outlives_a_killed_demo() -> None:
         (["--cpu-bytes", "banana"], "'banana' is no size"),
         (["--cpu-bytes", "4KiB", "--requests", "1"], "at least 64 KiB"),
         (["--cpu-bytes", "64KiB", "--requests", "1"], "65536 bytes"),
-        (["--json", "/proc/none/out.json"], "/proc/none/out.json: No such file"),
+        (["--json", "/proc/none/out.json"], "/proc/none/out.json"),
     ],
 )
 def test_bad_options_are_named_before_anything_runs(arguments: list[str], words: str) -> None:

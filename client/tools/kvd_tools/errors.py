@@ -24,9 +24,5 @@ class EngineDied(DemoError):
     """The vLLM engine has ended, or did not start in time; shows its log's end."""
 
 
-class SelfTestError(KvdClientError):
-    """The self-test cannot begin."""
-
-
-class StepFailed(SelfTestError):
-    """A step did not do what it is for; the sentence says what was seen instead."""
+class StepFailed(KvdClientError):
+    """A step of the self-test failed; the sentence says what was seen."""

@@ -1,28 +1,26 @@
-"""One lane under test: a small engine of one rank in a temporary namespace of its own.
-
-What is known about its state is written down as it happens (`stored`, `loaded`,
-`wrong`), so that the steps can prove what they did.
-"""
+"""One lane under test: a small engine of one rank in a temporary namespace of its own."""
 
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from kvd_client.chunk_blocks import ChunkBlocks
+from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.jobs import JobResult
+from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.answers import LookupResult, StoreAnswer
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint
 from kvd_tools.errors import StepFailed
-from kvd_tools.selftest.blocks import Blocks, Bytes, make_blocks
+from kvd_tools.selftest.blocks import Bytes, Rows, blocks_on
 
 CHUNKS = 16
 BLOCKS_PER_CHUNK = 4
@@ -40,7 +38,7 @@ def chunk_bytes_for(pool_bytes: int) -> int:
 
 
 class Bench:
-    """What the steps of one lane share.
+    """What the steps of one lane share; leaves the daemon and frees its memory with the context.
 
     Args:
         runtime_dir: the daemon's.
@@ -48,7 +46,17 @@ class Bench:
         observer: a scheduler's session without an engine, to ask for the daemon's status.
         pool_bytes: the size of the daemon's pool.
         timeout: seconds that the lane may take for anything.
+
+    Attributes:
+        memory, rows: the blocks, once they are allocated.
+        content: u8[blocks, block_bytes], what is stored: new bytes each time.
+        namespace_id: in hexadecimal, once it is registered.
+        stored: keys of the chunks that were stored.
+        samples: jobs by kind, each with the seconds from its submission to its end.
     """
+
+    memory: HostMemory | DeviceMemory
+    rows: Rows
 
     def __init__(
         self,
@@ -61,128 +69,79 @@ class Bench:
         self.device = device
         self.timeout = timeout
         self.chunk_bytes = chunk_bytes_for(pool_bytes)
-        self.engine = f"selftest-{os.getpid()}-{device}"
-        seed = int.from_bytes(os.urandom(8))
+        self.block_bytes = size = self.chunk_bytes // BLOCKS_PER_CHUNK
         self.keys: Sequence[bytes] = [os.urandom(32) for _ in range(CHUNKS)]
         blocks = CHUNKS * BLOCKS_PER_CHUNK
+        self.num_blocks = 1 + 2 * blocks
+        seed = int.from_bytes(os.urandom(8))
         self.source = list(range(1, 1 + blocks))  # block 0 is never listed in a job
-        self.destination = list(range(1 + blocks, 1 + 2 * blocks))
+        self.destination = list(range(1 + blocks, self.num_blocks))
         random.Random(seed).shuffle(self.destination)  # so that no pattern helps
-        generator = np.random.default_rng(seed)  # new bytes each time: an older run's are no proof
-        block_bytes = self.chunk_bytes // BLOCKS_PER_CHUNK
-        self.content: list[Bytes] = [
-            generator.integers(0, 256, block_bytes, dtype=np.uint8) for _ in range(blocks)
-        ]
+        self.content = np.random.default_rng(seed).integers(0, 256, (blocks, size), np.uint8)
         self.layout = RankLayout(
-            num_blocks=1 + 2 * blocks,
+            num_blocks=self.num_blocks,
             blocks_per_chunk=BLOCKS_PER_CHUNK,
             hash_block_size=16,
-            storages=((1 + 2 * blocks) * block_bytes,),
-            tensors=(
-                TensorSpec(storage=0, offset=0, page_bytes=block_bytes, block_stride=block_bytes),
-            ),
-            groups=(GroupSpec(refs=(TensorRef(0, block_bytes),), block_size=16),),
+            storages=(self.num_blocks * size,),
+            tensors=(TensorSpec(storage=0, offset=0, page_bytes=size, block_stride=size),),
+            groups=(GroupSpec(refs=(TensorRef(0, size),), block_size=16),),
         )
-        self.blocks: Blocks | None = None
         self.namespace_id = ""
         self.stored: tuple[bytes, ...] = ()
-        self.loaded: LoadTicket | None = None
-        self.wrong: int | None = None
-        # Jobs, each with the seconds from its submission to its end.
         self.samples: dict[str, list[tuple[JobResult, float]]] = {"store": [], "load": []}
         self._observer = observer
         self._job = 0
-        self.scheduler = Scheduler(runtime_dir, self.engine, deadline=ANSWER_SECONDS)
-        self.worker = Worker(
-            runtime_dir, self.engine, 0, 1, deadline=ANSWER_SECONDS, job_timeout=timeout
-        )
+        self._stack = ExitStack()
+        name = f"selftest-{os.getpid()}-{device}"
+        self.scheduler = Scheduler(runtime_dir, name, deadline=ANSWER_SECONDS)
+        self.worker = Worker(runtime_dir, name, 0, 1, deadline=ANSWER_SECONDS, job_timeout=timeout)
 
     # --------------------------------------------------------------- memory
 
-    @property
-    def memory(self) -> Blocks:
-        """The blocks.
-
-        Raises:
-            StepFailed: they were never allocated.
-        """
-        if self.blocks is None:
-            raise StepFailed("there is no memory to work with")
-        return self.blocks
-
     def allocate(self) -> None:
         """Make the blocks on the device."""
-        self.blocks = make_blocks(
-            self.device, self.layout.num_blocks, self.chunk_bytes // BLOCKS_PER_CHUNK
-        )
+        found = blocks_on(self.device, self.num_blocks, self.block_bytes)
+        self.memory, self.rows = self._stack.enter_context(found)
 
-    def write(self, blocks: Sequence[int], content: Sequence[Bytes]) -> None:
+    def write(self, blocks: Sequence[int], content: Iterable[Bytes]) -> None:
         """Put these bytes into these blocks."""
         for block, data in zip(blocks, content, strict=True):
-            self.memory.write(block, data)
+            self.rows[block] = data
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks with bytes that nobody stores."""
-        data = np.full(self.memory.size, POISON, np.uint8)
-        self.write(blocks, [data] * len(blocks))
+        self.write(blocks, [np.full(self.block_bytes, POISON, np.uint8)] * len(blocks))
 
     def unpoisoned(self, blocks: Sequence[int]) -> list[int]:
         """Return for each of the blocks how many of its bytes are not poison."""
-        return [int((self.memory.read(block) != POISON).sum()) for block in blocks]
+        return [int((self.rows[block] != POISON).sum()) for block in blocks]
 
     def differences(self, blocks: Sequence[int]) -> int:
         """Bytes of blocks that are not what was stored, block for block."""
-        return sum(
-            int((self.memory.read(block) != data).sum())
-            for block, data in zip(blocks, self.content, strict=False)
-        )
+        pairs = zip(blocks, self.content, strict=False)
+        return sum(int((self.rows[block] != data).sum()) for block, data in pairs)
 
-    @property
-    def used_source(self) -> list[int]:
-        """The source blocks of the chunks that were stored."""
-        return self.source[: len(self.stored) * BLOCKS_PER_CHUNK]
-
-    @property
-    def used_destination(self) -> list[int]:
-        """The destination blocks of the chunks that were stored."""
-        return self.destination[: len(self.stored) * BLOCKS_PER_CHUNK]
+    def used(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Return those of the source or destination blocks whose chunks were stored."""
+        return blocks[: len(self.stored) * BLOCKS_PER_CHUNK]
 
     # --------------------------------------------------------------- engine
-
-    def register(self) -> None:
-        """Become an engine with a temporary namespace that nobody else has."""
-        self.worker.register(
-            [self.memory.memory],
-            self.layout,
-            Fingerprint(model="kvd selftest", label=self.keys[0].hex()),
-            temporary=True,
-            required=True,
-            timeout=self.timeout,
-        )
-        self.scheduler.wait_attached(self.timeout)
-        self.worker.wait_attached(self.timeout)
-        self.namespace_id = self.scheduler.namespace.hex()
 
     def store(self) -> None:
         """Store the source blocks as chunks; as many as the daemon takes."""
         ticket = self.scheduler.prepare_store(self.keys)
-        if not ticket.served:
-            raise StepFailed(self.why_refused())
         if not ticket.keys:
             raise StepFailed(self._why_not_one(ticket.answers))
-        count = len(ticket.keys) * BLOCKS_PER_CHUNK
-        result = self._move("store", ticket, self.source[:count])
-        self.scheduler.complete_store(ticket, success=result.success)
-        _check(result)
         self.stored = ticket.keys
+        with ticket:
+            self._move("store", ticket, self.used(self.source))
 
     def load(self) -> None:
         """Load the stored chunks into the destination blocks."""
         with self.scheduler.prepare_load(self.stored) as ticket:
             if len(ticket) != len(self.stored):
                 raise StepFailed(f"{len(ticket)} of {len(self.stored)} stored chunks are there")
-            _check(self._move("load", ticket, self.used_destination))
-        self.loaded = ticket
+            self._move("load", ticket, self.used(self.destination))
 
     def wait_until(self, what: Callable[[], bool]) -> bool:
         """Ask again and again, for some seconds; whether it came true."""
@@ -199,34 +158,27 @@ class Bench:
         """Whether every stored chunk can be loaded."""
         return self.count(LookupResult.HIT) == len(self.stored)
 
-    def status(self) -> dict[str, Any]:
-        """The daemon's state.
+    def own_namespace(self) -> dict[str, Any] | None:
+        """The temporary namespace as the daemon reports it, while it is there."""
+        namespaces = self._status()["namespaces"]
+        return next((space for space in namespaces if space["id"] == self.namespace_id), None)
 
-        Raises:
-            StepFailed: it does not answer.
-        """
+    def _status(self) -> dict[str, Any]:
         report = self._observer.status()
         if not report:
             raise StepFailed("the daemon does not answer any more")
         return report
 
-    def own_namespace(self) -> dict[str, Any] | None:
-        """The temporary namespace as the daemon reports it, while it is there."""
-        namespaces = self.status()["namespaces"]
-        return next((space for space in namespaces if space["id"] == self.namespace_id), None)
-
-    def why_refused(self) -> str:
-        """Return why the daemon takes no store now, in its own words."""
-        report = self.status()
-        draining = "is draining and " if report["draining"] else ""
-        return f"the daemon {draining}refuses stores: {_not_ready(report) or 'no reason given'}"
-
     def _why_not_one(self, answers: Sequence[StoreAnswer]) -> str:
-        if set(answers) != {StoreAnswer.FULL}:
+        if answers and set(answers) != {StoreAnswer.FULL}:
             return f"the daemon takes no chunk: {', '.join(sorted({a.name for a in answers}))}"
-        report = self.status()
+        report = self._status()
+        failed = "; ".join(f"{c['name']}: {c['text']}" for c in report["checks"] if not c["ok"])
+        if not answers:
+            draining = "is draining and " if report["draining"] else ""
+            return f"the daemon {draining}refuses stores: {failed or 'no reason given'}"
         if not report["ready"]:
-            return f"there is no room yet: {_not_ready(report)}"
+            return f"there is no room yet: {failed}"
         return (
             "the pool is full, and everything in it is pinned or being written, so that not even"
             " a thousandth of it may go; try again when engines are less busy"
@@ -237,16 +189,14 @@ class Bench:
         self.worker.close()
         self.scheduler.close()
 
-    def close(self) -> None:
-        """Leave, and give the memory back."""
-        self.leave()
-        if self.blocks is not None:
-            self.blocks.close()
-            self.blocks = None
+    def __enter__(self) -> Self:
+        return self
 
-    def _move(
-        self, kind: str, ticket: StoreTicket | LoadTicket, blocks: Sequence[int]
-    ) -> JobResult:
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+        self._stack.close()
+
+    def _move(self, kind: str, ticket: StoreTicket | LoadTicket, blocks: Sequence[int]) -> None:
         self._job += 1
         groups = [ChunkBlocks(ticket.keys, blocks)]
         started = time.perf_counter()
@@ -259,21 +209,9 @@ class Bench:
         if unfinished:
             raise StepFailed(f"the job has not ended within {self.timeout:g} s")
         (result,) = self.worker.get_finished()
-        if result.success:
-            self.samples[kind].append((result, latency))
-        return result
+        if not result.success:
+            raise StepFailed(f"the job ended as {result.status}: {result.text}")
+        self.samples[kind].append((result, latency))
 
     def __repr__(self) -> str:
         return f"<Bench {self.device}: {len(self.stored)} of {len(self.keys)} chunks stored>"
-
-
-def _check(result: JobResult) -> None:
-    if not result.success:
-        raise StepFailed(f"the job ended as {result.status}: {result.text}")
-
-
-def _not_ready(report: dict[str, Any]) -> str:
-    """Return the checks that are not ok."""
-    return "; ".join(
-        f"{check['name']}: {check['text']}" for check in report["checks"] if not check["ok"]
-    )

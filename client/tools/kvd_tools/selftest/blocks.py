@@ -1,6 +1,7 @@
 """Memory of the self-test on one device: blocks that are written and read past the daemon."""
 
-from typing import TypeAlias
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -16,65 +17,58 @@ Bytes = npt.NDArray[np.uint8]
 _NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
 
 
-class HostBlocks:
-    """`count` blocks of `size` bytes in shared host memory, one storage: `memory`."""
+class CudaRows:
+    """Blocks of `size` bytes at a device's address, u8[size] each, as rows of an array."""
 
-    def __init__(self, count: int, size: int) -> None:
-        self.count, self.size = count, size
-        self.memory: HostMemory = HostMemory.allocate(count * size)
-        self._rows = self.memory.array.reshape(count, size)
+    def __init__(self, context: cuda_driver.PrimaryContext, address: int, size: int) -> None:
+        self._context, self._address, self._size = context, address, size
 
-    def write(self, block: int, data: Bytes) -> None:
-        """Put u8[size] into a block; it is there when this returns."""
-        self._rows[block] = data
+    def __setitem__(self, block: int, data: Bytes) -> None:
+        whole = np.ascontiguousarray(data)
+        with self._context.current():
+            cuda_driver.copy_in(self._address + block * self._size, whole.ctypes.data, self._size)
 
-    def read(self, block: int) -> Bytes:
-        """Return what is in a block now, a copy of u8[size]."""
-        data: Bytes = self._rows[block].copy()
+    def __getitem__(self, block: int) -> Bytes:
+        data = np.empty(self._size, np.uint8)
+        with self._context.current():
+            cuda_driver.copy_out(data.ctypes.data, self._address + block * self._size, self._size)
         return data
 
-    def close(self) -> None:
-        """Give the memory back; the daemon must have let go of it."""
-        self.memory.close()
+
+Rows = Bytes | CudaRows
 
 
-class CudaBlocks:
-    """`count` blocks of `size` bytes on a CUDA device of this process, one storage: `memory`.
+@contextmanager
+def blocks_on(
+    device: str, count: int, size: int
+) -> Iterator[tuple[HostMemory | DeviceMemory, Rows]]:
+    """Yield the memory of new blocks, one storage, and its rows; given back with the context.
 
     Raises:
+        StepFailed: this process does not see the device.
         CudaError: the driver refuses.
         UnsupportedMemory: there is no driver, or it lets nobody share memory.
     """
-
-    def __init__(self, ordinal: int, count: int, size: int) -> None:
-        self.count, self.size = count, size
-        self._context = cuda_driver.PrimaryContext(ordinal)
-        with self._context.current():
-            self._address = cuda_driver.allocate(count * size)
-            self.memory: DeviceMemory = DeviceMemory.at(self._address, count * size)
-
-    def write(self, block: int, data: Bytes) -> None:
-        """Put u8[size] into a block; it is there when this returns."""
-        whole = np.ascontiguousarray(data)
-        with self._context.current():
-            cuda_driver.copy_in(self._address + block * self.size, whole.ctypes.data, self.size)
-
-    def read(self, block: int) -> Bytes:
-        """Return what is in a block now, a copy of u8[size]."""
-        data = np.empty(self.size, np.uint8)
-        with self._context.current():
-            cuda_driver.copy_out(data.ctypes.data, self._address + block * self.size, self.size)
-        return data
-
-    def close(self) -> None:
-        """Give the memory back; the daemon must have let go of it."""
-        self.memory.close()
-        with self._context.current():
-            cuda_driver.free(self._address)
-        self._context.release()
-
-
-Blocks: TypeAlias = HostBlocks | CudaBlocks
+    if device == HOST:
+        memory = HostMemory.allocate(count * size)
+        yield memory, memory.array.reshape(count, size)
+        memory.close()
+        return
+    ordinal = visible_devices().get(device)
+    if ordinal is None:
+        raise StepFailed(
+            f"this process does not see {device}; run the self-test where the device is visible"
+            " (nvidia-smi -L, CUDA_VISIBLE_DEVICES), or leave it out by --device"
+        )
+    context = cuda_driver.PrimaryContext(ordinal)
+    with context.current():
+        address = cuda_driver.allocate(count * size)
+        shared = DeviceMemory.at(address, count * size)
+    yield shared, CudaRows(context, address, size)
+    shared.close()
+    with context.current():
+        cuda_driver.free(address)
+    context.release()
 
 
 def visible_devices() -> dict[str, int]:
@@ -95,20 +89,3 @@ def visible_devices() -> dict[str, int]:
         if error.name == _NO_DEVICE:
             return {}
         raise
-
-
-def make_blocks(device: str, count: int, size: int) -> Blocks:
-    """New blocks on a device.
-
-    Raises:
-        StepFailed: this process does not see the device.
-    """
-    if device == HOST:
-        return HostBlocks(count, size)
-    ordinal = visible_devices().get(device)
-    if ordinal is None:
-        raise StepFailed(
-            f"this process does not see {device}; run the self-test where the device is visible"
-            " (nvidia-smi -L, CUDA_VISIBLE_DEVICES), or leave it out by --device"
-        )
-    return CudaBlocks(ordinal, count, size)

@@ -18,7 +18,6 @@ from kvd_client.scheduler import Scheduler
 from kvd_proto.devices import HOST
 from kvd_proto.durations import parse_duration
 from kvd_proto.errors import DurationError
-from kvd_tools.errors import SelfTestError
 from kvd_tools.selftest.bench import ANSWER_SECONDS, Bench
 from kvd_tools.selftest.blocks import visible_devices
 from kvd_tools.selftest.steps import STEPS, Outcome, run
@@ -86,12 +85,12 @@ def _test(runtime_dir: Path, wanted: Sequence[str], timeout: float) -> list[dict
     with Scheduler(runtime_dir, f"selftest-{os.getpid()}", deadline=ANSWER_SECONDS) as observer:
         status = observer.status()
         if not status:
-            raise SelfTestError(
+            raise click.ClickException(
                 f"no daemon answers in {runtime_dir}; start one with:"
                 f" kvd serve --runtime-dir {runtime_dir}"
             )
         if not status["pool"]["cpu_bytes"]:
-            raise SelfTestError(
+            raise click.ClickException(
                 "the pool has no size yet: cpu_bytes is auto, and no engine has registered; start"
                 " an engine first, or give the daemon --cpu-bytes"
             )
@@ -107,18 +106,15 @@ def _devices(status: dict[str, Any], wanted: Sequence[str]) -> list[str]:
     known = list(dict.fromkeys(known))
     for device in wanted:
         if device not in known:
-            raise SelfTestError(f"--device {device}: there are {', '.join(known)}")
+            raise click.ClickException(f"--device {device}: there are {', '.join(known)}")
     return list(dict.fromkeys(wanted)) or known
 
 
 def _test_lane(
     runtime_dir: Path, device: str, observer: Scheduler, pool_bytes: int, timeout: float
 ) -> dict[str, Any]:
-    bench = Bench(runtime_dir, device, observer, pool_bytes, timeout)
-    try:
+    with Bench(runtime_dir, device, observer, pool_bytes, timeout) as bench:
         return _report(bench, run(bench))
-    finally:
-        bench.close()
 
 
 def _report(bench: Bench, outcomes: Sequence[Outcome]) -> dict[str, Any]:
