@@ -1,5 +1,6 @@
 """How much another process on the GPU slows down while kvd saturates the bus, and by which way."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,7 +10,6 @@ from typing import Self
 
 from gpu_device import Gpu
 from gpu_engine import Engine, pool_bytes
-from gpu_lane import chosen_by_a_lane, prefer
 from harness import Daemon, median
 
 SECONDS = 2.0
@@ -116,17 +116,17 @@ def measure(gpu: Gpu, way: str, nbytes: int, rounds: int, log: Path) -> dict[str
         RuntimeError: torch sees no GPU, or the kernel does not work on it.
     """
     fragment, below = WAYS[way]
-    with Neighbour() as neighbour:
-        measured = chosen_by_a_lane(gpu, log)
-        daemon = Daemon(pool_bytes(fragment, nbytes), log=log)
-        if measured:
-            prefer(daemon, measured, below)
-        elif below:
+    os.environ["LANE_KERNEL_BELOW"] = str(below)
+    with (
+        Neighbour() as neighbour,
+        Daemon(pool_bytes(fragment, nbytes), log=log) as daemon,
+        Engine(gpu, daemon, fragment, nbytes) as engine,
+    ):
+        engine.store()
+        if "the kernel does not work here" in log.read_text("utf-8", "replace"):
             raise RuntimeError("the kernel does not work on this device")
-        with daemon, Engine(gpu, daemon, fragment, nbytes) as engine:
-            engine.store()
-            _beside(neighbour, gpu, engine, 1)
-            return _beside(neighbour, gpu, engine, rounds)
+        _beside(neighbour, gpu, engine, 1)
+        return _beside(neighbour, gpu, engine, rounds)
 
 
 def _beside(neighbour: Neighbour, gpu: Gpu, engine: Engine, rounds: int) -> dict[str, float]:

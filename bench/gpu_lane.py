@@ -1,6 +1,5 @@
-"""What a CUDA lane costs beside its copies, and how it chooses between copy engine and kernel."""
+"""What a CUDA lane costs beside its copies."""
 
-import json
 import mmap
 import os
 import time
@@ -83,36 +82,3 @@ def latency(gpu: Gpu, jobs: int, log: Path) -> dict[str, float]:
         "load_p99_us": float(np.percentile(loads, 99)),
         "context_mib": context / 2**20,
     }
-
-
-def thresholds(daemon: Daemon) -> dict[str, str | int]:
-    """What the lane measured at its start: its engine, and below which length the kernel moves.
-
-    Empty where the kernel does not work on the device: the lane keeps nothing then.
-    """
-    found = sorted(daemon.runtime_dir.glob("cuda-*.json"))
-    kept: dict[str, str | int] = json.loads(found[0].read_text()) if found else {}
-    return kept | ({"file": found[0].name} if found else {})
-
-
-def chosen_by_a_lane(gpu: Gpu, log: Path) -> dict[str, str | int]:
-    """What a lane that is started for it has measured."""
-    fragment, nbytes = LATENCY_FRAGMENT, LATENCY_BYTES
-    with Daemon(pool_bytes(fragment, nbytes), log=log) as daemon:
-        with Engine(gpu, daemon, fragment, nbytes):
-            pass
-        return thresholds(daemon)
-
-
-def prefer(daemon: Daemon, measured: dict[str, str | int], below: int) -> None:
-    """Let the daemon's lane, which has not started, move all runs below this length by the kernel.
-
-    Args:
-        daemon: not started.
-        measured: what `thresholds` gave.
-        below: bytes; 0 means never by the kernel.
-    """
-    chosen = measured | {"load": below, "store": below}
-    name = str(chosen.pop("file"))
-    daemon.runtime_dir.mkdir(mode=0o750)
-    Path(daemon.runtime_dir / name).write_text(json.dumps(chosen))

@@ -59,7 +59,7 @@ def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def fragments(gpu: Gpu, fragment: int, nbytes: int, rounds: int, log: Path) -> dict[str, Any]:
-    """By direction: GB/s of kvd, of the raw copy, of batches; and what the lane chose.
+    """By direction: GB/s of kvd, of the raw copy, of batches.
 
     Args:
         gpu: where.
@@ -71,34 +71,35 @@ def fragments(gpu: Gpu, fragment: int, nbytes: int, rounds: int, log: Path) -> d
     rates: dict[str, dict[str, list[float]]] = {
         name: {"kvd": [], "raw": [], "batch": []} for name in DIRECTIONS
     }
-    with Daemon(pool_bytes(fragment, nbytes), log=log) as daemon:
-        with Engine(gpu, daemon, fragment, nbytes) as engine:
-            reference = Reference(gpu, engine.nbytes)
-            gpu.warm()
-            end = time.monotonic() + ROUNDS_SECONDS
-            for number in range(rounds + 1):
-                if number > LEAST_ROUNDS and time.monotonic() > end:
-                    break
-                keys, store = engine.store()
-                load = engine.load(keys)
-                if not number:
-                    engine.check()
-                _, both = engine.both(keys)
-                for name, kvd in (("store", store), ("load", load), ("both", both)):
-                    ways = DIRECTIONS[name]
-                    found = {"kvd": kvd, "raw": reference.raw(engine.nbytes, *ways)}
-                    if reference.has_batches:
-                        found["batch"] = reference.batched(engine.nbytes, fragment, *ways)
-                    if number:
-                        for way, value in found.items():
-                            rates[name][way].append(value)
-            reference.close()
-        lane = gpu_lane.thresholds(daemon)
+    with (
+        Daemon(pool_bytes(fragment, nbytes), log=log) as daemon,
+        Engine(gpu, daemon, fragment, nbytes) as engine,
+    ):
+        reference = Reference(gpu, engine.nbytes)
+        gpu.warm()
+        end = time.monotonic() + ROUNDS_SECONDS
+        for number in range(rounds + 1):
+            if number > LEAST_ROUNDS and time.monotonic() > end:
+                break
+            keys, store = engine.store()
+            load = engine.load(keys)
+            if not number:
+                engine.check()
+            _, both = engine.both(keys)
+            for name, kvd in (("store", store), ("load", load), ("both", both)):
+                ways = DIRECTIONS[name]
+                found = {"kvd": kvd, "raw": reference.raw(engine.nbytes, *ways)}
+                if reference.has_batches:
+                    found["batch"] = reference.batched(engine.nbytes, fragment, *ways)
+                if number:
+                    for way, value in found.items():
+                        rates[name][way].append(value)
+        reference.close()
     figures = {
         name: {way: median(values) if values else None for way, values in by_way.items()}
         for name, by_way in rates.items()
     }
-    return {"bytes": fragment, "rounds": len(rates["store"]["kvd"]), **figures, "lane": lane}
+    return {"bytes": fragment, "rounds": len(rates["store"]["kvd"]), **figures}
 
 
 def _options() -> argparse.Namespace:

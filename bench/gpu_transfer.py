@@ -101,8 +101,6 @@ def _keep(result: dict[str, Any], name: str, figures: dict[str, Any]) -> None:
     if kind == "device":
         result.update(figures)
     elif kind == "fragments":
-        lane = figures.pop("lane")
-        result["lane"] = {k: v for k, v in lane.items() if k in {"engine", "load", "store"}}
         result["fragments"].append(figures)
     elif kind == "interference":
         result.setdefault(kind, {})[which] = figures

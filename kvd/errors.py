@@ -71,6 +71,10 @@ class CudaError(LaneError):
         self.attempted = attempted
 
 
+class DeviceLost(LaneError):
+    """The context on a device is lost for good: only another process can use it again."""
+
+
 class Refused(KvdError):
     """A request that cannot be served; answered with an ERROR that carries this code.
 

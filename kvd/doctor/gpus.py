@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvd.errors import CudaError, CudaMissing
+from kvd.errors import CudaMissing, LaneError
 from kvd.lane.devices.cuda import driver
 
 _PATIENCE_SECONDS = 20.0
@@ -81,7 +81,7 @@ def main() -> None:
             found.append(Gpu(uuid.hex(), name, bus, *driver.can_share(device)))
     except CudaMissing as error:
         missing = str(error)
-    except CudaError as error:
+    except LaneError as error:
         problem = str(error)
     said = Gpus(cuda=cuda, devices=tuple(found), missing=missing, problem=problem)
     sys.stdout.buffer.write(msgspec.json.encode(said))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kvd.errors import ChannelFull, KvdError, LaneError
-from kvd.lane.devices.device import Device
+from kvd.lane.devices.device import Device, Direction
 from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
@@ -79,8 +79,8 @@ def _device(options: argparse.Namespace) -> Device:
     from kvd.lane.devices.cuda.uuids import show_slice  # noqa: PLC0415
 
     show_slice(options.device)
-    # Lanes that follow this one need not measure the device again.
-    chosen = Options(state_dir=options.runtime_dir)
+    below = os.environ.get("LANE_KERNEL_BELOW")  # bytes; the benchmark compares the ways to copy
+    chosen = Options(kernel_below=None if below is None else dict.fromkeys(Direction, int(below)))
     return CudaDevice(options.device, options.pool_fd, options.pool_bytes, chosen)
 
 

@@ -121,7 +121,8 @@ def test_what_another_process_loses_is_measured_with_one_import_of_torch(
     assert len((tmp_path / "imports").read_text().splitlines()) == len(found)
     said = log.read_text()
     assert "lane cuda:" in said
-    assert "BatchEngine" in said  # what the lane chose, and why
+    assert "by the kernel: none" in said  # what each lane does
+    assert "by the kernel: store below 1048576 bytes, load below 1048576 bytes" in said
 
 
 def test_a_neighbour_that_cannot_compute_says_why(fakecuda: FakeCuda, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import Options
-from kvd.lane.devices.cuda.binding import Stream
-from kvd.lane.devices.cuda.copier import Runs, Thresholds
+from kvd.lane.devices.cuda.copier import Runs
+from kvd.lane.devices.cuda.driver import Stream
 from kvd.lane.devices.device import Direction, MemoryId
 from kvd.lane.jobs import ReplyTo
 from kvd.lane.runner import Runner
@@ -36,7 +36,6 @@ from tests.lane.support import (
     make_job,
     simple_layout,
 )
-from tests.waiting import PATIENCE
 
 SIZES = (65536, 32768)
 PAGE = 4096
@@ -50,13 +49,13 @@ def engine_only(*, bytes_in_flight: int = 32 * 2**20, stuck_seconds: float = 60.
         registration_bytes=65536,
         bytes_in_flight=bytes_in_flight,
         stuck_seconds=stuck_seconds,
-        thresholds=Thresholds(),
+        kernel_below={},
     )
 
 
 def by_kernel(below: int) -> Options:
     """Runs below that many bytes go by the kernel."""
-    return Options(registration_bytes=65536, thresholds=Thresholds(below, below))
+    return Options(registration_bytes=65536, kernel_below=dict.fromkeys(Direction, below))
 
 
 def submit(
@@ -214,7 +213,7 @@ def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
     before = rig.driver.mark
     rig.driver.set("fail=cuMemHostRegister:1:2")
     rig.driver.set("unhang=")
-    assert rig.cuda.wait_until_pinned(PATIENCE)
+    rig.wait_until_pinned()
     assert "cannot be pinned" in drain(rig.device)[1].error
     with pytest.raises(ImportFailed, match="LimitMEMLOCK"):
         rig.attach(SIZES)

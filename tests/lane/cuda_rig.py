@@ -16,7 +16,7 @@ from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.device_contract import Bytes, Rig, Source, drain
 from tests.lane.support import Memory
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, eventually
 
 POOL_BYTES = 2**20
 
@@ -114,7 +114,12 @@ class CudaRig(Rig):
         self.mark = fake_driver.mark
         self.device = self.cuda = CudaDevice(fake_driver.device, self.pool.fd, pool_bytes, options)
         if pinned:
-            assert self.cuda.wait_until_pinned(PATIENCE)
+            self.wait_until_pinned()
+
+    def wait_until_pinned(self) -> None:
+        """Or until the pool is given up."""
+        cuda, nbytes = self.cuda, len(self.pool.bytes)
+        eventually(lambda: cuda.pool_error or cuda.usable_bytes == nbytes)
 
     def use(self, workers: CudaWorkers) -> None:
         """Workers that are made from now on have this memory."""

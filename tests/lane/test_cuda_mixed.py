@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvd.lane.devices.cuda.backend import Options
-from kvd.lane.devices.cuda.copier import Thresholds
 from kvd.lane.devices.device import Direction
 from tests.lane.cuda_checks import PAGE, submit
 from tests.lane.cuda_memory import CudaWorkers
@@ -29,8 +28,8 @@ def test_memory_and_pool_are_as_a_model_says(
     rng = random.Random(seed)
     fake_driver.set(f"seed={seed}")
     fake_driver.set("any=random")
-    below = Thresholds(rng.choice([0, 3000, 10**6]), rng.choice([0, 3000, 10**6]))
-    rig = CudaRig(fake_driver, ipc_workers, Options(registration_bytes=65536, thresholds=below))
+    below = {direction: rng.choice([0, 3000, 10**6]) for direction in Direction}
+    rig = CudaRig(fake_driver, ipc_workers, Options(registration_bytes=65536, kernel_below=below))
     memory, source = rig.attach((PAGES * PAGE,))
     device, pool = pattern(PAGES * PAGE, seed), pattern(POOL_BYTES, seed + 100)
     rig.put(source, 0, 0, device)

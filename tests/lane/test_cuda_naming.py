@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from kvd.errors import CudaError, LaneError
-from kvd.lane.devices.cuda.binding import Cleanup
 from kvd.lane.devices.cuda.uuids import show_slice, stay_near
 
 HEX = "0123456789abcdef0123456789abcdef"
@@ -54,38 +52,3 @@ def _machine(sysfs: Path, nodes: dict[int, str], device_node: int) -> None:
     folder = sysfs / "bus/pci/devices/0000:17:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text(f"{device_node}\n", "ascii")
-
-
-def test_cleaning_up_goes_on_after_a_failure() -> None:
-    """What was done is undone in reverse, all of it, and the first failure is raised."""
-    undone: list[str] = []
-
-    def fail(name: str) -> None:
-        undone.append(name)
-        raise CudaError(1, "CUDA_ERROR_INVALID_VALUE", name)
-
-    cleanup = Cleanup()
-    cleanup.add(lambda: undone.append("first"))
-    cleanup.add(lambda: fail("second"))
-    cleanup.add(lambda: fail("third"))
-    with pytest.raises(CudaError, match="third"):
-        cleanup.run()
-    assert undone == ["third", "second", "first"]
-    cleanup.run()
-    assert len(undone) == 3
-
-
-def test_a_failure_to_clean_up_does_not_hide_the_reason() -> None:
-    """The error that stopped the work is what the caller sees."""
-    cleanup = Cleanup()
-
-    def fail() -> None:
-        raise CudaError(2, "CUDA_ERROR_OUT_OF_MEMORY", "undoing")
-
-    def work() -> None:
-        with cleanup.on_failure():
-            cleanup.add(fail)
-            raise LaneError("the reason")
-
-    with pytest.raises(LaneError, match="the reason"):
-        work()

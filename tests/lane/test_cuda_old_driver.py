@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.binding import bindings
 from kvd.lane.devices.device import Direction
 from tests.fakecuda.harness import FakeCuda
 from tests.lane.cuda_checks import SIZES, engine_only, submit
@@ -48,7 +47,7 @@ def serve_on_an_old_driver(library: str, log: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     fake_driver = load(FakeCuda(Path(library)), Path(log))
     with pytest.raises(RuntimeError, match="cuEventElapsedTime"):
-        bindings().cuEventElapsedTime(0, 0)
+        driver.bindings().cuEventElapsedTime(0, 0)
     rig = CudaRig(fake_driver, CudaWorkers(ipc=True), engine_only())
     there_and_back(rig)
     rig.close()

@@ -17,7 +17,7 @@ from kvd.errors import LaneError
 from kvd.lane import runner
 from kvd.lane.devices.cuda import copier, driver, flow, pinning
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
-from kvd.lane.devices.cuda.binding import Event, Stream
+from kvd.lane.devices.cuda.driver import Event, Stream
 from kvd.lane.jobs import JobState, LaneJob, Refusal
 from kvd_proto.expand import Copies
 from tests.fakecuda.harness import FakeCuda

@@ -5,25 +5,22 @@ after it, and asks the events in `progress`. No stream ever waits for something
 that another process must do; the worker's timeline is the runner's to look at.
 
 An error of one transfer is reported with that transfer, when nothing of it can
-move any more. An error that has cost the context (CudaError of which `is_lost`)
-leaves this object: the lane process ends, the broker starts another, and the pool
-and its directory are as they were.
+move any more. DeviceLost leaves this object: the lane process ends, the broker
+starts another, and the pool and its directory are as they were.
 """
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from kvd.errors import CudaError, ImportFailed, LaneError
+from kvd.errors import DeviceLost, ImportFailed, LaneError
 from kvd.lane.devices.cuda import calibration, driver, uuids
-from kvd.lane.devices.cuda.binding import Cleanup, Stream, is_lost
-from kvd.lane.devices.cuda.calibration import AwaitedKernel, Scratch
-from kvd.lane.devices.cuda.copier import Copier, CopyEngine, MoveKernel, Runs, Thresholds
-from kvd.lane.devices.cuda.flow import Events, Flow
+from kvd.lane.devices.cuda.copier import Runs
+from kvd.lane.devices.cuda.driver import Undo
+from kvd.lane.devices.cuda.flow import Flow
 from kvd.lane.devices.cuda.importing import ImportedMemory
 from kvd.lane.devices.cuda.pinning import PinnedPool
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
@@ -34,8 +31,6 @@ _log = logging.getLogger(__name__)
 # To enqueue a piece costs this thread about the same whatever its size; larger ones leave it
 # time for messages while the device is busy.
 _PIECE_BYTES = 8 * 2**20
-_SCRATCH_BYTES = 2 * 2**20
-_RUN_LISTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +40,13 @@ class Options:
     registration_bytes: of one registration of the pool; see PinnedPool.
     bytes_in_flight: of each direction, above which no more is asked for.
     stuck_seconds: after which a device that ends nothing is given up.
-    state_dir: where measurements are kept, if anywhere.
-    thresholds: which runs the kernel moves; measured where None.
+    kernel_below: runs shorter than this many bytes go by the kernel; measured where None.
     """
 
     registration_bytes: int | None = None
     bytes_in_flight: int = 32 * 2**20
     stuck_seconds: float = 120.0
-    state_dir: Path | None = None
-    thresholds: Thresholds | None = None
+    kernel_below: Mapping[Direction, int] | None = None
 
 
 class CudaDevice(Device):
@@ -84,33 +77,32 @@ class CudaDevice(Device):
         self._last_id = 0
         self._held: deque[Transfer] = deque()
         self._ended: list[Finished] = []
-        self._lost: CudaError | None = None
+        self._lost: DeviceLost | None = None
+        self._undo = Undo()
         driver.start()
         if lacking := driver.shortcomings():
             _log.warning("%s", lacking)
         self._device = uuids.find(name)
         uuids.stay_near(driver.pci_bus_id(self._device))
-        self._cleanup = Cleanup()
-        with self._cleanup.on_failure():
-            context = driver.retain_context(self._device)
-            self._cleanup.add(lambda: driver.release_context(self._device))
-            driver.use_context(context)
-            self._events = Events()
-            self._cleanup.add(self._events.close)
-            least, greatest = driver.priorities()
-            self.copier = self._make_copier(least)
-            self._flows: dict[Direction, Flow] = {}
-            for direction, priority in (
-                (Direction.LOAD, greatest),
-                (Direction.STORE, least),
-            ):
-                flow = Flow(direction, priority, self.copier, self._events)
-                self._cleanup.add(flow.close)
-                self._flows[direction] = flow
-            # Last: what was measured above was measured while nothing else moved.
-            self._pool = PinnedPool(pool_fd, pool_bytes, context, options.registration_bytes)
-            self._cleanup.add(self._pool.close)
-            _log.info("%s: %r", driver.device_name(self._device), self.copier)
+        with Undo() as failed:
+            failed.push(self._undo)
+            self._set_up(pool_fd, pool_bytes)
+            failed.pop_all()
+
+    def _set_up(self, pool_fd: int, pool_bytes: int) -> None:
+        context = driver.retain_context(self._device)
+        self._undo.add(driver.release_context, self._device)
+        driver.use_context(context)
+        least, greatest = driver.priorities()
+        self.copier = calibration.choose(least, self._options.kernel_below, self._undo)
+        self._flows = {
+            direction: Flow(direction, priority, self.copier, self._undo)
+            for direction, priority in ((Direction.LOAD, greatest), (Direction.STORE, least))
+        }
+        # Last: what was measured above was measured while nothing else moved.
+        self._pool = PinnedPool(pool_fd, pool_bytes, context, self._options.registration_bytes)
+        self._undo.add(self._pool.close)
+        _log.info("%s: %r", driver.device_name(self._device), self.copier)
 
     @property
     def usable_bytes(self) -> int:
@@ -171,8 +163,7 @@ class CudaDevice(Device):
         """See Device.
 
         Raises:
-            CudaError: the device is lost.
-            LaneError: it hangs.
+            DeviceLost, LaneError: it is lost, or hangs.
         """
         for _ in range(len(self._held)):
             transfer = self._held.popleft()
@@ -190,10 +181,6 @@ class CudaDevice(Device):
         self._check_pulse()
         return ended
 
-    def wait_until_pinned(self, seconds: float) -> bool:
-        """Wait for the pool to be pinned, or to be given up; whether that is so."""
-        return self._pool.wait(seconds)
-
     def close(self) -> None:
         """See Device.
 
@@ -203,14 +190,14 @@ class CudaDevice(Device):
         if self.in_flight:
             raise LaneError(f"{self.in_flight} transfers are in flight")
         for memory in self._memories.values():
-            self._cleanup.add(memory.close)
+            self._undo.add(memory.close)
         self._memories.clear()
-        self._cleanup.run()
+        self._undo.close()
 
     def _enqueue(self, transfer: Transfer) -> None:
         try:
             self._flows[transfer.direction].enqueue(transfer, self._runs_of(transfer))
-        except CudaError as error:
+        except DeviceLost as error:
             self._lost = error  # for `progress` to raise: a job's failure is not the place
 
     def _runs_of(self, transfer: Transfer) -> Runs:
@@ -240,51 +227,6 @@ class CudaDevice(Device):
         begins = transfer.copies.arena_offset + transfer.pool_base
         ends = begins + transfer.copies.nbytes
         return all(map(self._pool.holds, begins.tolist(), ends.tolist()))
-
-    def _make_copier(self, priority: int) -> Copier:
-        """Try and time the ways to copy on scratch memory."""
-        trial = Cleanup()
-        with trial.on_failure():
-            scratch = Scratch(_SCRATCH_BYTES)
-            trial.add(scratch.close)
-            stream = driver.create_stream(priority)
-            trial.add(lambda: driver.destroy_stream(stream))
-            engine = calibration.choose_engine(scratch, stream)
-            kernel, thresholds = self._try_kernel(engine, scratch, stream)
-        trial.run()
-        return Copier(engine, kernel, thresholds)
-
-    def _try_kernel(
-        self, engine: CopyEngine, scratch: Scratch, stream: Stream
-    ) -> tuple[MoveKernel | None, Thresholds]:
-        """The kernel, if it works here and is worth while for some length of run."""
-        thresholds = self._options.thresholds
-        if thresholds == Thresholds():
-            return None, thresholds
-        mine = Cleanup()
-        try:
-            with mine.on_failure():
-                kernel = MoveKernel(_RUN_LISTS)
-                mine.add(kernel.close)
-                mine.add(lambda: driver.wait_for_stream(stream))
-                if not calibration.moves_there_and_back(AwaitedKernel(kernel), scratch, stream):
-                    raise LaneError("the copy kernel did not move the right bytes")
-                if thresholds is None:
-                    file = self._calibration_file()
-                    thresholds = calibration.thresholds(engine, kernel, scratch, stream, file)
-        except LaneError as error:
-            if isinstance(error, CudaError) and is_lost(error):
-                raise
-            _log.warning("short runs go to the copy engine too: %s", error)
-            return None, Thresholds()
-        self._cleanup.add(kernel.close)
-        return kernel, thresholds
-
-    def _calibration_file(self) -> Path | None:
-        if self._options.state_dir is None:
-            return None
-        uuid = dict(driver.devices())[self._device]
-        return self._options.state_dir / calibration.file_name(uuid)
 
     def __repr__(self) -> str:
         return (

@@ -1,31 +1,34 @@
 """The CUDA driver as the daemon uses it: the only module that names its functions.
 
 Thin wrappers over `cuda.bindings.driver`: numbers in, numbers out, and every
-failure a CudaError that says what was being attempted (see binding.py). No
-function waits for the device unless its name says so.
+failure a CudaError that says what was being attempted. No function waits for the
+device unless its name says so. The bindings are imported at the first call, so that
+a daemon without them serves host memory as before.
 """
 
 import ctypes
+import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from types import ModuleType
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd.errors import CudaError, CudaMissing
-from kvd.lane.devices.cuda.binding import (
-    Allocation,
-    Context,
-    Event,
-    Function,
-    Module,
-    Stream,
-    bindings,
-    call,
-)
+from kvd.errors import CudaError, CudaMissing, DeviceLost, LaneError
+
+_log = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
+Context = NewType("Context", object)
+Stream = NewType("Stream", object)
+Event = NewType("Event", object)
+Module = NewType("Module", object)
+Function = NewType("Function", object)
+Allocation = NewType("Allocation", object)
 
 NOT_READY = 600
 # Forms of cuMemcpyBatchAsync: the version that brought one, and whether that also tells which copy
@@ -35,6 +38,91 @@ _BATCH_FORMS = ((13000, False), (12080, True))
 OLDEST = 12000
 # From here on a driver has all that is used: batches, and events' times as the bindings ask.
 WHOLE = 12080
+# DeviceLost: nothing that was or will be asked of the context succeeds.
+_LOST = frozenset(
+    {
+        "CUDA_ERROR_DEINITIALIZED",
+        "CUDA_ERROR_DEVICE_UNAVAILABLE",
+        "CUDA_ERROR_ECC_UNCORRECTABLE",
+        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+        "CUDA_ERROR_CONTAINED",
+        "CUDA_ERROR_ILLEGAL_ADDRESS",
+        "CUDA_ERROR_LAUNCH_TIMEOUT",
+        "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+        "CUDA_ERROR_ASSERT",
+        "CUDA_ERROR_HARDWARE_STACK_ERROR",
+        "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+        "CUDA_ERROR_MISALIGNED_ADDRESS",
+        "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+        "CUDA_ERROR_INVALID_PC",
+        "CUDA_ERROR_LAUNCH_FAILED",
+        "CUDA_ERROR_TENSOR_MEMORY_LEAK",
+        "CUDA_ERROR_EXTERNAL_DEVICE",
+        "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+        "CUDA_ERROR_UNKNOWN",
+    }
+)
+
+
+@cache
+def bindings() -> ModuleType:
+    """The module of the bindings.
+
+    Raises:
+        CudaMissing: they are not installed.
+    """
+    try:
+        from cuda.bindings import driver  # noqa: PLC0415  # an extra; host lanes do without
+    except ImportError as error:
+        raise CudaMissing(
+            f"a CUDA device needs the package cuda-bindings ({error});"
+            " install it with: pip install 'kvd-offload[cuda]'"
+        ) from error
+    module: ModuleType = driver
+    return module
+
+
+def call(attempted: str, name: str, *arguments: object) -> Any:
+    """Call a driver function; its result: None, one value, or a tuple.
+
+    Raises:
+        CudaError: it failed, or this driver has none.
+        DeviceLost: it says that the context is lost.
+    """
+    try:
+        code, *values = getattr(bindings(), name)(*arguments)
+    except (RuntimeError, AttributeError) as error:
+        raise CudaError(-1, f"{name} is not in this driver ({error})", attempted) from error
+    _check(code, attempted)
+    if len(values) > 1:
+        return tuple(values)
+    return values[0] if values else None
+
+
+def _check(code: Any, attempted: str) -> None:
+    if code:
+        error = CudaError(int(code), code.name, attempted)
+        raise DeviceLost(str(error)) if code.name in _LOST else error
+
+
+class Undo(ExitStack):
+    """What is to be undone in reverse order, however much of that fails.
+
+    The first error is raised, the one that ended the block if there is one; others are logged.
+    """
+
+    def add(self, undo: Callable[..., None], *arguments: object) -> None:
+        """Something was done; this undoes it."""
+
+        def exit_(_kind: object, error: BaseException | None, _trace: object) -> None:
+            try:
+                undo(*arguments)
+            except LaneError as failure:
+                if error is None:
+                    raise
+                _log.error("not undone: %s", failure)  # not what is raised
+
+        self.push(exit_)
 
 
 # ------------------------------------------------------------------ devices
@@ -60,8 +148,7 @@ def start() -> None:
             "the CUDA driver sees no device; look at CUDA_VISIBLE_DEVICES, and in a container at"
             " NVIDIA_VISIBLE_DEVICES"
         )
-    if code:
-        raise CudaError(int(code), code.name, "initialising the CUDA driver")
+    _check(code, "initialising the CUDA driver")
     have = version()
     if have < OLDEST:
         raise CudaMissing(
@@ -410,9 +497,7 @@ class BatchCopy:
             *((ctypes.addressof(wrong),) if self.tells_index else ()),
             int(stream),  # type: ignore[call-overload]  # the bindings' handles are numbers
         )
-        if code:
-            name = bindings().CUresult(code).name
-            raise CudaError(code, name, f"enqueueing {len(targets)} copies")
+        _check(bindings().CUresult(code), f"enqueueing {len(targets)} copies")
 
 
 def _find_batch() -> tuple[int, bool]:

@@ -2,45 +2,14 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.binding import Event, Stream, is_lost
 from kvd.lane.devices.cuda.copier import Copier, Runs
+from kvd.lane.devices.cuda.driver import Event, Stream, Undo
 from kvd.lane.devices.device import Direction, Finished, Transfer
-
-
-class Events:
-    """Events that are used again and again."""
-
-    def __init__(self) -> None:
-        self._free: list[Event] = []
-
-    def take(self) -> Event:
-        """An event that marks nothing yet.
-
-        Raises:
-            CudaError: there is none and none can be made.
-        """
-        return self._free.pop() if self._free else driver.create_event()
-
-    def give_back(self, event: Event | None) -> None:
-        """It was reached, or marks nothing."""
-        if event is not None:
-            self._free.append(event)
-
-    def close(self) -> None:
-        """Destroy them.
-
-        Raises:
-            CudaError: the driver refuses.
-        """
-        while self._free:
-            driver.destroy_event(self._free.pop())
-
-    def __repr__(self) -> str:
-        return f"<Events {len(self._free)} free>"
 
 
 @dataclass(slots=True)
@@ -55,8 +24,11 @@ class _Enqueued:
     start: Event | None = None
     end: Event | None = None
     marked: bool = False
-    run_list: int | None = None
+    run_lists: list[int] = field(default_factory=list)
     error: str = ""
+
+    def fail(self, error: CudaError) -> None:
+        self.error = self.error or f"copy failed: {error}"
 
 
 class Flow:
@@ -66,17 +38,19 @@ class Flow:
         direction: which.
         priority: of its stream.
         copier: shared by both.
-        events: shared by both.
+        undo: destroys stream and events; nothing may be in flight then.
 
     Raises:
         CudaError: there is no stream.
     """
 
-    def __init__(self, direction: Direction, priority: int, copier: Copier, events: Events) -> None:
+    def __init__(self, direction: Direction, priority: int, copier: Copier, undo: Undo) -> None:
         self.direction = direction
         self.stream: Stream = driver.create_stream(priority)
+        undo.add(driver.destroy_stream, self.stream)
+        self._undo = undo
         self._copier = copier
-        self._events = events
+        self._events: list[Event] = []  # that mark nothing
         self._enqueued: deque[_Enqueued] = deque()
         self._last_end = 0.0
         self.nbytes = 0
@@ -85,30 +59,28 @@ class Flow:
         """Start a transfer. What fails of it is reported with its end, when nothing of it moves.
 
         Raises:
-            CudaError: the device is lost; the transfer will never be reported.
+            DeviceLost: the transfer will never be reported.
         """
         entry = _Enqueued(transfer, time.monotonic())
         self._enqueued.append(entry)
         self.nbytes += transfer.nbytes
         try:
-            entry.start = self._events.take()
-            entry.end = self._events.take()
+            entry.start, entry.end = self._event(), self._event()
             driver.record(entry.start, self.stream)
-            entry.run_list = self._copier.take_list(runs, self.direction)
             try:
-                self._copier.enqueue(runs, self.direction, self.stream, entry.run_list)
+                self._copier.enqueue(runs, self.direction, self.stream, entry.run_lists)
             finally:
                 # Some of the copies may be on their way even if not all are.
                 driver.record(entry.end, self.stream)
                 entry.marked = True
         except CudaError as error:
-            self._fail(entry, error)
+            entry.fail(error)
 
     def progress(self) -> list[Finished]:
         """The transfers that have ended.
 
         Raises:
-            CudaError: the device is lost.
+            DeviceLost: nothing will be reported any more.
         """
         ended = []
         while self._enqueued and self._has_ended(self._enqueued[0]):
@@ -124,13 +96,12 @@ class Flow:
         """Whether a transfer of this memory has not ended."""
         return any(entry.transfer.memory == memory for entry in self._enqueued)
 
-    def close(self) -> None:
-        """Destroy the stream; nothing may be in flight.
-
-        Raises:
-            CudaError: the driver refuses.
-        """
-        driver.destroy_stream(self.stream)
+    def _event(self) -> Event:
+        if self._events:
+            return self._events.pop()
+        event = driver.create_event()
+        self._undo.add(driver.destroy_event, event)
+        return event
 
     def _has_ended(self, entry: _Enqueued) -> bool:
         if entry.end is not None and entry.marked:
@@ -139,25 +110,19 @@ class Flow:
             except CudaError as error:
                 # What an event of unknown state marks is over when the stream is idle.
                 entry.marked = False
-                self._fail(entry, error)
+                entry.fail(error)
         try:
             return driver.is_idle(self.stream)
         except CudaError as error:
-            self._fail(entry, error)
+            entry.fail(error)
             return False  # asked again; what never ends is noticed by its age
-
-    def _fail(self, entry: _Enqueued, error: CudaError) -> None:
-        if is_lost(error):
-            raise error
-        entry.error = entry.error or f"copy failed: {error}"
 
     def _finish(self, entry: _Enqueued) -> Finished:
         self.nbytes -= entry.transfer.nbytes
         took = 0 if entry.error else self._took(entry)
         self._last_end = time.monotonic()
-        self._events.give_back(entry.start)
-        self._events.give_back(entry.end)
-        self._copier.give_back(entry.run_list)
+        self._events += [event for event in (entry.start, entry.end) if event is not None]
+        self._copier.give_back(entry.run_lists)
         nbytes = 0 if entry.error else entry.transfer.nbytes
         return Finished(entry.transfer.id, nbytes, took, entry.error)
 
@@ -167,11 +132,8 @@ class Flow:
         Its bytes have arrived: not to know the time is no failure.
         """
         if entry.start is not None and entry.end is not None:
-            try:
+            with suppress(CudaError):
                 return driver.nanoseconds_between(entry.start, entry.end)
-            except CudaError as error:
-                if is_lost(error):
-                    raise
         return int((time.monotonic() - max(entry.since, self._last_end)) * 1e9)
 
     def __len__(self) -> int:

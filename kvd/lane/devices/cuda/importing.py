@@ -10,8 +10,7 @@ import numpy as np
 
 from kvd.errors import CudaError, ImportFailed
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.binding import Cleanup, is_lost
-from kvd.lane.devices.cuda.driver import Addresses
+from kvd.lane.devices.cuda.driver import Addresses, Undo
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle
 
 _Key = bytes | int
@@ -21,6 +20,8 @@ class ImportedMemory:
     """The storages of one worker.
 
     addresses: uint64[storages].
+    close: unmaps everything; nothing may be in flight. Where the driver refuses, the memory stays
+        the worker's and this process's until this process ends.
 
     Args:
         handles: one per storage.
@@ -30,7 +31,6 @@ class ImportedMemory:
 
     Raises:
         ImportFailed: memory that is not as described; nothing stays open.
-        CudaError: the device is lost.
     """
 
     def __init__(
@@ -42,27 +42,16 @@ class ImportedMemory:
     ) -> None:
         self._descriptors = descriptors
         self._device = device
-        self._cleanup = Cleanup()
         self._opened: dict[_Key, tuple[int, int]] = {}
         try:
-            with self._cleanup.on_failure():
+            with Undo() as self._undo:
                 starts = [
                     self._storage(handle, size) for handle, size in zip(handles, sizes, strict=True)
                 ]
+                self.close = self._undo.pop_all().close
         except CudaError as error:
-            if is_lost(error):
-                raise
             raise ImportFailed(str(error)) from error
         self.addresses: Addresses = np.array(starts, np.uint64)
-
-    def close(self) -> None:
-        """Unmap everything; nothing may be in flight.
-
-        Raises:
-            CudaError: the driver refuses. The memory then stays the worker's and this process's
-                until this process ends.
-        """
-        self._cleanup.run()
 
     def _storage(self, handle: Handle, size: int) -> int:
         if isinstance(handle, IpcHandle):
@@ -91,13 +80,11 @@ class ImportedMemory:
         try:
             address = driver.open_ipc(handle.handle)
         except CudaError as error:
-            if is_lost(error):
-                raise
             raise ImportFailed(
                 f"{error}; the worker must run on this machine and use this device, and its pid"
                 " must differ from the lane's as a number: share the host's pids with containers"
             ) from error
-        self._cleanup.add(lambda: driver.close_ipc(address))
+        self._undo.add(driver.close_ipc, address)
         start, nbytes = driver.address_range(address)
         # Offsets count from the allocation's start, which is what opening it returns.
         return address, nbytes - (address - start)
@@ -109,11 +96,11 @@ class ImportedMemory:
                 f"an allocation of {nbytes} bytes is claimed, the device has {limit}"
             )
         allocation = driver.import_descriptor(self._descriptors[handle.fd_index])
-        self._cleanup.add(lambda: driver.release_allocation(allocation))
+        self._undo.add(driver.release_allocation, allocation)
         address = driver.reserve(nbytes)
-        self._cleanup.add(lambda: driver.free_reserved(address, nbytes))
+        self._undo.add(driver.free_reserved, address, nbytes)
         driver.map_allocation(address, nbytes, allocation)
-        self._cleanup.add(lambda: driver.unmap(address, nbytes))
+        self._undo.add(driver.unmap, address, nbytes)
         # The driver refuses to map more than there is; the size of the mapping is checked too.
         start, have = driver.address_range(address)
         if start > address or start + have < address + nbytes:

@@ -19,10 +19,9 @@ import time
 
 import numpy as np
 
-from kvd.errors import CudaError
+from kvd.errors import CudaError, LaneError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.binding import Context
-from kvd.lane.devices.cuda.driver import Addresses
+from kvd.lane.devices.cuda.driver import Addresses, Context, Undo
 from kvd.lane.devices.device import map_pool
 from kvd.lane.devices.pretouch import Pretouch
 from kvd.pool.filling import FillOrder, piece_bytes_for
@@ -70,7 +69,6 @@ class PinnedPool:
         self._error = ""
         self._since: float | None = None
         self._stop = threading.Event()
-        self._ended = threading.Event()
         self._pretouch = Pretouch(self._mapping, pool_fd, self.fill)
         self._thread = threading.Thread(target=self._run, name="kvd-pinning", daemon=True)
         self._thread.start()
@@ -95,10 +93,6 @@ class PinnedPool:
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until the pool is pinned or will not be; whether that is so."""
-        return self._ended.wait(seconds)
-
     def close(self) -> None:
         """Stop, unpin and unmap; no copy may be in flight.
 
@@ -118,7 +112,7 @@ class PinnedPool:
         try:
             driver.use_context(self._context)
             self._pin()
-        except CudaError as error:
+        except LaneError as error:
             end, self._pinned = self._pinned, 0
             self._since = None
             self._error = (
@@ -129,10 +123,8 @@ class PinnedPool:
             _log.error("%s", self._error)
             try:
                 self._unregister(end)
-            except CudaError:
+            except LaneError:
                 _log.exception("and what was pinned cannot be undone")
-        finally:
-            self._ended.set()
 
     def _pin(self) -> None:
         logged = 0
@@ -161,17 +153,11 @@ class PinnedPool:
                 _log.info("pinned %d of %d bytes of the pool", filled, self.nbytes)
 
     def _unregister(self, filled: int) -> None:
-        """Unpin the first `filled` bytes, as many as can be; raises the first failure."""
-        failures = []
-        for piece in self.fill.order:
-            if self.fill.filled_with[piece] > filled:
-                break
-            try:
-                driver.unregister_host(self.address + self.fill.span(piece)[0])
-            except CudaError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        """Unpin the first `filled` bytes, as many as can be."""
+        with Undo() as undo:
+            for piece in self.fill.order:
+                if self.fill.filled_with[piece] <= filled:
+                    undo.add(driver.unregister_host, self.address + self.fill.span(piece)[0])
 
     def __repr__(self) -> str:
         return f"<PinnedPool {self._pinned} of {self.nbytes} bytes>"
