@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.logs.limit import MOST_A_MINUTE, WINDOW_SECONDS, Limiter
-from kvd.logs.lines import formatter
-from kvd.logs.queued import MOST_LINES, QueuedHandler
+from kvd.logs.queued import MOST_A_MINUTE, MOST_LINES, WINDOW_SECONDS, Limiter, QueuedHandler
+from kvd.logs.setup import formatter
 from tests.waiting import eventually
 
 
@@ -164,7 +163,7 @@ def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
     pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nobody reading, lines are dropped; the next reader learns how many."""
-    monkeypatch.setattr("kvd.logs.limit.MOST_A_MINUTE", 10 * MOST_LINES)
+    monkeypatch.setattr("kvd.logs.queued.MOST_A_MINUTE", 10 * MOST_LINES)
     read, write = pipe
     handler = handler_to(write.fileno())
     total = 3 * MOST_LINES
@@ -198,7 +197,7 @@ def test_a_descriptor_that_takes_nothing_hurts_nobody(tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as full, path.open("wb") as file:
         handler = handler_to(full.fileno())
         handler.handle(record("one"))
-        eventually(lambda: handler._writer.failed == 1)
+        eventually(lambda: handler._failed == 1)
         os.dup2(file.fileno(), full.fileno())
         handler.handle(record("two"))
         handler.close()

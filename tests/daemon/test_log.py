@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.logs.limit import MOST_A_MINUTE
+from kvd.logs.queued import MOST_A_MINUTE
 from kvd.machine.process import LONGEST_SECONDS
 from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
