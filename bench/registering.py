@@ -13,8 +13,8 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, ToLane
 from kvd.broker.sessions import Peer, RegisterStep
 from kvd.cache.namespaces import Namespaces
-from kvd.config.loaded import Loaded
 from kvd.config.settings import Settings
+from kvd.config.sources import Loaded
 from kvd.wire.link import LINK, Imported, LaneReady
 from kvd_proto.codec import WIRE
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec

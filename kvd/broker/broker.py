@@ -23,7 +23,7 @@ from kvd.broker.state import BrokerState
 from kvd.broker.status_report import status_report
 from kvd.broker.supervision import Supervision
 from kvd.cache.namespaces import Namespaces
-from kvd.config.loaded import Loaded
+from kvd.config.sources import Loaded
 from kvd.errors import Refused
 from kvd.metrics import schema
 from kvd.metrics.counts import ProcessUsage

@@ -12,8 +12,8 @@ from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.operations import Handler, by, for_tools
 from kvd.broker.sessions import Request
 from kvd.broker.state import BrokerState
-from kvd.config.loaded import Loaded, take_up
 from kvd.config.render import as_json
+from kvd.config.sources import Loaded, take_up
 from kvd.errors import ConfigError
 from kvd.wire.link import LaneLog
 from kvd_proto.messages import (

@@ -2,15 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
 
 from kvd.cli.options import runtime_dir_option, settings_options, sources
-from kvd.config.loaded import DEFAULT
 from kvd.config.render import as_json, as_toml
-from kvd.config.sources import Sources
+from kvd.config.sources import DEFAULT, Sources
 from kvd.wire.tool import Control
 from kvd_proto.messages import (
     ConfigChange,
@@ -66,7 +64,9 @@ def show(*, config: Path | None, running: bool, form: str | None, **options: str
     elif form == "toml":
         print(as_toml(shown["settings"]), end="")
     else:
-        _print_table(shown["settings"])
+        from kvd.cli.tables import print_settings  # noqa: PLC0415  # --json must not pay for it
+
+        print_settings(shown["settings"])
 
 
 @config.command()
@@ -120,16 +120,3 @@ def check(*, file: Path) -> None:
 
 def _change_line(change: ConfigChange) -> str:
     return f"  {change.key}: {change.old} -> {change.new}  ({change.origin})"
-
-
-def _print_table(settings: dict[str, dict[str, Any]]) -> None:
-    rows = [("SETTING", "VALUE", "FROM")]
-    for key, entry in settings.items():
-        origin, later = entry["from"], entry.get("after_restart")
-        if later:
-            origin += f"; after a restart {later['value']} from {later['from']}"
-        rows.append((key, str(entry["value"]), origin))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    for key, value, origin in rows:
-        line = f"{key:{widths[0]}}  {value:{widths[1]}}  {origin}"
-        click.echo(click.style(line, dim=origin == DEFAULT))

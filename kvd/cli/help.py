@@ -1,7 +1,5 @@
 """`kvd help` and `kvd completion`."""
 
-from typing import Any
-
 import click
 from click.shell_completion import get_completion_class
 
@@ -24,9 +22,7 @@ def help_command(context: click.Context, *, names: tuple[str, ...]) -> None:
       kvd help status
       kvd help config show
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    root = context.find_root()
-    command, inner = _find(root, names)
-    print(command.get_help(inner))
+    context.find_root().command.main([*names, "--help"], prog_name="kvd")
 
 
 @click.command()
@@ -45,17 +41,3 @@ def completion(context: click.Context, *, shell: str) -> None:
     if kind is None:
         raise click.ClickException(f"this version of click knows no completion for {shell}")
     print(kind(context.find_root().command, {}, "kvd", "_KVD_COMPLETE").source())
-
-
-def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, click.Context]:
-    command, context = root.command, root
-    for name in names:
-        inner: Any = None
-        if isinstance(command, click.Group):
-            inner = command.get_command(context, name)
-        if inner is None:
-            known = command.list_commands(context) if isinstance(command, click.Group) else []
-            below = f"; there are: {', '.join(known)}" if known else "; it has no commands"
-            raise click.ClickException(f"{context.command_path} {name}: no such command{below}")
-        command, context = inner, click.Context(inner, info_name=name, parent=context)
-    return command, context

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvd.config.about import Known
+from kvd.config.about import About
 from kvd.config.settings import KNOWN
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
 from kvd_proto.durations import parse_duration
@@ -67,14 +67,14 @@ def settings_options(function: F) -> F:
     )(function)
 
 
-def _option(known: Known) -> Callable[[F], F]:
-    live = " Changes live." if known.about.live else ""
+def _option(known: About) -> Callable[[F], F]:
+    live = " Changes live." if known.live else ""
     return click.option(
         known.flag,
         known.key,
         # Text: values are checked where those of the file are, so that messages agree.
-        metavar="|".join(known.choices) or known.about.metavar,
-        help=f"{known.about.help}{live} [default: {known.default}]",
+        metavar="|".join(known.choices) or known.metavar,
+        help=f"{known.help}{live} [default: {known.default}]",
         shell_complete=lambda _context, _option, begin: [
             word for word in known.choices if word.startswith(begin)
         ],

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvd.config.sources import DEFAULT
 from kvd.metrics.histogram import Histogram
 from kvd.metrics.words import NOTHING, duration, number, percent, several, size
 
@@ -94,6 +95,18 @@ def print_engines(engines: list[dict[str, Any]]) -> None:
             about = ("", "", "", "")
     session = ("session", "rank", "device", "pid", "uid", "since")
     _print_table("Engines", ("engine", "state", "namespace", "tokens found", *session), rows)
+
+
+def print_settings(settings: dict[str, dict[str, Any]]) -> None:
+    """Print a line for each setting: its value, and where that comes from."""
+    table = Table("SETTING", "VALUE", "FROM", box=None, pad_edge=False)
+    for key, entry in settings.items():
+        origin, later = entry["from"], entry.get("after_restart")
+        if later:
+            origin += f"; after a restart {later['value']} from {later['from']}"
+        row = (key, str(entry["value"]), origin)
+        table.add_row(*map(Text, row), style="dim" if origin == DEFAULT else "")
+    _console().print(table)
 
 
 def _print_lanes(lanes: list[dict[str, Any]]) -> None:

@@ -123,22 +123,18 @@ def _keys(source: TextIO) -> Iterator[Callable[[float], str]]:
 
     It returns an empty text after so many seconds; without a terminal it only waits.
     """
+    terminal = source.isatty()
 
     def next_key(seconds: float) -> str:
-        ready, _, _ = select.select([source], [], [], seconds)
+        ready, _, _ = select.select([source] if terminal else [], [], [], seconds)
         return os.read(source.fileno(), 1).decode("latin-1").lower() if ready else ""
 
-    def no_key(seconds: float) -> str:
-        time.sleep(seconds)
-        return ""
-
-    if not source.isatty():
-        yield no_key
-        return
-    before = termios.tcgetattr(source)
-    tty.setcbreak(source)
+    before = termios.tcgetattr(source) if terminal else None
     try:
+        if terminal:
+            tty.setcbreak(source)
         yield next_key
     finally:
-        with contextlib.suppress(termios.error):  # the terminal is gone
-            termios.tcsetattr(source, termios.TCSADRAIN, before)
+        if before is not None:
+            with contextlib.suppress(termios.error):  # the terminal is gone
+                termios.tcsetattr(source, termios.TCSADRAIN, before)

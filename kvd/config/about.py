@@ -6,7 +6,7 @@ docs/configuration.md all come from there; to add a setting is to add a field.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -27,35 +27,23 @@ class About:
         section: under which heading of the sample file it stands.
         metavar: what stands for a value in help texts.
         live: `kvd config reload` applies a change; the others need a restart.
-        needs: what a value must be, where the type cannot say it.
+        wants: what a value must be, where the type cannot say it.
         check: raises SizeError, or ConfigError with the remedy, where a value is not that.
         parse: makes the value of a variable's or a flag's text; raises ConfigError.
+        key, hint, default: of the field: its name, its type with all annotations, its value
+            where none is given.
     """
 
     help: str
     section: str
     metavar: str
     live: bool = False
-    needs: str = ""
+    wants: str = ""
     check: Callable[[Any], object] | None = None
     parse: Callable[[str], Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """One setting that exists.
-
-    Attributes:
-        key: its name in the file.
-        about: its description.
-        hint: its type with all annotations.
-        default: the value where none is given.
-    """
-
-    key: str
-    about: About
-    hint: Any
-    default: Any
+    key: str = ""
+    hint: Any = None
+    default: Any = None
 
     @property
     def flag(self) -> str:
@@ -78,8 +66,8 @@ class Known:
         """What a value must be, for people."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        if self.about.needs:
-            return self.about.needs
+        if self.wants:
+            return self.wants
         number = "a whole number" if get_args(self.hint)[0] is int else "a number"
         bounds = next(mark for mark in self.hint.__metadata__ if isinstance(mark, Meta))
         if bounds.ge is not None:
@@ -96,23 +84,23 @@ class Known:
         Raises:
             ConfigError: it cannot be one; the text says what can.
         """
-        about = self.about
         try:
-            if about.parse is not None and not typed:
-                value = about.parse(value)
+            if self.parse is not None and not typed:
+                value = self.parse(value)
             result = msgspec.convert(value, self.hint, strict=typed)
-            if about.check is not None:
-                about.check(result)
+            if self.check is not None:
+                self.check(result)
         except (msgspec.ValidationError, SizeError) as error:
             raise ConfigError(f"needs {self.needs}") from error
         return result
 
 
-def known_in(settings: type[msgspec.Struct]) -> Iterator[Known]:
+def known_in(settings: type[msgspec.Struct]) -> Iterator[About]:
     """Every setting of a struct whose fields carry `About`."""
     hints = get_type_hints(settings, include_extras=True)
     for field in msgspec.structs.fields(settings):
         hint = hints[field.name]
         about = next(mark for mark in hint.__metadata__ if isinstance(mark, About))
-        empty = field.default_factory is not msgspec.NODEFAULT
-        yield Known(field.name, about, hint, field.default_factory() if empty else field.default)
+        made = field.default_factory is not msgspec.NODEFAULT
+        default = field.default_factory() if made else field.default
+        yield replace(about, key=field.name, hint=hint, default=default)

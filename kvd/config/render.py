@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from kvd.config.about import Known
-from kvd.config.loaded import Loaded
+from kvd.config.about import About
 from kvd.config.settings import KNOWN
+from kvd.config.sources import Loaded
 
 _HEAD = """\
 # kvd's settings. Copy it to /etc/kvd/kvd.toml and remove the # where a value is to change;
@@ -32,7 +32,7 @@ def as_json(loaded: Loaded) -> dict[str, Any]:
         key: {
             "value": getattr(loaded.settings, key),
             "from": origin,
-            "changes_live": KNOWN[key].about.live,
+            "changes_live": KNOWN[key].live,
         }
         for key, origin in loaded.origins.items()
     }
@@ -54,10 +54,10 @@ def sample() -> str:
     """Return the text of deploy/kvd.toml."""
     lines, section = [_HEAD], ""
     for known in KNOWN.values():
-        if known.about.section != section:
-            section = known.about.section
+        if known.section != section:
+            section = known.section
             lines.append(f"# ---- {section}\n")
-        lines += [f"# {known.about.help}", f"# {_needs(known)}"]
+        lines += [f"# {known.help}", f"# {_needs(known)}"]
         lines.append(f"#{known.key} = {toml_value(known.default)}\n")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -66,14 +66,14 @@ def table() -> str:
     """Return the table in docs/configuration.md."""
     lines = ["| key | default | meaning | a value is | changes live |", "|---|---|---|---|---|"]
     for known in KNOWN.values():
-        live = "yes" if known.about.live else "no"
+        live = "yes" if known.live else "no"
         lines.append(
-            f"| `{known.key}` | `{toml_value(known.default)}` | {known.about.help} |"
+            f"| `{known.key}` | `{toml_value(known.default)}` | {known.help} |"
             f" {known.needs} | {live} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _needs(known: Known) -> str:
+def _needs(known: About) -> str:
     text = known.needs[0].upper() + known.needs[1:]
-    return f"{text}.{' Changes live.' if known.about.live else ''}"
+    return f"{text}.{' Changes live.' if known.live else ''}"

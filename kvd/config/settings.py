@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvd.config.about import About, Known, known_in
+from kvd.config.about import About, known_in
 from kvd.config.quota import (
     QUOTA_NEEDS,
     Quota,
@@ -48,12 +48,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     runtime_dir: Annotated[
         str,
         Meta(min_length=1),
-        About("Directory for the sockets and the lock.", _PLACE, "DIR", needs=_DIR),
+        About("Directory for the sockets and the lock.", _PLACE, "DIR", wants=_DIR),
     ] = "/run/kvd"
     pool_dir: Annotated[
         str,
         Meta(min_length=1),
-        About("Where the pool's file lies: the node's tmpfs.", _PLACE, "DIR", needs=_DIR),
+        About("Where the pool's file lies: the node's tmpfs.", _PLACE, "DIR", wants=_DIR),
     ] = "/dev/shm"
     http_listen: Annotated[
         str,
@@ -61,7 +61,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "Where health, metrics and the status page are served.",
             _PLACE,
             "HOST:PORT",
-            needs="HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0: any free one), or off",
+            wants="HOST:PORT such as 127.0.0.1:9330 or [::1]:9330 (port 0: any free one), or off",
             check=parse_listen,
         ),
     ] = "127.0.0.1:9330"
@@ -71,7 +71,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "Size of the pool; auto takes it from what the first engine reports.",
             _POOL,
             "SIZE",
-            needs=f"a size of at least 64 KiB {_SIZE}, or auto",
+            wants=f"a size of at least 64 KiB {_SIZE}, or auto",
             check=lambda value: value == "auto" or _at_least(_SMALLEST_POOL, value),
         ),
     ] = "auto"
@@ -86,7 +86,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "With auto: memory that is left to other processes.",
             _POOL,
             "SIZE",
-            needs=f"a size {_SIZE}",
+            wants=f"a size {_SIZE}",
             check=parse_size,
         ),
     ] = "2GiB"
@@ -109,7 +109,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             _POOL,
             "TABLE",
             live=True,
-            needs=QUOTA_NEEDS,
+            wants=QUOTA_NEEDS,
             check=lambda table: quotas_of(table, 0),
             parse=parse_quotas,
         ),
@@ -161,7 +161,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "Most bytes of such jobs.",
             _LIMIT,
             "SIZE",
-            needs=f"a size of at least 1 B {_SIZE}",
+            wants=f"a size of at least 1 B {_SIZE}",
             check=lambda value: _at_least(1, value),
         ),
     ] = "64GiB"
@@ -172,7 +172,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "Users that may connect; with no groups either, all who can open the sockets.",
             _WHO,
             "NAMES",
-            needs=_NAMES.format("users"),
+            wants=_NAMES.format("users"),
             check=names_in,
         ),
     ] = ""
@@ -182,7 +182,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "Groups whose members may connect, beside those users.",
             _WHO,
             "NAMES",
-            needs=_NAMES.format("groups"),
+            wants=_NAMES.format("groups"),
             check=names_in,
         ),
     ] = ""
@@ -220,5 +220,5 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return quotas_of(self.quota, cpu_bytes)
 
 
-KNOWN: dict[str, Known] = {known.key: known for known in known_in(Settings)}
+KNOWN: dict[str, About] = {known.key: known for known in known_in(Settings)}
 """Every setting by its key, in the order of the sample file."""

@@ -5,8 +5,7 @@ from types import FrameType
 
 from kvd.broker.effects import Effect
 from kvd.broker.reloading import Reloading
-from kvd.config.loaded import Loaded
-from kvd.config.sources import Sources
+from kvd.config.sources import Loaded, Sources
 from kvd.errors import ConfigError
 from kvd.logs.setup import set_level
 

@@ -39,9 +39,8 @@ from kvd.broker.effects import (
 )
 from kvd.broker.sizing import auto_size
 from kvd.cache.namespaces import Keeping, Namespaces
-from kvd.config.loaded import Loaded
 from kvd.config.settings import Settings
-from kvd.config.sources import Sources
+from kvd.config.sources import Loaded, Sources
 from kvd.daemon.allowed import AllowList
 from kvd.daemon.config_reader import ConfigReader
 from kvd.daemon.connections import Connections

@@ -37,16 +37,11 @@ WATCHERS = Gauge(
 )
 
 
-def _by_metric() -> Mapping[str, list[Row]]:
-    found: dict[str, list[Row]] = defaultdict(list)
-    for row in ROWS:
-        if row.metric:
-            found[row.metric].append(row)
-    return found
-
-
-METRICS = _by_metric()
+METRICS: dict[str, list[Row]] = defaultdict(list)
 """Rows of the report by the metric that they make."""
+for _row in ROWS:
+    if _row.metric:
+        METRICS[_row.metric].append(_row)
 
 
 def families(report: Mapping[str, Any]) -> Iterator[Metric]:

@@ -11,8 +11,8 @@ from kvd.broker.effects import Effect, OpenPool, Reply
 from kvd.broker.sessions import Peer, Session
 from kvd.broker.sizing import auto_size
 from kvd.cache.namespaces import MakeBuffer, Namespaces
-from kvd.config.loaded import Loaded
 from kvd.config.settings import Settings
+from kvd.config.sources import Loaded
 from kvd.errors import Refused
 from kvd.wire.link import Imported, LaneReady
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec

@@ -11,8 +11,8 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Event, Reply, ToLane
 from kvd.broker.sessions import Peer
 from kvd.broker.status_report import status_report
-from kvd.config.loaded import Loaded, take_up
 from kvd.config.settings import KNOWN, Settings
+from kvd.config.sources import Loaded, take_up
 from kvd.errors import ConfigError
 from kvd.wire.link import LaneLog
 from kvd_proto.messages import (
@@ -158,6 +158,6 @@ def test_after_any_readings_live_settings_are_the_last_and_others_the_first(
         present, _ = take_up(present, read(**changes))
     last = read(**readings[-1]).settings if readings else START
     for key, known in KNOWN.items():
-        wanted = getattr(last if known.about.live else START, key)
+        wanted = getattr(last if known.live else START, key)
         assert getattr(present.settings, key) == wanted
         assert (key in present.waiting) == (getattr(last, key) != wanted)

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from docs import generate_configuration
-from kvd.config.about import Known
-from kvd.config.loaded import DEFAULT
+from kvd.config.about import About
 from kvd.config.quota import Quota
 from kvd.config.render import as_json, as_toml, sample, toml_value
 from kvd.config.settings import KNOWN, Settings
-from kvd.config.sources import Sources
+from kvd.config.sources import DEFAULT, Sources
 from kvd.errors import ConfigError
 
 SIZES = st.sampled_from(["64GiB", "65536", "512 MiB"])
@@ -36,7 +35,7 @@ STRANGE = {
 }
 
 
-def good_values(known: Known) -> st.SearchStrategy[Any]:
+def good_values(known: About) -> st.SearchStrategy[Any]:
     """Values that a setting takes; of texts that nothing is known of, the default."""
     kind, bounds = (
         get_args(known.hint)[0],
