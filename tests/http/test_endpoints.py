@@ -1,136 +1,131 @@
-"""Each path as its clients meet it: probes, report, events, and what is refused."""
+"""Each path as its clients meet it: probes, report, events, and what is refused.
 
+What a path answers is asked of the application itself, with a report of the test's own; sockets,
+addresses and the stream of events want a daemon.
+"""
+
+import asyncio
 import contextlib
-import json
 import socket
 import stat
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from kvd.config.values import parse_listen
+from kvd.config.values import Listen, parse_listen
+from kvd.daemon.http_process import bind_tcp
 from kvd.errors import ConfigError
+from kvd.report.app import App
+from kvd.report.broker_client import BrokerClient
+from kvd_proto.messages import Message, Ping, Pong, StatusReport
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.http.serving import PATIENT, SECONDS, over_tcp, over_unix, port_of, report_of
 from tests.processes import children_running
+from tests.report.reports import changed, loaded_report
 from tests.waiting import PATIENCE, eventually
 
-
-def test_a_ready_daemon_passes_its_probes(web: Daemon) -> None:
-    """/livez, its alias and /readyz say 200 over TCP and over the Unix socket."""
-    with over_tcp(web) as tcp, over_unix(web) as unix:
-        for client in (tcp, unix):
-            for path in ("/livez", "/healthz", "/readyz"):
-                answer = client.get(f"{path}?{PATIENT}")
-                assert (answer.status_code, answer.text) == (200, "ok\n")
+READY = loaded_report(60.0)
+PATHS = "/livez, /healthz, /readyz, /status, /metrics, /events"
+DOCS = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
 
-def test_verbose_probes_list_their_checks(web: Daemon) -> None:
-    """?verbose is for people: a line a check, with each lane's heartbeat and queue."""
-    with over_tcp(web) as client:
-        text = client.get(f"/livez?verbose&{PATIENT}").text
-        assert "[+] broker: answered a PING in" in text
-        assert text.endswith("livez ok\n")
-        text = client.get(f"/readyz?verbose&{PATIENT}").text
-        assert "[+] lane host: up, last heard" in text
-        assert text.endswith("readyz ok\n")
+class Broker(BrokerClient):
+    """The connection to a broker that answers at once, with this report."""
+
+    def __init__(self, status: dict[str, Any]) -> None:
+        super().__init__(Path("/run/kvd"))
+        self.status = status
+
+    def _talk(self, message: Message, kind: type[Message]) -> Message:
+        del kind
+        return Pong(pid=1) if isinstance(message, Ping) else StatusReport(status=self.status)
+
+
+def ask(
+    path: str, method: str = "GET", report: dict[str, Any] = READY, **headers: str
+) -> httpx.Response:
+    """What the application answers to a client on TCP."""
+    app = App(Broker(report)).guarded("127.0.0.1")
+
+    async def one() -> httpx.Response:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(one())
+
+
+def test_verbose_probes_list_their_checks() -> None:
+    """?verbose is for people: a line a check, and what failed begins with a minus."""
+    text = ask("/livez?verbose").text
+    assert text.startswith("[+] broker: answered a PING in")
+    assert text.endswith("livez ok\n")
+    answer = ask("/readyz?verbose", report=changed(READY, "checks", 1, "ok", to=False))
+    assert answer.status_code == 503
+    assert answer.text.splitlines() == [
+        "[+] pool: 64 GiB are allocated",
+        "[-] lane host: up",
+        "[+] drain: not draining",
+        "readyz failed",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("query", "headers"), [("format=json", {}), ("", {"accept": "application/json"})]
+    ("query", "headers"), [("?format=json", {}), ("", {"accept": "application/json"})]
 )
-def test_probes_speak_json_on_request(web: Daemon, query: str, headers: dict[str, str]) -> None:
+def test_probes_speak_json_on_request(query: str, headers: dict[str, Any]) -> None:
     """The same checks for programs, by query or by Accept."""
-    with over_unix(web) as client:
-        answer = client.get(f"/livez?{PATIENT}&{query}", headers=headers)
+    answer = ask(f"/livez{query}", **headers)
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
     assert (body["probe"], body["ok"]) == ("livez", True)
     assert [check["name"] for check in body["checks"]] == ["broker"]
 
 
-def test_a_deadline_that_makes_no_sense_is_refused(web: Daemon) -> None:
+@pytest.mark.parametrize("text", ["never", "0", "-1", "nan", "31"])
+def test_a_deadline_that_makes_no_sense_is_refused(text: str) -> None:
     """?timeout= takes seconds within bounds."""
-    with over_unix(web) as client:
-        for text in ("never", "0", "-1", "nan", "31"):
-            answer = client.get("/livez", params={"timeout": text})
-            assert answer.status_code == 400
-            assert "at most 30" in answer.text
-
-
-def test_the_report_is_the_one_of_kvd_status(web: Daemon) -> None:
-    """/status has the model of `kvd status --json`, and is never cached."""
-    with over_unix(web) as client:
-        assert client.get("/status").headers["cache-control"] == "no-store"
-        report, other = report_of(client), web.status()
-    assert report.keys() == other.keys()
-    for key in ("boot_id", "pid", "version", "ready"):
-        assert report[key] == other[key]
-
-
-def test_events_bring_the_report_every_second(web: Daemon) -> None:
-    """The stream pushes whole reports, one after the other."""
-    reports = []
-    with over_tcp(web) as client, client.stream("GET", "/events") as stream:
-        assert stream.headers["content-type"].startswith("text/event-stream")
-        lines = stream.iter_lines()
-        for line in lines:
-            if line == "event: report":
-                data = next(lines)
-                reports.append(json.loads(data.removeprefix("data: ")))
-            if len(reports) == 3:
-                break
-    assert {report["boot_id"] for report in reports} == {web.status()["boot_id"]}
-
-
-def test_watchers_are_limited_and_places_become_free(web: Daemon) -> None:
-    """Beyond 32 event streams a client is told to wait; those that leave make room."""
-    with over_unix(web) as client:
-        with contextlib.ExitStack() as watching:
-            for _ in range(32):
-                request = client.build_request("GET", "/events")
-                stream = client.send(request, stream=True)
-                watching.callback(stream.close)
-                assert stream.status_code == 200
-            refused = client.send(client.build_request("GET", "/events"), stream=True)
-            watching.callback(refused.close)
-            assert refused.status_code == 503
-            assert "retry-after" in refused.headers
-
-        def come_again() -> int:
-            with client.stream("GET", "/events") as again:
-                return again.status_code
-
-        eventually(come_again, lambda status: status == 200)
+    answer = ask(f"/livez?timeout={text}")
+    assert answer.status_code == 400
+    assert "at most 30" in answer.text
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-def test_nothing_can_be_changed(web: Daemon, method: str) -> None:
+@pytest.mark.parametrize("path", ["/livez", "/status"])
+def test_nothing_can_be_changed(method: str, path: str) -> None:
     """Methods other than GET and HEAD get 405."""
-    with over_unix(web) as client:
-        for path in ("/livez", "/status"):
-            answer = client.request(method, path)
-            assert answer.status_code == 405
-            assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
+    answer = ask(path, method)
+    assert answer.status_code == 405
+    assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
-def test_unknown_paths_are_told_what_there_is(web: Daemon) -> None:
-    """404 in one sentence, with the paths."""
-    with over_unix(web) as client:
-        for path in ("/nothing", "/livez/", "/static/../app.py", "/static/%2e%2e/app.py"):
-            answer = client.get(path)
-            assert answer.status_code == 404
-            assert "/livez, /healthz, /readyz, /status, /metrics, /events" in answer.text
+@pytest.mark.parametrize("path", ["/livez", "/status", "/metrics", "/events", "/"])
+def test_head_is_answered_without_a_body(path: str) -> None:
+    """HEAD is reading too, on every path."""
+    answer = ask(path, "HEAD")
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
-def test_every_answer_keeps_other_sites_out(web: Daemon) -> None:
+@pytest.mark.parametrize(
+    "path", ["/nothing", "/livez/", "/static/../app.py", "/static/%2e%2e/app.py"]
+)
+def test_unknown_paths_are_told_what_there_is(path: str) -> None:
+    """404 in one sentence, with the paths, which the docs explain."""
+    answer = ask(path)
+    assert (answer.status_code, PATHS in answer.text) == (404, True)
+    assert all(f"`{each}`" in DOCS for each in PATHS.split(", "))
+
+
+@pytest.mark.parametrize("path", ["/livez", "/status", "/nothing"])
+def test_every_answer_keeps_other_sites_out(path: str) -> None:
     """Security headers on good answers and bad, and nothing that shares with other origins."""
-    with over_tcp(web) as client:
-        for path in ("/livez", "/status", "/nothing"):
-            headers = client.get(path, headers={"origin": "http://evil.example"}).headers
-            assert "default-src 'self'" in headers["content-security-policy"]
-            assert headers["x-content-type-options"] == "nosniff"
-            assert "access-control-allow-origin" not in headers
+    headers = ask(path, origin="http://evil.example").headers
+    assert headers["cache-control"] == "no-store"
+    assert "default-src 'self'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "access-control-allow-origin" not in headers
 
 
 @pytest.mark.parametrize(
@@ -144,10 +139,42 @@ def test_every_answer_keeps_other_sites_out(web: Daemon) -> None:
         ("[::1]:9330", 200),
     ],
 )
-def test_names_of_others_are_not_answered(web: Daemon, host: str, status: int) -> None:
+def test_names_of_others_are_not_answered(host: str, status: int) -> None:
     """A Host header that is not ours (DNS rebinding) is refused over TCP."""
-    with over_tcp(web) as client:
-        assert client.get(f"/livez?{PATIENT}", headers={"host": host}).status_code == status
+    assert ask("/livez", host=host).status_code == status
+
+
+def test_a_ready_daemon_is_asked_over_both_sockets(web: Daemon) -> None:
+    """Its probes pass, /status is the report of `kvd status`, and the broker holds the port."""
+    with over_tcp(web) as tcp, over_unix(web) as unix:
+        for client in (tcp, unix):
+            for path in ("/livez", "/healthz", "/readyz"):
+                answer = client.get(f"{path}?{PATIENT}")
+                assert (answer.status_code, answer.text) == (200, "ok\n")
+        report, other = report_of(unix), web.status()
+    assert report.keys() == other.keys()
+    for key in ("boot_id", "pid", "version", "ready"):
+        assert report[key] == other[key]
+    with socket.socket() as another, pytest.raises(OSError, match="in use"):
+        another.bind(("127.0.0.1", port_of(web)))
+
+
+def test_watchers_are_limited_and_places_become_free(web: Daemon) -> None:
+    """Beyond 32 event streams a client is told to wait; those that leave make room."""
+    with over_unix(web) as client:
+        with contextlib.ExitStack() as watching:
+            for _ in range(32):
+                stream = watching.enter_context(client.stream("GET", "/events"))
+                assert stream.status_code == 200
+            refused = watching.enter_context(client.stream("GET", "/events"))
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
+
+        def come_again() -> int:
+            with client.stream("GET", "/events") as again:
+                return again.status_code
+
+        eventually(come_again, lambda status: status == 200)
 
 
 def test_with_the_port_off_there_is_the_unix_socket_and_a_process_when_asked(
@@ -190,51 +217,26 @@ def test_addresses_read_as_they_are_written(text: str) -> None:
     assert str(parse_listen(text)) == text
 
 
-def test_a_foreign_address_is_refused_with_a_remedy(start_daemon: StartDaemon) -> None:
+def test_a_foreign_address_is_refused() -> None:
     """An address that this machine does not have says so."""
-    daemon = start_daemon("--http-listen", "192.0.2.1:9330", ready=False)
-    assert daemon.process.wait(PATIENCE) == 1
-    assert "http_listen = 192.0.2.1:9330" in daemon.log.read_text()
+    with pytest.raises(ConfigError, match=r"http_listen = 192\.0\.2\.1:9330"):
+        bind_tcp(Listen("192.0.2.1", 9330))
 
 
-def test_every_interface_only_when_asked_and_with_a_warning(start_daemon: StartDaemon) -> None:
-    """0.0.0.0 works, answers to addresses in figures, and is warned about."""
-    daemon = start_daemon("--http-listen", "0.0.0.0:0")
-    log = daemon.wait_log("everybody who reaches this machine")
-    port = int(log.split("http://0.0.0.0:")[1].split()[0])
-    for host, status in (("10.1.2.3", 200), ("evil.example", 400)):
-        assert livez(f"127.0.0.1:{port}", host=host) == status
-
-
-def test_ipv6_is_served(start_daemon: StartDaemon) -> None:
-    """[::1] is an address as good as others, where the machine has it."""
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            pass
-    except OSError:
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]")],  # noqa: S104  # what the test is about
+)
+def test_every_interface_only_when_asked_and_with_a_warning(
+    start_daemon: StartDaemon, host: str, own: str
+) -> None:
+    """It works, answers to addresses in figures, and is warned about; IPv6 as good as IPv4."""
+    if host == "[::]" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    daemon = start_daemon("--http-listen", "[::1]:0")
-    port = daemon.wait_log("http://[::1]:").split("http://[::1]:")[1].split()[0]
-    assert livez(f"[::1]:{port}") == 200
-
-
-def livez(address: str, **headers: str) -> int:
-    """The status of /livez there; no proxy stands between."""
-    url = f"http://{address}/livez?{PATIENT}"
-    return httpx.get(url, headers=headers, timeout=SECONDS, trust_env=False).status_code
-
-
-def test_head_is_answered_without_a_body(web: Daemon) -> None:
-    """HEAD is reading too, on every path."""
-    with over_unix(web) as client:
-        for path in (f"/livez?{PATIENT}", "/events"):
-            answer = client.head(path)
-            assert (answer.status_code, answer.content) == (200, b"")
-        answer = eventually(lambda: client.head("/status"), lambda one: one.status_code == 200)
-        assert answer.content == b""
-
-
-def test_the_address_is_kept_by_the_broker(web: Daemon) -> None:
-    """The broker itself holds the port from its start on, also before anybody has asked."""
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", port_of(web)))
+    daemon = start_daemon("--http-listen", f"{host}:0")
+    log = daemon.wait_log("everybody who reaches this machine")
+    port = log.split(f"http://{host}:")[1].split()[0]
+    url = f"http://{own}:{port}/livez?{PATIENT}"
+    for name, status in (("10.1.2.3", 200), ("evil.example", 400)):
+        answer = httpx.get(url, headers={"host": name}, timeout=SECONDS, trust_env=False)
+        assert answer.status_code == status

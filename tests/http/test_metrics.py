@@ -1,24 +1,32 @@
 """Metrics of a real daemon under load, and what keeps them few."""
 
-import copy
 import itertools
+import re
 import shutil
 import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.core import Metric
 
-from kvd.metrics.schema import MAX_ENGINES
-from kvd.report.exposition import families
+from docs import generate_status
+from kvd.metrics.schema import MAX_ENGINES, ROWS
+from kvd.report.exposition import Exposition, families
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.serving import Daemon, StartDaemon
+from tests.daemon.serving import StartDaemon
 from tests.http.scraping import Scrape, scrape
-from tests.http.serving import over_unix, report_of
+from tests.http.serving import over_unix
+from tests.report.reports import loaded_report
 from tests.waiting import eventually
+
+DOCS = Path(__file__).parents[2] / "docs" / "http.md"
+ROW = re.compile(r"^\| `(kvd_\w+)` \| \w+ \| (.*?) \| .* \|$", re.MULTILINE)
+LABELS = {"namespace", "model", "state", "answer", "device", "direction", "stage", "outcome"}
+LABELS |= {"engine", "by", "limit", "check", "type", "code", "kind", "path", "version", "le"}
 
 
 def work(engine: Engine, rounds: int) -> None:
@@ -33,7 +41,10 @@ def work(engine: Engine, rounds: int) -> None:
 
 
 def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaemon) -> None:
-    """In every scrape what was asked is what was answered, and nothing that grows ever falls."""
+    """In every scrape what was asked is what was answered, and nothing that grows ever falls.
+
+    Labels are few, never keys or processes: work adds no series.
+    """
     daemon = start_daemon(cpu_bytes="2MiB")
     scrapes: list[Scrape] = []
     ended = threading.Event()
@@ -45,6 +56,10 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
                 ended.wait(0.1)
 
     with Engine(daemon.runtime_dir).wait_attached() as engine:
+        with over_unix(daemon) as client:
+            work(engine, 1)
+            wait_lane_told(client)
+            first = scrape(client)
         scraper = threading.Thread(target=keep_scraping)
         scraper.start()
         try:
@@ -71,6 +86,9 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
     copied = last.total("kvd_job_stage_seconds_count", direction="load", stage="copied")
     assert copied == last.total("kvd_jobs_total", direction="load")
     assert_gauges_are_the_reports(last, report)
+    assert {name for _, labels in last.samples for name, _ in labels} <= LABELS
+    new = {where for where in last.samples if where not in first.samples}
+    assert new <= {w for w in new if w[0].startswith(("kvd_http_", "kvd_broker_requests"))}
 
 
 def fresh_report(client: httpx.Client) -> dict[str, Any]:
@@ -120,32 +138,22 @@ def assert_gauges_are_the_reports(one: Scrape, report: dict[str, Any]) -> None:
     assert one.get("process_start_time_seconds") == report["started"]
 
 
-def test_promtool_finds_nothing_to_say(web: Daemon, label: str) -> None:
-    """Prometheus's own linter passes what a daemon with an engine exposes."""
+def test_promtool_finds_nothing_to_say() -> None:
+    """Prometheus's own linter passes what is exposed of a daemon with engines."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; Debian's package is prometheus")
-    with Engine(web.runtime_dir, label, model=label) as engine, over_unix(web) as client:
-        engine.wait_attached()
-        work(engine, 1)
-        text = client.get("/metrics").text
-    done = subprocess.run(
-        [promtool, "check", "metrics"],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    text, _ = Exposition(loaded_report(60.0), 0.0).encode("")
+    command = [promtool, "check", "metrics"]
+    done = subprocess.run(command, input=text, capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_openmetrics_is_spoken_to_those_who_prefer_it(web: Daemon) -> None:
+def test_openmetrics_is_spoken_to_those_who_prefer_it() -> None:
     """The format follows the Accept header."""
-    with over_unix(web) as client:
-        answer = client.get("/metrics", headers={"accept": "application/openmetrics-text"})
-    assert answer.headers["content-type"].startswith("application/openmetrics-text")
-    assert answer.text.endswith("# EOF\n")
+    text, kind = Exposition(None, 1.0).encode("application/openmetrics-text")
+    assert kind.startswith("application/openmetrics-text")
+    assert text.endswith(b"# EOF\n")
 
 
 def named(metrics: list[Metric], name: str) -> Metric:
@@ -153,30 +161,31 @@ def named(metrics: list[Metric], name: str) -> Metric:
     return next(metric for metric in metrics if metric.name == name)
 
 
-def test_engines_are_shown_up_to_a_bound_and_counted_all(web: Daemon) -> None:
+def test_engines_are_shown_up_to_a_bound_and_counted_all() -> None:
     """A crowd of engines makes no crowd of series; the totals still hold them."""
-    with over_unix(web) as client:
-        report = report_of(client)
-    lookups = {"lookup_chunks": 1, "hit_chunks": 0, "lookup_tokens": 16, "hit_tokens": 0}
-    engine = {"attached": True, "missing_ranks": [], "counters": lookups}
-    report["engines"] = [{**copy.deepcopy(engine), "name": f"e{i}"} for i in range(200)]
+    report = loaded_report(60.0)
+    report["engines"] = [{**report["engines"][0], "name": f"e{i}"} for i in range(200)]
     metrics = list(families(report))
     assert named(metrics, "kvd_engines").samples[0].value == 200
     assert len(named(metrics, "kvd_engine_attached").samples) == MAX_ENGINES
 
 
-def test_labels_are_few_and_never_keys_or_processes(web: Daemon, label: str) -> None:
-    """Every label name is one of a known few, and a workload adds no series."""
-    with Engine(web.runtime_dir, label, model=label) as engine, over_unix(web) as client:
-        engine.wait_attached()
-        work(engine, 1)
-        wait_lane_told(client)
-        first = scrape(client)
-        work(engine, 3)
-        fresh_report(client)
-        second = scrape(client)
-    known = {"namespace", "model", "state", "answer", "device", "direction", "stage", "outcome"}
-    known |= {"engine", "by", "limit", "check", "type", "code", "kind", "path", "version", "le"}
-    assert {name for _, labels in second.samples for name, _ in labels} <= known
-    new = {where for where in second.samples if where not in first.samples}
-    assert new <= {w for w in new if w[0].startswith(("kvd_http_", "kvd_broker_requests"))}
+def test_every_metric_is_told_with_its_labels() -> None:
+    """What is exposed is a row of docs/http.md or of the report, with these labels and no more."""
+    told = {
+        name: set(re.findall(r"`(\w+)`", labels)) for name, labels in ROW.findall(DOCS.read_text())
+    }
+    told |= {row.metric: set(row.names) for row in ROWS if row.metric}
+    found = {}
+    for family in Exposition(loaded_report(60.0), 0.0).collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        for sample in family.samples:
+            assert sample.labels.keys() - {"le"} == told[name]
+        found[name] = family
+    assert found.keys() == told.keys()
+
+
+def test_the_page_of_the_report_is_up_to_date() -> None:
+    """docs/status.md is what its generator writes."""
+    page = generate_status.PAGE.read_text(encoding="utf-8")
+    assert generate_status.page(page) == page, "run make docs"

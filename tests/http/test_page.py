@@ -3,25 +3,32 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvd_client import LookupResult
+from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, run_kvd
-from tests.http.browsing import DESKTOP, PHONE, Tab, browser
-from tests.http.load import engines_at_work
 from tests.http.serving import port_of
 
 pytestmark = pytest.mark.slow
 
 EVIL = "<img src=x onerror=document.title='evil'>"
 MODELS = ("llama-70b", EVIL)
-OpenTab = Callable[..., Tab]
+PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 900}
+PATIENCE_MS = 60_000
+ROUND = 12  # chunks stored and loaded at a time
+BLOCKS = 2 * 2 * ROUND + 2  # a half to store from, a half to load into
 PICTURE = os.environ.get("KVD_SCREENSHOT")  # where to keep a picture for the README
 SECTIONS = [
     "Now",
@@ -99,11 +106,118 @@ UNREACHED = """[...document.querySelectorAll("a, button, select, summary")]
   .map((node) => node.outerHTML.slice(0, 80))"""
 
 
+class Tab:
+    """One page; `complaints` are console errors, exceptions and requests to elsewhere."""
+
+    def __init__(self, page: Any, origin: str) -> None:
+        self.page = page
+        self.origin = origin
+        self.complaints: list[str] = []
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("console", self._console)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", self._request)
+
+    def _console(self, message: Any) -> None:
+        # A daemon that is down is what some tests are about.
+        if message.type == "error" and "net::ERR" not in message.text:
+            self.complaints.append(message.text)
+
+    def _request(self, request: Any) -> None:
+        if not request.url.startswith((self.origin, "data:")):
+            self.complaints.append(f"asked {request.url}")
+
+    def open(self) -> "Tab":
+        """Go to the status page and wait for the first report."""
+        self.page.goto(f"{self.origin}/")
+        self.until("document.querySelector('#checks li') !== null")
+        return self
+
+    def until(self, condition: str) -> None:
+        """Wait until an expression is true."""
+        # Not by the library's own way: that evaluates text, which the page's policy forbids.
+        self.page.evaluate(
+            "new Promise((found, lost) => {"
+            f" const end = Date.now() + {PATIENCE_MS};"
+            f" const look = () => ({condition}) ? found()"
+            " : Date.now() > end ? lost(new Error('never: ' + document.body.innerText))"
+            " : setTimeout(look, 50); look(); })"
+        )
+
+    def text(self, selector: str) -> str:
+        """What a reader reads there."""
+        return " ".join(self.page.inner_text(selector).split())
+
+    def ask(self, script: str) -> Any:
+        """The value of a script."""
+        return self.page.evaluate(script)
+
+
+OpenTab = Callable[..., Tab]
+
+
+@contextmanager
+def engines_at_work(runtime_dir: Path, *names: str) -> Iterator[None]:
+    """An engine for each name, of a model of that name, storing and loading until the end."""
+    stop = threading.Event()
+    failures: list[Exception] = []
+    with ExitStack() as stack:
+        threads = []
+        for name in names:
+            layout = make_layout(blocks=BLOCKS, page=65536)
+            engine = stack.enter_context(
+                Engine(runtime_dir, name=f"{name}-0", model=name, layout=layout)
+            )
+            engine.wait_attached()
+            threads.append(
+                threading.Thread(target=_work, args=(engine, stop, failures), daemon=True)
+            )
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+    assert not failures, failures
+
+
+def _work(engine: Engine, stop: threading.Event, failures: list[Exception]) -> None:
+    """The same prompts again and again, of which one in twenty is replaced by a new one."""
+    number = 0
+    try:
+        while not stop.wait(0.1):
+            keys = keys_of(f"prompt-{number % 10 + number // 20}", ROUND)
+            found = [engine.scheduler.lookup(key) for key in keys]
+            if all(result == LookupResult.HIT for result in found):
+                _, wrong = engine.load(keys, first_block=BLOCKS // 2 + 1)
+                assert wrong == 0
+            else:
+                engine.store(keys, first_block=1)
+            number += 1
+    except Exception as error:  # noqa: BLE001  # a thread's failure is the test's
+        failures.append(error)
+
+
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A browser for this file."""
-    with browser() as found:
-        yield found
+    """The machine's Chromium; the test is skipped where there is none, and says so."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("chromium is not installed; tests/install-debian.sh does that")
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415  # only where it is of use
+
+    args = ["--disable-dev-shm-usage"]  # /dev/shm may be small, and daemons fill it
+    args += ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=program, args=args, timeout=PATIENCE_MS
+        )
+        try:
+            yield chromium
+        finally:
+            chromium.close()
 
 
 @pytest.fixture(scope="module")
