@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvd.cli import top_view
 from kvd.config.sources import DEFAULT
 from kvd.metrics.histogram import Histogram
 from kvd.metrics.words import NOTHING, duration, number, percent, several, size
@@ -18,16 +19,7 @@ _REFUSED = ("present", "pending", "full", "quota", "not_yet", "bad_key", "draini
 
 def print_report(report: dict[str, Any]) -> None:
     """Print everything that matters at a glance."""
-    console = _console()
-    state = Text("ready", "green") if report["ready"] else Text("not ready", "red")
-    up = duration(report["time"] - report["started"])
-    console.print(
-        Text.assemble(f"{report['version']}  pid {report['pid']}  ", state, f"  up {up}"),
-        Text(f"boot id {report['boot_id']}  {report['runtime_dir']}"),
-        sep="\n",
-    )
-    for condition in report["conditions"]:
-        console.print(Text(f"{condition['text']} {condition['remedy']}", "yellow"))
+    _console().print(top_view.header(report), top_view.problems(report), sep="\n")
     _print_table(
         "Checks",
         ("check", "", ""),
@@ -40,7 +32,7 @@ def print_report(report: dict[str, Any]) -> None:
             for check in report["checks"]
         ),
     )
-    _print_lanes(report["lanes"])
+    _console().print(top_view.lanes(report["lanes"]) if report["lanes"] else "Lanes: none")
     print_namespaces(report["namespaces"])
     print_engines(report["engines"])
     _print_table("Since the start", (), _totals(report))
@@ -107,25 +99,6 @@ def print_settings(settings: dict[str, dict[str, Any]]) -> None:
         row = (key, str(entry["value"]), origin)
         table.add_row(*map(Text, row), style="dim" if origin == DEFAULT else "")
     _console().print(table)
-
-
-def _print_lanes(lanes: list[dict[str, Any]]) -> None:
-    rows = []
-    for lane in lanes:
-        error = lane["pin_error"] or ("" if lane["up"] else lane["last_error"])
-        rows.append(
-            (
-                lane["device"],
-                lane["state"] + (f": {error}" if error else ""),
-                f"{size(lane['usable_bytes'])} of {size(lane['pool_bytes'])}",
-                str(lane["queued_jobs"]),
-                size(lane["bytes_in_flight"]),
-                str(lane["workers"]),
-                str(lane["counters"]["restarts"]),
-            )
-        )
-    columns = ("lane", "state", "usable", "queued jobs", "in flight", "workers", "restarts")
-    _print_table("Lanes", columns, rows)
 
 
 def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:

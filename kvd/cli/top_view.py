@@ -45,16 +45,16 @@ def picture(history: History, restarts: int = 0, height: int | None = None) -> R
     if height is not None:
         told = min(told, max(1, (height - _FIXED_LINES - len(wanted)) // _LINES_OF_ONE))
         wanted = shares(height - _FIXED_LINES - _LINES_OF_ONE * told, wanted)
-    namespaces, lanes, engines, events = wanted
+    namespaces, shown_lanes, engines, events = wanted
     return Group(
-        _header(span.now, restarts),
-        _conditions(found, told, served=any(engine["attached"] for engine in span.now["engines"])),
+        header(span.now, restarts),
+        problems(span.now, told),
         Rule("Pool", style="dim"),
         _pool(span.now, namespaces),
         Rule("Throughput and hits", style="dim"),
         _throughput(history, span),
         Rule("Lanes and their jobs", style="dim"),
-        _lanes(span.now, lanes),
+        lanes(span.now["lanes"], shown_lanes),
         _stages(span),
         Rule("Engines", style="dim"),
         _engines(span, engines),
@@ -84,7 +84,8 @@ def waiting(runtime_dir: Path, problem: str) -> RenderableType:
     )
 
 
-def _header(report: Report, restarts: int) -> Text:
+def header(report: Report, restarts: int = 0) -> Text:
+    """Which daemon it is, and whether it is ready."""
     state, style = ("ready", "bold green") if report["ready"] else ("not ready", "bold red")
     text = Text.assemble(
         (report["version"], "bold"),
@@ -98,9 +99,11 @@ def _header(report: Report, restarts: int) -> Text:
     return text
 
 
-def _conditions(found: Sequence[Report], told: int, *, served: bool) -> RenderableType:
+def problems(report: Report, told: int | None = None) -> RenderableType:
+    """What is wrong, with remedies; no more than `told` of them, and how many more there are."""
+    found = report["conditions"]
     if not found:
-        if not served:
+        if not any(engine["attached"] for engine in report["engines"]):
             return Text("● Nothing is wrong, but no engine is attached.", "blue")
         return Text("✔ All is well.", "green")
     table = Table.grid(padding=(0, 1))
@@ -108,7 +111,7 @@ def _conditions(found: Sequence[Report], told: int, *, served: bool) -> Renderab
         mark, style = _MARKS[condition["level"]]
         table.add_row(Text(mark, style), Text(condition["text"], style))
         table.add_row("", Text(condition["remedy"]))
-    if told < len(found):
+    if told is not None and told < len(found):
         table.add_row("", Text(f"and {len(found) - told} more: kvd top --once shows all", "dim"))
     return table
 
@@ -164,9 +167,10 @@ def _spark(values: Sequence[float]) -> str:
     return "".join(_SPARKS[round((len(_SPARKS) - 1) * value / top)] for value in values)
 
 
-def _lanes(report: Report, rows: int) -> Table:
+def lanes(found: Sequence[Report], rows: int | None = None) -> Table:
+    """A line for each lane, or the first `rows` of them."""
     table = _table("lane", "state", "queue", "oldest", "usable", "restarts")
-    for index, lane in enumerate(report["lanes"][:rows]):
+    for index, lane in enumerate(found[:rows]):
         style = "green" if lane["state"] == "up" else "red"
         table.add_row(
             _short(lane["device"]),
@@ -174,7 +178,7 @@ def _lanes(report: Report, rows: int) -> Table:
             words.number(lane["queued_jobs"]),
             words.latency(lane["oldest_job_seconds"]),
             f"{words.size(lane['usable_bytes'])} of {words.size(lane['pool_bytes'])}",
-            f"{lane['counters']['restarts']}{_more(report['lanes'], rows, index)}",
+            f"{lane['counters']['restarts']}{_more(found, rows, index)}",
         )
     return table
 
@@ -187,8 +191,10 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _more(items: Sequence[Any], rows: int, index: int) -> str:
+def _more(items: Sequence[Any], rows: int | None, index: int) -> str:
     """What the last of `rows` lines says of the items that are not shown."""
+    if rows is None:
+        return ""
     left = len(items) - rows
     return f"   and {left} more" if left > 0 and index == rows - 1 else ""
 

@@ -1,4 +1,4 @@
-"""`kvd engines` and `kvd namespaces`, against a daemon that says what a test wants."""
+"""`kvd status`, `kvd engines` and `kvd namespaces`, against reports that say what a test wants."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvd.cli import cli
+from kvd.cli.tables import print_report
 from kvd.report.exposition import Exposition
 from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon
-from tests.report.reports import loaded_report
+from tests.report.reports import empty_report, loaded_report
 from tests.waiting import eventually
 
 EVIL = "a\x1b[2J\0\u202e"
@@ -84,3 +85,33 @@ def test_no_name_puts_controls_into_the_metrics(daemon: Any) -> None:
     text = Exposition(report, 0.0).encode("")[0].decode()
     assert SHOWN.replace("\\", "\\\\") in text
     assert not set("\x1b\0\u202e") & set(text)
+
+
+def test_a_report_of_a_loaded_daemon(capsys: pytest.CaptureFixture[str]) -> None:
+    """Engines, models, lanes, hit rate and refusals appear."""
+    report = loaded_report(60.0)
+    report["counters"] |= {"lookup_tokens": 2000, "hit_tokens": 1500, "full": 17}
+    print_report(report)
+    text = capsys.readouterr().out
+    for part in ("75 %", "17 full", "host", "ready", report["engines"][0]["name"]):
+        assert part in text
+
+
+def test_a_pool_that_is_being_pinned(capsys: pytest.CaptureFixture[str]) -> None:
+    """The check that is not ok says how far it is and how long it takes."""
+    report = empty_report()
+    report["ready"] = False
+    report["checks"][0] |= {"ok": False, "text": "pinned (40 %, about 1 min 15 s left)"}
+    print_report(report)
+    text = capsys.readouterr().out
+    for part in ("not ready", "not ok", "(40 %, about 1 min 15 s left)"):
+        assert part in text
+
+
+def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets in names and errors are printed as they are."""
+    report = loaded_report(1.0)
+    report["engines"][0]["name"] = "[red]evil[/]"
+    report["namespaces"][0]["model"] = "[/]"
+    print_report(report)
+    assert "[red]evil[/]" in capsys.readouterr().out
