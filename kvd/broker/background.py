@@ -16,7 +16,7 @@ from kvd.errors import Refused
 from kvd_proto.messages import ErrorCode
 
 MAX_TASKS = {"sweeps": 16, "checks": 4}
-"""At most so many of these kinds at a time; `sweeps` are clears and evictions."""
+"""At most so many of these kinds at a time; `sweeps` are evictions."""
 
 Task: TypeAlias = Iterator[list[Effect]]
 

@@ -6,7 +6,6 @@ mistake. Each becomes a line of the log with the peer's uid and pid.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvd.broker.background import Background, Task
@@ -36,15 +35,6 @@ CHECK_SLOTS = 1024  # a piece of a check: about 5 µs for each chunk in them
 WHOLE_CHUNKS = 2048  # at most so many are checked in one moment: some 20 ms
 
 Handler = Callable[[Request[Any]], list[Effect]]
-
-
-@dataclass(slots=True)
-class Tally:
-    """What a sweep has done: chunks and bytes dropped, chunks that go when their leases end."""
-
-    chunks: int = 0
-    bytes: int = 0
-    deferred: int = 0
 
 
 class Operations:
@@ -90,59 +80,47 @@ class Operations:
             effects.append(session.event(f"resumed by {by(session.peer)} after {lasted} of drain"))
         return effects
 
-    # --------------------------------------------------------------- sweeps
+    # --------------------------------------------------------------- chunks
 
     def _clear(self, request: Request[Clear]) -> list[Effect]:
-        """Drop chunks piece by piece. Where all go, stores under way are given up at once."""
+        """Drop everything at once, as a reset does, or piece by piece what is of no use."""
         namespaces, which = self._named(request.message.namespace)
-        tally, effects = Tally(), list[Effect]()
-        self._background.start("sweeps", self._clear_all(request, namespaces, which, tally))
-        for namespace in namespaces:
-            if request.message.unused_seconds is not None:
-                namespace.table.ages.set_time(request.now)
-                continue
-            slots = namespace.table.give_up_stores()
-            tally.chunks += len(slots)
-            tally.bytes += len(slots) * namespace.geometry.bytes_per_chunk
-            effects += self._state.revoke(namespace, slots)
-        return effects
-
-    def _clear_all(
-        self, request: Request[Clear], namespaces: Sequence[Namespace], which: str, tally: Tally
-    ) -> Task:
-        seconds, who = request.message.unused_seconds, by(request.session.peer)
-        yield from self._sweep(namespaces, tally, seconds)
-        what = f"{which} cleared by {who}"
+        who, seconds = by(request.session.peer), request.message.unused_seconds
         if seconds is not None:
-            what = f"{which} rid of what was not used for {format_duration(seconds)} by {who}"
-        closed = self._state.close_unused(namespaces) if seconds is None else []
-        reply = Cleared(chunks=tally.chunks, bytes=tally.bytes, deferred=tally.deferred)
-        yield [request.reply(reply), Event(_told(what, tally)), *closed]
-
-    def _sweep(
-        self, namespaces: Sequence[Namespace], tally: Tally, unused_for: float | None
-    ) -> Task:
-        """Go once over all slots. What is stored behind this stays, what before may go too.
-
-        Args:
-            namespaces: whose slots; one that is closed meanwhile is passed over.
-            tally: what is dropped is added here.
-            unused_for: drop what was of no use for so many seconds; None: everything.
-        """
+            for namespace in namespaces:
+                namespace.table.ages.set_time(request.now)
+            age = format_duration(seconds)
+            what = f"{which} rid of what was not used for {age} by {who}"
+            self._background.start("sweeps", self._clear_old(request, seconds, namespaces, what))
+            return []
+        chunks = nbytes = deferred = 0
+        effects: list[Effect] = []
         for namespace in namespaces:
-            table, position = namespace.table, 0
-            while position < namespace.geometry.num_slots and self._state.is_open(namespace):
-                for _ in range(EMPTY_PIECES):
-                    gone, kept = table.remove(position, PIECE_SLOTS, unused_for=unused_for)
-                    position += PIECE_SLOTS
-                    tally.chunks += gone
-                    tally.bytes += gone * namespace.geometry.bytes_per_chunk
-                    tally.deferred += kept
-                    if gone or kept or position >= namespace.geometry.num_slots:
-                        break
-                if position >= namespace.geometry.num_slots:
-                    table.give_back()
-                yield []
+            done, slots = namespace.table.reset(by_operator=True)
+            chunks += done.dropped
+            nbytes += done.dropped * namespace.geometry.bytes_per_chunk
+            deferred += done.deferred
+            effects += self._state.revoke(namespace, slots)
+        effects += _cleared(request, f"{which} cleared by {who}", chunks, nbytes, deferred)
+        return effects + self._state.close_unused(namespaces)
+
+    def _clear_old(
+        self, request: Request[Clear], seconds: float, namespaces: Sequence[Namespace], what: str
+    ) -> Task:
+        """Go once over all slots; a namespace that is closed meanwhile is passed over."""
+        chunks = nbytes = 0
+        for namespace in namespaces:
+            for first in range(0, namespace.geometry.num_slots, PIECE_SLOTS):
+                if not self._state.is_open(namespace):
+                    break
+                gone = namespace.table.remove(first, PIECE_SLOTS, seconds)
+                chunks += gone
+                nbytes += gone * namespace.geometry.bytes_per_chunk
+                if gone or first % (PIECE_SLOTS * EMPTY_PIECES) == 0:
+                    yield []
+            else:
+                namespace.table.give_back()
+        yield _cleared(request, what, chunks, nbytes)
 
     # ---------------------------------------------------------------- check
 
@@ -187,9 +165,14 @@ class Operations:
         return [namespace], f"namespace {ns_id.hex()[:8]} ({namespace.label})"
 
 
-def _told(what: str, tally: Tally) -> str:
-    text = f"{what}: {tally.chunks} chunks dropped, {format_size(tally.bytes)}"
-    return f"{text}; {tally.deferred} more go when their leases end" if tally.deferred else text
+def _cleared(
+    request: Request[Clear], what: str, chunks: int, nbytes: int, deferred: int = 0
+) -> list[Effect]:
+    text = f"{what}: {chunks} chunks dropped, {format_size(nbytes)}"
+    if deferred:
+        text += f"; {deferred} more go when their leases end"
+    reply = Cleared(chunks=chunks, bytes=nbytes, deferred=deferred)
+    return [request.reply(reply), Event(text)]
 
 
 def by(peer: Peer) -> str:

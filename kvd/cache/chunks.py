@@ -347,7 +347,7 @@ class ChunkTable:
         self.slots.unpinned(self.slots.leases.drop_owner(owner))
         return self._give_up(self.slots.written_by(owner))
 
-    def reset(self) -> tuple[ResetDone, Refs]:
+    def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
 
         Slots are freed by `sweep`; those that are pinned go when their leases end. What was
@@ -358,7 +358,10 @@ class ChunkTable:
         """
         revoke = self._give_up(list(self.slots.tickets))
         gone, kept = self.slots.forget()
-        self.counts.reset += gone + kept
+        if by_operator:
+            self.counts.removed += gone + kept
+        else:
+            self.counts.reset += gone + kept
         return ResetDone(dropped=gone + len(revoke), deferred=kept), revoke
 
     @property
@@ -374,34 +377,17 @@ class ChunkTable:
         if self.is_swept:
             self.give_back()
 
-    def give_up_stores(self) -> Refs:
-        """Give up whatever is being written, and forget offers; slots to be revoked."""
-        if self._filter is not None:
-            self._filter.clear()
-        return self._give_up(list(self.slots.tickets))
+    def remove(self, first: int, count: int, unused_for: float) -> int:
+        """Drop the chunks in `count` slots from `first` on that were of no use for so many seconds.
 
-    def remove(
-        self,
-        first: int,
-        count: int,
-        *,
-        unused_for: float | None = None,
-    ) -> tuple[int, int]:
-        """Drop the READY chunks in `count` slots from `first` on, for an operator.
-
-        With `unused_for` only those that were of no use for so many seconds, and none
-        that is pinned.
-
-        Returns:
-            How many went, and how many go when their leases end.
+        None that is pinned. How many went.
         """
         pins, policy = self.slots.leases.pins, self.slots.policy
-        slots = [s for s in self.directory.slots_in(SlotState.READY, first, count) if s in policy]
-        if unused_for is not None:
-            old = self.ages.of(slots) >= unused_for
-            slots = [s for s, is_old in zip(slots, old, strict=True) if is_old and s not in pins]
+        ready = self.directory.slots_in(SlotState.READY, first, count)
+        slots = [slot for slot in ready if slot in policy and slot not in pins]
+        slots = np.array(slots, np.int64)[self.ages.of(slots) >= unused_for].tolist()
         self.counts.removed += len(slots)
-        return self.slots.drop(slots)
+        return self.slots.drop(slots)[0]
 
     @property
     def held_bytes(self) -> int:

@@ -42,10 +42,6 @@ class ReuseFilter:
         offers[key] = count
         return False
 
-    def clear(self) -> None:
-        """Forget every offer."""
-        self._offers.clear()
-
     def check_integrity(self) -> None:
         """Raise IntegrityError where the filter holds too much or a key that should pass."""
         if len(self._offers) > self.capacity:

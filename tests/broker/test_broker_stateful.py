@@ -396,29 +396,14 @@ class BrokerMachine(RuleBasedStateMachine):
         if self.alive(session):
             assert isinstance(self.ask(session, Reset()), ResetDone | Error)
 
-    @rule(
-        session=sessions,
-        message=st.sampled_from(
-            [Clear(), Clear(namespace=bytes(16)), Clear(unused_seconds=4), "clear", "evict"]
-        ),
-        pick=PICK,
-    )
-    def drop_chunks(self, session: Session, message: Message | str, pick: int) -> None:
-        """An operator clears or evicts, everything or one namespace; the answer comes later."""
-        if not self.alive(session):
-            return
+    @rule(session=sessions, one=st.booleans(), unused=st.sampled_from([None, 0, 4]), pick=PICK)
+    def drop_chunks(self, session: Session, one: bool, unused: int | None, pick: int) -> None:
+        """An operator clears at once, or what is of no use, which takes its time."""
         namespaces = list(self.broker.state.namespaces or ())
-        if isinstance(message, str):
-            if not namespaces:
-                return
-            ns_id = namespaces[pick % len(namespaces)].id
-            message = (
-                Clear(namespace=ns_id)
-                if message == "clear"
-                else Clear(unused_seconds=0, namespace=ns_id)
-            )
-        reply = self.ask(session, message)
-        assert (reply is None) == (session.kind == "tool" and message != Clear(namespace=bytes(16)))
+        if self.alive(session) and namespaces:
+            ns_id = namespaces[pick % len(namespaces)].id if one else None
+            reply = self.ask(session, Clear(namespace=ns_id, unused_seconds=unused))
+            assert (reply is None) == (session.kind == "tool" and unused is not None)
 
     @rule(turns=st.integers(1, 6))
     def turn(self, turns: int) -> None:

@@ -206,7 +206,7 @@ def test_a_load_that_never_ends_pins_no_longer_than_a_lease(bench: Bench) -> Non
 
 
 def test_clear_drops_everything(bench: Bench) -> None:
-    """READY chunks go at once, stores under way are given up, pinned ones go with their lease."""
+    """READY chunks are found no more, stores under way are given up, pinned ones go with their lease."""
     one, two = bench.namespace(1), bench.namespace(2)
     bench.engine(one)
     bench.store(one, [b"a", b"b", b"c"])
@@ -281,7 +281,7 @@ def test_a_sweep_goes_on_in_pieces(policy: str) -> None:
     bench.engine(namespace)
     keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
     bench.store(namespace, keys)
-    assert bench.broker.request(bench.tool, 8, Clear(), bench.now) == []
+    assert bench.broker.request(bench.tool, 8, Clear(unused_seconds=0), bench.now) == []
     assert bench.broker.busy
     assert bench.broker.work() == []
     assert namespace.table.slots.stats()["ready"] == 2 * PIECE_SLOTS
@@ -297,13 +297,15 @@ def test_a_namespace_that_is_closed_under_a_sweep_ends_it(bench: Bench) -> None:
     bench.store(namespace, [b"a"])
     namespaces = bench.broker.state.namespaces
     assert namespaces is not None
-    bench.broker.request(bench.tool, 8, Clear(), bench.now)
+    bench.broker.request(bench.tool, 8, Clear(unused_seconds=0), bench.now)
     namespaces.close(namespace)
     effects = bench.broker.work() + bench.broker.work()
     assert [e.message for e in replies(effects)] == [Cleared(chunks=0, bytes=0, deferred=0)]
 
 
-@pytest.mark.parametrize(("kind", "message"), [("sweeps", Clear()), ("checks", Check())])
+@pytest.mark.parametrize(
+    ("kind", "message"), [("sweeps", Clear(unused_seconds=0)), ("checks", Check())]
+)
 def test_too_many_sweeps_at_a_time_are_refused(bench: Bench, kind: str, message: Message) -> None:
     """The limit is counted by its name; each request before gets its answer, in its turn."""
     for number in range(MAX_TASKS[kind]):

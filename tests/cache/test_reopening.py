@@ -182,7 +182,7 @@ class Reopening(RuleBasedStateMachine):
     @rule(space=space_strategy, first=st.integers(0, 6))
     def remove(self, space: int, first: int) -> None:
         """An operator drops some."""
-        self.table(space).remove(first, 3)
+        self.table(space).remove(first, 3, 0.0)
 
     @rule(seconds=st.sampled_from([5.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
