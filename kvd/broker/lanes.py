@@ -1,14 +1,11 @@
-"""Lanes as the broker sees them, and writes that are being called back."""
+"""Lanes as the broker sees them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvd.broker.effects import Event
-from kvd.cache.directory import Refs
 from kvd.client_names import Fields
 from kvd.metrics.counts import LaneCounts
-from kvd.wire.link import LanePong, Revoke, Revoked
-from kvd_proto.arrays import IntArray
+from kvd.wire.link import LanePong
 
 NO_REPORT = LanePong()
 """The figures of a lane that has not answered yet."""
@@ -72,51 +69,3 @@ class Lane:
     def __repr__(self) -> str:
         state = "up" if self.up else "down"
         return f"<Lane {self.device}#{self.incarnation} {state}, {self.past.restarts} restarts>"
-
-
-class Revocations:
-    """Slots in DRAINING, and the lanes that may still write there."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[bytes, int, int], set[str]] = {}
-
-    def start(self, namespace: bytes, slots: Refs, devices: Sequence[str]) -> Revoke:
-        """Ask `devices` about these slots; the message to send to each."""
-        for slot, generation in slots:
-            self._waiting[namespace, slot, generation] = set(devices)
-        return Revoke(
-            namespace=namespace,
-            slots=IntArray.of([slot for slot, _ in slots], "u4"),
-            generations=IntArray.of([generation for _, generation in slots], "u8"),
-        )
-
-    def answered(self, device: str, message: Revoked) -> Refs:
-        """Return the slots that no lane writes to any more, now that `device` has answered."""
-        pairs = zip(
-            message.slots.numpy().tolist(), message.generations.numpy().tolist(), strict=True
-        )
-        return [pair for pair in pairs if self._done(device, (message.namespace, *pair))]
-
-    def lane_lost(self, device: str) -> dict[bytes, Refs]:
-        """Return, by namespace, the slots that this lane, which is gone, alone held up."""
-        free: dict[bytes, Refs] = {}
-        for key in list(self._waiting):
-            if self._done(device, key):
-                namespace, slot, generation = key
-                free.setdefault(namespace, []).append((slot, generation))
-        return free
-
-    def _done(self, device: str, key: tuple[bytes, int, int]) -> bool:
-        waiting = self._waiting.get(key)
-        if waiting is None:
-            return False
-        waiting.discard(device)
-        if not waiting:
-            del self._waiting[key]
-        return not waiting
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __repr__(self) -> str:
-        return f"<Revocations {len(self)} slots>"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvd.broker.effects import DropDirectory, Effect, Notify, ToLane
-from kvd.broker.lanes import Lane, Revocations
+from kvd.broker.lanes import Lane
 from kvd.broker.measures import Progress, RecentMax
 from kvd.broker.sessions import Engine, Peer, Registry, Session
 from kvd.cache.directory import Refs
@@ -14,7 +14,8 @@ from kvd.config.settings import Settings
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import BrokerCounts, LaneCounts, LookupCounts, ProcessUsage
 from kvd.metrics.schema import Event
-from kvd.wire.link import UnbindWorker
+from kvd.wire.link import Revoke, UnbindWorker
+from kvd_proto.arrays import IntArray
 from kvd_proto.messages import Detached
 
 MAX_EVENTS = 200
@@ -31,7 +32,7 @@ class OperatorDrain:
 
 @dataclass(slots=True)
 class BrokerState:
-    """Sessions, engines, lanes, namespaces, and writes being called back.
+    """Sessions, engines, lanes and namespaces.
 
     `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.filling`.
     `failed_lanes` holds when a device's lane could last not start, and why.
@@ -49,7 +50,6 @@ class BrokerState:
     lanes: dict[str, Lane] = field(default_factory=dict)
     failed_lanes: dict[str, tuple[float, str]] = field(default_factory=dict)
     gone_lanes: LaneCounts = field(default_factory=LaneCounts)
-    revocations: Revocations = field(default_factory=Revocations)
     namespaces: Namespaces | None = None
     allocated: int = 0
     stopping: bool = False
@@ -150,26 +150,19 @@ class BrokerState:
         ]
 
     def revoke(self, namespace: Namespace, slots: Refs) -> list[Effect]:
-        """Call back writes into slots that are DRAINING now; free at once what no lane holds."""
-        if not slots:
-            return []
+        """Call back writes into slots that are DRAINING now; they are FREE when no lane writes."""
         devices = [lane.device for lane in self.lanes.values() if lane.up]
-        if not devices:
-            self.free(namespace.id, slots)
-            return []
+        namespace.table.slots.wait_for(devices, slots)
         effects: list[Effect] = []
         for begin in range(0, len(slots), REVOKE_AT_ONCE):
             part = slots[begin : begin + REVOKE_AT_ONCE]
-            message = self.revocations.start(namespace.id, part, devices)
+            message = Revoke(
+                namespace=namespace.id,
+                slots=IntArray.of([slot for slot, _ in part], "u4"),
+                generations=IntArray.of([generation for _, generation in part], "u8"),
+            )
             effects += [ToLane(device, message) for device in devices]
         return effects
-
-    def free(self, ns_id: bytes, slots: Refs) -> None:
-        """Free slots that were DRAINING: no lane writes there any more."""
-        namespace = self.namespace(ns_id)
-        if namespace is not None:
-            generations = [generation for _, generation in slots]
-            namespace.table.revoked([slot for slot, _ in slots], generations)
 
     def detach(self, engine: Engine, reason: str) -> tuple[list[Effect], int]:
         """Detach an engine that is no longer complete: give up its writes, notify its sessions.

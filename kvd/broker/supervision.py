@@ -55,8 +55,9 @@ class Supervision:
                 session = self._state.registry.sessions.get(message.session)
                 return self._registration.released(session) if session is not None else []
             case Revoked():
-                slots = self._state.revocations.answered(device, message)
-                self._state.free(message.namespace, slots)
+                if (namespace := self._state.namespace(message.namespace)) is not None:
+                    slots, generations = message.slots.numpy(), message.generations.numpy()
+                    namespace.table.slots.revoked(device, slots, generations)
             case ShareDone():
                 return self._share_done(message)
             case LanePong():
@@ -130,8 +131,8 @@ class Supervision:
         lane.past.add(lane.pong.counters)
         lane.past.restarts += 1
         lane.pong = NO_REPORT
-        for namespace_id, slots in state.revocations.lane_lost(device).items():
-            state.free(namespace_id, slots)
+        for namespace in state.open_namespaces:
+            namespace.table.slots.lane_lost(device)
         effects, freed = self._give_up_writes(lane)
         waiting = self._waiting_for(device)
         if served or not failure or not waiting:

@@ -245,12 +245,6 @@ class ChunkTable:
         self.counts.dropped += len(slots)
         return self.slots.give_up(slots)
 
-    def revoked(self, slots: Ints, generations: Ints) -> int:
-        """The lanes have nothing under way in these slots: DRAINING -> FREE. How many it freed."""
-        freed = self.slots.revoked(slots, generations)
-        self.counts.stale_reports += len(slots) - freed
-        return freed
-
     # -------------------------------------------------------------------- loads
 
     def prepare_load(  # noqa: PLR0917 a request has these six parts

@@ -13,7 +13,7 @@ A slot that is not FREE is in exactly one place besides the directory::
 Each method takes slots from one state to the next, in all places at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ class Slots:
         self.space = space
         self.leases = Leases()
         self.tickets: dict[int, float] = {}  # WRITING slot -> deadline
-        self._draining: set[int] = set()
+        self._draining: dict[int, set[str]] = {}  # slot -> lanes that may still write there
         self._doomed: set[int] = set()
         self.forgotten = 0
         self._swept = 0  # where `sweep` goes on
@@ -104,15 +104,35 @@ class Slots:
             directory.unindex(slot)
             self.policy.remove(slot)
             del self.tickets[slot]
-        self._draining.update(slots)
+        self._draining.update((slot, set()) for slot in slots)
         return self.refs(slots)
 
-    def revoked(self, slots: Ints, generations: Ints) -> int:
-        """DRAINING -> FREE; how many. The others have moved on."""
+    def wait_for(self, lanes: Collection[str], slots: Refs) -> None:
+        """Only when each of these lanes has answered are these DRAINING slots FREE."""
+        for slot, _ in slots:
+            self._draining[slot] = set(lanes)
+        if not lanes:
+            self._answered("", [slot for slot, _ in slots])
+
+    def revoked(self, lane: str, slots: Ints, generations: Ints) -> int:
+        """A lane has nothing under way in these slots; how many are FREE now, from DRAINING."""
+        pairs = zip(map(int, slots), map(int, generations), strict=True)
+        generation = self.directory.generation
+        return self._answered(
+            lane, [slot for slot, g in pairs if slot in self._draining and generation(slot) == g]
+        )
+
+    def lane_lost(self, lane: str) -> None:
+        """A lane is gone, and writes nowhere any more."""
+        self._answered(lane, list(self._draining))
+
+    def _answered(self, lane: str, slots: Sequence[int]) -> int:
         freed = []
-        for slot, generation in zip(map(int, slots), map(int, generations), strict=True):
-            if slot in self._draining and self.directory.generation(slot) == generation:
-                self._draining.remove(slot)
+        for slot in slots:
+            waiting = self._draining[slot]
+            waiting.discard(lane)
+            if not waiting:
+                del self._draining[slot]
                 self.directory.write_state(slot, SlotState.FREE)
                 freed.append(slot)
         self.space.give(freed)

@@ -206,7 +206,7 @@ def test_a_load_that_never_ends_pins_no_longer_than_a_lease(bench: Bench) -> Non
 
 
 def test_clear_drops_everything(bench: Bench) -> None:
-    """READY chunks are found no more, stores under way are given up, pinned ones go with their lease."""
+    """READY chunks go, stores under way are given up, pinned ones go with their lease."""
     one, two = bench.namespace(1), bench.namespace(2)
     bench.engine(one)
     bench.store(one, [b"a", b"b", b"c"])

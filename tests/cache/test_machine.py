@@ -320,7 +320,7 @@ class TableMachine(RuleBasedStateMachine):
         """Lanes have nothing under way in the slots that were given up."""
         model = self.models[space]
         slots = list(model.draining)
-        assert model.table.revoked(slots, list(model.draining.values())) == len(slots)
+        assert model.table.slots.revoked("", slots, list(model.draining.values())) == len(slots)
         model.draining.clear()
 
     @rule(
@@ -470,7 +470,7 @@ class TableMachine(RuleBasedStateMachine):
         refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values()]
         if refs:
             slot, generation = data.draw(st.sampled_from(sorted(refs)))
-            assert model.table.revoked([slot], [generation]) == 0
+            assert model.table.slots.revoked("", [slot], [generation]) == 0
 
     @rule(number=st.integers(0, len(QUOTAS) - 1))
     @precondition(lambda self: self.quotas)

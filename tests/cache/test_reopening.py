@@ -162,7 +162,7 @@ class Reopening(RuleBasedStateMachine):
         """Lanes let go of what was given up."""
         table = self.table(space)
         slots = table.directory.slots_in(SlotState.DRAINING)
-        table.revoked(slots, [table.directory.generation(slot) for slot in slots])
+        table.slots.revoked("", slots, [table.directory.generation(slot) for slot in slots])
 
     @rule(space=space_strategy, keys=keys_strategy)
     def load(self, space: int, keys: list[bytes]) -> None:

@@ -251,8 +251,8 @@ class _Play:
             self._close(actor)
         self._pass(0)
         state = self.broker.state
-        if state.registry.engines or state.registry.sessions or len(state.revocations):
-            raise Finding(f"left over: {state.registry!r}, {state.revocations!r}", leak=True)
+        if state.registry.engines or state.registry.sessions:
+            raise Finding(f"left over: {state.registry!r}", leak=True)
         for namespace in state.namespaces or ():
             stats = namespace.table.slots.stats()
             if namespace.engines or namespace.temporary or namespace.table.slots.leases:

@@ -94,9 +94,9 @@ def test_empty_columns_are_lent() -> None:
     """Room that its owner does not use is taken before anything is evicted."""
     namespaces = make_namespaces(MIB)
     old = add(namespaces, 1, PAGE)
-    decision = old.table.prepare_store([b"%d" % n for n in range(256)], 1, 0.0)
+    old.table.prepare_store([b"%d" % n for n in range(256)], 1, 0.0)
     refs = old.table.drop_owner(1)
-    old.table.revoked([slot for slot, _ in refs], decision.generations.numpy().tolist())
+    old.table.slots.wait_for((), refs)
     new = add(namespaces, 2, PAGE)
     assert store(new, 0, 256) == 256  # more than its fair share: nobody is hurt
     namespaces.check_integrity()
@@ -290,11 +290,11 @@ def test_a_namespace_on_its_floor_is_not_closed_for_a_new_one() -> None:
 
 def test_space_moves_back_and_forth_without_fragments() -> None:
     """Chunks of three sizes fill the pool in turn, again and again, and each gets all of it."""
-    namespaces = make_namespaces(8 * MIB)
+    namespaces = make_namespaces(MIB)
     models = [
-        add(namespaces, 1, 8192, 8192),
-        add(namespaces, 2, 12288),
-        add(namespaces, 3, 5 * PAGE),
+        add(namespaces, 1, PAGE, PAGE),
+        add(namespaces, 2, PAGE + 2048),
+        add(namespaces, 3, 2 * PAGE + 2048),
     ]
     for model in models:
         namespaces.detach_engine(model)
