@@ -59,27 +59,24 @@ def _call(attempted: str, function: str, *arguments: Any) -> Any:
 # --------------------------------------------------------------------- devices
 
 
-def uuid_of(device: int) -> bytes:
-    """The UUID of a device, 16 bytes; of a MIG instance its own."""
-    attempted = f"ask for the UUID of device {device}"
+def device_name(device: int) -> str:
+    """How a registration calls a device: `cuda:` and its UUID, with `MIG-` of a MIG instance.
+
+    Never an index: what CUDA_VISIBLE_DEVICES hides or reorders has the same UUID everywhere.
+    """
+    attempted = f"ask for the name of device {device}"
     handle = _call(attempted, "cuDeviceGet", device)
     # Before CUDA 13 the name without _v2 gives the UUID of the GPU that a MIG instance is on.
     newer = hasattr(_bindings(), "cuDeviceGetUuid_v2")
     uuid = _call(attempted, "cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid", handle)
-    return bytes(uuid.bytes)
+    name: bytes = _call(attempted, "cuDeviceGetName", 256, handle)
+    mig = b" MIG " in name.partition(b"\0")[0]  # no attribute says it
+    return f"cuda:{'MIG-' if mig else ''}{bytes(uuid.bytes).hex()}"
 
 
 def count_devices() -> int:
     """How many devices this process sees."""
     return int(_call("count the devices", "cuDeviceGetCount"))
-
-
-def is_mig(device: int) -> bool:
-    """Whether a device is a MIG instance, which its name says and no attribute."""
-    attempted = f"ask for the name of device {device}"
-    handle = _call(attempted, "cuDeviceGet", device)
-    name: bytes = _call(attempted, "cuDeviceGetName", 256, handle)
-    return b" MIG " in name.partition(b"\0")[0]
 
 
 def streams_can_write(device: int) -> bool:

@@ -15,7 +15,6 @@ from typing import Self
 from kvd_client import cuda_driver
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_proto.devices import cuda_device
 from kvd_proto.messages import IpcHandle, VmmHandle
 
 _REMEDY = (
@@ -66,7 +65,7 @@ class DeviceMemory:
             raise UsageError(f"address={shown(address)}: a device pointer is needed")
         whole("nbytes", nbytes, 1)
         ordinal = cuda_driver.device_of(address)
-        device = cuda_device(cuda_driver.uuid_of(ordinal), mig=cuda_driver.is_mig(ordinal))
+        device = cuda_driver.device_name(ordinal)
         context = cuda_driver.PrimaryContext(ordinal)
         try:
             with context.current():

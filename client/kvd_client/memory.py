@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_proto.devices import HOST
-from kvd_proto.messages import HostHandle
+from kvd_proto.messages import HOST, HostHandle
 
 
 def sealed_file(name: str, nbytes: int) -> int:

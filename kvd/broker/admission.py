@@ -1,17 +1,18 @@
 """Checks whether a registration can be served at all, before anything is mapped."""
 
+import re
 from collections.abc import Mapping
 
 from kvd.broker.sessions import Engine, Session
 from kvd.broker.state import BrokerState
 from kvd.errors import Refused
-from kvd_proto.devices import is_cuda_device
+from kvd_proto.capacity import size_pool
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import compare_ranks, validate_layout
 from kvd_proto.messages import ErrorCode, Register, fd_index
 from kvd_proto.printable import unprintable
-from kvd_proto.sizes import size_pool
 
+CUDA_DEVICE = re.compile(r"cuda:(MIG-)?[0-9a-f]{32}")
 MAX_CUDA_LANES = 64
 FAILED_SECONDS = 10.0  # clients ask every 2 s: not each of them is worth a process
 
@@ -60,7 +61,7 @@ def check_device(state: BrokerState, device: str, now: float) -> None:
     failed_at, failure = state.failed_lanes.get(device, (-FAILED_SECONDS, ""))
     if failure and now < failed_at + FAILED_SECONDS:
         raise Refused(ErrorCode.BAD_LAYOUT, failure)
-    if not is_cuda_device(device):
+    if not CUDA_DEVICE.fullmatch(device):
         raise Refused(
             ErrorCode.BAD_LAYOUT,
             f"device {device!r} is not served here; served: host, and CUDA devices by their UUID"

@@ -28,9 +28,10 @@ from kvd.broker.sessions import Engine, Session
 from kvd.broker.state import BrokerState
 from kvd.errors import KvdError
 from kvd.wire.link import BindWorker, ImportWorker
+from kvd_proto.capacity import size_pool, tokens_per_chunk
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Attached, LaneUp, Register
-from kvd_proto.sizes import format_size, size_pool, tokens_per_chunk
+from kvd_proto.sizes import format_size
 
 
 def attach(state: BrokerState, engine: Engine, effects: list[Effect]) -> None:

@@ -16,7 +16,6 @@ from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
 from kvd.errors import IntegrityError, Refused
 from kvd.metrics import schema
-from kvd_proto.durations import format_duration
 from kvd_proto.messages import (
     Check,
     Checked,
@@ -29,7 +28,7 @@ from kvd_proto.messages import (
     Resume,
     Resumed,
 )
-from kvd_proto.sizes import format_size
+from kvd_proto.sizes import format_duration, format_size
 
 CHECK_SLOTS = 1024  # a piece of a check: about 5 µs for each chunk in them
 WHOLE_CHUNKS = 2048  # at most so many are checked in one moment: some 20 ms

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 from kvd.config.settings import Settings
 from kvd.errors import Refused
+from kvd_proto.capacity import auto_cpu_bytes, size_pool
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import ErrorCode
-from kvd_proto.sizes import auto_cpu_bytes, format_size, size_pool
+from kvd_proto.sizes import format_size
 
 KEPT_PART = 10  # a kept pool is used where its size differs by no more than one part in so many
 

@@ -9,8 +9,8 @@ import click
 from kvd.config.about import About
 from kvd.config.settings import KNOWN
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
-from kvd_proto.durations import parse_duration
-from kvd_proto.errors import DurationError
+from kvd_proto.errors import SizeError
+from kvd_proto.sizes import parse_duration
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,7 +48,7 @@ def duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
     """Convert an option's value, such as 90s or 1h30m, to seconds; a callback."""
     try:
         return parse_duration(value)
-    except DurationError as error:
+    except SizeError as error:
         raise click.BadParameter(str(error), ctx, param) from error
 
 

@@ -58,8 +58,7 @@ from kvd.machine.process_usage import UsageReader
 from kvd.machine.room import available_bytes
 from kvd.pool.filling import FillOrder
 from kvd.wire.listener import Listener
-from kvd_proto.devices import HOST
-from kvd_proto.messages import ErrorCode
+from kvd_proto.messages import HOST, ErrorCode
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.daemon")

@@ -19,7 +19,7 @@ from kvd.logs.setup import configure_child
 from kvd.machine.process import tie_to_parent
 from kvd.wire.link import LINK, LaneFailed, lane_socket
 from kvd.wire.seqpacket import Channel
-from kvd_proto.devices import HOST
+from kvd_proto.messages import HOST
 
 log = logging.getLogger("kvd.lane")
 _HIGH_NUMBER = 64

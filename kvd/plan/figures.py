@@ -15,9 +15,9 @@ from kvd_proto.capacity import (
     admit,
     longest_request,
     per_block_pool_bytes,
+    size_pool,
 )
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, validate_layout
-from kvd_proto.sizes import size_pool
 
 DTYPE_BYTES = {
     "float32": 4,

@@ -1,11 +1,16 @@
-"""What fits into the engine's block pool: override, longest request, admission.
+"""What fits: chunks into kvd's pool, requests into the engine's. Formulas are vLLM's.
 
-All groups of a model draw blocks from one pool: a block id belongs to one
-group at a time. An operator's block-count override beats the measured count
-everywhere here, so that nobody admits by a capacity that the engine does not
-have. A request that can never fit is refused at once; nothing here waits.
+::
 
-Formulas follow vLLM's ``v1/core/kv_cache_utils.py``.
+    kv_bytes_per_block = total_gpu_kv_bytes // num_blocks * world_size
+    bytes_per_chunk    = kv_bytes_per_block * blocks_per_chunk
+    num_chunks         = cpu_bytes // bytes_per_chunk
+
+Never from a page size times a number of tensors: a group's page size is already a sum over its
+layers when they differ, and would be counted twice.
+
+An operator's block-count override beats the measured count everywhere, so that nobody admits by a
+capacity that the engine does not have (``v1/core/kv_cache_utils.py``).
 """
 
 from collections import Counter
@@ -13,10 +18,79 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd_proto.errors import SizeError
+from kvd_proto.layout import RankLayout
 from kvd_proto.sizes import format_size
 
 NULL_BLOCKS = 1  # block 0 is never handed out
 DEFAULT_BATCHED_TOKENS = 8192
+
+
+def tokens_per_chunk(layout: RankLayout) -> int | None:
+    """Tokens of one chunk; None where groups' blocks hold different numbers of them."""
+    sizes = {group.block_size for group in layout.groups}
+    return layout.blocks_per_chunk * sizes.pop() if len(sizes) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSizes:
+    """A pool laid out for one engine: one arena per rank, or one for all if replicated."""
+
+    slot_bytes: tuple[int, ...]
+    bytes_per_chunk: int
+    num_chunks: int
+
+
+def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> ChunkSizes:
+    """Sizes for one engine's ranks, in rank order.
+
+    Pipeline stages may hold different layers, so bytes per chunk is the sum of
+    the ranks' own shares, each rounded up to 4 KiB; `* world_size` is the case
+    where all are equal. The layouts are valid (`validate_layout`), one at least.
+
+    Raises:
+        SizeError: no chunk fits, with the figures.
+        LayoutError: a rank's groups need more than it reported.
+    """
+    arenas = tuple(layout.slot_bytes for layout in _shares(layouts))
+    chunk = sum(arenas)
+    count = cpu_bytes // chunk if chunk else 0
+    if not count:
+        raise SizeError(
+            f"a pool of {cpu_bytes} bytes ({format_size(cpu_bytes)}) holds no chunk of"
+            f" {chunk} bytes ({format_size(chunk)}); raise --cpu-bytes to at least"
+            f" {chunk}, or lower blocks_per_chunk"
+        )
+    return ChunkSizes(arenas, chunk, count)
+
+
+def _shares(layouts: Sequence[RankLayout]) -> Sequence[RankLayout]:
+    """Return the ranks whose shares are stored: one of those that hold the same."""
+    return layouts[:1] if layouts[0].replicated else layouts
+
+
+def auto_cpu_bytes(
+    layouts: Sequence[RankLayout], *, available: int, reserve: int, ratio: float = 2.0
+) -> tuple[int, str]:
+    """Ratio x the KV bytes of all ranks of an engine, at most what is available less a reserve.
+
+    Replicated shares count once. The order of the ranks does not matter.
+
+    Returns:
+        The size, and how it came about, in one line.
+    """
+    reported = [layout.used_bytes for layout in _shares(layouts)]
+    wanted = int(ratio * sum(reported))
+    room = max(0, available - reserve)
+    size = min(wanted, room)
+    if len(set(reported)) == 1:
+        kv = f"{format_size(reported[0])} GPU KV x {len(reported)} ranks"
+    else:
+        kv = f"{format_size(sum(reported))} GPU KV of {len(reported)} ranks"
+    text = (
+        f"{ratio:g} x {kv} = {format_size(wanted)}; available {format_size(available)} - reserve"
+        f" {format_size(reserve)} = {format_size(room)}; pool {format_size(size)}"
+    )
+    return size, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +99,7 @@ class LayerGroup:
 
     page_bytes: padded page of each layer, in bytes of one rank.
     block_size, sliding_window: in tokens.
-    uniform_type: all layers need the same blocks although their pages may
-    differ in size, and memory is laid out in tuples of one page of each size.
+    uniform_type: pages may differ in size; memory is laid out in tuples of one page of each.
     """
 
     page_bytes: tuple[int, ...]
@@ -37,9 +110,8 @@ class LayerGroup:
     def blocks_for(self, tokens: int, batched_tokens: int) -> int:
         """Blocks that a request of `tokens` holds in this group at its worst moment.
 
-        Behind a sliding window blocks are given back, so no more than the
-        window and one batch are alive; they need not start at a block's edge,
-        hence one block more.
+        Behind a window blocks are given back: the window and one batch are alive, and one block
+        more where they do not start at a block's edge.
         """
         blocks = _cdiv(tokens, self.block_size)
         if self.sliding_window is None:

@@ -45,9 +45,5 @@ class JobShapeError(LayoutError):
     """A job whose arrays do not fit each other or the layout."""
 
 
-class DurationError(ProtoError):
-    """Text that is no duration."""
-
-
 class DirectoryError(ProtoError):
     """A buffer that is not a chunk directory of this version."""

@@ -21,6 +21,7 @@ from kvd_proto.control import CONTROL_WORDS
 from kvd_proto.layout import RankLayout
 
 PROTOCOL_VERSION = 1
+HOST = "host"  # the device that is host memory
 MAX_KEYS = 65536
 MAX_KEY_BYTES = 48
 MAX_RANKS = 64

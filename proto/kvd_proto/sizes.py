@@ -1,99 +1,17 @@
-"""From what the workers report to chunks in the pool. Formulas are vLLM's published ones.
-
-::
-
-    kv_bytes_per_block = total_gpu_kv_bytes // num_blocks * world_size
-    bytes_per_chunk    = kv_bytes_per_block * blocks_per_chunk
-    num_chunks         = cpu_bytes // bytes_per_chunk
-
-Never from a page size times a number of tensors: a group's page size is
-already a sum over its layers when they differ, and would be counted twice.
-"""
+"""Sizes and durations as people write them: numbers with units, of which several add up."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fractions import Fraction
 
 from kvd_proto.errors import SizeError
-from kvd_proto.layout import RankLayout
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgtp")},
-    **{f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgtp")},
-}
-_SIZE = re.compile(r"\s*([0-9]{1,18})(\.[0-9]{1,18})?\s*([a-z]*)\s*", re.IGNORECASE)
-
-
-def tokens_per_chunk(layout: RankLayout) -> int | None:
-    """Tokens of one chunk; None where groups' blocks hold different numbers of them."""
-    sizes = {group.block_size for group in layout.groups}
-    return layout.blocks_per_chunk * sizes.pop() if len(sizes) == 1 else None
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSizes:
-    """A pool laid out for one engine: one arena per rank, or one for all if replicated."""
-
-    slot_bytes: tuple[int, ...]
-    bytes_per_chunk: int
-    num_chunks: int
-
-
-def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> ChunkSizes:
-    """Sizes for one engine's ranks, in rank order.
-
-    Pipeline stages may hold different layers, so bytes per chunk is the sum of
-    the ranks' own shares, each rounded up to 4 KiB; `* world_size` is the case
-    where all are equal. The layouts are valid (`validate_layout`), one at least.
-
-    Raises:
-        SizeError: no chunk fits, with the figures.
-        LayoutError: a rank's groups need more than it reported.
-    """
-    arenas = tuple(layout.slot_bytes for layout in _shares(layouts))
-    chunk = sum(arenas)
-    count = cpu_bytes // chunk if chunk else 0
-    if not count:
-        raise SizeError(
-            f"a pool of {cpu_bytes} bytes ({format_size(cpu_bytes)}) holds no chunk of"
-            f" {chunk} bytes ({format_size(chunk)}); raise --cpu-bytes to at least"
-            f" {chunk}, or lower blocks_per_chunk"
-        )
-    return ChunkSizes(arenas, chunk, count)
-
-
-def _shares(layouts: Sequence[RankLayout]) -> Sequence[RankLayout]:
-    """Return the ranks whose shares are stored: one of those that hold the same."""
-    return layouts[:1] if layouts[0].replicated else layouts
-
-
-def auto_cpu_bytes(
-    layouts: Sequence[RankLayout], *, available: int, reserve: int, ratio: float = 2.0
-) -> tuple[int, str]:
-    """Ratio x the KV bytes of all ranks of an engine, at most what is available less a reserve.
-
-    Replicated shares count once. The order of the ranks does not matter.
-
-    Returns:
-        The size, and how it came about, in one line.
-    """
-    reported = [layout.used_bytes for layout in _shares(layouts)]
-    wanted = int(ratio * sum(reported))
-    room = max(0, available - reserve)
-    size = min(wanted, room)
-    if len(set(reported)) == 1:
-        kv = f"{format_size(reported[0])} GPU KV x {len(reported)} ranks"
-    else:
-        kv = f"{format_size(sum(reported))} GPU KV of {len(reported)} ranks"
-    text = (
-        f"{ratio:g} x {kv} = {format_size(wanted)}; available {format_size(available)} - reserve"
-        f" {format_size(reserve)} = {format_size(room)}; pool {format_size(size)}"
-    )
-    return size, text
+_BYTES = {"": 1, "b": 1}
+_BYTES |= {f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgtp")}
+_BYTES |= {f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgtp")}
+_MILLISECONDS = {"": 1000, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_PART = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
@@ -102,11 +20,35 @@ def parse_size(text: str | int) -> int:
     Raises:
         SizeError: it is none of these, or negative.
     """
-    match = _SIZE.fullmatch(str(text))
-    unit = _UNITS.get(match[3].lower()) if match else None
-    if match is None or unit is None or isinstance(text, bool):
+    size = _parse(str(text), _BYTES)
+    if size is None:
         raise SizeError(f"{text!r} is no size; write bytes or a number with a unit, such as 64GiB")
-    return int(Fraction(match[1] + (match[2] or "")) * unit)
+    return int(size)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from `90s`, `250ms`, `1h30m`, `1.5h`, `2d` or a plain number.
+
+    Raises:
+        SizeError: it is none of these, or negative.
+    """
+    duration = _parse(text, _MILLISECONDS)
+    if duration is None:
+        raise SizeError(
+            f"{text!r} is no duration; write seconds or numbers with units, such as 90s, 1h30m"
+            " or 2d"
+        )
+    return float(duration / 1000)
+
+
+def _parse(text: str, units: Mapping[str, int]) -> Fraction | None:
+    """Add up the parts of a text; None where there is something else, or a unit is missing."""
+    parts = list(_PART.finditer(text))
+    names = [part[2].lower() for part in parts]
+    known = all(name in units and (name or len(parts) == 1) for name in names)
+    if not parts or not known or "".join(part[0] for part in parts) != text:
+        return None
+    return sum((Fraction(p[1]) * units[n] for p, n in zip(parts, names, strict=True)), Fraction())
 
 
 def format_size(nbytes: int) -> str:
@@ -115,3 +57,17 @@ def format_size(nbytes: int) -> str:
     if power == 0:
         return f"{nbytes} B"
     return f"{round(nbytes / 1024**power, 2):g} {_BINARY[power]}"
+
+
+def format_duration(seconds: float) -> str:
+    """For people, the two largest units: `250 ms`, `12.5 s`, `1 h 30 m`, `2 d 3 h`."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)} ms"
+    if seconds < 60:
+        return f"{round(seconds, 1):g} s"
+    parts, left = list[str](), round(seconds)
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1)):
+        number, left = divmod(left, size)
+        if number or parts:
+            parts.append(f"{number} {unit}" if number else "")
+    return " ".join(part for part in parts[:2] if part)

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
 from kvd_client import JobResult, KvdClientError, Worker
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.options import Options
-from kvd_proto.devices import HOST
+from kvd_proto.messages import HOST
 
 log = logging.getLogger("kvd_client.vllm")
 

@@ -10,7 +10,7 @@ from kvd_client import cuda_driver
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import CudaError, UnsupportedMemory
 from kvd_client.memory import HostMemory
-from kvd_proto.devices import HOST, cuda_device
+from kvd_proto.messages import HOST
 from kvd_tools.errors import StepFailed
 
 Bytes = npt.NDArray[np.uint8]
@@ -78,11 +78,7 @@ def visible_devices() -> dict[str, int]:
         CudaError: there is a driver, and it refuses.
     """
     try:
-        ordinals = range(cuda_driver.count_devices())
-        return {
-            cuda_device(cuda_driver.uuid_of(ordinal), mig=cuda_driver.is_mig(ordinal)): ordinal
-            for ordinal in ordinals
-        }
+        return {cuda_driver.device_name(n): n for n in range(cuda_driver.count_devices())}
     except UnsupportedMemory:
         return {}
     except CudaError as error:

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from kvd_client.errors import KvdClientError
 from kvd_client.scheduler import Scheduler
-from kvd_proto.devices import HOST
-from kvd_proto.durations import parse_duration
-from kvd_proto.errors import DurationError
+from kvd_proto.errors import SizeError
+from kvd_proto.messages import HOST
+from kvd_proto.sizes import parse_duration
 from kvd_tools.selftest.bench import ANSWER_SECONDS, Bench
 from kvd_tools.selftest.blocks import visible_devices
 from kvd_tools.selftest.steps import STEPS, Outcome, run
@@ -69,7 +69,7 @@ def selftest(*, runtime_dir: Path, devices: tuple[str, ...], timeout: str, as_js
     try:
         seconds = parse_duration(timeout)
         report = _test(runtime_dir, devices, min(max(seconds, 1.0), 600.0))
-    except DurationError as error:
+    except SizeError as error:
         raise click.BadParameter(str(error), param_hint="--timeout") from error
     except KvdClientError as error:
         raise click.ClickException(str(error)) from error

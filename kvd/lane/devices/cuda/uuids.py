@@ -24,7 +24,7 @@ def show_slice(name: str) -> None:
 
 
 def find(name: str) -> int:
-    """Return the driver's handle of the device with this name, in the form of kvd_proto.devices.
+    """Return the driver's handle of the device with this name, as a registration has it.
 
     Raises:
         CudaMissing: no device that this process sees has this UUID.
