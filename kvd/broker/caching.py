@@ -158,7 +158,7 @@ def _blocks(message: PrepareStore | PrepareLoad, namespace: Namespace) -> list[B
     blocks = list(zip(first.numpy().tolist(), count.numpy().tolist(), strict=True))
     whole = namespace.geometry.blocks_per_chunk
     for begin, number in blocks:
-        if begin < 0 or number < 1 or begin + number > whole:
+        if number < 1 or begin + number > whole:
             raise Refused(
                 ErrorCode.BAD_MESSAGE, f"{number} blocks from {begin} on of a chunk of {whole}"
             )

@@ -15,7 +15,7 @@ from kvd.lane.reports import Reports
 from kvd.lane.workers import Worker, Workers
 from kvd.wire.router import Received
 from kvd_proto.codec import REQUESTS, Header
-from kvd_proto.errors import BadHeader, DecodeError, JobShapeError, VersionMismatch
+from kvd_proto.errors import DecodeError, JobShapeError, VersionMismatch
 from kvd_proto.messages import (
     Cancel,
     ErrorCode,
@@ -60,7 +60,7 @@ class Requests:
     def _frame(self, identity: bytes, frame: bytes) -> None:
         try:
             header = REQUESTS.decode_header(frame)
-        except BadHeader:
+        except DecodeError:
             self._reports.counts.dropped_frames += 1
             return
         # The token proves that the sender means this boot of the daemon: it was made by it.

@@ -129,12 +129,8 @@ class Revoke(Message, frozen=True):
     generations: IntArray
 
 
-class Revoked(Message, frozen=True):
+class Revoked(Revoke, frozen=True):
     """Lane → broker: no write into these slots is in flight."""
-
-    namespace: bytes
-    slots: IntArray
-    generations: IntArray
 
 
 class ShareDone(Message, frozen=True):

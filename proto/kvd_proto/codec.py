@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvd_proto.errors import BadHeader, Malformed, Oversize, VersionMismatch
+from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
 from kvd_proto.messages import PROTOCOL_VERSION, REPLY_OF, TAGS, Message, Register
 
 MAGIC = b"kvd\x00"
@@ -88,13 +88,13 @@ class Codec:
         """The header of `frame`, without a look at the body or the version.
 
         Raises:
-            BadHeader: too short, or not a kvd message.
+            DecodeError: too short, or not a kvd message.
         """
         if len(frame) < HEADER_BYTES:
-            raise BadHeader(f"{len(frame)} bytes, a header has {HEADER_BYTES}")
+            raise DecodeError(f"{len(frame)} bytes, a header has {HEADER_BYTES}")
         magic, version, tag, request_id, boot_id, session = _HEADER.unpack_from(frame)
         if magic != MAGIC:
-            raise BadHeader(f"magic {magic!r}, expected {MAGIC!r}")
+            raise DecodeError(f"magic {magic!r}, expected {MAGIC!r}")
         return Header(tag, request_id, boot_id, session, version)
 
     def decode(self, frame: bytes) -> tuple[Header, Message]:
@@ -106,27 +106,24 @@ class Codec:
         """The message of `frame`, whose header was read before.
 
         Raises:
-            VersionMismatch, Malformed, Oversize: as their names say; nothing is guessed.
+            VersionMismatch: another protocol version.
+            DecodeError: anything else that is wrong; nothing is guessed.
         """
-        if len(frame) > MAX_MESSAGE_BYTES:
-            raise Oversize(f"a message of {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}")
         if header.version != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"protocol version {header.version}, this side speaks {PROTOCOL_VERSION}"
             )
         decoder = self._decoders.get(header.tag)
         if decoder is None:
-            raise Malformed(f"tag 0x{header.tag:02x} names no message here")
+            raise DecodeError(f"tag 0x{header.tag:02x} names no message here")
         name = decoder.type.__name__
         limit = self._limits.get(decoder.type, MAX_MESSAGE_BYTES)
         if len(frame) > limit:
-            raise Oversize(f"a {name} of {len(frame)} bytes, the limit is {limit}")
+            raise DecodeError(f"a {name} of {len(frame)} bytes, the limit is {limit}")
         try:
             return decoder.decode(memoryview(frame)[HEADER_BYTES:])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            text = str(error)  # the only place where msgspec says what is wrong
-            fault = Oversize if "length <=" in text or "fit a message" in text else Malformed
-            raise fault(f"{name}: {text}") from error
+            raise DecodeError(f"{name}: {error}") from error
 
 
 WIRE = Codec(TAGS, {Register: MAX_REGISTER_BYTES})

@@ -6,39 +6,27 @@ class ProtoError(Exception):
 
 
 class DecodeError(ProtoError):
-    """The other side sent something that is not the protocol."""
-
-
-class BadHeader(DecodeError):
-    """Too short, or wrong magic: not even a request id can be read."""
+    """The other side sent something that is not the protocol; the text names the fault."""
 
 
 class VersionMismatch(DecodeError):
     """The message is of a protocol version that this side does not have."""
 
 
-class Malformed(DecodeError):
-    """No message has this tag, or the body is not its fields; the text names the fault."""
-
-
-class WrongType(DecodeError):
+class WrongType(ProtoError):
     """Numbers that an array of their type cannot hold."""
 
 
-class Oversize(DecodeError):
-    """A message, array, string or map is above its limit."""
+class Oversize(ProtoError):
+    """A message or an array that is to be sent is above its limit."""
 
 
 class LayoutError(ProtoError):
     """A KV layout that cannot be served."""
 
 
-class LayoutMismatch(LayoutError):
-    """Ranks of one engine disagree about what they must share."""
-
-
 class SizeError(LayoutError):
-    """Sizes that hold nothing, or that cannot be read."""
+    """Sizes that hold nothing; sizes and durations that cannot be read."""
 
 
 class JobShapeError(LayoutError):

@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvd_proto.errors import LayoutError, LayoutMismatch, SizeError
+from kvd_proto.errors import LayoutError, SizeError
 
 SLOT_ALIGNMENT = 4096
 MAX_BYTES = 2**48
@@ -263,7 +263,7 @@ def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) 
     and so cannot hold replicas of each other's shares).
 
     Raises:
-        LayoutMismatch: naming the odd rank and both figures.
+        LayoutError: naming the odd rank and both figures.
     """
     for name in ("num_blocks", "blocks_per_chunk", "hash_block_size", "replicated"):
         _agree(name, layouts, attrgetter(name))
@@ -281,7 +281,7 @@ def _one_stage(stages: Mapping[int, int]) -> None:
     first = min(stages)
     for rank in sorted(stages):
         if stages[rank] != stages[first]:
-            raise LayoutMismatch(
+            raise LayoutError(
                 f"rank {rank} is of pipeline stage {stages[rank]}, rank {first} of stage"
                 f" {stages[first]}: they cannot hold replicated shares; register with"
                 " replicated=False"
@@ -303,7 +303,7 @@ def _agree(
     odd = next(rank for rank in sorted(found) if found[rank] != usual)
     others = [rank for rank in sorted(found) if found[rank] == usual]
     show = shown or compared
-    raise LayoutMismatch(
+    raise LayoutError(
         f"rank {odd} reports {name} = {show(layouts[odd])}, rank(s) {others} report"
         f" {show(layouts[others[0]])}; start all ranks with the same model and settings"
     )

@@ -14,9 +14,7 @@ from docs.generate_protocol import BOOT_ID, EXAMPLES, REQUEST_ID, TOKEN, vector
 from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray
 from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, MAX_REGISTER_BYTES, REQUESTS, WIRE
 from kvd_proto.errors import (
-    BadHeader,
     DecodeError,
-    Malformed,
     Oversize,
     VersionMismatch,
     WrongType,
@@ -62,39 +60,40 @@ def test_generated_documentation_is_current() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frame", "error"),
+    "frame",
     [
-        (b"", BadHeader),
-        (b"xyz\0" + bytes(60), BadHeader),
-        (WIRE.encode(Ping())[: HEADER_BYTES - 1], BadHeader),
-        (frame_of(0x30, {}, version=2), VersionMismatch),
-        (frame_of(0x7777, {}), Malformed),
-        (frame_of(0x30, b""), Malformed),
-        (frame_of(0x30, b"\xc1"), Malformed),
-        (frame_of(0x30, [1, 2]), Malformed),
-        (frame_of(0x30, {1: 2}), Malformed),
-        (frame_of(0x30, msgspec.msgpack.encode({}) + b"\0"), Malformed),
-        (frame_of(0x30, msgspec.msgpack.Ext(4, b"x")), Malformed),
-        (frame_of(0x10, {}), Malformed),
-        (frame_of(0x30, {"more": 1}), Malformed),
-        (frame_of(0x10, {"keys": 3}), Malformed),
-        (frame_of(0x10, {"keys": ["text"]}), Malformed),
-        (frame_of(0x10, {"keys": [b""]}), Malformed),
-        (frame_of(0x10, {"keys": [bytes(49)]}), Oversize),
-        (frame_of(0x10, {"keys": [b"k"] * (MAX_ARRAY_ITEMS + 1)}), Oversize),
-        (frame_of(0x30, {"x": bytes(MAX_MESSAGE_BYTES)}), Oversize),
-        (frame_of(0x42, b"\x81\xa6reason\xa1\xff"), Malformed),
-        (frame_of(0x16, {"lease": -1}), Malformed),
-        (frame_of(0x16, {"lease": 2**63}), Malformed),
-        (frame_of(0x16, {"lease": 1.0}), Malformed),
-        (frame_of(0x14, {"keys": [], "lease_ms": 0}), Malformed),
+        b"",
+        b"xyz\0" + bytes(60),
+        WIRE.encode(Ping())[: HEADER_BYTES - 1],
+        frame_of(0x30, {}, version=2),
+        frame_of(0x7777, {}),
+        frame_of(0x30, b""),
+        frame_of(0x30, b"\xc1"),
+        frame_of(0x30, [1, 2]),
+        frame_of(0x30, {1: 2}),
+        frame_of(0x30, msgspec.msgpack.encode({}) + b"\0"),
+        frame_of(0x30, msgspec.msgpack.Ext(4, b"x")),
+        frame_of(0x10, {}),
+        frame_of(0x30, {"more": 1}),
+        frame_of(0x10, {"keys": 3}),
+        frame_of(0x10, {"keys": ["text"]}),
+        frame_of(0x10, {"keys": [b""]}),
+        frame_of(0x10, {"keys": [bytes(49)]}),
+        frame_of(0x10, {"keys": [b"k"] * (MAX_ARRAY_ITEMS + 1)}),
+        frame_of(0x30, {"x": bytes(MAX_MESSAGE_BYTES)}),
+        frame_of(0x42, b"\x81\xa6reason\xa1\xff"),
+        frame_of(0x16, {"lease": -1}),
+        frame_of(0x16, {"lease": 2**63}),
+        frame_of(0x16, {"lease": 1.0}),
+        frame_of(0x14, {"keys": [], "lease_ms": 0}),
     ],
 )
-def test_each_fault_has_its_own_error(frame: bytes, error: type[DecodeError]) -> None:
-    """A malformed frame raises exactly the error that names its fault."""
+def test_a_malformed_frame_is_refused(frame: bytes) -> None:
+    """Whatever is wrong is a DecodeError with a text; another version one of its own."""
     with pytest.raises(DecodeError) as caught:
         WIRE.decode(frame)
-    assert type(caught.value) is error
+    assert str(caught.value)
+    assert isinstance(caught.value, VersionMismatch) == (frame[4:6] == b"\2\0")
 
 
 def test_nested_fields_are_checked_as_strictly() -> None:
@@ -102,23 +101,23 @@ def test_nested_fields_are_checked_as_strictly() -> None:
     register = next(example for example in EXAMPLES if isinstance(example, Register))
     fields = msgspec.msgpack.decode(vector(register)[HEADER_BYTES:])
     del fields["layout"]["tensors"][0]["offset"]
-    with pytest.raises(Malformed, match=r"layout.tensors"):
+    with pytest.raises(DecodeError, match=r"layout.tensors"):
         WIRE.decode(frame_of(0x03, fields))
     fields["layout"]["tensors"][0] |= {"offset": 0, "color": 1}
-    with pytest.raises(Malformed, match=r"layout.tensors"):
+    with pytest.raises(DecodeError, match=r"layout.tensors"):
         WIRE.decode(frame_of(0x03, fields))
 
 
 def test_deep_nesting_is_refused() -> None:
     """A report nested a thousand deep is malformed, not a crash."""
-    with pytest.raises(Malformed):
+    with pytest.raises(DecodeError):
         WIRE.decode(frame_of(0x33, b"\x81\xa6status\x81\xa1a" + b"\x91" * 5000 + b"\xc0"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: type(e).__name__)
 def test_the_daemon_decodes_requests_alone(example: Message) -> None:
     """Replies and notices, whose bodies may be large trees, are refused by their tag."""
-    refused = pytest.raises(Malformed, match="names no message here")
+    refused = pytest.raises(DecodeError, match="names no message here")
     with contextlib.nullcontext() if type(example) in REPLY_OF else refused:
         assert REQUESTS.decode(vector(example))[1] == example
 
@@ -138,7 +137,7 @@ def test_too_large_a_message_is_not_sent() -> None:
         WIRE.encode(PrepareStore(keys=keys))
 
 
-@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", "i4", "i8"])
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8"])
 def test_arrays_travel_without_copy(dtype: str) -> None:
     """The numpy view lies on the received bytes and is read-only."""
     array = IntArray.of([0, 1, 100], dtype)  # type: ignore[arg-type]
@@ -158,7 +157,7 @@ def test_arrays_refuse_what_their_dtype_cannot_hold(values: list[object]) -> Non
 
 def test_array_bytes_must_be_whole_items() -> None:
     """Three bytes are no u2 array."""
-    with pytest.raises(Malformed, match="no whole number"):
+    with pytest.raises(DecodeError, match="no whole number"):
         WIRE.decode(
             frame_of(
                 0x11,
@@ -183,7 +182,7 @@ def test_an_array_above_the_documented_number_of_items_is_refused(field: str) ->
         WIRE.decode(frame_of(0x20, fields | {"blocks": blocks}))
 
     decode(MAX_ARRAY_ITEMS)
-    with pytest.raises(Oversize, match=r"400000 items, at most 65536"):
+    with pytest.raises(DecodeError, match=r"400000 items, at most 65536"):
         decode(400_000)
 
 
@@ -192,11 +191,13 @@ def test_a_jobs_arrays_have_their_types() -> None:
     job = next(example for example in EXAMPLES if isinstance(example, Store))
     fields = msgspec.to_builtins(job, builtin_types=(bytes,))
     blocks = fields["blocks"] | {"block_ids": ["u8", bytes(8)]}
-    with pytest.raises(Malformed, match=r"block_ids, .* are \['u8', 'u4', .* is needed"):
+    with pytest.raises(DecodeError, match=r"block_ids, .* are \['u8', 'u4', .* is needed"):
         WIRE.decode(frame_of(0x20, fields | {"blocks": blocks}))
 
 
-@pytest.mark.parametrize("values", [range(MAX_ARRAY_ITEMS + 1), np.zeros(MAX_ARRAY_ITEMS + 1)])
+@pytest.mark.parametrize(
+    "values", [range(MAX_ARRAY_ITEMS + 1), np.zeros(MAX_ARRAY_ITEMS + 1, "u4")]
+)
 def test_an_array_that_fits_no_message_is_not_made(values: Any) -> None:
     """One value above the limit is refused where the array is made, before anything is sent."""
     with pytest.raises(Oversize, match=f"{MAX_ARRAY_ITEMS + 1} items, at most {MAX_ARRAY_ITEMS}"):
@@ -206,11 +207,11 @@ def test_an_array_that_fits_no_message_is_not_made(values: Any) -> None:
 def test_a_registration_above_its_bounds_is_refused_before_it_is_looked_at() -> None:
     """By its bytes without a look into them, by its lists before a layout is made of them."""
     frame = WIRE.encode(next(each for each in EXAMPLES if isinstance(each, Register)))
-    with pytest.raises(Oversize, match=f"a Register of {MAX_REGISTER_BYTES + 1} bytes"):
+    with pytest.raises(DecodeError, match=f"a Register of {MAX_REGISTER_BYTES + 1} bytes"):
         WIRE.decode(frame[:HEADER_BYTES] + b"\xc1" * (MAX_REGISTER_BYTES + 1 - HEADER_BYTES))
     fields = msgspec.msgpack.decode(frame[HEADER_BYTES:])
     for name, most in (("groups", 1024), ("tensors", 8192)):
         layout = fields["layout"] | {name: fields["layout"][name][:1] * (most + 1)}
         body = msgspec.msgpack.encode(fields | {"layout": layout})
-        with pytest.raises(Oversize, match=rf"length <= {most} .*layout.{name}"):
+        with pytest.raises(DecodeError, match=rf"length <= {most} .*layout.{name}"):
             WIRE.decode(frame[:HEADER_BYTES] + body)
