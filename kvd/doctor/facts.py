@@ -277,7 +277,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _lock_holder(path: Path) -> int | None:
     """The pid of whoever holds the directory's lock, as the kernel says; no lock is taken."""
-    known = _status(path / "kvd.lock")
+    known = _status(path)
     if known is None:
         return None
     for line in _read(Path("/proc/locks")).splitlines():
