@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import zmq
 
@@ -62,7 +62,7 @@ class ChildProcess:
 
     def spawn(
         self,
-        arguments: Callable[[int], Sequence[str]],
+        arguments: Sequence[str],
         now: float,
         fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
@@ -70,7 +70,7 @@ class ChildProcess:
         """Start the module, or put that off; return whether it runs.
 
         Args:
-            arguments: those of the module, from the number of its end of the channel.
+            arguments: those of the module; the number of its end of the channel comes last.
             now: monotonic seconds.
             fds: further descriptors that it gets, under the same numbers.
             environment: added to this process's.
@@ -81,7 +81,7 @@ class ChildProcess:
             with theirs:
                 try:
                     number = theirs.fileno()
-                    self._begin(arguments(number), (number, *fds), environment or {})
+                    self._begin([*arguments, str(number)], (number, *fds), environment or {})
                 except OSError:
                     ours.close()
                     raise

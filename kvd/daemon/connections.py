@@ -14,14 +14,15 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import zmq
 
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, Event, FdName, Notify
+from kvd.broker.effects import Effect, Event
 from kvd.broker.sessions import Peer, Session
+from kvd.daemon.allowed import AllowList
 from kvd.daemon.descriptors import Receiver, Taken
 from kvd.daemon.request_socket import Requests
 from kvd.errors import BadDatagram, ChannelFull, KvdError, Refused
@@ -29,7 +30,7 @@ from kvd.wire.listener import Listener, NoDescriptor
 from kvd.wire.seqpacket import Channel, close_all
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
-from kvd_proto.messages import TAGS, Error, ErrorCode, Register
+from kvd_proto.messages import TAGS, Error, ErrorCode, Message, Register
 
 log = logging.getLogger("kvd.daemon")
 AT_ONCE = 32
@@ -47,7 +48,6 @@ class Connection:
     """
 
     channel: Channel
-    peer: Peer
     session: Session
     pidfd: int = -1
     fds: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Connection:
         self.fds.clear()
 
     def __repr__(self) -> str:
-        return f"<Connection pid {self.peer.pid}, {len(self.fds)} descriptors, {self.session!r}>"
+        return f"<Connection of {self.session!r}, {len(self.fds)} descriptors>"
 
 
 class Connections:
@@ -71,7 +71,7 @@ class Connections:
         poller: where descriptors are registered.
         carry_out: does what the core wants done.
         requests: serves registrations, and is told whose session has ended.
-        objection: why a peer may not connect; empty where it may.
+        allowed: who may connect.
         own: whether a peer is a process of this daemon, for which there is always room.
     """
 
@@ -83,7 +83,7 @@ class Connections:
         carry_out: Callable[[list[Effect]], None],
         *,
         requests: Requests,
-        objection: Callable[[Peer], str],
+        allowed: AllowList,
         own: Callable[[Peer], bool],
     ) -> None:
         self.open: dict[int, Connection] = {}
@@ -93,7 +93,7 @@ class Connections:
         self._poller = poller
         self._carry_out = carry_out
         self._requests = requests
-        self._objection = objection
+        self._allowed = allowed
         self._own = own
         self._receiver = Receiver(poller)
         poller.register(listener.fileno(), zmq.POLLIN)
@@ -115,7 +115,7 @@ class Connections:
     def _begin(self, channel: Channel, peer: Peer) -> None:
         """Begin a session, or tell the peer why not."""
         try:
-            if objection := self._objection(peer):
+            if objection := self._allowed.objection(peer):
                 self._core.error_sent(ErrorCode.FORBIDDEN)
                 raise Refused(ErrorCode.FORBIDDEN, objection)
             token = os.urandom(16)
@@ -126,7 +126,7 @@ class Connections:
             self._say_why(channel, refusal)
             self._receiver.drop(channel.hang_up())
             return
-        connection = Connection(channel, peer, session)
+        connection = Connection(channel, session)
         if peer.pid > 0:  # 0: the peer's pid namespace is not visible from here
             with contextlib.suppress(OSError):
                 connection.pidfd = os.pidfd_open(peer.pid)
@@ -175,7 +175,7 @@ class Connections:
             except (DecodeError, Refused) as error:
                 self._disconnect(connection, error)
 
-        self._receiver.read(connection.channel.duplicate(), connection.peer.uid, take)
+        self._receiver.read(connection.channel.duplicate(), connection.session.peer.uid, take)
         connection.receiving = True
         self._poller.unregister(connection.channel.fileno())
 
@@ -195,22 +195,12 @@ class Connections:
 
     # ------------------------------------------------------------------- send
 
-    def notify(self, effect: Notify, resolve: Callable[[FdName | None], list[int]]) -> None:
-        """Send a notice with the descriptors that are named.
-
-        A peer that does not read its notices is disconnected.
-
-        Args:
-            effect: what to send to whom.
-            resolve: the descriptors of a name.
-        """
-        connection = self.open.get(effect.session)
-        if connection is None:
-            return
-        token = connection.session.token
-        frame = WIRE.encode(effect.message, 0, self._core.state.boot_id, token)
+    def notify(self, number: int, notice: Message, fds: Sequence[int]) -> None:
+        """Send a notice to a session; a peer that does not read its notices is disconnected."""
+        connection = self.open[number]
+        frame = WIRE.encode(notice, 0, self._core.state.boot_id, connection.session.token)
         try:
-            connection.channel.send(frame, resolve(effect.fd))
+            connection.channel.send(frame, fds)
         except (ChannelFull, EOFError, OSError) as error:
             self._disconnect(connection, error)
 
@@ -222,12 +212,6 @@ class Connections:
                     connection.channel.flush()
                 except EOFError:
                     self._end(connection)
-
-    def drop_fds(self, session: int) -> None:
-        """Close the descriptors of a session's registration."""
-        connection = self.open.get(session)
-        if connection is not None:
-            connection.drop_fds()
 
     # -------------------------------------------------------------------- end
 

@@ -135,7 +135,7 @@ class Receiver:
         child = ChildProcess(
             "kvd.daemon.receiver", "the process that receives descriptors", self._poller
         )
-        if child.spawn(lambda fd: [str(fd)], now):
+        if child.spawn([], now):
             self._child = child
             self._answered = False
 

@@ -96,7 +96,7 @@ class HttpProcess:
         if self._tcp is not None:
             fds.append(self._tcp.fileno())
             arguments += ["--tcp-fd", str(self._tcp.fileno()), "--host", self._host]
-        self._child.spawn(lambda fd: [*arguments, "--beat-fd", str(fd)], now, fds, _ENVIRONMENT)
+        self._child.spawn([*arguments, "--beat-fd"], now, fds, _ENVIRONMENT)
 
     def _watch(self, ready: dict[object, int], now: float) -> None:
         child = self._child

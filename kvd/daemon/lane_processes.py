@@ -5,77 +5,53 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
 
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, FdName, ToLane
-from kvd.config.settings import Settings
+from kvd.broker.effects import Effect
 from kvd.daemon.child import ChildProcess
 from kvd.daemon.memory import PoolMemory
 from kvd.errors import BadDatagram, ChannelFull
 from kvd.wire.link import LINK, Imported, ImportWorker, LaneReady, lane_socket
 from kvd.wire.seqpacket import close_all
 from kvd_proto.errors import DecodeError
+from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.daemon")
 
 
 class LaneProcess(ChildProcess):
-    """The process of one device's lane, restarted under a new incarnation when it ends.
-
-    Args:
-        device: what it serves.
-        runtime_dir: where its socket goes.
-        incarnations: numbers that no lane of this daemon has had yet.
-        settings: of the daemon, for the lane's limits.
-        poller: where its descriptors are registered.
+    """The process of one device's lane.
 
     Attributes:
         lifeline: a descriptor that reads end of file once nothing of the lane moves bytes.
+        socket: where it serves workers.
     """
 
-    def __init__(
-        self,
-        device: str,
-        runtime_dir: Path,
-        incarnations: Iterator[int],
-        settings: Settings,
-        poller: zmq.Poller,
-    ) -> None:
+    def __init__(self, device: str, poller: zmq.Poller) -> None:
         super().__init__("kvd.lane", f"lane {device}", poller)
         self.fields = {"lane": device}
         self.device = device
         self.lifeline = -1
-        self._incarnation = 0
-        self._incarnations = incarnations
-        self._runtime_dir = runtime_dir
-        self._arguments = [
-            *("--device", device, "--runtime-dir", str(runtime_dir)),
-            *("--max-queued-jobs", str(settings.max_queued_jobs)),
-            *("--max-queued-bytes", str(settings.queued_bytes)),
-        ]
-
-    def start(self, pool: PoolMemory, now: float) -> None:
-        """Start the next incarnation, or put that off."""
-        number = self._incarnation = next(self._incarnations)
-        arguments = [*self._arguments, "--incarnation", str(number)]
-        arguments += ["--pool-fd", str(pool.fd), "--pool-bytes", str(pool.nbytes)]
-        self.spawn(lambda fd: [*arguments, "--link-fd", str(fd)], now, [pool.fd])
+        self.socket = Path()
 
     def reap(self, now: float) -> str:
         """Also close its lifeline and remove its socket."""
+        if self.running:
+            self.socket.unlink(missing_ok=True)
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
-        (self._runtime_dir / lane_socket(self.device, self._incarnation)).unlink(missing_ok=True)
         return super().reap(now)
 
 
 class Lanes:
     """One process for each device that is to be served, by device in `processes`.
+
+    Each start is another incarnation: a number that no lane of this daemon has had yet.
 
     Args:
         runtime_dir: where their sockets go.
@@ -105,40 +81,42 @@ class Lanes:
 
     def add(self, device: str) -> None:
         """Serve a device."""
-        self.processes[device] = LaneProcess(
-            device,
-            self._runtime_dir,
-            self._incarnations,
-            self._core.state.settings,
-            self._poller,
-        )
+        self.processes[device] = LaneProcess(device, self._poller)
 
     def start_due(self, pool: PoolMemory, now: float) -> None:
         """Start every process that does not run and whose pause is over."""
+        settings = self._core.state.settings
         for process in self.processes.values():
-            if not process.running and now >= process.start_at:
-                process.start(pool, now)
+            if process.running or now < process.start_at:
+                continue
+            number = next(self._incarnations)
+            process.socket = self._runtime_dir / lane_socket(process.device, number)
+            arguments = [
+                *("--device", process.device, "--incarnation", str(number)),
+                *("--runtime-dir", str(self._runtime_dir)),
+                *("--max-queued-jobs", str(settings.max_queued_jobs)),
+                *("--max-queued-bytes", str(settings.queued_bytes)),
+                *("--pool-fd", str(pool.fd), "--pool-bytes", str(pool.nbytes), "--link-fd"),
+            ]
+            process.spawn(arguments, now, [pool.fd])
 
     def turn(self, ready: dict[object, int], now: float) -> None:
         """Read what lanes have sent, and notice those that have ended."""
         for process in list(self.processes.values()):
-            self._read(process, ready, now)
-
-    def _read(self, process: LaneProcess, ready: dict[object, int], now: float) -> None:
-        link = process.link
-        if link is not None and link.wants_write:
-            with contextlib.suppress(EOFError):  # what it sent before is read, and its end
-                link.flush()
-        if link is not None and link.fileno() in ready:
-            try:
-                while (received := link.recv()) is not None:
-                    self._message(process, *received, now)
-            except EOFError:
-                process.hang_up()
-        if process.pidfd in ready:
-            reason = process.reap(now)
-            if not self._core.state.stopping:
-                self._carry_out(self._core.supervision.lost(process.device, reason))
+            link = process.link
+            if link is not None and link.wants_write:
+                with contextlib.suppress(EOFError):  # what it sent before is read, and its end
+                    link.flush()
+            if link is not None and link.fileno() in ready:
+                try:
+                    while (received := link.recv()) is not None:
+                        self._message(process, *received, now)
+                except EOFError:
+                    process.hang_up()
+            if process.pidfd in ready:
+                reason = process.reap(now)
+                if not self._core.state.stopping:
+                    self._carry_out(self._core.supervision.lost(process.device, reason))
 
     def _message(
         self, process: LaneProcess, frame: bytes, fds: tuple[int, ...], now: float
@@ -155,27 +133,19 @@ class Lanes:
         close_all(fds)
         self._carry_out(self._core.supervision.received(process.device, message, now))
 
-    def send(self, effect: ToLane, resolve: Callable[[FdName | None], list[int]]) -> None:
-        """Write to a lane, with the descriptors that are named; one that does not read is killed.
-
-        Args:
-            effect: what to send to whom.
-            resolve: the descriptors of a name.
-        """
-        process = self.processes[effect.device]
+    def send(self, device: str, message: Message, fds: Sequence[int]) -> None:
+        """Write to a lane; one that does not read is killed."""
+        process = self.processes[device]
         if process.link is None:
             return
         try:
-            process.link.send(LINK.encode(effect.message), resolve(effect.fd))
+            process.link.send(LINK.encode(message), fds)
         except BadDatagram as error:
-            if not isinstance(effect.message, ImportWorker):
+            if not isinstance(message, ImportWorker):
                 raise
             text = f"the layout is too large to hand to the lane: {error}"
-            order = effect.message
-            refusal = Imported(session=order.session, error=text, attempt=order.attempt)
-            self._carry_out(
-                self._core.supervision.received(effect.device, refusal, time.monotonic())
-            )
+            refusal = Imported(session=message.session, error=text, attempt=message.attempt)
+            self._carry_out(self._core.supervision.received(device, refusal, time.monotonic()))
         except (ChannelFull, EOFError, OSError) as error:
             log.error("%s does not read (%s)", process.name, error, extra=process.fields)  # noqa: TRY400  # the text has the reason
             process.kill()

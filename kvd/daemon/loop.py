@@ -131,7 +131,7 @@ class Service:
             self._poller,
             self._carry_out,
             requests=self._requests,
-            objection=allowed.objection,
+            allowed=allowed,
             own=lambda peer: peer.pid == self._http.pid,
         )
         for fd in (self._requests.router.fileno(), self._wake_read):
@@ -157,21 +157,24 @@ class Service:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        pool = self._pool
-        if pool is not None and pool.may_be_written and not self.core.state.stopping:
+        pool, router = self._pool, self._requests.router
+        held_up = pool is not None and not pool.may_be_written
+        if pool is not None and not held_up and not self.core.state.stopping:
             self._kept_pool.settle()
             self._lanes.start_due(pool, now)
         if self._polled:
             self.core.loop_turned(time.monotonic() - self._polled, now)
-        patience = 0 if self._busy else int(self._patience * 1000)
-        self._standstill.waits(time.monotonic(), patience / 1000)
-        ready = dict(self._poller.poll(patience))
+        patience = HELD_UP_SECONDS if held_up else TICK_SECONDS
+        if self.core.busy or router.pending:
+            patience = 0.0
+        self._standstill.waits(time.monotonic(), patience)
+        ready = dict(self._poller.poll(int(patience * 1000)))
         now = self._polled = time.monotonic()
         stood_still = self._standstill.woke(now, time.thread_time())
         if stood_still:
             self._note(Event(stood_still, "warning"))
         self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
-        if self._requests.router.fileno() in ready or self._requests.router.pending:
+        if router.fileno() in ready or router.pending:
             for effects in self._requests.receive(now):
                 self._carry_out(effects)
         self._connections.turn(ready, now)
@@ -195,15 +198,6 @@ class Service:
     @property
     def _settings(self) -> Settings:
         return self.core.state.settings
-
-    @property
-    def _busy(self) -> bool:
-        return self.core.busy or self._requests.router.pending
-
-    @property
-    def _patience(self) -> float:
-        held_up = self._pool is not None and not self._pool.may_be_written
-        return HELD_UP_SECONDS if held_up else TICK_SECONDS
 
     # ----------------------------------------------------------------- pool
 
@@ -255,16 +249,19 @@ class Service:
     # -------------------------------------------------------------- effects
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        sessions = self._connections.open
         for effect in effects:
             match effect:
                 case Reply():
                     self._requests.reply(effect)
-                case Notify():
-                    self._connections.notify(effect, self._resolve)
-                case ToLane(fd=SessionFds(session=number)) if number not in self._connections.open:
+                case Notify(session=number):
+                    if number in sessions:
+                        fds = self._resolve(effect.fd)
+                        self._connections.notify(number, effect.message, fds)
+                case ToLane(fd=SessionFds(session=number)) if number not in sessions:
                     pass  # it left at an effect before this one, and its descriptors with it
                 case ToLane():
-                    self._lanes.send(effect, self._resolve)
+                    self._lanes.send(effect.device, effect.message, self._resolve(effect.fd))
                 case StartLane():
                     self._lanes.add(effect.device)
                 case DropLane():
@@ -280,7 +277,8 @@ class Service:
             case OpenPool():
                 self._open_sized(effect)
             case DropFds():
-                self._connections.drop_fds(effect.session)
+                if connection := self._connections.open.get(effect.session):
+                    connection.drop_fds()
             case DropDirectory():
                 self._directories.drop(effect.namespace.hex())
                 self._kept_pool.drop_ledger(effect.namespace.hex())

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import zmq
 
-from kvd.broker.effects import ToLane
 from kvd.config.settings import Settings
 from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.lane_processes import Lanes
@@ -78,7 +77,7 @@ def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
         pool: Any = SimpleNamespace(fd=file.fileno(), nbytes=4096)
         lanes.start_due(pool, 0.0)
     for _ in range(MORE_THAN_A_SOCKET_TAKES):
-        lanes.send(ToLane("host", LanePing()), lambda _: [])
+        lanes.send("host", LanePing(), [])
     assert not poller.poll(0)
     lanes.processes["host"].kill()
     while lanes.running:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvd.broker.effects import Notify
+from kvd.daemon.allowed import AllowList
 from kvd.daemon.connections import AT_ONCE, Connections
 from kvd.daemon.request_socket import Requests
 from kvd.wire.listener import Listener
@@ -35,7 +35,7 @@ def connections(tmp_path: Path, poller: zmq.Poller) -> Iterator[Connections]:
         poller,
         lambda _: None,
         requests=requests,
-        objection=lambda _: "",
+        allowed=AllowList.of("", ""),
         own=lambda _: False,
     )
     yield made
@@ -58,7 +58,7 @@ def test_a_peer_that_is_gone_with_notices_unread_ends_its_session(
         connections.turn(dict(poller.poll(0)), 0.0)
         (number,) = connections.open
         for _ in range(MORE_THAN_A_SOCKET_TAKES):
-            connections.notify(Notify(number, Detached(reason="test")), lambda _: [])
+            connections.notify(number, Detached(reason="test"), [])
         connections.flush()
         assert connections.open
     connections.flush()
