@@ -8,46 +8,33 @@ import grp
 import os
 import pwd
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvd.broker.sessions import Peer
 from kvd.config.values import names_in
 from kvd.errors import ConfigError
 
-ROOT = 0
 
-
-@dataclass(frozen=True, slots=True)
 class AllowList:
-    """The users and groups that may connect; everybody where both are empty.
+    """The users and groups that may connect; everybody where both settings are empty.
 
-    Attributes:
-        own: the daemon's uid; its own processes always may, and so may root, who can do anything.
-        users, groups: ids. A peer's supplementary groups count.
+    The daemon's own user always may, and so may root, who can do anything.
+
+    Args:
+        users, groups: the settings; names are this machine's.
+
+    Raises:
+        ConfigError: a name that this machine does not know.
     """
 
-    own: int
-    users: frozenset[int] = frozenset()
-    groups: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(cls, users: str, groups: str) -> "AllowList":
-        """Return the list for these settings, with this machine's users and groups.
-
-        Raises:
-            ConfigError: a name that this machine does not know.
-        """
-        return cls(
-            os.geteuid(),
-            _ids("allow_users", users, lambda name: pwd.getpwnam(name).pw_uid),
-            _ids("allow_groups", groups, lambda name: grp.getgrnam(name).gr_gid),
-        )
+    def __init__(self, users: str, groups: str) -> None:
+        self.users = _ids("allow_users", users, lambda name: pwd.getpwnam(name).pw_uid)
+        self.groups = _ids("allow_groups", groups, lambda name: grp.getgrnam(name).gr_gid)
 
     def objection(self, peer: Peer) -> str:
         """Return why the peer may not connect, for its operator; empty where it may."""
         if not self.users and not self.groups:
             return ""
-        if peer.uid in (ROOT, self.own) or peer.uid in self.users:
+        if peer.uid in {0, os.geteuid(), *self.users}:
             return ""
         if not self.groups.isdisjoint((peer.gid, *peer.groups)):
             return ""

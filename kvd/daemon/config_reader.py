@@ -11,11 +11,7 @@ from kvd.logs.setup import set_level
 
 
 class ConfigReader:
-    """Passes SIGHUP and what was read on to the broker's decisions.
-
-    Args:
-        sources: where to read.
-    """
+    """Passes SIGHUP and what was read on to the broker's decisions."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources

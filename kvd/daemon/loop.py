@@ -85,7 +85,7 @@ class Service:
     ) -> None:
         settings = loaded.settings
         self._config = ConfigReader(sources)
-        allowed = AllowList.of(settings.allow_users, settings.allow_groups)
+        allowed = AllowList(settings.allow_users, settings.allow_groups)
         self._notifier = Notifier.from_environment(os.environ)
         self._runtime = RuntimeDir(Path(settings.runtime_dir))
         self._runtime.lock()

@@ -21,6 +21,7 @@ import stat
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -35,7 +36,6 @@ MANIFEST = "manifest.json"
 LEDGER = ".ledger"
 VERSION = 2
 _MANIFEST_BYTES = 512  # of the file, whatever is in it
-_LAST_EPOCH = 2**32 - 1
 _ASIDE = ".damaged-"
 
 
@@ -45,7 +45,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inode: of the pool's file, so that no other file is taken for it.
     bytes: that are the pool; what the file has beyond them is of a larger one that was not made.
     kernel: the machine's boot, for a filesystem that outlives it may have lost some writes.
-    epoch: the daemon that wrote this; the next one has a greater one.
+    epoch: the daemon that wrote this; the next one has a greater one, of 32 bits.
     """
 
     version: int
@@ -54,28 +54,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
     inode: int
     kernel: str
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)]
 
     def objection(self, pool_file: Path) -> str:
         """Return why the pool cannot be used; empty where it can."""
         if self.version != VERSION:
             return f"it has version {self.version}, this daemon reads {VERSION}"
-        if not 0 <= self.epoch < _LAST_EPOCH:
-            return f"its epoch {self.epoch} is the last one, or none"
         if self.kernel != kernel_boot():
             return "the machine was started anew since"
-        try:
-            status = pool_file.lstat()
-        except OSError as error:
-            return f"its pool cannot be found: {error.strerror}"
-        if not is_own_file(status):
-            return "its pool is no file of this user's"
-        if status.st_ino != self.inode or status.st_size < self.bytes:
-            return (
-                f"its pool is another file: inode {status.st_ino} of {status.st_size} bytes,"
-                f" not {self.inode} of {self.bytes}"
-            )
-        return ""
+        with contextlib.suppress(OSError):
+            found = pool_file.lstat()
+            if is_own_file(found) and found.st_ino == self.inode and found.st_size >= self.bytes:
+                return ""
+        return f"{pool_file} is gone, or another file"
 
 
 class PoolFiles:
@@ -132,14 +123,18 @@ class PoolFiles:
     def read_manifest(self) -> Manifest | None:
         """Return which pool is there; None where none can be used, and the log says why."""
         try:
-            manifest = msgspec.json.decode(self._manifest.read_bytes(), type=Manifest)
-            reason = manifest.objection(self.pool)
+            content = self._manifest.read_bytes()
+            manifest = msgspec.json.decode(content, type=Manifest) if content else None
         except FileNotFoundError:
-            if not self.pool.exists() and not self.ledgers():
-                return None
-            reason = f"there is no {MANIFEST}; the cache starts empty"
+            manifest = None
         except (OSError, msgspec.DecodeError) as error:
             self.set_aside(self._manifest, f"it cannot be read: {error}")
+            return None
+        if manifest is not None:
+            reason = manifest.objection(self.pool)
+        elif self.pool.exists() or self.ledgers():
+            reason = f"there is no {MANIFEST}; the cache starts empty"
+        else:
             return None
         if reason:
             log.warning("what is kept in %s is not used: %s", self.notes, reason)
@@ -147,31 +142,26 @@ class PoolFiles:
         return manifest
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Write which pool is there: all of it or nothing, whenever this process is killed.
+        """Write which pool is there, over what was there: that takes no room, of which none may be.
 
-        Over a manifest that is there it takes no room: the filesystem may be full. One write within
-        a page is done or not done at every kill.
+        One write within a page is done or not done, whenever this process is killed.
 
         Raises:
             PoolError: there is none, and no room for one.
         """
         content = msgspec.json.encode(manifest).ljust(_MANIFEST_BYTES)
-        file, draft = self._manifest, self._manifest.with_suffix(".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            if file.exists() and file.stat().st_size == len(content):
-                fd = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    os.pwrite(fd, content, 0)
-                finally:
-                    os.close(fd)
-                return
-            draft.touch(mode=0o600)
-            draft.write_bytes(content)
-            draft.rename(file)
+            fd = os.open(self._manifest, flags, 0o600)
+            try:
+                os.pwrite(fd, content, 0)
+                os.ftruncate(fd, len(content))
+            finally:
+                os.close(fd)
         except OSError as error:
             raise PoolError(
-                f"{file} cannot be written: {error.strerror}; make room there, or choose another"
-                " --pool-dir"
+                f"{self._manifest} cannot be written: {error.strerror}; make room there, or choose"
+                " another --pool-dir"
             ) from error
 
     def ledgers(self, suffix: str = "") -> list[Path]:

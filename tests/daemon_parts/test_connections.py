@@ -35,7 +35,7 @@ def connections(tmp_path: Path, poller: zmq.Poller) -> Iterator[Connections]:
         poller,
         lambda _: None,
         requests=requests,
-        allowed=AllowList.of("", ""),
+        allowed=AllowList("", ""),
         own=lambda _: False,
     )
     yield made

@@ -545,9 +545,10 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: (at / "manifest.json").unlink(),
         "there is no manifest.json; the cache starts empty",
     ),
+    "another epoch": (lambda at: edit_manifest(at, '"epoch":', '"epoch":99'), "cannot be read"),
     "another pool": (exchange_pool, "another file"),
-    "no pool": (lambda at: (at / "pool").unlink(), "cannot be found"),
-    "a folder for the pool": (lambda at: replace_by_folder(at / "pool"), "no file of this user's"),
+    "no pool": (lambda at: (at / "pool").unlink(), "is gone"),
+    "a folder for the pool": (lambda at: replace_by_folder(at / "pool"), "another file"),
 }
 
 
