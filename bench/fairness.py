@@ -1,8 +1,8 @@
 """How long a quiet engine's loads take alone, and beside an engine that stores without end.
 
 `python bench/fairness.py` prints a table and, as its last line, JSON. Alone and beside the
-flood take turns, so that both see the same machine. `python bench/fairness.py RUNTIME_DIR
-ENGINE` is the flooding engine: it stores from a line "go" to a line "stop".
+flood take turns, so that both see the same machine. `python bench/fairness.py RUNTIME_DIR`
+is the flooding engine: it stores from a line "go" to a line "stop".
 """
 
 import json
@@ -10,68 +10,30 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from harness import MIB, Daemon, Figures, engine_name, fresh_keys, median
-
-from kvd_client.memory import HostMemory
-from kvd_client.scheduler import Scheduler
-from kvd_client.worker import Worker
-from kvd_proto.answers import LookupResult
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint
+from harness import MIB, Daemon, Engine, Figures, fresh_keys, layout, median
 
 TENSORS, PAGE, NUM_BLOCKS, BLOCKS_PER_CHUNK = 8, 16384, 256, 2
 CHUNK = TENSORS * PAGE * BLOCKS_PER_CHUNK
-LOAD_CHUNKS, LOADS, ROUNDS = 16, 200, 9  # 4 MiB a load
-FLOOD_CHUNKS, FLOOD_JOBS = 16, 32  # so much is queued at any time
+LOAD_CHUNKS, LOADS, ROUNDS = 16, 200, 9  # 4 MiB a job
+FLOOD_JOBS = 32  # so many are queued at any time
 POOL = 256 * MIB
-SECONDS = 60.0
 NAP = 0.001
+BLOCKS = np.arange(1, 1 + LOAD_CHUNKS * BLOCKS_PER_CHUNK)
 
 
-def layout() -> RankLayout:
-    """One rank; a chunk has 256 KiB in 16 fragments."""
-    size = NUM_BLOCKS * PAGE
-    return RankLayout(
-        num_blocks=NUM_BLOCKS,
-        blocks_per_chunk=BLOCKS_PER_CHUNK,
-        hash_block_size=16,
-        storages=(TENSORS * size,),
-        tensors=tuple(
-            TensorSpec(storage=0, offset=i * size, page_bytes=PAGE, block_stride=PAGE)
-            for i in range(TENSORS)
-        ),
-        groups=(
-            GroupSpec(
-                refs=tuple(TensorRef(tensor=i, page_bytes=PAGE) for i in range(TENSORS)),
-                block_size=16,
-            ),
-        ),
-    )
+def make(runtime_dir: Path, model: str) -> Engine:
+    """An engine of one rank in this process; a chunk has 256 KiB in 16 fragments."""
+    return Engine(runtime_dir, layout(TENSORS, PAGE, NUM_BLOCKS, BLOCKS_PER_CHUNK), model=model)
 
 
-@contextmanager
-def engine(runtime_dir: Path, name: str, model: str) -> Iterator[tuple[Scheduler, Worker]]:
-    """An engine of one rank in this process."""
-    memory = HostMemory.allocate(TENSORS * NUM_BLOCKS * PAGE)
-    memory.array[:] = 1
-    with Worker(runtime_dir, name, 0, 1) as worker, Scheduler(runtime_dir, name) as scheduler:
-        worker.register([memory], layout(), Fingerprint(model=model), required=True)
-        if not (worker.wait_attached(SECONDS) and scheduler.wait_attached(SECONDS)):
-            raise RuntimeError("the engine does not become complete")
-        yield scheduler, worker
-    memory.close()
-
-
-def flood(runtime_dir: Path, name: str) -> None:
+def flood(runtime_dir: Path) -> None:
     """Store new chunks, many jobs at a time, while told to; ends with its input."""
     storing, waiting, job = False, 0, 0
-    blocks = list(range(1, 1 + FLOOD_CHUNKS * BLOCKS_PER_CHUNK))
-    with engine(runtime_dir, name, "greedy") as (scheduler, worker):
+    with make(runtime_dir, "greedy") as engine:
+        worker = engine.worker
         print("here", flush=True)
         while True:
             idle = not storing or waiting >= FLOOD_JOBS
@@ -86,54 +48,20 @@ def flood(runtime_dir: Path, name: str) -> None:
                 print(job, flush=True)
             waiting -= len(worker.get_finished())
             if storing and waiting < FLOOD_JOBS:
-                ticket = scheduler.prepare_store(fresh_keys(FLOOD_CHUNKS))
+                ticket = engine.scheduler.prepare_store(fresh_keys(LOAD_CHUNKS))
                 if not ticket.keys:
                     time.sleep(NAP)
                     continue
-                job += 1
+                job = engine.submit(ticket, BLOCKS[: len(ticket) * BLOCKS_PER_CHUNK])
                 waiting += 1
-                count = len(ticket.keys) * BLOCKS_PER_CHUNK
-                worker.submit_store(
-                    job, blocks[:count], [count], [0], ticket.slots, ticket.generations
-                )
 
 
-def store(scheduler: Scheduler, worker: Worker, keys: list[bytes], job: int) -> None:
-    """Store LOAD_CHUNKS keys, until all are hits."""
-    ticket = scheduler.prepare_store(keys)
-    blocks = list(range(1, 1 + LOAD_CHUNKS * BLOCKS_PER_CHUNK))
-    worker.submit_store(job, blocks, [len(blocks)], [0], ticket.slots, ticket.generations)
-    worker.wait([job], SECONDS)
-    worker.get_finished()
-    scheduler.complete_store(keys)
-    while any(hit is not LookupResult.HIT for hit in scheduler.lookup_many(keys)):
-        time.sleep(NAP)
-
-
-def loads(scheduler: Scheduler, worker: Worker, keys: list[bytes], first: int) -> list[float]:
-    """Milliseconds of each load, from the question to the bytes.
-
-    Raises:
-        RuntimeError: one brought less than all.
-    """
-    return [one_load(scheduler, worker, keys, job) for job in range(first, first + LOADS)]
-
-
-def one_load(scheduler: Scheduler, worker: Worker, keys: list[bytes], job: int) -> float:
-    """The same of one load."""
-    blocks = list(range(1, 1 + LOAD_CHUNKS * BLOCKS_PER_CHUNK))
+def load(engine: Engine, keys: list[bytes]) -> float:
+    """Milliseconds of a load, from the question to the bytes."""
     started = time.perf_counter()
-    ticket = scheduler.prepare_load(keys)
-    if len(ticket.keys) != len(keys):
-        raise RuntimeError(f"{len(ticket.keys)} of {len(keys)} chunks are there")
-    worker.submit_load(job, blocks, [len(blocks)], [0], ticket.slots, ticket.generations)
-    worker.wait([job], SECONDS)
-    (result,) = worker.get_finished()
-    took = (time.perf_counter() - started) * 1e3
-    scheduler.complete_load(ticket)
-    if not result.success:
-        raise RuntimeError(f"a load failed: {result}")
-    return took
+    with engine.find(keys) as ticket:
+        engine.finish(engine.submit(ticket, BLOCKS))
+        return (time.perf_counter() - started) * 1e3
 
 
 def measure() -> Figures:
@@ -141,7 +69,7 @@ def measure() -> Figures:
     spread: dict[str, list[float]] = {}
     with Daemon(POOL) as daemon:
         child = subprocess.Popen(
-            [sys.executable, __file__, str(daemon.runtime_dir), engine_name()],
+            [sys.executable, __file__, str(daemon.runtime_dir)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -149,11 +77,12 @@ def measure() -> Figures:
         )
         try:
             tell(child)
-            with engine(daemon.runtime_dir, engine_name(), "quiet") as (scheduler, worker):
+            with make(daemon.runtime_dir, "quiet") as engine:
                 keys = fresh_keys(LOAD_CHUNKS)
-                store(scheduler, worker, keys, 0)
+                engine.finish(engine.submit(engine.offer(keys), BLOCKS))
+                engine.stored(keys)
                 for number in range(ROUNDS + 1):
-                    figures = one_round(child, scheduler, worker, keys, 1 + 2 * LOADS * number)
+                    figures = one_round(child, engine, keys)
                     for name, value in figures.items() if number else ():  # the first warms up
                         spread.setdefault(name, []).append(value)
         finally:
@@ -161,19 +90,13 @@ def measure() -> Figures:
     return {name: median(values) for name, values in spread.items()}
 
 
-def one_round(
-    child: "subprocess.Popen[str]",
-    scheduler: Scheduler,
-    worker: Worker,
-    keys: list[bytes],
-    first: int,
-) -> Figures:
+def one_round(child: "subprocess.Popen[str]", engine: Engine, keys: list[bytes]) -> Figures:
     """A series alone, and one beside the flood."""
-    alone = np.array(loads(scheduler, worker, keys, first))
+    alone = np.array([load(engine, keys) for _ in range(LOADS)])
     before = tell(child, "go")
     started = time.perf_counter()
     time.sleep(0.1)  # until its queue is full
-    beside = np.array(loads(scheduler, worker, keys, first + LOADS))
+    beside = np.array([load(engine, keys) for _ in range(LOADS)])
     stored = tell(child, "stop") - before
     seconds = time.perf_counter() - started
     figures = {
@@ -183,7 +106,7 @@ def one_round(
     }
     figures["p50_ratio"] = figures["beside_p50_ms"] / figures["alone_p50_ms"]
     figures["p99_ratio"] = figures["beside_p99_ms"] / figures["alone_p99_ms"]
-    figures["flood_gb_s"] = stored * FLOOD_CHUNKS * CHUNK / seconds / 1e9
+    figures["flood_gb_s"] = stored * LOAD_CHUNKS * CHUNK / seconds / 1e9
     return figures
 
 
@@ -208,6 +131,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        flood(Path(sys.argv[1]), sys.argv[2])
+        flood(Path(sys.argv[1]))
     else:
         main()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a private daemon, memory figures, statistics."""
+"""What the benchmarks share: a private daemon, an engine of one rank, figures."""
 
 import itertools
 import os
@@ -9,26 +9,33 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
+from kvd_client.cuda_memory import DeviceMemory
+from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
+from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_client.worker import Worker
 from kvd_proto.answers import LookupResult
-from kvd_proto.messages import Status, StatusReport
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.messages import Fingerprint
 
 MIB = 2**20
 READY_SECONDS = 30.0
 POLL_SECONDS = 0.001
-FOUND_SECONDS = 60.0
+SECONDS = 60.0  # for anything else
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MARKS = ("/pool", "memfd:kvd-memory", "/dev/shm/")  # the pool's and the workers' memory
 
 Figures = dict[str, float]
+Ints = npt.NDArray[np.int64]
+Ticket = TypeVar("Ticket", StoreTicket, LoadTicket)
 _numbers = itertools.count()
 
 
@@ -51,50 +58,57 @@ class Daemon:
         cpu_bytes: of the pool.
         options: more of `kvd serve`.
         log: a file to which it and its lanes append theirs; else that is gone with it.
+        place: where it lives; it is killed at the end and leaves its pool there. Else it lives in
+            a folder of its own, which goes with it.
+
+    Attributes:
+        answer_ms, start_ms: from its start until it answers, and until it is ready.
     """
 
-    def __init__(self, cpu_bytes: int, *options: str, log: Path | None = None) -> None:
+    def __init__(
+        self, cpu_bytes: int, *options: str, log: Path | None = None, place: Path | None = None
+    ) -> None:
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > cpu_bytes
-        self._place = Path(
+        self._keeps = place is not None
+        self._place = place or Path(
             tempfile.mkdtemp(prefix="kvd-bench-", dir=SHARED_MEMORY if roomy else None)
         )
         self.runtime_dir = self._place / "run"
-        self._cpu_bytes = cpu_bytes
-        self._options = options
         self._log_path = log or self._place / "log"
-        self.start_ms = 0.0
+        self._command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir"]
+        self._command += [str(self.runtime_dir), "--pool-dir", str(self._place)]
+        self._command += ["--cpu-bytes", str(cpu_bytes), "--http-listen", "off"]
+        self._command += ["--keep-pool", "yes" if self._keeps else "no", *options]
+        self.answer_ms = self.start_ms = 0.0
 
     def __enter__(self) -> Self:
         started = time.perf_counter()
-        command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
-        command += ["--cpu-bytes", str(self._cpu_bytes), "--pool-dir", str(self._place)]
-        command += ["--http-listen", "off", "--keep-pool", "no", *self._options]
         self._log = self._log_path.open("ab")
         begin = self._log.tell()
-        self._process = subprocess.Popen(command, stderr=self._log, start_new_session=True)
+        self._process = subprocess.Popen(self._command, stderr=self._log, start_new_session=True)
         try:
-            while not self.status().get("ready"):
-                if (
-                    self._process.poll() is not None
-                    or time.perf_counter() - started > READY_SECONDS
-                ):
+            while not (report := self.status()).get("ready"):
+                if report and not self.answer_ms:
+                    self.answer_ms = (time.perf_counter() - started) * 1e3
+                late = time.perf_counter() - started > READY_SECONDS
+                if late or self._process.poll() is not None:
                     said = self._log_path.read_bytes()[begin:].decode(errors="replace")
                     raise RuntimeError(f"the daemon is not ready: {said}")
                 time.sleep(POLL_SECONDS)
         except BaseException:
-            self._end()
+            self.__exit__()
             raise
         self.start_ms = (time.perf_counter() - started) * 1e3
+        self.answer_ms = self.answer_ms or self.start_ms
         return self
 
     def status(self) -> dict[str, Any]:
         """The daemon's report; empty while it does not answer."""
         try:
             with Control(self.runtime_dir) as control:
-                reply = control.request(Status())
+                return control.status()
         except NotRunning:
             return {}
-        return reply.status if isinstance(reply, StatusReport) else {}
 
     def wait_usable(self, seconds: float) -> None:
         """Wait until every lane can copy all of the pool; less is taken of a store before that.
@@ -119,24 +133,18 @@ class Daemon:
         lane = self.status()["lanes"][0]["pid"]
         return own_memory(self._process.pid), own_memory(lane)
 
-    def _end(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+    def __exit__(self, *_: object) -> None:
+        if self._keeps:
+            self._process.kill()
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._log.close()
-        shutil.rmtree(self._place, ignore_errors=True)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
+        if not self._keeps:
+            shutil.rmtree(self._place, ignore_errors=True)
 
     def __repr__(self) -> str:
         return f"<Daemon {self.runtime_dir}>"
@@ -159,8 +167,114 @@ def wait_found(scheduler: Scheduler, keys: list[bytes]) -> None:
     Raises:
         RuntimeError: they are not found within a minute.
     """
-    end = time.monotonic() + FOUND_SECONDS
-    while set(scheduler.lookup_many(keys)) != {LookupResult.HIT}:
+    end = time.monotonic() + SECONDS
+    while not {LookupResult.HIT}.issuperset(scheduler.lookup_many(keys)):
         if time.monotonic() > end:
             raise RuntimeError("what was stored is not found")
         scheduler.status()
+
+
+def layout(tensors: int, page: int, num_blocks: int, blocks_per_chunk: int = 1) -> RankLayout:
+    """Tensors of so many pages one after another in one storage; one group."""
+    size = num_blocks * page
+    refs = tuple(TensorRef(tensor=i, page_bytes=page) for i in range(tensors))
+    return RankLayout(
+        num_blocks=num_blocks,
+        blocks_per_chunk=blocks_per_chunk,
+        hash_block_size=16,
+        storages=(tensors * size,),
+        tensors=tuple(
+            TensorSpec(storage=0, offset=i * size, page_bytes=page, block_stride=page)
+            for i in range(tensors)
+        ),
+        groups=(GroupSpec(refs=refs, block_size=16),),
+    )
+
+
+class Engine:
+    """One rank and its scheduler in this process, complete; ended with the context.
+
+    Args:
+        runtime_dir: the daemon's.
+        layout: of `layout`.
+        memory: its storage; new host memory where there is none.
+        model: engines of one model share their chunks.
+
+    Raises:
+        RuntimeError: from what it does: it is not complete, chunks are missing, a job failed.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        layout: RankLayout,
+        memory: HostMemory | DeviceMemory | None = None,
+        model: str = "bench",
+    ) -> None:
+        self.layout = layout
+        self.memory = memory or HostMemory.allocate(layout.storages[0])
+        self._job = 0
+        name = engine_name()
+        self.worker = Worker(runtime_dir, name, 0, 1)
+        self.scheduler = Scheduler(runtime_dir, name)
+        self.worker.register([self.memory], layout, Fingerprint(model=model), required=True)
+        if not self.worker.wait_attached(SECONDS) or not self.scheduler.wait_attached(SECONDS):
+            raise RuntimeError("the engine does not become complete")
+
+    def offer(self, keys: list[bytes]) -> StoreTicket:
+        """Slots for all of these keys."""
+        return _all(self.scheduler.prepare_store(keys), keys)
+
+    def find(self, keys: list[bytes]) -> LoadTicket:
+        """All of these chunks, pinned."""
+        return _all(self.scheduler.prepare_load(keys), keys)
+
+    def stored(self, keys: list[bytes]) -> None:
+        """Complete a store, and wait until its chunks can be loaded."""
+        self.scheduler.complete_store(keys)
+        wait_found(self.scheduler, keys)
+
+    def submit(self, ticket: StoreTicket | LoadTicket, blocks: Ints, after: int = 0) -> int:
+        """A job between these blocks and the ticket's slots; its number."""
+        store = isinstance(ticket, StoreTicket)
+        submit = self.worker.submit_store if store else self.worker.submit_load
+        self._job += 1
+        slots, generations = ticket.slots, ticket.generations
+        submit(self._job, blocks, [len(blocks)], [0], slots, generations, after=after)
+        return self._job
+
+    def finish(self, *jobs: int) -> None:
+        """Wait for the end of all jobs that were submitted."""
+        self.worker.wait(jobs, SECONDS)
+        results = {result.job_id: result for result in self.worker.get_finished()}
+        for job in jobs:
+            if job not in results or not results[job].success:
+                raise RuntimeError(f"job {job} failed: {results.get(job)}")
+
+    def fill(self, count: int, at_a_time: int) -> tuple[list[bytes], list[float]]:
+        """Store so many chunks of one block each: their keys, and ms of each `prepare_store`."""
+        keys: list[bytes] = []
+        took = []
+        while len(keys) < count:
+            batch = fresh_keys(at_a_time)
+            started = time.perf_counter()
+            ticket = self.offer(batch)
+            took.append((time.perf_counter() - started) * 1e3)
+            self.finish(self.submit(ticket, np.arange(1, 1 + at_a_time)))
+            self.scheduler.complete_store(batch)
+            keys += batch
+        return keys, took
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.close()
+        self.worker.close()
+        self.memory.close()
+
+
+def _all(ticket: Ticket, keys: list[bytes]) -> Ticket:
+    if len(ticket) != len(keys):
+        raise RuntimeError(f"{ticket!r}: all keys are needed")
+    return ticket

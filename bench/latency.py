@@ -10,39 +10,17 @@ import sys
 import time
 
 import numpy as np
-from harness import MIB, Daemon, Figures, engine_name, fresh_keys, wait_found
+from harness import MIB, SECONDS, Daemon, Figures, engine_name, fresh_keys, layout, wait_found
 
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint
 
+# A chunk has 128 KiB on every rank.
 WORLD_SIZE, TENSORS, PAGE, NUM_BLOCKS, BLOCKS_PER_CHUNK = 2, 4, 16384, 64, 2
 CHUNKS = 250  # jobs in a series; stores and loads take turns
 SERIES = 4
-SECONDS = 60.0
-
-
-def layout() -> RankLayout:
-    """A chunk has 128 KiB on every rank."""
-    size = NUM_BLOCKS * PAGE
-    return RankLayout(
-        num_blocks=NUM_BLOCKS,
-        blocks_per_chunk=BLOCKS_PER_CHUNK,
-        hash_block_size=16,
-        storages=(TENSORS * size,),
-        tensors=tuple(
-            TensorSpec(storage=0, offset=i * size, page_bytes=PAGE, block_stride=PAGE)
-            for i in range(TENSORS)
-        ),
-        groups=(
-            GroupSpec(
-                refs=tuple(TensorRef(tensor=i, page_bytes=PAGE) for i in range(TENSORS)),
-                block_size=16,
-            ),
-        ),
-    )
 
 
 def measure() -> Figures:
@@ -111,7 +89,8 @@ def run_rank(runtime_dir: str, engine: str, rank: int) -> None:
     memory.array[:] = rank
     job = 0
     with Worker(runtime_dir, engine, rank, WORLD_SIZE) as worker:
-        worker.register([memory], layout(), Fingerprint(model="bench-latency"), required=True)
+        shape = layout(TENSORS, PAGE, NUM_BLOCKS, BLOCKS_PER_CHUNK)
+        worker.register([memory], shape, Fingerprint(model="bench-latency"), required=True)
         if not worker.wait_attached(SECONDS):
             raise RuntimeError("the engine does not become complete")
         for line in sys.stdin:
