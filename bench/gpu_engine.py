@@ -15,7 +15,7 @@ from kvd.lane.devices.device import Direction
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker
-from kvd_proto.answers import LookupResult
+from kvd_proto.directory import LookupResult
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint
 

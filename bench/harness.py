@@ -22,7 +22,7 @@ from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.worker import Worker
-from kvd_proto.answers import LookupResult
+from kvd_proto.directory import LookupResult
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint
 

@@ -7,7 +7,7 @@ from harness import MIB, Daemon, Engine, Figures, layout, median
 
 from kvd.cache.directory import directory_bytes
 from kvd_client.scheduler import Scheduler
-from kvd_proto.answers import LookupResult
+from kvd_proto.directory import LookupResult
 
 CHUNKS, BATCH, PAGE = 100_000, 1000, 4096
 BIG_DIRECTORY = 1_000_000

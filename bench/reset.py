@@ -9,7 +9,7 @@ import time
 from harness import Daemon, Engine, Figures, layout, median, wait_found
 
 from kvd_client.scheduler import Scheduler
-from kvd_proto.answers import LookupResult
+from kvd_proto.directory import LookupResult
 
 CHUNKS, BATCH, PAGE = 450_000, 4_500, 4096
 ROUNDS = 3

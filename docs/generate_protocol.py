@@ -17,7 +17,6 @@ import msgspec
 
 from kvd.cache.directory import DirectoryWriter
 from kvd_proto import messages as m
-from kvd_proto.answers import StoreAnswer
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import NO_ID, WIRE
@@ -33,6 +32,7 @@ from kvd_proto.messages import (
     IpcHandle,
     JobStatus,
     Lookups,
+    StoreAnswer,
     VmmHandle,
 )
 

@@ -37,9 +37,9 @@ from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
 from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
-from kvd_proto.answers import LookupResult, StoreAnswer
+from kvd_proto.directory import LookupResult
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint, JobStatus
+from kvd_proto.messages import Fingerprint, JobStatus, StoreAnswer
 
 __all__ = [
     "AttachState",

@@ -30,8 +30,7 @@ from kvd_client.errors import UsageError
 from kvd_client.readiness import ReadyNews
 from kvd_client.session import Handler, Session
 from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
-from kvd_proto.answers import LookupResult, StoreAnswer
-from kvd_proto.directory import DirectoryView
+from kvd_proto.directory import DirectoryView, LookupResult
 from kvd_proto.errors import DirectoryError
 from kvd_proto.messages import (
     MAX_KEY_BYTES,
@@ -51,6 +50,7 @@ from kvd_proto.messages import (
     ResetDone,
     Status,
     StatusReport,
+    StoreAnswer,
     StoreCompleted,
     StorePrepared,
 )

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.answers import StoreAnswer
+from kvd_proto.messages import StoreAnswer
 
 Array = npt.NDArray[Any]
 

@@ -28,10 +28,9 @@ from kvd.cache.slots import Ints, Slots
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
-from kvd_proto.answers import StoreAnswer
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
-from kvd_proto.messages import LoadPrepared, ResetDone, StoreCompleted, StorePrepared
+from kvd_proto.messages import LoadPrepared, ResetDone, StoreAnswer, StoreCompleted, StorePrepared
 
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
 EMPTY_PIECES = 16  # so many that hold none are looked at in one go

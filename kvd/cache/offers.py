@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvd.cache.directory import Blocks, DirectoryWriter, covers
 from kvd.errors import IntegrityError
-from kvd_proto.answers import StoreAnswer
 from kvd_proto.directory import KEY_BYTES, SlotState
+from kvd_proto.messages import StoreAnswer
 
 _READY = int(SlotState.READY)
 _ACCEPTED, _PRESENT = int(StoreAnswer.ACCEPTED), int(StoreAnswer.PRESENT)

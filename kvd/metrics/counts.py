@@ -12,8 +12,7 @@ from typing import Any, Self
 from kvd.errors import IntegrityError
 from kvd.metrics.declare import counter, counters, histogram, histograms
 from kvd.metrics.histogram import Histogram
-from kvd_proto.answers import StoreAnswer
-from kvd_proto.messages import JobStatus
+from kvd_proto.messages import JobStatus, StoreAnswer
 
 MOST = 2**63 - 1
 """The largest number that a message carries; sums stop there."""

@@ -19,6 +19,7 @@ import socket
 import struct
 import time
 from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -49,38 +50,22 @@ class Received(NamedTuple):
     frame: bytes
 
 
+@dataclass(eq=False, slots=True)
 class _Connection:
     """One peer: its socket, the message it has begun to send, and the replies it has not read.
 
-    Attributes:
-        pid, uid: of the process that connected; pid is 0 where it cannot be seen from here.
-        unread: bytes of replies in `outgoing`.
-        kept: bytes that are counted as buffered for it.
-        proven: it belongs to a session.
+    pid, uid: of the process that connected; pid is 0 where it cannot be seen from here.
     """
 
-    __slots__ = (
-        "identity",
-        "incoming",
-        "kept",
-        "outgoing",
-        "pid",
-        "proven",
-        "sock",
-        "uid",
-        "unread",
-    )
-
-    def __init__(self, number: int, sock: socket.socket, max_bytes: int) -> None:
-        self.identity = number.to_bytes(8, "little")
-        self.sock = sock
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        self.pid, self.uid, _ = _UCRED.unpack(credentials)
-        self.incoming = Incoming(max_bytes)
-        self.outgoing: list[memoryview] = []
-        self.unread = 0
-        self.kept = 0
-        self.proven = False
+    identity: bytes
+    sock: socket.socket
+    incoming: Incoming
+    pid: int
+    uid: int
+    outgoing: list[memoryview] = field(default_factory=list)
+    unread: int = 0  # bytes of replies in `outgoing`
+    kept: int = 0  # bytes that are counted as buffered for it
+    proven: bool = False  # it belongs to a session
 
     @property
     def closed(self) -> bool:
@@ -259,7 +244,10 @@ class Router:
         except OSError:
             sock.close()
             return
-        connection = _Connection(self._next, sock, self._max_bytes)
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, _ = _UCRED.unpack(credentials)
+        name = self._next.to_bytes(8, "little")
+        connection = _Connection(name, sock, Incoming(self._max_bytes), pid, uid)
         self._next += 1
         self._by_fd[sock.fileno()] = self._by_identity[connection.identity] = connection
         self._add_unproven(connection)

@@ -62,7 +62,6 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.answers import LookupResult
 from kvd_proto.errors import DirectoryError
 
 if TYPE_CHECKING:
@@ -97,6 +96,14 @@ RECORD_DTYPE = np.dtype(
         ("key", f"V{KEY_BYTES}"),
     ]
 )
+
+
+class LookupResult(IntEnum):
+    """What the directory says about a key. A hint: only a lease is the truth."""
+
+    MISS = 0  # it is not there
+    HIT = 1  # READY: every rank's share is there
+    HIT_PENDING = 2  # somebody is writing it
 
 
 class SlotState(IntEnum):

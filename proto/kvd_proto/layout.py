@@ -268,24 +268,16 @@ def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) 
     for name in ("num_blocks", "blocks_per_chunk", "hash_block_size", "replicated"):
         _agree(name, layouts, attrgetter(name))
     _agree("groups (kind, block size, window)", layouts, attrgetter("kinds"), _kinds)
-    if any(layout.replicated for layout in layouts.values()):
-        _one_stage({rank: stages[rank] for rank in layouts})
-    for stage in sorted(set(stages.values())):
-        members = {rank: layout for rank, layout in layouts.items() if stages[rank] == stage}
+    of = {rank: stages[rank] for rank in sorted(layouts)}
+    if len(set(of.values())) > 1 and any(layout.replicated for layout in layouts.values()):
+        raise LayoutError(
+            f"pipeline stages by rank are {of}, and stages hold different layers: they cannot hold"
+            " replicated shares; register with replicated=False"
+        )
+    for stage in sorted(set(of.values())):
+        members = {rank: layout for rank, layout in layouts.items() if of[rank] == stage}
         _agree(f"page sizes (stage {stage})", members, attrgetter("pages"), _page_sizes)
         _agree(f"bytes per chunk (stage {stage})", members, attrgetter("slot_bytes"))
-
-
-def _one_stage(stages: Mapping[int, int]) -> None:
-    """One share is stored for all ranks, and pipeline stages hold different layers."""
-    first = min(stages)
-    for rank in sorted(stages):
-        if stages[rank] != stages[first]:
-            raise LayoutError(
-                f"rank {rank} is of pipeline stage {stages[rank]}, rank {first} of stage"
-                f" {stages[first]}: they cannot hold replicated shares; register with"
-                " replicated=False"
-            )
 
 
 def _agree(
@@ -296,10 +288,10 @@ def _agree(
 ) -> None:
     """Check that all have the same `compared`: what is `shown`, or a digest of it."""
     found = {rank: compared(layout) for rank, layout in layouts.items()}
-    votes = Counter(found.values())
+    votes = Counter(found[rank] for rank in sorted(found))
     if len(votes) <= 1:
         return
-    usual = max(votes, key=lambda value: (votes[value], value == found[min(found)]))
+    usual = max(votes, key=votes.__getitem__)  # of equally many, that of the lowest rank
     odd = next(rank for rank in sorted(found) if found[rank] != usual)
     others = [rank for rank in sorted(found) if found[rank] == usual]
     show = shown or compared

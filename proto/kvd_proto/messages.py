@@ -9,7 +9,7 @@ docs/protocol.md is generated from here: a docstring's first line says what a me
 for, lines of the form ``field, field: meaning`` what its fields are, comments what codes mean.
 """
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -72,6 +72,18 @@ class JobStatus(StrEnum):
     REFUSED = "refused"  # arrays that do not fit, a job number in use, or no engine attached
     SHED = "shed"  # the engine's queue in the lane is full; stores go first
     FAILED = "failed"  # the device failed
+
+
+class StoreAnswer(IntEnum):
+    """What `PREPARE_STORE` says about a key; stable numbers of the wire."""
+
+    ACCEPTED = 1  # a slot is given; write it
+    PRESENT = 2  # READY already; nothing to do
+    PENDING = 3  # somebody is writing it, perhaps this engine; nothing to do
+    FULL = 4  # no room: everything is pinned, being written, or named in the same request
+    NOT_YET = 5  # not offered often enough to be worth a slot; offer it next time
+    BAD_KEY = 6  # empty or longer than a key may be
+    QUOTA = 7  # the model holds what its cap allows, and none of it may go
 
 
 # ---------------------------------------------------------------- handshake

@@ -31,7 +31,6 @@ from kvd.wire.link import (
     Revoked,
     ShareDone,
 )
-from kvd_proto.answers import StoreAnswer
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     Attached,
@@ -56,6 +55,7 @@ from kvd_proto.messages import (
     ResetDone,
     Resume,
     Status,
+    StoreAnswer,
     StorePrepared,
     Unregister,
 )

@@ -12,7 +12,7 @@ from kvd.broker.effects import Event, Reply
 from kvd.broker.sessions import Peer, Session
 from kvd.cache.chunks import PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
-from kvd_proto.answers import LookupResult
+from kvd_proto.directory import LookupResult
 from kvd_proto.messages import (
     Check,
     Checked,

@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
-from kvd_proto.answers import LookupResult
 from kvd_proto.directory import (
     CHECK_WORD,
     HEADER,
@@ -19,6 +18,7 @@ from kvd_proto.directory import (
     PROBE_LIMIT,
     DirectoryHeader,
     DirectoryView,
+    LookupResult,
     SlotState,
 )
 from kvd_proto.errors import DirectoryError

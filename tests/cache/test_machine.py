@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.quota import Quota
-from kvd_proto.answers import LookupResult, StoreAnswer
+from kvd_proto.directory import LookupResult
+from kvd_proto.messages import StoreAnswer
 from tests.cache.tables import add, make_namespaces
 
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvd.errors import IntegrityError
-from kvd_proto.answers import LookupResult, StoreAnswer
-from kvd_proto.directory import PROBE_LIMIT, SlotState
+from kvd_proto.directory import PROBE_LIMIT, LookupResult, SlotState
+from kvd_proto.messages import StoreAnswer
 from tests.cache.tables import finish, make_table, names, store
 
 OK, PENDING = StoreAnswer.ACCEPTED, StoreAnswer.PENDING

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import zmq
 
-from kvd_proto.answers import StoreAnswer
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.directory import DirectoryHeader
@@ -53,6 +52,7 @@ from kvd_proto.messages import (
     ResetDone,
     Status,
     StatusReport,
+    StoreAnswer,
     StoreCompleted,
     StorePrepared,
     Unregister,

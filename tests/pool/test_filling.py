@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.errors import PoolError
 from kvd.pool.filling import MAX_PIECE_BYTES, FillOrder
-from kvd_proto.answers import StoreAnswer
+from kvd_proto.messages import StoreAnswer
 from tests.cache.tables import MIB, PAGE, add, finish, make_namespaces, names, store
 
 

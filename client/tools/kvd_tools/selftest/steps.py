@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvd_client.errors import KvdClientError
-from kvd_proto.answers import LookupResult
+from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Fingerprint
 from kvd_tools.errors import StepFailed
 from kvd_tools.selftest.bench import Bench
