@@ -8,7 +8,6 @@ engine keeps the socket open.
 
 import array
 import contextlib
-import errno
 import logging
 import os
 import socket
@@ -37,7 +36,7 @@ AT_ONCE = 32
 """Connections that are accepted in one turn."""
 _UCRED = struct.Struct("iII")
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; not in Python's socket
-_MAX_GROUPS = 65536  # the kernel's own limit, NGROUPS_MAX
+_GROUPS_BYTES = 1024  # four a group; Python's socket asks for no more
 
 
 @dataclass(slots=True, eq=False)
@@ -65,14 +64,7 @@ class Connection:
 class Connections:
     """Open connections, by the numbers of their sessions in `open`.
 
-    Args:
-        listener: of the control socket.
-        core: is told of sessions that begin and end.
-        poller: where descriptors are registered.
-        carry_out: does what the core wants done.
-        requests: serves registrations, and is told whose session has ended.
-        allowed: who may connect.
-        own: whether a peer is a process of this daemon, for which there is always room.
+    For a peer that is a process of this daemon (`own`) there is always room.
     """
 
     def __init__(
@@ -264,13 +256,6 @@ def peer_of(sock: socket.socket) -> Peer:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, gid = _UCRED.unpack(credentials)
     groups = array.array("I")
-    for limit in (64, _MAX_GROUPS):
-        try:
-            length = limit * groups.itemsize
-            groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, length))
-        except OSError as error:
-            if error.errno != errno.ERANGE:
-                raise
-        else:
-            break
+    with contextlib.suppress(OSError):  # of more groups than fit none counts
+        groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES))
     return Peer(pid, uid, gid, tuple(groups))

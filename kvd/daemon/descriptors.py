@@ -47,11 +47,7 @@ class _Order:
 
 
 class Receiver:
-    """The process, and those before it that have not ended.
-
-    Args:
-        poller: where descriptors are registered.
-    """
+    """The process, and those before it that have not ended."""
 
     def __init__(self, poller: zmq.Poller) -> None:
         self._poller = poller

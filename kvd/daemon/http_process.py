@@ -38,7 +38,6 @@ class HttpProcess:
         unix_path: the Unix socket, which is always there.
         listen: the setting `http_listen`. With ``off`` the process starts only
             with the first connection to the Unix socket.
-        poller: where descriptors are registered.
 
     Raises:
         ConfigError: an address cannot be had; names it and the remedy.

@@ -52,12 +52,6 @@ class Lanes:
     """One process for each device that is to be served, by device in `processes`.
 
     Each start is another incarnation: a number that no lane of this daemon has had yet.
-
-    Args:
-        runtime_dir: where their sockets go.
-        core: is told of what they send, and of their ends.
-        poller: where their descriptors are registered.
-        carry_out: does what the core wants done.
     """
 
     def __init__(

@@ -72,10 +72,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PoolFiles:
     """The locked directories of one runtime directory's pool, and what lies in them.
 
-    Args:
-        pool_dir: where the pool goes.
-        runtime_dir: the daemon's, as an absolute path.
-
     Attributes:
         place: the pool's directory.
         notes: that of the manifest and the ledgers; the same as a rule.
@@ -83,8 +79,7 @@ class PoolFiles:
         own: they have the names by which the next daemon finds them.
 
     Raises:
-        ConfigError: pool_dir is none, cannot be written, or can be written by every user.
-        AlreadyRunning: another daemon uses the pool, whatever became of the runtime directory.
+        ConfigError, AlreadyRunning: see `KeptPool`.
     """
 
     def __init__(self, pool_dir: Path, runtime_dir: Path) -> None:

@@ -17,12 +17,7 @@ _BATCH = 64
 
 
 class Requests:
-    """The broker's socket for requests.
-
-    Args:
-        path: where to listen.
-        core: who decides.
-    """
+    """The broker's socket for requests, at `path`."""
 
     def __init__(self, path: Path, core: Broker) -> None:
         self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
@@ -75,15 +70,7 @@ class Requests:
     def serve(
         self, session: Session, header: Header, frame: bytes, now: float, descriptors: int = 0
     ) -> list[Effect]:
-        """Serve one request of a session; return the effects.
-
-        Args:
-            session: whose request it is.
-            header: of the frame.
-            frame: header and body.
-            now: seconds of the monotonic clock.
-            descriptors: how many came with it.
-        """
+        """Serve one request, a frame with so many descriptors; return the effects."""
         identity = self._identities.get(session.number, b"")
         try:
             message = REQUESTS.decode_body(header, frame)

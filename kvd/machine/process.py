@@ -24,11 +24,7 @@ def tie_to_parent() -> None:
 
 
 class Standstill:
-    """Times a loop by the moments at which it begins and ends to wait for events.
-
-    Args:
-        whose: the loop's process, for people.
-    """
+    """Times a loop by the moments at which it begins and ends to wait for events."""
 
     def __init__(self, whose: str) -> None:
         self._whose = whose
@@ -45,12 +41,11 @@ class Standstill:
     def woke(self, now: float, cpu: float) -> str:
         """The next turn begins: how long the loop stood still since the last began, in words.
 
+        Empty for less than a second.
+
         Args:
             now: seconds of a monotonic clock.
             cpu: processor seconds of this thread.
-
-        Returns:
-            A line for the log; empty for less than a second.
         """
         turn = self._waits - self._woke if self._woke is not None else 0.0
         late = max(0.0, now - self._until) if self._until is not None else 0.0

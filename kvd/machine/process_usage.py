@@ -26,21 +26,15 @@ class UsageReader:
         now = time.monotonic()
         if now >= self._until:
             self._until = now + _KEPT_SECONDS
-            with contextlib.suppress(OSError, psutil.Error):  # no descriptor left to ask with
-                self._known = self._ask()
-        return replace(self._known, time=time.time())
-
-    def _ask(self) -> ProcessUsage:
-        with self._process.oneshot():
-            times = self._process.cpu_times()
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            return ProcessUsage(
-                host=self._known.host,
-                cpu_seconds=times.user + times.system,
-                rss_bytes=self._process.memory_info().rss,
-                open_fds=self._process.num_fds(),
-                max_fds=0 if most == resource.RLIM_INFINITY else most,
-            )
-
-    def __repr__(self) -> str:
-        return f"<UsageReader {self._known}>"
+            with contextlib.suppress(OSError, psutil.Error), self._process.oneshot():
+                # Where no descriptor is left to ask with, the figures stay.
+                times = self._process.cpu_times()
+                self._known = replace(
+                    self._known,
+                    cpu_seconds=times.user + times.system,
+                    rss_bytes=self._process.memory_info().rss,
+                    open_fds=self._process.num_fds(),
+                    max_fds=0 if most == resource.RLIM_INFINITY else most,
+                )
+        return replace(self._known, time=time.time())

@@ -85,19 +85,11 @@ class Filesystem:
 
 def _mount(directory: Path) -> tuple[str, str]:
     """Return type and place of the mount that `directory` is in."""
-    place = str(directory.resolve())
-    nearest = max(
-        (
-            part
-            for part in reversed(psutil.disk_partitions(all=True))  # the last one is on top
-            if Path(place).is_relative_to(part.mountpoint)
-        ),
-        key=lambda part: len(part.mountpoint),
-        default=None,
-    )
-    if nearest is None:
-        return "", "/"
-    return str(nearest.fstype), str(nearest.mountpoint)
+    place = directory.resolve()
+    while not place.is_mount():
+        place = place.parent
+    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    return str(kinds.get(str(place), "")), str(place)
 
 
 def _free_huge_pages(page_bytes: int) -> int:

@@ -27,10 +27,6 @@ def danger(path: Path, mode: int) -> str:
 def check_place(name: str, path: Path) -> None:
     """Check that only the daemon's user, its group and root can replace its files there.
 
-    Args:
-        name: the setting that names the directory.
-        path: the directory.
-
     Raises:
         ConfigError: every user may; with the remedy.
         OSError: it is not there.
@@ -46,10 +42,6 @@ def size_of(fd: int, what: str) -> int:
     A file that loses its pages under a mapping ends the process that touches them, and a file of
     any other kind is served by a file system whose owner may answer late or never: it is asked
     nothing, not even its size.
-
-    Args:
-        fd: the worker's descriptor.
-        what: to name it in an error.
 
     Raises:
         ImportFailed: it is another kind of file, or could be shortened; how to make one.

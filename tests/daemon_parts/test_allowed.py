@@ -1,12 +1,15 @@
 """Who may connect, by what the kernel tells of a peer."""
 
 import os
+import socket
 
 import pytest
 
 from kvd.broker.sessions import Peer
 from kvd.daemon.allowed import AllowList
+from kvd.daemon.connections import peer_of
 from kvd.errors import ConfigError
+from tests.daemon.users import needs_root
 
 
 @pytest.mark.parametrize(
@@ -45,3 +48,17 @@ def test_names_are_looked_up_on_this_machine() -> None:
     assert allowed.groups == {0}
     with pytest.raises(ConfigError, match=r"allow_groups.*'no-such-group'.*not known"):
         AllowList("", "no-such-group")
+
+
+@needs_root
+@pytest.mark.parametrize(("count", "known"), [(3, 3), (256, 256), (257, 0)])
+def test_a_process_of_many_groups_is_known_by_them_or_by_none(count: int, known: int) -> None:
+    """The kernel tells 256 of them in one answer; more are no reason to end anything."""
+    before = os.getgroups()
+    os.setgroups(range(100, 100 + count))
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    finally:
+        os.setgroups(before)
+    with ours, theirs:
+        assert len(peer_of(ours).groups) == known

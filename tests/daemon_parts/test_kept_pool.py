@@ -696,6 +696,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
         "disk_partitions",
         lambda **_: [SimpleNamespace(mountpoint=str(huge), fstype="hugetlbfs")],
     )
+    monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
     monkeypatch.setattr(room, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
     monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
