@@ -72,7 +72,7 @@ def quiet(tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_a_small_pool_suits_this_machine(tmp_path: Path) -> None:
-    """Nothing fails for a daemon of 64 MiB, and nothing is made; each line begins with its level."""
+    """Nothing fails for a daemon of 64 MiB, nothing is made, and lines begin with their level."""
     done = CliRunner().invoke(cli, ["doctor", *quiet(tmp_path)])
     lines = [line for line in done.output.splitlines() if not line.startswith("      →")]
     assert done.exit_code == 0
