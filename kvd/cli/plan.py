@@ -80,8 +80,9 @@ def _print_table(result: Plan, inputs: PlanInputs) -> None:
     table.add_column("figure", justify="right")
     table.add_column("of", style="dim")
     for group in result.groups:
-        window = "full" if group.sliding_window is None else f"window {group.sliding_window}"
-        table.add_row("group", f"{group.layers} layers", f"{window}, page {group.page_bytes} B")
+        window = group["sliding_window"]
+        kind = "full" if window is None else f"window {window}"
+        table.add_row("group", f"{group['layers']} layers", f"{kind}, page {group['page_bytes']} B")
     table.add_row("bytes per token", f"{result.bytes_per_token:,}", f"{result.layers} layers")
     table.add_row(
         "bytes per block",

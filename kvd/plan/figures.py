@@ -49,18 +49,10 @@ class PlanInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFigures:
-    """One group: how many layers, their window in tokens, their page in bytes of one rank."""
-
-    layers: int
-    sliding_window: int | None
-    page_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Figures of a plan. Bytes count all ranks unless a name ends in `_rank`.
 
+    groups: of each, `layers`, `sliding_window` in tokens, `page_bytes` of one rank.
     bytes_per_token: of all layers, without padding. pool_tokens: with every
     group's chunks stored. A longest request is in tokens, None where the
     blocks are not known.
@@ -71,7 +63,7 @@ class Plan:
     layers: int
     dtype: str
     replicated: bool
-    groups: tuple[GroupFigures, ...]
+    groups: list[dict[str, int | None]]
     tokens_per_chunk: int
     bytes_per_token_rank: int
     bytes_per_token: int
@@ -102,17 +94,25 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
     sizes = size_pool([layout] * inputs.tensor_parallel, inputs.cpu_bytes)
     copies = 1 if model.replicated else inputs.tensor_parallel
     tokens_per_chunk = inputs.block_size * inputs.blocks_per_chunk
-    _check_max_seq_len(groups, inputs)
+    if inputs.max_seq_len is not None:
+        measured = inputs.gpu_blocks or inputs.block_override
+        if measured is None:
+            raise PlanError("--max-seq-len needs blocks; give --gpu-blocks or --block-override")
+        admit(inputs.max_seq_len, groups, measured, inputs.block_override, inputs.batched_tokens)
     return Plan(
         model=model.name,
         attention=model.attention,
         layers=len(model.windows),
         dtype=dtype,
         replicated=model.replicated,
-        groups=tuple(
-            GroupFigures(len(group.page_bytes), group.sliding_window, group.page_bytes[0])
+        groups=[
+            {
+                "layers": len(group.page_bytes),
+                "sliding_window": group.sliding_window,
+                "page_bytes": group.page_bytes[0],
+            }
             for group in groups
-        ),
+        ],
         tokens_per_chunk=tokens_per_chunk,
         bytes_per_token_rank=token_bytes * len(model.windows),
         bytes_per_token=token_bytes * len(model.windows) * copies,
@@ -189,12 +189,3 @@ def _longest(
     # Windows alone bound no request: a model that states no limit is bounded by all blocks.
     limit = model.max_positions or blocks * inputs.block_size
     return longest_request(groups, blocks, limit, inputs.batched_tokens)
-
-
-def _check_max_seq_len(groups: list[LayerGroup], inputs: PlanInputs) -> None:
-    if inputs.max_seq_len is None:
-        return
-    measured = inputs.gpu_blocks or inputs.block_override
-    if measured is None:
-        raise PlanError("--max-seq-len needs blocks; give --gpu-blocks or --block-override")
-    admit(inputs.max_seq_len, groups, measured, inputs.block_override, inputs.batched_tokens)
