@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 from kvd.client_names import Fields
 from kvd.lane.devices.device import Direction
+from kvd.lane.queue import Queued
 from kvd.lane.workers import Binding, Worker
 from kvd.wire.link import ShareDone
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import Chunks
 from kvd_proto.directory import SlotState
 from kvd_proto.expand import Copies
-from kvd_proto.messages import Job, JobStatus, Store
+from kvd_proto.messages import Job, JobStatus, Message, Store
 
 SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
 VOID_TEXT = "the worker has taken the store's blocks back"
@@ -35,20 +36,13 @@ class JobState(StrEnum):
 
 Mask = npt.NDArray[np.bool_]
 Refusal = tuple[JobStatus, str]
+Reply = Callable[[Message], None]
+"""Sends the answer to one request; never waits."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyTo:
-    """Where a job's Done goes."""
-
-    identity: bytes
-    request_id: int
-    boot_id: bytes
-
-
-@dataclass(eq=False, slots=True)
-class LaneJob:
-    """A job that has not ended, or just has. `serial` is unique in this lane.
+@dataclass(eq=False, slots=True, kw_only=True)
+class LaneJob(Queued):
+    """A job that has not ended, or just has.
 
     Of a job that ended ok: accepted_ns <= started_ns <= ended_ns (its last byte moved).
 
@@ -59,14 +53,12 @@ class LaneJob:
         stream_wait_ns: from then until the number was reached.
     """
 
-    serial: int
     worker: Worker
     binding: Binding
-    direction: Direction
     request: Job
     chunks: Chunks
     own: Mask
-    reply: ReplyTo
+    reply: Reply
     accepted_ns: int
     state: JobState = JobState.QUEUED
     pieces: list[tuple[Copies, int]] = field(default_factory=list)
@@ -88,13 +80,9 @@ class LaneJob:
         return self.accepted_ns + self.request.deadline_ms * 1_000_000
 
     @property
-    def expected_bytes(self) -> int:
-        """Bytes that the job names, before anything is left out for being another rank's turn."""
-        groups = self.worker.layout.groups
-        return sum(
-            size * sum(ref.page_bytes for ref in group.refs)
-            for size, group in zip(self.request.blocks.sizes, groups, strict=True)
-        )
+    def direction(self) -> Direction:
+        """Which way its bytes go."""
+        return Direction.LOAD if self.load else Direction.STORE
 
     @property
     def unfinished(self) -> bool:
@@ -156,7 +144,7 @@ class LaneJob:
             JobShapeError: runs outside the worker's memory or arena.
         """
         copies = self.worker.expander.expand(self.request.blocks)
-        slot_bytes, num_slots = self.binding.slot_bytes, self.binding.num_slots
+        slot_bytes, num_slots = self.binding.slot_bytes, self.binding.order.num_slots
         if not self.own.all():
             # Replicated: keep what lies in this rank's slots; runs may span several.
             copies = copies.split(slot_bytes)
@@ -191,7 +179,7 @@ def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[Share
     slots, generations = request.blocks.slots.numpy(), request.blocks.generations.numpy()
     if len(slots) != len(generations):
         return []
-    inside = slots < binding.num_slots
+    inside = slots < binding.order.num_slots
     slots, generations = slots[inside], generations[inside]
     nothing = np.zeros(len(slots), dtype=np.uint16)
     chunks = Chunks(slots, generations, nothing, nothing, nothing)
@@ -203,14 +191,14 @@ def own_slots(worker: Worker, slots: npt.NDArray[np.integer]) -> Mask:
     """Which slots this rank writes: replicated shares are written once, in turns."""
     if not worker.layout.replicated:
         return np.ones(len(slots), dtype=np.bool_)
-    mine: Mask = slots % worker.world_size == worker.rank
+    mine: Mask = slots % worker.order.world_size == worker.order.rank
     return mine
 
 
 def _writing(
     binding: Binding, slots: npt.NDArray[np.uint32], generations: npt.NDArray[np.uint64]
 ) -> Mask:
-    return binding.directory.check(slots, generations, SlotState.WRITING, binding.owner)
+    return binding.directory.check(slots, generations, SlotState.WRITING, binding.order.owner)
 
 
 def _share_messages(
@@ -219,9 +207,9 @@ def _share_messages(
     which = np.flatnonzero(mask)
     return [
         ShareDone(
-            session=worker.session,
-            rank=worker.rank,
-            namespace=binding.namespace,
+            session=worker.order.session,
+            rank=worker.order.rank,
+            namespace=binding.order.namespace,
             slots=IntArray.of(chunks.slots[part], "u4"),
             generations=IntArray.of(chunks.generations[part], "u8"),
             first=IntArray.of(chunks.first[part], "u2"),

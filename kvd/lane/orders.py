@@ -5,8 +5,6 @@ answered when the last of these has ended.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 from kvd.errors import BadDatagram, ImportFailed, LaneError
 from kvd.lane.devices.device import Direction
@@ -53,16 +51,6 @@ class Orders:
         self._runner = reports.runner
         self._workers = workers
         self._pool_bytes = pool_bytes
-        self._handlers: dict[type[Message], Callable[[Any, tuple[int, ...]], None]] = {
-            ImportWorker: self._import,
-            BindWorker: self._bind,
-            UnbindWorker: self._unbind,
-            ReleaseWorker: self._release,
-            Revoke: self._revoke,
-            LanePing: self._answer_broker,
-            StopLane: self._stop,
-            LaneLog: lambda message, _fds: set_level(message.level),
-        }
 
     def read(self) -> None:
         """Carry out what has come, some of it where it is much.
@@ -79,19 +67,36 @@ class Orders:
             try:
                 _, message = LINK.decode(frame)
                 self.carry_out(message, fds)
-            except (DecodeError, KeyError, BadDatagram):
+            except (DecodeError, BadDatagram):
                 _log.exception("a frame of the link makes no sense")
             finally:
                 close_all(fds)
             self._reports.report_ended()
 
-    def carry_out(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
-        """One order. The descriptors stay the caller's.
-
-        Raises:
-            KeyError: it is no order.
-        """
-        self._handlers[type(message)](message, descriptors)
+    def carry_out(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """One order. The descriptors stay the caller's."""
+        match message:
+            case ImportWorker():
+                self._import(message, fds)
+            case BindWorker():
+                self._bind(message, fds)
+            case UnbindWorker():
+                worker = self._workers.by_session(message.session)
+                if worker is not None:
+                    worker.binding = None
+                    self._stop_all(worker, "the engine is no longer complete")
+            case ReleaseWorker():
+                self._release(message)
+            case Revoke():
+                self._revoke(message)
+            case LanePing():
+                self._answer_broker()
+            case StopLane():
+                self._runner.stopping = True
+            case LaneLog():
+                set_level(message.level)
+            case _:
+                _log.error("%s is no order", type(message).__name__)
 
     def _import(self, message: ImportWorker, fds: tuple[int, ...]) -> None:
         error = ""
@@ -117,13 +122,7 @@ class Orders:
             # Unbound, its jobs are refused.
             _log.exception("%s cannot be bound", worker.who, extra=worker.who.fields)
 
-    def _unbind(self, message: UnbindWorker, _fds: tuple[int, ...]) -> None:
-        worker = self._workers.by_session(message.session)
-        if worker is not None:
-            worker.binding = None
-            self._stop_all(worker, "the engine is no longer complete")
-
-    def _release(self, message: ReleaseWorker, _fds: tuple[int, ...]) -> None:
+    def _release(self, message: ReleaseWorker) -> None:
         worker = self._workers.by_session(message.session)
         if worker is None:
             self._reports.tell_broker(Released(session=message.session))
@@ -144,7 +143,7 @@ class Orders:
             self._runner.stop(job, JobStatus.CANCELLED, reason)
         return jobs
 
-    def _revoke(self, message: Revoke, _fds: tuple[int, ...]) -> None:
+    def _revoke(self, message: Revoke) -> None:
         """Stop jobs that write to these slots; those not started find them DRAINING."""
         slots = set(message.slots.numpy().tolist())
         writing = [
@@ -152,7 +151,7 @@ class Orders:
             for job in self._runner
             if job.direction is Direction.STORE
             and job.state in (JobState.COPYING, JobState.DRAINING)
-            and job.binding.namespace == message.namespace
+            and job.binding.order.namespace == message.namespace
             and not slots.isdisjoint(job.chunks.slots.tolist())
         ]
         for job in writing:
@@ -162,7 +161,7 @@ class Orders:
         )
         self._runner.when_ended(writing, lambda: self._reports.tell_broker(answer))
 
-    def _answer_broker(self, _message: LanePing, _fds: tuple[int, ...]) -> None:
+    def _answer_broker(self) -> None:
         self._reports.tell_broker(
             LanePong(
                 queued_jobs=self._runner.queued_jobs,
@@ -172,9 +171,6 @@ class Orders:
                 oldest_job_ns=self._runner.oldest_job_ns,
             )
         )
-
-    def _stop(self, _message: StopLane, _fds: tuple[int, ...]) -> None:
-        self._runner.stopping = True
 
     def __repr__(self) -> str:
         return f"<Orders for {self._workers!r}, {self._runner!r}>"

@@ -21,8 +21,6 @@ from typing import Generic, TypeVar
 
 from kvd.errors import IntegrityError
 
-J = TypeVar("J", bound=Hashable)
-
 
 def _always(_job: object) -> bool:
     return True
@@ -44,19 +42,25 @@ class Limits:
     nbytes: int = 64 * 2**30
 
 
-@dataclass(slots=True)
-class _Entry(Generic[J]):
-    job: J
-    engine: int
-    worker: int
+@dataclass(eq=False, slots=True, kw_only=True)
+class Queued:
+    """What the queue knows of a job; `urgency`, `order` and `started` are the queue's own.
+
+    engine, worker: whose it is.
+    nbytes: what it counts for.
+    """
+
+    engine: Hashable
+    worker: Hashable
     load: bool
     nbytes: int
-    urgency: Urgency
-    order: int
+    urgency: Urgency = Urgency.STORE
+    order: int = -1
     started: bool = False
 
 
-_Line = OrderedDict[J, _Entry[J]]
+J = TypeVar("J", bound=Queued)
+_Line = OrderedDict[J, None]
 _TIERS = ((Urgency.WAITED_FOR, Urgency.LOAD), (Urgency.STORE,))
 """Within a tier engines take turns."""
 _TIER_OF = {urgency: tier for tier, members in enumerate(_TIERS) for urgency in members}
@@ -66,7 +70,7 @@ _TIER_OF = {urgency: tier for tier, members in enumerate(_TIERS) for urgency in 
 class _Engine(Generic[J]):
     """One engine's jobs: a line for each worker and urgency, and counts of those not started."""
 
-    lines: tuple[dict[int, _Line[J]], ...] = field(
+    lines: tuple[dict[Hashable, _Line[J]], ...] = field(
         default_factory=lambda: tuple({} for _ in Urgency)
     )
     jobs: int = 0
@@ -74,23 +78,22 @@ class _Engine(Generic[J]):
     loads: int = 0
     load_bytes: int = 0
 
-    def count(self, entry: _Entry[J], sign: int) -> None:
+    def count(self, job: J, sign: int) -> None:
         self.jobs += sign
-        self.nbytes += sign * entry.nbytes
-        if entry.load:
+        self.nbytes += sign * job.nbytes
+        if job.load:
             self.loads += sign
-            self.load_bytes += sign * entry.nbytes
+            self.load_bytes += sign * job.nbytes
 
-    def heads(self, urgency: Urgency) -> list[_Entry[J]]:
+    def heads(self, urgency: Urgency) -> list[J]:
         """The first job of each worker's line, the oldest in front."""
-        lines = self.lines[urgency].values()
-        return sorted((next(iter(line.values())) for line in lines), key=_by_order)
+        return sorted((next(iter(line)) for line in self.lines[urgency].values()), key=_by_order)
 
-    def oldest_store(self) -> _Entry[J] | None:
+    def oldest_store(self) -> J | None:
         """The oldest store that is not waited for and has not started."""
         lines = self.lines[Urgency.STORE].values()
-        first = (next((e for e in line.values() if not e.started), None) for line in lines)
-        return min((entry for entry in first if entry is not None), key=_by_order, default=None)
+        first = (next((job for job in line if not job.started), None) for line in lines)
+        return min((job for job in first if job is not None), key=_by_order, default=None)
 
     def has(self, tier: int) -> bool:
         return any(self.lines[urgency] for urgency in _TIERS[tier])
@@ -104,32 +107,32 @@ class JobQueue(Generic[J]):
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._entries: dict[J, _Entry[J]] = {}
-        self._engines: dict[int, _Engine[J]] = {}
-        self._turns: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in _TIERS)
+        self._jobs: set[J] = set()
+        self._engines: dict[Hashable, _Engine[J]] = {}
+        self._turns: tuple[OrderedDict[Hashable, None], ...] = tuple(OrderedDict() for _ in _TIERS)
         self._order = 0
 
-    def push(self, job: J, *, engine: int, worker: int, load: bool, nbytes: int) -> list[J]:
+    def push(self, job: J) -> list[J]:
         """Queue a job; return the jobs that have no place now and are no longer in the queue.
 
         The answer may name `job` itself. A job may be pushed once.
         """
-        mine = self._engines.setdefault(engine, _Engine())
-        if load and mine.loads and self._above(mine.loads + 1, mine.load_bytes + nbytes):
+        mine = self._engines.setdefault(job.engine, _Engine())
+        if job.load and mine.loads and self._above(mine.loads + 1, mine.load_bytes + job.nbytes):
             return [job]
-        urgency = Urgency.LOAD if load else Urgency.STORE
-        entry = _Entry(job, engine, worker, load, nbytes, urgency, self._order)
+        job.urgency = Urgency.LOAD if job.load else Urgency.STORE
+        job.order = self._order
         self._order += 1
-        self._entries[job] = entry
-        mine.count(entry, 1)
-        self._insert(entry)
+        self._jobs.add(job)
+        mine.count(job, 1)
+        self._insert(job)
         shed: list[J] = []
         while mine.jobs > 1 and self._above(mine.jobs, mine.nbytes):
             oldest = mine.oldest_store()
             if oldest is None:
                 break
-            self.remove(oldest.job)
-            shed.append(oldest.job)
+            self.remove(oldest)
+            shed.append(oldest)
         return shed
 
     def next(self, ready: Callable[[J], bool], fits: Callable[[J], bool] = _always) -> J | None:
@@ -145,40 +148,37 @@ class JobQueue(Generic[J]):
             for engine in turns:
                 for urgency in urgencies:
                     for head in self._engines[engine].heads(urgency):
-                        if fits(head.job) and (head.started or ready(head.job)):
+                        if fits(head) and (head.started or ready(head)):
                             turns.move_to_end(engine)
-                            return head.job
+                            return head
         return None
 
     def start(self, job: J) -> None:
         """Note that a job has started: it no longer counts against the bounds and is never shed."""
-        entry = self._entries[job]
-        if not entry.started:
-            entry.started = True
-            self._engines[entry.engine].count(entry, -1)
+        if not job.started:
+            job.started = True
+            self._engines[job.engine].count(job, -1)
 
     def prioritize(self, job: J) -> None:
         """Put a job that is waited for before all that are not."""
-        entry = self._entries.get(job)
-        if entry is None or entry.urgency is Urgency.WAITED_FOR:
-            return
-        self._take_out(entry)
-        entry.urgency = Urgency.WAITED_FOR
-        self._insert(entry)
+        if job in self._jobs and job.urgency is not Urgency.WAITED_FOR:
+            self._take_out(job)
+            job.urgency = Urgency.WAITED_FOR
+            self._insert(job)
 
     def remove(self, job: J) -> None:
         """Take out a job that has ended or needs no more turns; an unknown job is ignored."""
-        entry = self._entries.pop(job, None)
-        if entry is None:
+        if job not in self._jobs:
             return
-        self._take_out(entry)
-        mine = self._engines[entry.engine]
-        if not entry.started:
-            mine.count(entry, -1)
+        self._jobs.remove(job)
+        self._take_out(job)
+        mine = self._engines[job.engine]
+        if not job.started:
+            mine.count(job, -1)
         if not any(mine.lines):
-            del self._engines[entry.engine]
+            del self._engines[job.engine]
 
-    def full_text(self, engine: int) -> str:
+    def full_text(self, engine: Hashable) -> str:
         """Return the reason why a job has no place."""
         mine = self._engines.get(engine) or _Engine[J]()
         return (
@@ -188,36 +188,34 @@ class JobQueue(Generic[J]):
         )
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, job: J) -> bool:
-        return job in self._entries
+        return len(self._jobs)
 
     def __iter__(self) -> Iterator[J]:
-        return iter(self._entries)
+        return iter(self._jobs)
 
     def check_integrity(self) -> None:
-        """Compare every count and index with the entries.
+        """Compare every count and index with the jobs.
 
         Raises:
             IntegrityError: they differ.
         """
         for number, mine in self._engines.items():
-            own = [entry for entry in self._entries.values() if entry.engine == number]
+            own = {job for job in self._jobs if job.engine == number}
             counted = _Engine[J](mine.lines)
-            for entry in own:
-                counted.count(entry, 0 if entry.started else 1)
+            for job in own:
+                counted.count(job, 0 if job.started else 1)
             if counted != mine:
                 raise IntegrityError(f"engine {number} is counted as {mine}, it has {counted}")
             listed = {
-                (entry.order, urgency, worker)
+                job
                 for urgency, lines in zip(Urgency, mine.lines, strict=True)
                 for worker, line in lines.items()
-                for entry in line.values()
+                for job in line
+                if (job.urgency, job.worker) == (urgency, worker)
             }
-            if not own or listed != {(e.order, e.urgency, e.worker) for e in own}:
+            if not own or listed != own:
                 raise IntegrityError(f"{self!r} lists other jobs of engine {number} than it has")
-        if {entry.engine for entry in self._entries.values()} - self._engines.keys():
+        if {job.engine for job in self._jobs} - self._engines.keys():
             raise IntegrityError(f"{self!r} has jobs of an engine that it does not list")
         for tier, turns in enumerate(self._turns):
             if set(turns) != {number for number, e in self._engines.items() if e.has(tier)}:
@@ -226,28 +224,28 @@ class JobQueue(Generic[J]):
     def _above(self, jobs: int, nbytes: int) -> bool:
         return jobs > self._limits.jobs or nbytes > self._limits.nbytes
 
-    def _insert(self, entry: _Entry[J]) -> None:
-        self._turns[_TIER_OF[entry.urgency]].setdefault(entry.engine)
-        lines = self._engines[entry.engine].lines[entry.urgency]
-        line = lines.setdefault(entry.worker, OrderedDict())
+    def _insert(self, job: J) -> None:
+        self._turns[_TIER_OF[job.urgency]].setdefault(job.engine)
+        lines = self._engines[job.engine].lines[job.urgency]
+        line = lines.setdefault(job.worker, OrderedDict())
         # A job that is prioritized late may be older than those prioritized before it.
-        younger = [job for job, other in line.items() if other.order > entry.order]
-        line[entry.job] = entry
-        for job in younger:
-            line.move_to_end(job)
+        younger = [other for other in line if other.order > job.order]
+        line[job] = None
+        for other in younger:
+            line.move_to_end(other)
 
-    def _take_out(self, entry: _Entry[J]) -> None:
-        mine, tier = self._engines[entry.engine], _TIER_OF[entry.urgency]
-        line = mine.lines[entry.urgency][entry.worker]
-        del line[entry.job]
+    def _take_out(self, job: J) -> None:
+        mine, tier = self._engines[job.engine], _TIER_OF[job.urgency]
+        line = mine.lines[job.urgency][job.worker]
+        del line[job]
         if not line:
-            del mine.lines[entry.urgency][entry.worker]
+            del mine.lines[job.urgency][job.worker]
         if not mine.has(tier):
-            del self._turns[tier][entry.engine]
+            del self._turns[tier][job.engine]
 
     def __repr__(self) -> str:
         return f"<JobQueue {len(self)} jobs of {len(self._engines)} engines>"
 
 
-def _by_order(entry: _Entry[J]) -> int:
-    return entry.order
+def _by_order(job: Queued) -> int:
+    return job.order

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvd.lane.devices.device import Direction
-from kvd.lane.jobs import LaneJob, ReplyTo
+from kvd.lane.jobs import LaneJob, Reply
 from kvd.lane.runner import Runner
 from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import LINK, ShareDone
 from kvd.wire.router import Router
 from kvd.wire.seqpacket import Channel
-from kvd_proto.codec import WIRE
-from kvd_proto.messages import Done, Error, ErrorCode, Job, JobStatus, Load, Message
+from kvd_proto.codec import WIRE, Header
+from kvd_proto.messages import Done, Job, JobStatus, Load, Message
 
 TEXT_LIMIT = 1000
 SHARES_WAIT_SECONDS = 1e-3
@@ -48,15 +48,14 @@ class Reports:
         for job in self.runner.take_ended():
             status, text = job.outcome
             self._count(job, status)
-            self.reply(
-                job.reply,
+            job.reply(
                 Done(
                     job=job.request.job,
                     status=status,
                     text=text[:TEXT_LIMIT],
                     bytes=job.moved_bytes,
                     copy_ns=job.copy_ns,
-                ),
+                )
             )
             if status is JobStatus.OK:
                 self._count_stages(job, self.runner.now)
@@ -66,20 +65,12 @@ class Reports:
             for action in job.on_end:
                 action()
 
-    def refuse_job(self, request: Job, reply: ReplyTo, text: str) -> None:
+    def refuse_job(self, request: Job, reply: Reply, text: str) -> None:
         """Answer that a job is not taken, and why."""
         way = Direction.LOAD if isinstance(request, Load) else Direction.STORE
-        self.counts.jobs[f"{way}_{JobStatus.REFUSED}"] += 1
-        self.reply(
-            reply,
-            Done(
-                job=request.job,
-                status=JobStatus.REFUSED,
-                text=text[:TEXT_LIMIT],
-                bytes=0,
-                copy_ns=0,
-            ),
-        )
+        status = JobStatus.REFUSED
+        self.counts.jobs[f"{way}_{status}"] += 1
+        reply(Done(job=request.job, status=status, text=text[:TEXT_LIMIT], bytes=0, copy_ns=0))
 
     def _count(self, job: LaneJob, status: JobStatus) -> None:
         counts = self.counts
@@ -100,14 +91,10 @@ class Reports:
         ):
             self.counts.stages[f"{job.direction}_{stage}"].observe(nanoseconds / 1e9)
 
-    def refuse(self, reply: ReplyTo, code: ErrorCode, text: str) -> None:
-        """Answer that a request is not served, and why."""
-        self.reply(reply, Error(code=code, text=text[:TEXT_LIMIT]))
-
-    def reply(self, reply: ReplyTo, message: Message) -> None:
+    def reply(self, identity: bytes, header: Header, message: Message) -> None:
         """Answer a request; never waits: a worker that is gone or does not read gets no answer."""
-        frame = WIRE.encode(message, reply.request_id, reply.boot_id)
-        if not self.router.send(reply.identity, frame):
+        frame = WIRE.encode(message, header.request_id, header.boot_id)
+        if not self.router.send(identity, frame):
             self.counts.dropped_replies += 1
 
     # ------------------------------------------------------- to the broker

@@ -3,23 +3,22 @@
 No sockets: what has ended is taken by the caller, who reports it.
 """
 
-import heapq
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 
 from kvd.errors import IntegrityError, LaneError
-from kvd.lane.devices.device import Device, Direction, Finished, Transfer, TransferId
-from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, ReplyTo, own_slots
+from kvd.lane.devices.device import Device, Direction, Finished, Transfer
+from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, Reply, own_slots
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
 from kvd_proto.errors import JobShapeError
 from kvd_proto.messages import Job, JobStatus, Load
 
 _log = logging.getLogger(__name__)
-_SPARE_DEADLINES = 256  # of ended jobs, before they are thrown out
 
 
 class Runner:
@@ -44,19 +43,14 @@ class Runner:
         self._device = device
         self._clock = clock
         self._queue: JobQueue[LaneJob] = JobQueue(limits)
-        self._jobs: dict[Worker, dict[int, LaneJob]] = {}
-        self._transfers: dict[TransferId, tuple[LaneJob, int]] = {}
-        self._transfer_id = 0
-        # A heap of numbers, which keep no ended job and none of its mappings alive.
-        self._deadlines: list[tuple[int, int]] = []
-        self._by_serial: dict[int, LaneJob] = {}
-        self._serial = 0
+        self._jobs: dict[tuple[Worker, int], LaneJob] = {}
+        self._next_deadline = math.inf  # none is earlier
         self._ended: list[LaneJob] = []
         self._last_way = Direction.STORE
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, worker: Worker, request: Job, reply: ReplyTo) -> None:
+    def submit(self, worker: Worker, request: Job, reply: Reply) -> None:
         """Take a job. It may end at once, as refused.
 
         Raises:
@@ -70,39 +64,32 @@ class Runner:
         binding = worker.binding
         if binding is None or worker.leaving:
             raise LaneError("this worker's engine is not complete: no jobs are taken")
-        if self.find(worker, request.job) is not None:
+        if (worker, request.job) in self._jobs:
             raise LaneError(f"job {request.job} of this session has not ended")
         load = isinstance(request, Load)
-        request.blocks.check(worker.layout, binding.num_slots)
+        request.blocks.check(worker.layout, binding.order.num_slots)
         chunks = request.blocks.chunks(worker.layout.blocks_per_chunk)
         own = np.ones(len(chunks.slots), dtype=np.bool_)
         if not load:
             if len(set(chunks.slots.tolist())) != len(chunks.slots):
                 raise JobShapeError("a store names a slot twice")
             own = own_slots(worker, chunks.slots)
-        self._serial += 1
         job = LaneJob(
-            serial=self._serial,
+            engine=binding.order.owner,
             worker=worker,
+            load=load,
+            nbytes=_named_bytes(worker, request),
             binding=binding,
-            direction=Direction.LOAD if load else Direction.STORE,
             request=request,
             chunks=chunks,
             own=own,
             reply=reply,
             accepted_ns=self._clock(),
         )
-        self._jobs.setdefault(worker, {})[request.job] = job
-        self._watch_deadline(job)
-        shed = self._queue.push(
-            job,
-            engine=binding.owner,
-            worker=worker.session,
-            load=load,
-            nbytes=job.expected_bytes,
-        )
-        for victim in shed:
-            self.stop(victim, JobStatus.SHED, self._queue.full_text(binding.owner))
+        self._jobs[worker, request.job] = job
+        self._next_deadline = min(self._next_deadline, job.deadline_ns)
+        for victim in self._queue.push(job):
+            self.stop(victim, JobStatus.SHED, self._queue.full_text(binding.order.owner))
 
     def stop(self, job: LaneJob, status: JobStatus, text: str) -> None:
         """End a job as soon as nothing of it moves any more; that may be now."""
@@ -139,16 +126,18 @@ class Runner:
     def turn(self) -> bool:
         """Expire, start and feed jobs, look at the device; whether anything moved on."""
         now = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            late = self._by_serial.get(heapq.heappop(self._deadlines)[1])
-            if late is not None:
-                self.stop(late, JobStatus.TIMEOUT, f"not done in {late.request.deadline_ms} ms")
+        if now >= self._next_deadline:
+            for job in self:
+                if job.deadline_ns <= now:
+                    self.stop(job, JobStatus.TIMEOUT, f"not done in {job.request.deadline_ms} ms")
+            open_ = (job.deadline_ns for job in self if job.deadline_ns > now)
+            self._next_deadline = min(open_, default=math.inf)
         moved = False
         while room := {way for way in Direction if self._device.has_room(way)}:
-            job = self._queue.next(_reached(now), lambda job: job.direction in room)
-            if job is None:
+            head = self._queue.next(_reached(now), lambda job: job.direction in room)
+            if head is None:
                 break
-            self._feed(job)
+            self._feed(head)
             moved = True
         for finished in self._device.progress():
             self._piece_done(finished)
@@ -167,20 +156,21 @@ class Runner:
         """The clock's nanoseconds."""
         return self._clock()
 
-    def find(self, worker: Worker, number: int) -> LaneJob | None:
-        """A worker's unfinished job by its number."""
-        return self._jobs.get(worker, {}).get(number)
+    def find(self, worker: Worker, numbers: Iterable[int]) -> list[LaneJob]:
+        """A worker's unfinished jobs of these numbers, each once."""
+        found = (self._jobs.get((worker, number)) for number in dict.fromkeys(numbers))
+        return [job for job in found if job is not None]
 
     def jobs_of(self, worker: Worker) -> list[LaneJob]:
         """A worker's unfinished jobs."""
-        return list(self._jobs.get(worker, {}).values())
+        return [job for job in self if job.worker is worker]
 
     def __iter__(self) -> Iterator[LaneJob]:
         """All unfinished jobs."""
-        return iter([job for mine in self._jobs.values() for job in mine.values()])
+        return iter(list(self._jobs.values()))
 
     def __len__(self) -> int:
-        return sum(map(len, self._jobs.values()))
+        return len(self._jobs)
 
     @property
     def queued_jobs(self) -> int:
@@ -206,23 +196,17 @@ class Runner:
     def check_integrity(self) -> None:
         """Raise IntegrityError where jobs, queue and transfers disagree."""
         self._queue.check_integrity()
-        if sum(job.in_flight for job in self) != len(self._transfers):
+        if sum(job.in_flight for job in self) != self._device.in_flight:
             raise IntegrityError(f"{self!r}: jobs and transfers in flight differ")
+        queued = set(self._queue)
         for job in self:
-            waits = job in self._queue
+            waits = job in queued
             if job.state is JobState.QUEUED and not waits:
                 raise IntegrityError(f"{job!r} is queued nowhere")
             if job.state is JobState.DRAINING and (waits or not job.in_flight):
                 raise IntegrityError(f"{job!r} drains nothing, or waits for a turn")
 
     # ------------------------------------------------------------- details
-
-    def _watch_deadline(self, job: LaneJob) -> None:
-        if len(self._deadlines) > 2 * len(self) + _SPARE_DEADLINES:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._by_serial]
-            heapq.heapify(self._deadlines)
-        self._by_serial[job.serial] = job
-        heapq.heappush(self._deadlines, (job.deadline_ns, job.serial))
 
     def _feed(self, job: LaneJob) -> None:
         """Give the device the job's next piece, if it still may move."""
@@ -254,26 +238,23 @@ class Runner:
 
     def _submit_piece(self, job: LaneJob) -> None:
         copies, nbytes = job.pieces[job.next_piece]
-        self._transfer_id += 1
-        number = TransferId(self._transfer_id)
-        base = job.binding.arena_base
+        base = job.binding.order.arena_base
         try:
             self._device.submit(
-                Transfer(number, job.worker.memory, job.direction, base, copies, nbytes)
+                Transfer(job, job.worker.memory, job.direction, base, copies, nbytes)
             )
         except LaneError as error:
             self.stop(job, JobStatus.FAILED, str(error))
             return
-        self._transfers[number] = (job, nbytes)
         self._last_way = job.direction
         job.next_piece += 1
         job.in_flight += 1
         job.in_flight_bytes += nbytes
 
     def _piece_done(self, finished: Finished) -> None:
-        job, submitted_bytes = self._transfers.pop(finished.id)
+        job: LaneJob = finished.transfer.job
         job.in_flight -= 1
-        job.in_flight_bytes -= submitted_bytes
+        job.in_flight_bytes -= finished.transfer.nbytes
         job.moved_bytes += finished.nbytes
         job.copy_ns += finished.nanoseconds
         if finished.error:
@@ -300,16 +281,20 @@ class Runner:
         if job.unfinished:
             return
         job.ended_ns = self._clock()
-        del self._by_serial[job.serial]
-        mine = self._jobs[job.worker]
-        del mine[job.request.job]
-        if not mine:
-            del self._jobs[job.worker]
+        del self._jobs[job.worker, job.request.job]
         job.pieces.clear()
         self._ended.append(job)
 
     def __repr__(self) -> str:
-        return f"<Runner {len(self)} jobs, {len(self._transfers)} transfers in flight>"
+        return f"<Runner {len(self)} jobs, {self._device.in_flight} transfers in flight>"
+
+
+def _named_bytes(worker: Worker, request: Job) -> int:
+    """Bytes that a job names, before anything is left out for being another rank's turn."""
+    return sum(
+        size * sum(ref.page_bytes for ref in group.refs)
+        for size, group in zip(request.blocks.sizes, worker.layout.groups, strict=True)
+    )
 
 
 def _reached(now: int) -> Callable[[LaneJob], bool]:

@@ -6,18 +6,18 @@ one that makes no sense is refused.
 
 import logging
 import os
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
-from kvd.errors import LaneError
-from kvd.lane.jobs import ReplyTo, refused_shares
-from kvd.lane.reports import Reports
+from kvd.errors import LaneError, Refused
+from kvd.lane.jobs import Reply, refused_shares
+from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.workers import Worker, Workers
 from kvd.wire.router import Received
-from kvd_proto.codec import REQUESTS, Header
+from kvd_proto.codec import REQUESTS
 from kvd_proto.errors import DecodeError, JobShapeError, VersionMismatch
 from kvd_proto.messages import (
     Cancel,
+    Error,
     ErrorCode,
     Job,
     JobStatus,
@@ -45,85 +45,66 @@ class Requests:
         self._reports = reports
         self._runner = reports.runner
         self._workers = workers
-        self._handlers: dict[type[Message], Callable[[Worker, Any, ReplyTo], None]] = {
-            Store: self._job,
-            Load: self._job,
-            Cancel: self._cancel,
-            Wait: self._wait,
-        }
 
     def serve(self, received: Received) -> None:
         """Serve one message, then report what ended by it."""
-        self._frame(received.identity, received.frame)
-        self._reports.report_ended()
-
-    def _frame(self, identity: bytes, frame: bytes) -> None:
         try:
-            header = REQUESTS.decode_header(frame)
+            header = REQUESTS.decode_header(received.frame)
         except DecodeError:
             self._reports.counts.dropped_frames += 1
             return
         # The token proves that the sender means this boot of the daemon: it was made by it.
-        reply = ReplyTo(identity, header.request_id, header.boot_id)
         worker = self._workers.by_token(header.session)
         if worker is not None and not worker.requests.is_new(header.request_id):
             self._reports.counts.dropped_frames += 1
             return
+        reply = partial(self._reports.reply, received.identity, header)
         try:
-            self._request(worker, header, frame, reply)
-        except VersionMismatch as error:
-            self._reports.refuse(reply, ErrorCode.BAD_VERSION, str(error))
+            message = REQUESTS.decode_body(header, received.frame)
+            if worker is None:
+                raise Refused(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
+            self._reports.router.prove(received.identity)
+            self._carry_out(worker, message, header.request_id, reply)
+        except Refused as error:
+            reply(Error(code=error.code, text=str(error)))
         except DecodeError as error:
-            self._reports.refuse(reply, ErrorCode.BAD_MESSAGE, str(error))
+            bad_version = isinstance(error, VersionMismatch)
+            code = ErrorCode.BAD_VERSION if bad_version else ErrorCode.BAD_MESSAGE
+            reply(Error(code=code, text=str(error)[:TEXT_LIMIT]))
         except Exception:  # noqa: BLE001  # one request must not end the other engines' lane
             _log.exception("request %d could not be served", header.request_id)
-            self._reports.refuse(
-                reply, ErrorCode.INTERNAL, "a bug in the lane; its log has the details"
-            )
+            text = "a bug in the lane; its log has the details"
+            reply(Error(code=ErrorCode.INTERNAL, text=text))
+        self._reports.report_ended()
 
-    def _request(self, worker: Worker | None, header: Header, frame: bytes, reply: ReplyTo) -> None:
-        message = REQUESTS.decode_body(header, frame)
-        handler = self._handlers.get(type(message))
-        if worker is None:
-            self._reports.refuse(
-                reply, ErrorCode.BAD_SESSION, "no worker of this lane has this token"
-            )
-            return
-        self._reports.router.prove(reply.identity)
-        if isinstance(message, Ping):
-            self._reports.reply(reply, Pong(pid=os.getpid()))
-        elif handler is None:
-            name = type(message).__name__
-            self._reports.refuse(reply, ErrorCode.BAD_STATE, f"a lane serves jobs, not {name}")
-        else:
-            handler(worker, message, reply)
+    def _carry_out(self, worker: Worker, message: Message, number: int, reply: Reply) -> None:
+        match message:
+            case Store() | Load():
+                self._job(worker, message, reply)
+            case Ping():
+                reply(Pong(pid=os.getpid()))
+            case Cancel():
+                for job in self._runner.find(worker, message.jobs):
+                    self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
+                reply(Ok())
+            case Wait():
+                jobs = self._runner.find(worker, message.jobs)
+                # Ended, or never came; these must not begin after the answer.
+                if len(jobs) < len(set(message.jobs)):
+                    worker.requests.close_before(number)
+                for job in jobs:
+                    self._runner.prioritize(job)
+                self._runner.when_ended(jobs, lambda: reply(Ok()))
+            case _:
+                text = f"a lane serves jobs, not {type(message).__name__}"
+                raise Refused(ErrorCode.BAD_STATE, text)
 
-    def _job(self, worker: Worker, request: Job, reply: ReplyTo) -> None:
+    def _job(self, worker: Worker, request: Job, reply: Reply) -> None:
         try:
             self._runner.submit(worker, request, reply)
-        except JobShapeError as error:
+        except (JobShapeError, LaneError) as error:
             self._reports.refuse_job(request, reply, str(error))
-            if isinstance(request, Store) and worker.binding is not None:
+            shapeless = isinstance(error, JobShapeError) and isinstance(request, Store)
+            if shapeless and worker.binding is not None:
                 for share in refused_shares(worker, worker.binding, request):
                     self._reports.tell_broker(share)
-        except LaneError as error:
-            self._reports.refuse_job(request, reply, str(error))
-
-    def _cancel(self, worker: Worker, request: Cancel, reply: ReplyTo) -> None:
-        named = [self._runner.find(worker, number) for number in set(request.jobs)]
-        for job in named:
-            if job is not None:
-                self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
-        self._reports.reply(reply, Ok())
-
-    def _wait(self, worker: Worker, request: Wait, reply: ReplyTo) -> None:
-        named = [self._runner.find(worker, number) for number in dict.fromkeys(request.jobs)]
-        jobs = [job for job in named if job is not None]
-        if len(jobs) < len(named):  # ended, or never came; these must not begin after the answer
-            worker.requests.close_before(reply.request_id)
-        for job in jobs:
-            self._runner.prioritize(job)
-        self._runner.when_ended(jobs, lambda: self._reports.reply(reply, Ok()))
-
-    def __repr__(self) -> str:
-        return f"<Requests of {self._workers!r}>"

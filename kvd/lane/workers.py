@@ -80,16 +80,10 @@ class RequestNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where a worker's chunks live.
+    """Where a worker's chunks live: as the broker's order says, in slots of so many bytes."""
 
-    owner: the engine's number, which the directory names as owner of what it writes.
-    """
-
-    namespace: bytes
-    owner: int
-    arena_base: int
+    order: BindWorker
     slot_bytes: int
-    num_slots: int
     directory: DirectoryView
 
     @classmethod
@@ -122,26 +116,15 @@ class Binding:
             raise LaneError(
                 f"a directory of {view.num_slots} slots for an arena of {message.num_slots}"
             )
-        return cls(
-            namespace=message.namespace,
-            owner=message.owner,
-            arena_base=message.arena_base,
-            slot_bytes=layout.slot_bytes,
-            num_slots=message.num_slots,
-            directory=view,
-        )
+        return cls(message, layout.slot_bytes, view)
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
     """One worker's memory, as this lane holds it."""
 
-    session: int
-    token: bytes
+    order: ImportWorker
     who: Who
-    rank: int
-    world_size: int
-    layout: RankLayout
     memory: MemoryId
     control: ControlWords
     expander: Expander
@@ -149,9 +132,14 @@ class Worker:
     leaving: bool = False
     requests: RequestNumbers = field(default_factory=RequestNumbers)
 
+    @property
+    def layout(self) -> RankLayout:
+        """Of its memory."""
+        return self.order.layout
+
     def __repr__(self) -> str:
         bound = "bound" if self.binding is not None else "not bound"
-        return f"<Worker {self.who} of {self.world_size}, session {self.session}, {bound}>"
+        return f"<Worker {self.who}, {bound}>"
 
 
 def who_is(message: ImportWorker) -> Who:
@@ -178,29 +166,17 @@ class Workers:
         if message.session in self._by_session or message.token in self._by_token:
             raise ImportFailed(f"session {message.session} has its memory here already")
         control = open_control_page(descriptors[0])
-        worker = Worker(
-            session=message.session,
-            token=message.token,
-            who=who_is(message),
-            rank=message.rank,
-            world_size=message.world_size,
-            layout=message.layout,
-            memory=self._device.import_memory(
-                message.handles, message.layout.storages, descriptors
-            ),
-            control=control,
-            expander=Expander(message.layout),
-        )
-        self._by_session[worker.session] = worker
-        self._by_token[worker.token] = worker
+        memory = self._device.import_memory(message.handles, message.layout.storages, descriptors)
+        expander = Expander(message.layout)
+        worker = Worker(message, who_is(message), memory, control, expander)
+        self._by_session[message.session] = self._by_token[message.token] = worker
         return worker
 
     def remove(self, worker: Worker) -> None:
         """Unmap a worker's memory; nothing may be in flight on it."""
         self._device.release_memory(worker.memory)
         worker.control.unmap()
-        del self._by_session[worker.session]
-        del self._by_token[worker.token]
+        del self._by_session[worker.order.session], self._by_token[worker.order.token]
 
     def by_session(self, session: int) -> Worker | None:
         """The worker of a session, by the broker's number."""

@@ -18,7 +18,6 @@ from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.cuda.copier import Runs
 from kvd.lane.devices.cuda.driver import Stream
 from kvd.lane.devices.device import Direction, MemoryId
-from kvd.lane.jobs import ReplyTo
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Workers
 from kvd_proto.control import CONTROL_BYTES
@@ -323,7 +322,7 @@ class Served:
 
     def submit(self, job: Job) -> None:
         """Hand a job in, and let the lane take more turns than a copy needs."""
-        self._runner.submit(self._worker, job, ReplyTo(b"", 1, b""))
+        self._runner.submit(self._worker, job, lambda _answer: None)
         for _ in range(TURNS):
             self._turn()
 

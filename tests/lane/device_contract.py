@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import ImportFailed, LaneError
-from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer, TransferId
+from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd_proto.expand import Copies
 from kvd_proto.messages import Handle
 from tests.lane.support import Memory
@@ -80,7 +80,7 @@ def transfer(
     """A transfer of these runs."""
     columns = np.array(runs, dtype=np.int64).reshape(-1, 4).T
     copies = Copies(columns[0].astype(np.int32), columns[1], columns[2], columns[3])
-    return Transfer(TransferId(number), memory, direction, pool_base, copies, int(columns[3].sum()))
+    return Transfer(number, memory, direction, pool_base, copies, int(columns[3].sum()))
 
 
 def drain(device: Device, seconds: float = PATIENCE) -> dict[int, Finished]:
@@ -89,8 +89,8 @@ def drain(device: Device, seconds: float = PATIENCE) -> dict[int, Finished]:
     deadline = time.monotonic() + seconds
     while device.in_flight:
         for item in device.progress():
-            assert item.id not in finished
-            finished[item.id] = item
+            assert item.transfer.job not in finished
+            finished[item.transfer.job] = item
         assert time.monotonic() < deadline, "the device does not finish"
     return finished
 

@@ -54,7 +54,7 @@ def test_memory_and_pool_are_as_a_model_says(
         while len(flying) >= AT_A_TIME or (number == TRANSFERS - 1 and flying):
             for finished in rig.device.progress():
                 assert finished.error == ""
-                direction, runs = flying.pop(finished.id)
+                direction, runs = flying.pop(finished.transfer.job)
                 for _, offset, at, size in runs:
                     if direction is Direction.STORE:
                         pool[at : at + size] = device[offset : offset + size]

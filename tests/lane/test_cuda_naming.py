@@ -20,35 +20,29 @@ def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
     assert os.environ["CUDA_VISIBLE_DEVICES"] == f"MIG-{DASHED}"
 
 
-def test_a_lane_stays_on_its_devices_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with several nodes the process is bound to the device's processors."""
-    _machine(tmp_path, nodes={0: "0-1", 1: "2-3,6"}, device_node=1)
-    bound: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2, 6})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: bound.append(cpus))
-    stay_near("0000:17:00.0", tmp_path)
-    assert bound == [{2, 6}]
-
-
 @pytest.mark.parametrize(
-    ("nodes", "device_node"), [({0: "0-3"}, 0), ({0: "0", 1: "1"}, -1), ({0: "0", 1: "9"}, 1)]
+    ("near", "allowed", "bound"),
+    [
+        ("2-3,6\n", {0, 1, 2, 6}, [{2, 6}]),
+        ("0-7\n", {0, 1}, []),  # one node, or a device without a node
+        ("8-9\n", {0, 1}, []),  # which this process may not use
+        (None, {0, 1}, []),
+    ],
 )
-def test_an_unknown_node_binds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: dict[int, str], device_node: int
+def test_a_lane_stays_near_its_device(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    near: str | None,
+    allowed: set[int],
+    bound: list[set[int]],
 ) -> None:
-    """One node, a device without a node, or a node that this process may not use."""
-    _machine(tmp_path, nodes, device_node)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, _cpus: pytest.fail("bound"))
-    stay_near("0000:17:00.0", tmp_path)
-    stay_near("0000:99:00.0", tmp_path)
-
-
-def _machine(sysfs: Path, nodes: dict[int, str], device_node: int) -> None:
-    for node, cpus in nodes.items():
-        folder = sysfs / f"devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(f"{cpus}\n", "ascii")
-    folder = sysfs / "bus/pci/devices/0000:17:00.0"
+    """On a machine with several nodes the process is bound to the device's processors."""
+    folder = tmp_path / "bus/pci/devices/0000:17:00.0"
     folder.mkdir(parents=True)
-    (folder / "numa_node").write_text(f"{device_node}\n", "ascii")
+    if near is not None:
+        (folder / "local_cpulist").write_text(near, "ascii")
+    found: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: found.append(cpus))
+    stay_near("0000:17:00.0", tmp_path)
+    assert found == bound

@@ -108,7 +108,7 @@ def believe_the_worker(patch: Patch) -> None:
 
 def leave_what_is_pinned(patch: Patch) -> None:
     """A pool that cannot be pinned whole stays pinned in part."""
-    patch.setattr(pinning.PinnedPool, "_unregister", lambda _self, _end: None)
+    patch.setattr(pinning.PinnedPool, "_unregister", lambda _self: None)
 
 
 def give_the_device_everything(patch: Patch) -> None:

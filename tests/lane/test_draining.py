@@ -72,11 +72,11 @@ def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:
     worker = bench.worker()
     bench.submit(worker, make_job(Store, 1, [1], [3]))
     bench.runner.turn()
-    orders.carry_out(ReleaseWorker(session=worker.session))
+    orders.carry_out(ReleaseWorker(session=worker.order.session))
     reports.report_ended()
     assert Released not in link.kinds()
     bench.device.land()
     bench.runner.turn()
     reports.report_ended()
     assert Released in link.kinds()
-    assert bench.workers.by_session(worker.session) is None
+    assert bench.workers.by_session(worker.order.session) is None

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import Any, NewType
 
 from kvd.errors import LaneError
 from kvd_proto.expand import Copies
@@ -35,9 +35,6 @@ PIECE_BYTES = 2 * 2**20
 
 MemoryId = NewType("MemoryId", int)
 """All storages of one worker, as a backend has mapped them."""
-
-TransferId = NewType("TransferId", int)
-"""Chosen by the caller, unique among the transfers in flight."""
 
 
 class Direction(StrEnum):
@@ -53,10 +50,10 @@ class Transfer:
 
     Copies `copies.nbytes[i]` bytes between offset `copies.tensor_offset[i]` of
     storage `copies.storage[i]` and pool offset `pool_base + copies.arena_offset[i]`,
-    `nbytes` in all. Bounds were checked by the caller.
+    `nbytes` in all. Bounds were checked by the caller, whose piece of work it is: `job`.
     """
 
-    id: TransferId
+    job: Any
     memory: MemoryId
     direction: Direction
     pool_base: int
@@ -71,10 +68,14 @@ class Finished:
     nanoseconds: how long the device was busy with it.
     """
 
-    id: TransferId
-    nbytes: int
+    transfer: Transfer
     nanoseconds: int
-    error: str
+    error: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """That have arrived, as far as is known."""
+        return 0 if self.error else self.transfer.nbytes
 
 
 class Device(ABC):

@@ -109,8 +109,7 @@ class HostDevice(Device):
         except (ValueError, IndexError) as problem:
             error = f"copy failed: {problem}"
         took = time.perf_counter_ns() - start
-        nbytes = 0 if error else transfer.nbytes
-        return [Finished(transfer.id, nbytes, took, error)]
+        return [Finished(transfer, took, error)]
 
     def close(self) -> None:
         """See Device."""

@@ -10,6 +10,7 @@ SIGBUS here.
 
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,27 +28,30 @@ class Pretouch:
         mapping: the whole file's mapping; in use until `stop` has returned.
         fd: the file; duplicated, stays the caller's.
         fill: the order in which it is allocated, of the mapping's size.
+        touched: called in the thread with each piece whose pages are there; whether to go on.
     """
 
-    def __init__(self, mapping: memoryview, fd: int, fill: FillOrder) -> None:
+    def __init__(
+        self,
+        mapping: memoryview,
+        fd: int,
+        fill: FillOrder,
+        touched: Callable[[int], bool] = lambda _piece: True,
+    ) -> None:
         self._mapping = mapping
         self._fill = fill
+        self._touched = touched
         self._fd = os.dup(fd)
-        self._done = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-pretouch", daemon=True)
         self._thread.start()
 
-    @property
-    def done(self) -> int:
-        """Bytes, in the order of filling, whose pages are there."""
-        return self._done
-
     def _run(self) -> None:
         pages = np.frombuffer(self._mapping, np.uint8)
+        done = 0
         for piece in self._fill.order:
             begin, end = self._fill.span(piece)
-            before = self._done - begin
+            before = done - begin
             while begin < end and not self._stop.is_set():
                 allocated = os.fstat(self._fd).st_blocks * 512 - before
                 until = min(end, allocated, begin + _STEP)
@@ -55,8 +59,10 @@ class Pretouch:
                     self._stop.wait(_WAIT_SECONDS)
                     continue
                 np.bitwise_or.reduce(pages[begin:until:_PAGE])  # releases the GIL
-                self._done += until - begin
+                done += until - begin
                 begin = until
+            if self._stop.is_set() or not self._touched(piece):
+                return
 
     def stop(self) -> None:
         """End the thread and release the mapping. May be called again."""
@@ -65,6 +71,3 @@ class Pretouch:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __repr__(self) -> str:
-        return f"<Pretouch {self._done} of {len(self._mapping)} bytes>"

@@ -168,7 +168,7 @@ class CudaDevice(Device):
         for _ in range(len(self._held)):
             transfer = self._held.popleft()
             if self._pool.error:
-                self._ended.append(Finished(transfer.id, 0, 0, self._pool.error))
+                self._ended.append(Finished(transfer, 0, self._pool.error))
             elif self._is_pinned(transfer):
                 self._enqueue(transfer)
             else:

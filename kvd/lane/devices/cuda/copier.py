@@ -71,9 +71,7 @@ class MoveKernel:
         driver.register_host(address, len(self._memory))
         undo.add(driver.unregister_host, address)
         self._kernel_address = driver.device_address(address)
-        module = driver.load_module(KERNEL.read_bytes())
-        undo.add(driver.unload_module, module)
-        self._function = driver.find_function(module, "kvd_move")
+        self._function = driver.load_kernel(KERNEL.read_bytes(), "kvd_move", undo)
         self._lists = words.reshape(RUN_LISTS, RUNS_PER_LIST, 3)
         self._free = list(range(RUN_LISTS))
 

@@ -26,9 +26,7 @@ Addresses = npt.NDArray[np.uint64]
 Context = NewType("Context", object)
 Stream = NewType("Stream", object)
 Event = NewType("Event", object)
-Module = NewType("Module", object)
 Function = NewType("Function", object)
-Allocation = NewType("Allocation", object)
 
 NOT_READY = 600
 # Forms of cuMemcpyBatchAsync: the version that brought one, and whether that also tells which copy
@@ -111,7 +109,7 @@ class Undo(ExitStack):
     The first error is raised, the one that ended the block if there is one; others are logged.
     """
 
-    def add(self, undo: Callable[..., None], *arguments: object) -> None:
+    def add(self, undo: Callable[..., object], *arguments: object) -> None:
         """Something was done; this undoes it."""
 
         def exit_(_kind: object, error: BaseException | None, _trace: object) -> None:
@@ -363,57 +361,27 @@ def close_ipc(address: int) -> None:
     call("closing a worker's memory", "cuIpcCloseMemHandle", address)
 
 
-def import_descriptor(descriptor: int) -> Allocation:
-    """Device memory that a file descriptor names; the descriptor stays the caller's."""
-    kind = bindings().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    return Allocation(
-        call("importing a worker's memory", "cuMemImportFromShareableHandle", descriptor, kind)
-    )
+def map_descriptor(descriptor: int, nbytes: int, device: int, undo: Undo) -> int:
+    """Map device memory that a file descriptor names, for the device to read and write.
 
-
-def release_allocation(allocation: Allocation) -> None:
-    """Release it; what is mapped stays until it is unmapped."""
-    call("releasing a worker's memory", "cuMemRelease", allocation)
-
-
-def reserve(nbytes: int) -> int:
-    """A range of addresses without memory."""
-    return int(
-        call(f"reserving {nbytes} bytes of addresses", "cuMemAddressReserve", nbytes, 0, 0, 0)
-    )
-
-
-def free_reserved(address: int, nbytes: int) -> None:
-    """Give a range of addresses back."""
-    call("giving addresses back", "cuMemAddressFree", address, nbytes)
-
-
-def map_allocation(address: int, nbytes: int, allocation: Allocation) -> None:
-    """Put device memory at reserved addresses."""
-    call(
-        f"mapping {nbytes} bytes of a worker's memory",
-        "cuMemMap",
-        address,
-        nbytes,
-        0,
-        allocation,
-        0,
-    )
-
-
-def unmap(address: int, nbytes: int) -> None:
-    """Undo `map_allocation`."""
-    call("unmapping a worker's memory", "cuMemUnmap", address, nbytes)
-
-
-def allow_access(address: int, nbytes: int, device: int) -> None:
-    """Let the device read and write mapped memory."""
+    The descriptor stays the caller's.
+    """
     cuda = bindings()
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     access = cuda.CUmemAccessDesc()
     access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access.location.id = device
     access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    call("allowing access to a worker's memory", "cuMemSetAccess", address, nbytes, [access], 1)
+    named = "a worker's memory"
+    memory = call(f"importing {named}", "cuMemImportFromShareableHandle", descriptor, kind)
+    undo.add(call, f"releasing {named}", "cuMemRelease", memory)
+    reserving = f"reserving {nbytes} bytes of addresses"
+    address = int(call(reserving, "cuMemAddressReserve", nbytes, 0, 0, 0))
+    undo.add(call, "giving addresses back", "cuMemAddressFree", address, nbytes)
+    call(f"mapping {nbytes} bytes of {named}", "cuMemMap", address, nbytes, 0, memory, 0)
+    undo.add(call, f"unmapping {named}", "cuMemUnmap", address, nbytes)
+    call(f"allowing access to {named}", "cuMemSetAccess", address, nbytes, [access], 1)
+    return address
 
 
 # --------------------------------------------------------------------- copies
@@ -525,19 +493,12 @@ def _find_batch() -> tuple[int, bool]:
 # -------------------------------------------------------------------- kernels
 
 
-def load_module(ptx: bytes) -> Module:
-    """Translate and load a module."""
-    return Module(call("loading the copy kernel", "cuModuleLoadData", ptx + b"\0"))
-
-
-def unload_module(module: Module) -> None:
-    """Unload it; nothing of it may run."""
-    call("unloading the copy kernel", "cuModuleUnload", module)
-
-
-def find_function(module: Module, name: str) -> Function:
-    """A kernel of a module."""
-    return Function(call("finding the copy kernel", "cuModuleGetFunction", module, name.encode()))
+def load_kernel(ptx: bytes, name: str, undo: Undo) -> Function:
+    """Translate and load a module; its kernel of this name, which may not run when it is undone."""
+    module = call("loading the copy kernel", "cuModuleLoadData", ptx + b"\0")
+    undo.add(call, "unloading the copy kernel", "cuModuleUnload", module)
+    found = call("finding the copy kernel", "cuModuleGetFunction", module, name.encode())
+    return Function(found)
 
 
 def launch(

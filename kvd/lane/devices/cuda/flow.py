@@ -123,8 +123,7 @@ class Flow:
         self._last_end = time.monotonic()
         self._events += [event for event in (entry.start, entry.end) if event is not None]
         self._copier.give_back(entry.run_lists)
-        nbytes = 0 if entry.error else entry.transfer.nbytes
-        return Finished(entry.transfer.id, nbytes, took, entry.error)
+        return Finished(entry.transfer, took, entry.error)
 
     def _took(self, entry: _Enqueued) -> int:
         """Nanoseconds of the device; by this thread's clock where the driver does not report it.

@@ -95,17 +95,12 @@ class ImportedMemory:
             raise ImportFailed(
                 f"an allocation of {nbytes} bytes is claimed, the device has {limit}"
             )
-        allocation = driver.import_descriptor(self._descriptors[handle.fd_index])
-        self._undo.add(driver.release_allocation, allocation)
-        address = driver.reserve(nbytes)
-        self._undo.add(driver.free_reserved, address, nbytes)
-        driver.map_allocation(address, nbytes, allocation)
-        self._undo.add(driver.unmap, address, nbytes)
+        descriptor = self._descriptors[handle.fd_index]
+        address = driver.map_descriptor(descriptor, nbytes, self._device, self._undo)
         # The driver refuses to map more than there is; the size of the mapping is checked too.
         start, have = driver.address_range(address)
         if start > address or start + have < address + nbytes:
             raise ImportFailed(f"{nbytes} bytes of an allocation are claimed, it has {have}")
-        driver.allow_access(address, nbytes, self._device)
         return address, nbytes
 
     def __repr__(self) -> str:

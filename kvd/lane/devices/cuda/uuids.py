@@ -1,6 +1,6 @@
 """The machine's devices: found by UUID, since indices differ from process to process.
 
-And the NUMA node near one, so that the lane's pages and threads are there too.
+And the processors near one, so that the lane's pages and threads are there too.
 """
 
 import logging
@@ -49,25 +49,16 @@ def _uuid(name: str) -> UUID:
 
 
 def stay_near(pci_bus_id: str, sysfs: Path = Path("/sys")) -> None:
-    """Bind this process to the NUMA node of a device, where the machine has several nodes.
-
-    Threads that are started later follow. Where the node is unknown, nothing happens.
-    """
-    nodes = sysfs / "devices/system/node"
+    """Bind this process to the processors near a device; threads that are started later follow."""
     try:
-        if len(list(nodes.glob("node[0-9]*"))) < 2:
-            return
-        text = (sysfs / "bus/pci/devices" / pci_bus_id.lower() / "numa_node").read_text("ascii")
-        node = int(text)
-        if node < 0:
-            return
-        near = _cpus((nodes / f"node{node}" / "cpulist").read_text("ascii"))
-        allowed = near & os.sched_getaffinity(0)
-        if allowed:
-            os.sched_setaffinity(0, allowed)
-            _log.info("on NUMA node %d, %d processors", node, len(allowed))
+        folder = sysfs / "bus/pci/devices" / pci_bus_id.lower()
+        near = _cpus((folder / "local_cpulist").read_text("ascii"))
+        allowed = os.sched_getaffinity(0)
+        if near & allowed and not near >= allowed:
+            os.sched_setaffinity(0, near & allowed)
+            _log.info("on the %d processors near the device", len(near & allowed))
     except (OSError, ValueError) as error:
-        _log.warning("the NUMA node of device %s is not known: %s", pci_bus_id, error)
+        _log.info("the processors near device %s are not known: %s", pci_bus_id, error)
 
 
 def _cpus(text: str) -> set[int]:
