@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from gpu_device import Gpu
-from gpu_engine import Engine, pool_bytes
+from gpu_engine import GpuEngine, pool_bytes
 from harness import Daemon, median
 
 SECONDS = 2.0
@@ -17,89 +18,36 @@ SECONDS = 2.0
 WAYS = {"dma": (2 * 2**20, 0), "kernel": (8192, 2**20)}
 
 
-class Neighbour:
-    """Another process that computes on the GPU; ended with the context.
+@contextmanager
+def neighbour() -> Iterator[Callable[[], float]]:
+    """Yield what measures the TFLOP/s that another process on the GPU reaches now.
 
     Raises:
-        RuntimeError: where the context begins: it cannot, with the reason.
+        RuntimeError: it cannot compute, with the reason.
     """
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "gpu_matmul.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    asked, answers = process.stdin, process.stdout
 
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "gpu_matmul.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        answer = self._answer()
+    def tflops() -> float:
+        asked.write(f"{SECONDS}\n")
+        asked.flush()
+        return float(answers.readline())
+
+    try:
+        answer = answers.readline().strip()
         if answer != "ready":
-            self._end()
             raise RuntimeError(answer or "the process that computes does not start")
-        return self
-
-    def tflops(self, seconds: float) -> float:
-        """What it reaches now."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{seconds}\n")
-        self._process.stdin.flush()
-        return float(self._answer())
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
-
-
-class Saturated:
-    """Loads and stores without a pause, on a thread, while the context lasts.
-
-    Attributes:
-        rates: GB/s of both directions together, in turn.
-    """
-
-    def __init__(self, gpu: Gpu, engine: Engine) -> None:
-        self._gpu = gpu
-        self._engine = engine
-        self._stop = threading.Event()
-        self._failed: Exception | None = None
-        self.rates: list[float] = []
-
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._move)
-        self._thread.start()
-        return self
-
-    def _move(self) -> None:
-        try:
-            self._gpu.use()
-            keys, _ = self._engine.store()
-            while not (self.rates and self._stop.is_set()):  # one figure at least
-                keys, gbps = self._engine.both(keys)
-                self.rates.append(gbps)
-        except Exception as error:  # noqa: BLE001  # raised where the context ends
-            self._failed = error
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._failed is not None:
-            raise self._failed
+        yield tflops
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def measure(gpu: Gpu, way: str, nbytes: int, rounds: int, log: Path) -> dict[str, float]:
@@ -117,28 +65,47 @@ def measure(gpu: Gpu, way: str, nbytes: int, rounds: int, log: Path) -> dict[str
     """
     fragment, below = WAYS[way]
     os.environ["LANE_KERNEL_BELOW"] = str(below)
+    alone, beside, rates = [], [], []
     with (
-        Neighbour() as neighbour,
+        neighbour() as tflops,
         Daemon(pool_bytes(fragment, nbytes), log=log) as daemon,
-        Engine(gpu, daemon, fragment, nbytes) as engine,
+        GpuEngine(gpu, daemon, fragment, nbytes) as engine,
     ):
-        engine.store()
+        engine.move(store=True)
         if "the kernel does not work here" in log.read_text("utf-8", "replace"):
             raise RuntimeError("the kernel does not work on this device")
-        _beside(neighbour, gpu, engine, 1)
-        return _beside(neighbour, gpu, engine, rounds)
-
-
-def _beside(neighbour: Neighbour, gpu: Gpu, engine: Engine, rounds: int) -> dict[str, float]:
-    alone, beside, rates = [], [], []
-    for _ in range(rounds):
-        alone.append(neighbour.tflops(SECONDS))
-        with Saturated(gpu, engine) as traffic:
-            beside.append(neighbour.tflops(SECONDS))
-        rates += traffic.rates
+        for number in range(rounds + 1):
+            by_itself = tflops()
+            with_kvd, meanwhile = _beside(tflops, gpu, engine)
+            if number:
+                alone.append(by_itself)
+                beside.append(with_kvd)
+                rates += meanwhile
     return {
         "alone_tflops": median(alone),
         "beside_tflops": median(beside),
         "loss_percent": 100 * (1 - median(beside) / median(alone)),
         "kvd_GBps": median(rates),
     }
+
+
+def _beside(tflops: Callable[[], float], gpu: Gpu, engine: GpuEngine) -> tuple[float, list[float]]:
+    """The neighbour's TFLOP/s while kvd loads and stores without a pause, and kvd's GB/s."""
+    stop = threading.Event()
+
+    def saturate() -> list[float]:
+        gpu.use()
+        keys, _ = engine.move(store=True)
+        rates: list[float] = []
+        while not (rates and stop.is_set()):  # one figure at least
+            keys, gbps = engine.move(keys, store=True)
+            rates.append(gbps)
+        return rates
+
+    with ThreadPoolExecutor(1) as threads:
+        saturating = threads.submit(saturate)
+        try:
+            found = tflops()
+        finally:
+            stop.set()
+        return found, saturating.result()

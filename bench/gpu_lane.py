@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 from gpu_device import Gpu
-from gpu_engine import Engine, pool_bytes
+from gpu_engine import GpuEngine, pool_bytes
 from harness import Daemon, fresh_keys, median
 
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.pinning import PinnedPool
-from kvd.lane.devices.device import Direction
 
 GIB = 2**30
 SECONDS = 120.0
@@ -67,14 +66,14 @@ def latency(gpu: Gpu, jobs: int, log: Path) -> dict[str, float]:
     fragment, nbytes = LATENCY_FRAGMENT, LATENCY_BYTES
     with Daemon(pool_bytes(fragment, nbytes), log=log) as daemon:
         before = gpu.free_bytes()
-        with Engine(gpu, daemon, fragment, nbytes) as engine:
+        with GpuEngine(gpu, daemon, fragment, nbytes) as engine:
             context = before - gpu.free_bytes() - engine.device_bytes
-            keys, _ = engine.store()
-            engine.load(keys)
+            keys, _ = engine.move(store=True)
+            engine.move(keys)
             gpu.warm()
             chosen = (keys * (jobs // len(keys) + 1))[:jobs]
-            loads = engine.one_chunk(Direction.LOAD, chosen)
-            stores = engine.one_chunk(Direction.STORE, fresh_keys(jobs))
+            loads = engine.one_chunk(chosen, store=False)
+            stores = engine.one_chunk(fresh_keys(jobs), store=True)
     return {
         "store_p50_us": float(np.percentile(stores, 50)),
         "store_p99_us": float(np.percentile(stores, 99)),

@@ -15,7 +15,7 @@ from typing import Any
 import gpu_interference
 import gpu_lane
 from gpu_device import Gpu, Reference
-from gpu_engine import Engine, pool_bytes
+from gpu_engine import GpuEngine, pool_bytes
 from harness import MIB, Daemon, median
 
 from kvd.lane.devices.device import Direction
@@ -73,7 +73,7 @@ def fragments(gpu: Gpu, fragment: int, nbytes: int, rounds: int, log: Path) -> d
     }
     with (
         Daemon(pool_bytes(fragment, nbytes), log=log) as daemon,
-        Engine(gpu, daemon, fragment, nbytes) as engine,
+        GpuEngine(gpu, daemon, fragment, nbytes) as engine,
     ):
         reference = Reference(gpu, engine.nbytes)
         gpu.warm()
@@ -81,11 +81,11 @@ def fragments(gpu: Gpu, fragment: int, nbytes: int, rounds: int, log: Path) -> d
         for number in range(rounds + 1):
             if number > LEAST_ROUNDS and time.monotonic() > end:
                 break
-            keys, store = engine.store()
-            load = engine.load(keys)
+            keys, store = engine.move(store=True)
+            _, load = engine.move(keys)
             if not number:
                 engine.check()
-            _, both = engine.both(keys)
+            _, both = engine.move(keys, store=True)
             for name, kvd in (("store", store), ("load", load), ("both", both)):
                 ways = DIRECTIONS[name]
                 found = {"kvd": kvd, "raw": reference.raw(engine.nbytes, *ways)}

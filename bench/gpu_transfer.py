@@ -7,15 +7,24 @@ the file is written after each: one that fails or hangs costs its own figures.
 """
 
 import argparse
+import contextlib
+import ctypes
 import datetime as dt
 import json
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gpu_report
-from gpu_parts import Missing, Part, Parts
+import psutil
 from gpu_report import KIB, MIB
+from harness import SHARED_MEMORY
 from rich.console import Console
 
 FRAGMENTS = tuple(4 * KIB * 2**i for i in range(10))  # to 2 MiB
@@ -23,6 +32,8 @@ FRAGMENTS = tuple(4 * KIB * 2**i for i in range(10))  # to 2 MiB
 FIRST = (64 * KIB, 8 * KIB, 2 * MIB)
 # From a cold disk torch takes 20 s and more to import.
 INTERFERENCE_SECONDS = 120.0
+LAST_WORDS_SECONDS, SHORTEST = 8.0, 5.0
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
@@ -61,44 +72,94 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     log.write_bytes(b"")
     command = [sys.executable, str(measure), "--log", str(log), "--mib", str(options.mib)]
     command += ["--rounds", str(options.rounds), "--jobs", str(options.jobs)]
-    parts = Parts(command, options.seconds)
-    for part in _parts(options.fragments):
-        console.print(f"measuring: {part.name}")
+    # What a part started comes to this process when the part is killed.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    end = time.monotonic() + options.seconds
+    for name, seconds in _parts(options.fragments):
+        console.print(f"measuring: {name}")
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"== {part.name}\n")
+            file.write(f"== {name}\n")
         try:
-            figures = parts.run(part)
-        except Missing as missing:
-            result["missing"][part.name] = str(missing)
-            console.print(f"  not measured: {missing}", markup=False, soft_wrap=True)
+            left = end - time.monotonic() - LAST_WORDS_SECONDS
+            figures = run_part(command, name, min(seconds, left))
         except KeyboardInterrupt:
-            result["missing"][part.name] = "the benchmark was told to end here"
+            result["missing"][name] = "the benchmark was told to end here"
             break
         else:
-            _keep(result, part.name, figures)
+            _keep(result, name, figures)
+            if "error" in figures:
+                console.print(f"  not measured: {figures['error']}", markup=False, soft_wrap=True)
         finally:
             gpu_report.write(result, options.out)
     return result
 
 
-def _parts(fragments: tuple[int, ...]) -> list[Part]:
+def run_part(command: Sequence[str], name: str, seconds: float) -> dict[str, Any]:
+    """A part's figures, or as `error` why there are none. Nothing that it started is left.
+
+    Args:
+        command: what runs it; `--part NAME --part-out FILE` is added.
+        name: the part's.
+        seconds: the longest that it may take.
+    """
+    if seconds < SHORTEST:
+        return {"error": "no time was left"}
+    before = set(SHARED_MEMORY.glob("kvd-bench-*"))
+    with tempfile.TemporaryDirectory(prefix="kvd-part-") as folder:
+        out = Path(folder) / "figures.json"
+        process = subprocess.Popen([*command, "--part", name, "--part-out", str(out)])
+        why = f"it took more than {seconds:.0f} s"
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                why = f"it ended with exit status {process.wait(seconds)}"
+        finally:
+            _end(process)
+            for left in set(SHARED_MEMORY.glob("kvd-bench-*")) - before:
+                shutil.rmtree(left, ignore_errors=True)
+        try:
+            found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # killed before it wrote, or while it did
+            return {"error": why}
+        return found
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """In order if it can, then it ends its daemon; and kill what it has left behind."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(LAST_WORDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    left = psutil.Process().children(recursive=True)
+    for orphan in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            orphan.kill()
+    psutil.wait_procs(left, timeout=LAST_WORDS_SECONDS)
+
+
+def _parts(fragments: tuple[int, ...]) -> list[tuple[str, float]]:
+    """Their names, and the seconds that each may take."""
     ordered = sorted(fragments, key=lambda n: (FIRST.index(n) if n in FIRST else len(FIRST), n))
-    lengths = [Part(f"fragments {n}", 90.0) for n in ordered]
+    lengths = [(f"fragments {n}", 90.0) for n in ordered]
     count = sum(n in FIRST for n in fragments)
     return [
-        Part("device", 30.0),
-        Part("latency", 45.0),
+        ("device", 30.0),
+        ("latency", 45.0),
         *lengths[:count],
-        Part("interference dma", INTERFERENCE_SECONDS),
-        Part("registration", 60.0),
-        Part("interference kernel", INTERFERENCE_SECONDS),
+        ("interference dma", INTERFERENCE_SECONDS),
+        ("registration", 60.0),
+        ("interference kernel", INTERFERENCE_SECONDS),
         *lengths[count:],
     ]
 
 
 def _keep(result: dict[str, Any], name: str, figures: dict[str, Any]) -> None:
     kind, _, which = name.partition(" ")
-    if kind == "device":
+    if "error" in figures:
+        result["missing"][name] = figures["error"]
+    elif kind == "device":
         result.update(figures)
     elif kind == "fragments":
         result["fragments"].append(figures)

@@ -33,21 +33,13 @@ def run(code: str, environment: dict[str, str], *arguments: object) -> str:
     return done.stdout
 
 
-def torch_for(environment: dict[str, str], folder: Path, *, has_gpu: bool) -> dict[str, str]:
-    """The environment with a torch that notes each import and computes nothing."""
-    package = folder / "torch"
-    package.mkdir()
-    (package / "__init__.py").write_text(TORCH.format(log=str(folder / "imports"), gpu=has_gpu))
-    return environment | {"PYTHONPATH": str(folder)}
-
-
 TORCH = """
 import time, types
 with open({log!r}, "a") as log:
     log.write("imported\\n")
 bfloat16 = None
 Tensor = object
-cuda = types.SimpleNamespace(is_available=lambda: {gpu}, synchronize=lambda: None)
+cuda = types.SimpleNamespace(is_available=lambda: True, synchronize=lambda: None)
 randn = lambda *shape, **how: object()
 empty_like = lambda other: object()
 def matmul(left, right, out):
@@ -57,7 +49,7 @@ def matmul(left, right, out):
 WAITING = """
 from pathlib import Path
 from gpu_device import Gpu
-from gpu_engine import Engine, pool_bytes
+from gpu_engine import GpuEngine, pool_bytes
 from harness import Daemon
 from tests.fakecuda.harness import write_control
 
@@ -74,10 +66,10 @@ class Watched(Daemon):
         return found
 
 with Watched(pool_bytes(FRAGMENT, NBYTES)) as daemon:
-    with Engine(Gpu(), daemon, FRAGMENT, NBYTES) as engine:
-        keys, _ = engine.store()
+    with GpuEngine(Gpu(), daemon, FRAGMENT, NBYTES) as engine:
+        keys, _ = engine.move(store=True)
         assert len(keys) == engine.chunks
-        engine.load(keys)
+        engine.move(keys)
         engine.check()
 assert partly
 """
@@ -101,10 +93,7 @@ from gpu_device import Gpu
 gpu_interference.SECONDS = 0.1
 log, *ways = sys.argv[1:]
 for way in ways:
-    try:
-        print(json.dumps(gpu_interference.measure(Gpu(), way, 2**21, 1, Path(log))))
-    except RuntimeError as error:
-        print(error)
+    print(json.dumps(gpu_interference.measure(Gpu(), way, 2**21, 1, Path(log))))
 """
 
 
@@ -112,24 +101,20 @@ def test_what_another_process_loses_is_measured_with_one_import_of_torch(
     fakecuda: FakeCuda, tmp_path: Path
 ) -> None:
     """Both ways, beside a process that computes; the daemons' and lanes' lines are kept."""
-    environment = torch_for(fakecuda.environment(), tmp_path, has_gpu=True)
+    package, imports = tmp_path / "torch", tmp_path / "imports"
+    package.mkdir()
+    (package / "__init__.py").write_text(TORCH.format(log=str(imports)))
+    environment = fakecuda.environment() | {"PYTHONPATH": str(tmp_path)}
     log = tmp_path / "log"
     found = run(BESIDE, environment, log, "dma", "kernel").splitlines()
     assert len(found) == 2
     for figures in map(json.loads, found):
         assert all(figures[name] > 0 for name in ("alone_tflops", "beside_tflops", "kvd_GBps"))
-    assert len((tmp_path / "imports").read_text().splitlines()) == len(found)
+    assert len(imports.read_text().splitlines()) == len(found)
     said = log.read_text()
     assert "lane cuda:" in said
     assert "by the kernel: none" in said  # what each lane does
     assert "by the kernel: store below 1048576 bytes, load below 1048576 bytes" in said
-
-
-def test_a_neighbour_that_cannot_compute_says_why(fakecuda: FakeCuda, tmp_path: Path) -> None:
-    """A torch without a GPU: the part ends with the reason, before a daemon is started."""
-    environment = torch_for(fakecuda.environment(), tmp_path, has_gpu=False)
-    assert run(BESIDE, environment, tmp_path / "log", "dma") == "torch sees no GPU\n"
-    assert not (tmp_path / "log").exists()
 
 
 WARMING = """
