@@ -87,7 +87,7 @@ class Operations:
         who, seconds = by(request.session.peer), request.message.unused_seconds
         if seconds is not None:
             for namespace in namespaces:
-                namespace.table.ages.set_time(request.now)
+                namespace.table.set_time(request.now)
             age = format_duration(seconds)
             what = f"{which} rid of what was not used for {age} by {who}"
             self._background.start("sweeps", self._clear_old(request, seconds, namespaces, what))

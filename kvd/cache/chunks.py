@@ -13,13 +13,18 @@ It is the only writer of its directory. The states of a slot::
 
 Methods decide first and then act; none of them waits, and none raises for what a
 client may send.
+
+Every use of a chunk (its slot given, pinned for a load, named by a request that has finished)
+has a stamp, microseconds that always grow: a time and an order. A chunk's age at eviction says
+whether the pool is large enough: those evicted within minutes would have been found by the
+next turn of a conversation.
 """
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from kvd.cache.ages import Ages
 from kvd.cache.directory import Blocks, DirectoryWriter, Refs, covers
 from kvd.cache.ledger import KeptChunks
 from kvd.cache.offers import Offer, ReuseFilter
@@ -48,6 +53,10 @@ class ChunkTable:
         policy: a name in `POLICIES`.
         reuse_threshold: a key gets a slot at its n-th offer.
         model: whose quota counts; empty where none does.
+
+    Attributes:
+        stamps: of the last uses, by slot, in the ledger where there is one: the next daemon
+            knows them.
     """
 
     def __init__(  # noqa: PLR0917 a table has these six parts
@@ -67,11 +76,8 @@ class ChunkTable:
         )
         ledger = directory.ledger
         self.counts = ChunkCounts()
-        self.ages = Ages(
-            geometry.num_slots,
-            self.counts.eviction_age,
-            ledger.stamps if ledger is not None else None,
-        )
+        self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
+        self._now = 0  # microseconds
         self._pool = pool
         self.space = pool.join(geometry, self, model)
         order = POLICIES[policy](geometry.num_slots, directory.key)
@@ -91,9 +97,32 @@ class ChunkTable:
             else np.full(len(chunks), geometry.writers(0), np.uint64)
         )
         self.directory.restore(chunks, masks)
-        self._pool.restore(self.space, chunks.slots, chunks.stamps)
+        self._pool.restore(self.space, chunks.slots, int(chunks.stamps.max(initial=0)))
         self.slots.policy.restore(chunks.slots)
         self.counts.restored = len(chunks)
+
+    # --------------------------------------------------------------------- time
+
+    def set_time(self, now: float) -> None:
+        """Set the time, `now`, in seconds of a clock that never goes back, also over restarts."""
+        self._now = max(self._now, int(now * 1e6))
+
+    def _mark(self, slots: list[int]) -> None:
+        """Note that these were of use now, the hottest first."""
+        if slots:
+            last = self._pool.tick(len(slots), self._now)
+            self.stamps[slots[::-1]] = np.arange(last - len(slots) + 1, last + 1, dtype=np.uint64)
+
+    def _ages(self, slots: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Seconds, to the millisecond, since each of these chunks was of use."""
+        # Stamps of uses at the same moment are a microsecond apart.
+        ages = np.maximum(self._now - self.stamps[slots].astype(np.float64), 0.0)
+        rounded: npt.NDArray[np.float64] = np.round(ages / 1e6, 3)
+        return rounded
+
+    def _count_evicted(self, slots: list[int]) -> None:
+        if slots:
+            self.counts.eviction_age.observe_all(self._ages(slots))
 
     # ------------------------------------------------------------------- stores
 
@@ -117,7 +146,7 @@ class ChunkTable:
         the first counts; the others are PENDING, or what the first one got. While only
         `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
         """
-        self.ages.set_time(now)
+        self.set_time(now)
         offer = Offer.of(keys, blocks, self.directory, self._filter)
         slots, evicted = self._room(len(offer.wanted), offer.named, usable)
         taken = list(offer.wanted)[: len(slots)]
@@ -156,7 +185,7 @@ class ChunkTable:
         if not short:
             return slots, []
         victims = self.slots.victims(short, named)
-        self.ages.evicted(victims)
+        self._count_evicted(victims)
         evicted = self.directory.free(victims)
         slots += sorted(victims)
         return slots, evicted
@@ -261,7 +290,7 @@ class ChunkTable:
         lacks some of that is missed.
         While only `usable` bytes of the pool can be used, what lies elsewhere is missed.
         """
-        self.ages.set_time(now)
+        self.set_time(now)
         within = self.space.is_within
         found, slots = bytearray(len(keys)), []
         find, state, held = self.directory.find, self.directory.state, self.directory.blocks
@@ -316,18 +345,11 @@ class ChunkTable:
         self._mark(slots)
         return len(slots)
 
-    def _mark(self, slots: list[int]) -> None:
-        """Note that these were of use now, the hottest first."""
-        if slots:
-            last = self._pool.tick(len(slots), self.ages.now)
-            self.space.mark(slots, last)
-            self.ages.used(slots, last)
-
     # ------------------------------------------------------------- ends of things
 
     def expire(self, now: float) -> Refs:
         """End the leases and give up the stores whose deadline has come; slots to be revoked."""
-        self.ages.set_time(now)
+        self.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
         self.counts.tickets_expired += len(late)
         leases, unpinned = self.slots.leases.expire(now)
@@ -378,7 +400,7 @@ class ChunkTable:
         pins, policy = self.slots.leases.pins, self.slots.policy
         ready = self.directory.slots_in(SlotState.READY, first, count)
         slots = [slot for slot in ready if slot in policy and slot not in pins]
-        slots = np.array(slots, np.int64)[self.ages.of(slots) >= unused_for].tolist()
+        slots = np.array(slots, np.int64)[self._ages(slots) >= unused_for].tolist()
         self.counts.removed += len(slots)
         return self.slots.drop(slots)[0]
 
@@ -400,7 +422,7 @@ class ChunkTable:
     def yield_slots(self, slots: list[int]) -> None:
         """Evict these READY, unpinned chunks: another namespace needs the room."""
         current = [slot for slot in slots if slot in self.slots.policy]
-        self.ages.evicted(current)
+        self._count_evicted(current)
         self.counts.yielded += len(current)
         self.slots.drop(slots)
 

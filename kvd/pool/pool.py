@@ -1,8 +1,9 @@
 """One byte budget, shared by namespaces whose chunks differ in size.
 
 Every extent of the pool belongs to one namespace or to none, and a namespace uses
-only columns of which it owns every extent (see `kvd.pool.geometry`). Alone, it
-owns them all and reaches ``cpu_bytes // bytes_per_chunk`` chunks.
+only columns of which it owns every extent (see `kvd.pool.geometry`). An extent belongs to
+the first that claims a column over it, until the last such column is released. Alone, a
+namespace owns them all and reaches ``cpu_bytes // bytes_per_chunk`` chunks.
 
 Whoever needs room gets free extents first. Whoever has no free extents left takes, in
 this order: columns of others that hold nothing; and, while it stays within its fair
@@ -23,7 +24,7 @@ blocks that its own namespace has written.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,6 @@ from kvd.config.quota import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import Extents, Geometry
-from kvd.pool.holdings import Holdings
 from kvd.pool.shares import Quotas
 from kvd.pool.space import Space, Tenant
 
@@ -46,28 +46,30 @@ class Pool:
         self.cpu_bytes = cpu_bytes
         self.extents = Extents(cpu_bytes)
         self.fill = fill or FillOrder.of(cpu_bytes)
-        self._holdings = Holdings(self.extents)
-        self.quotas = Quotas(self.extents, self._holdings.spaces)
+        self._spaces: list[Space] = []
+        self.quotas = Quotas(self.extents, self._spaces)
+        self._owner: list[Space | None] = [None] * self.extents.count
+        self._claims = [0] * self.extents.count  # columns of the owner that touch the extent
+        self._changes = 0  # of owners and quotas: until then who cannot grow need not look again
         self._joined = 0
         self._tick = 0
-        # By space: changes of holdings when it found no column to claim, or none below its cap.
-        self._exhausted: dict[Space, int] = {}
-        self._capped: dict[Space, int] = {}
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the extents that no namespace owns."""
-        return self.cpu_bytes - sum(map(self.held_bytes, self._holdings.spaces))
+        return self.cpu_bytes - sum(map(self.held_bytes, self._spaces))
 
     def held_bytes(self, space: Space) -> int:
         """Bytes of the extents that a space owns."""
-        return self._holdings.held_bytes(space)
+        owned = space.held * self.extents.size
+        if self._owner[-1] is space:  # the last extent may be cut short
+            owned -= self.extents.count * self.extents.size - self.cpu_bytes
+        return owned
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
         """These hold, by model; who is above a cap shrinks now, as far as nothing is in use."""
         self.quotas.set(quotas)
-        self._exhausted.clear()
-        self._capped.clear()
+        self._changes += 1
         self.trim()
 
     def trim(self) -> None:
@@ -76,9 +78,9 @@ class Pool:
             if group.room >= 0:
                 continue
             columns = [
-                (column not in space.empty, space.used_at[column], space.number, column, space)
+                (column not in space.empty, used_at[column], space.number, column, space)
                 for space in group.spaces
-                for busy in [self._busy_columns(space)]
+                for busy, used_at in [(space.busy_columns(), space.used_at())]
                 for column in space.claimed
                 if column not in busy
             ]
@@ -91,7 +93,7 @@ class Pool:
         """Whether nothing but the model's cap keeps the space from having another column."""
         group = self.quotas.of(space)
         return group is not None and not any(
-            column not in space and self._holdings.gain(space, column) <= group.room
+            column not in space and self._gain(space, column) <= group.room
             for column in range(len(space.column_extents))
         )
 
@@ -99,16 +101,14 @@ class Pool:
         """Add a space, which owns nothing yet; `model` says whose quota counts, if any."""
         space = Space(geometry, self._joined, self.fill, tenant, model)
         self._joined += 1
-        self._holdings.spaces.append(space)
+        self._spaces.append(space)
         return space
 
     def leave(self, space: Space) -> None:
         """Remove a space, whatever chunks it holds."""
         for column in space.claimed:
-            self._holdings.release(space, column)
-        self._holdings.spaces.remove(space)
-        self._exhausted.pop(space, None)
-        self._capped.pop(space, None)
+            self._release(space, column)
+        self._spaces.remove(space)
 
     def tick(self, uses: int, now: int) -> int:
         """The last of `uses` numbers greater than all before, to mark uses with.
@@ -118,20 +118,18 @@ class Pool:
         self._tick = max(self._tick + uses, now)
         return self._tick
 
-    def restore(
-        self, space: Space, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64]
-    ) -> None:
-        """Claim what holds these chunks of the previous daemon, each last used at its stamp.
+    def restore(self, space: Space, slots: npt.NDArray[np.int64], last: int) -> None:
+        """Claim what holds these chunks of the previous daemon, whose last tick is `last`.
 
         Raises:
             IntegrityError: another namespace claims the same bytes.
         """
         for column in np.unique(slots // space.geometry.column_slots).tolist():
-            if not self._holdings.is_free_for(space, column):
+            if not self._is_free_for(space, column):
                 raise IntegrityError(f"column {column} of {space!r} has two owners")
-            self._holdings.claim(space, column)
-        space.occupy(slots, stamps)
-        self._tick = max(self._tick, int(stamps.max(initial=0)))
+            self._claim(space, column)
+        space.occupy(slots)
+        self._tick = max(self._tick, last)
 
     # ------------------------------------------------------------------ acquiring
 
@@ -149,13 +147,13 @@ class Pool:
             column, others = found
             for other, theirs in others:
                 self._empty_out(other, theirs)
-            self._holdings.claim(space, column)
+            self._claim(space, column)
             self._claim_unowned(space, slots, usable)
 
     def _claim_unowned(self, space: Space, slots: int, usable: int | None) -> None:
         """Claim columns over extents that no other namespace owns."""
         short = slots - space.free_within(usable)
-        if self._exhausted.get(space) == self._holdings.changes or space.is_whole:
+        if space.exhausted == self._changes or space.is_whole:
             return
         group = self.quotas.of(space)
         for column in _search_order(space):
@@ -163,23 +161,23 @@ class Pool:
                 return
             if (
                 (usable is None or space.needs[column] <= usable)
-                and self._holdings.is_free_for(space, column)
-                and (group is None or self._holdings.gain(space, column) <= group.room)
+                and self._is_free_for(space, column)
+                and (group is None or self._gain(space, column) <= group.room)
             ):
-                self._holdings.claim(space, column)
+                self._claim(space, column)
                 short -= len(space.geometry.column_range(column))
         if usable is None:
-            self._exhausted[space] = self._holdings.changes
+            space.exhausted = self._changes
 
     def _best_take(self, space: Space) -> tuple[int, Columns] | None:
         """The best column to take from others, with the columns that go for it."""
-        if self._capped.get(space) == self._holdings.changes:
+        if space.capped == self._changes:
             return None
-        spaces, quotas, fair = self._holdings.spaces, self.quotas, self.quotas.fair()
+        quotas, fair = self.quotas, self.quotas.fair()
         own, group = fair[space], quotas.of(space)
         room = group.room if group is not None else 0
         below_floor = group is not None and group.held < group.floor
-        others = [other for other in spaces if other is not space]
+        others = [other for other in self._spaces if other is not space]
         if (
             not below_floor
             and space.held >= own
@@ -188,16 +186,17 @@ class Pool:
         ):
             return None
         rich = {other for other in others if other.held > fair[other]}
-        busy = {other: self._busy_columns(other) for other in others}
+        busy = {other: other.busy_columns() for other in others}
+        used_at = {other: other.used_at() for other in others}
         counted = group is not None or any(each.floor for each in quotas)
         fits = False
         best: tuple[tuple[bool, bool, int, int], int, Columns] | None = None
         for column in _search_order(space):
             if column in space:
                 continue
-            theirs = self._holdings.overlapped(space, column)
-            losses = self._holdings.losses(theirs) if counted else Counter[str]()
-            gain = self._holdings.gain(space, column)
+            theirs = self._overlapped(space, column)
+            losses = self._losses(theirs) if counted else Counter[str]()
+            gain = self._gain(space, column)
             if group is not None and gain - losses[space.model] > room:
                 continue
             fits = True
@@ -214,37 +213,107 @@ class Pool:
                 and (space.held + gain > own or from_poor)
             ):
                 continue
-            used_at = max((other.used_at[c] for other, c in holding), default=0)
-            rank = (bool(holding), from_poor and below_floor, used_at, len(theirs))
+            last = max((used_at[other][c] for other, c in holding), default=0)
+            rank = (bool(holding), from_poor and below_floor, last, len(theirs))
             if best is None or rank < best[0]:
                 best = (rank, column, theirs)
         if not fits:
-            self._capped[space] = self._holdings.changes
+            space.capped = self._changes
         return best and best[1:]
-
-    def _busy_columns(self, space: Space) -> set[int]:
-        """Columns in which something is pinned, being written or draining."""
-        width = space.geometry.column_slots
-        return {slot // width for slot in space.tenant.busy_slots()}
 
     def _empty_out(self, space: Space, column: int) -> None:
         """Evict what is in a column and release it."""
         used = space.used_slots(column)
         if used:
             space.tenant.yield_slots(used)
-        self._holdings.release(space, column)
+        self._release(space, column)
 
     def give_back(self, space: Space) -> None:
         """Release every column of a space that holds no chunk."""
         for column in list(space.empty):
-            self._holdings.release(space, column)
+            self._release(space, column)
+
+    # -------------------------------------------------------------------- extents
+
+    def _gain(self, space: Space, column: int) -> int:
+        """How many extents the space would own besides, with this column."""
+        return sum(self._owner[extent] is not space for extent in space.column_extents[column])
+
+    def _losses(self, columns: Iterable[tuple[Space, int]]) -> Counter[str]:
+        """How many extents each model would lose with these columns: those no other one keeps."""
+        claims = Counter((s, e) for s, column in columns for e in s.column_extents[column])
+        losses: Counter[str] = Counter()
+        for (space, extent), count in claims.items():
+            losses[space.model] += self._claims[extent] == count
+        return losses
+
+    def _is_free_for(self, space: Space, column: int) -> bool:
+        """Whether the space has not claimed the column, and no other owns an extent of it."""
+        return column not in space and all(
+            self._owner[extent] in {None, space} for extent in space.column_extents[column]
+        )
+
+    def _overlapped(self, space: Space, column: int) -> Columns:
+        """The claimed columns of others that share an extent with this one."""
+        found: dict[tuple[Space, int], None] = {}
+        for extent in space.column_extents[column]:
+            other = self._owner[extent]
+            if other is not None and other is not space:
+                for theirs in other.columns_at[extent]:
+                    if theirs in other:
+                        found[other, theirs] = None
+        return list(found)
+
+    def _claim(self, space: Space, column: int) -> None:
+        """The space has a column that is free for it."""
+        self._changes += 1
+        for extent in space.column_extents[column]:
+            if self._owner[extent] is None:
+                self._owner[extent] = space
+                space.held += 1
+            self._claims[extent] += 1
+        space.open_column(column)
+
+    def _release(self, space: Space, column: int) -> None:
+        """A column goes back."""
+        self._changes += 1
+        space.close_column(column)
+        for extent in space.column_extents[column]:
+            self._claims[extent] -= 1
+            if not self._claims[extent]:
+                self._owner[extent] = None
+                space.held -= 1
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where extents are not owned as the spaces say."""
-        self._holdings.check_integrity()
+        """Raise IntegrityError where extents are not owned as claimed, or chunks overlap."""
+        owner: list[Space | None] = [None] * self.extents.count
+        claims = [0] * self.extents.count
+        shares: list[tuple[int, int, int, int]] = []
+        for space in self._spaces:
+            space.check_integrity()
+            for column in space.claimed:
+                for extent in space.column_extents[column]:
+                    if owner[extent] not in {None, space}:
+                        raise IntegrityError(f"extent {extent} is claimed twice")
+                    owner[extent] = space
+                    claims[extent] += 1
+                for slot in space.used_slots(column):
+                    shares += [
+                        (*share, space.number, slot) for share in space.geometry.shares(slot)
+                    ]
+            if space.held != sum(each is space for each in owner):
+                raise IntegrityError(f"held extents are miscounted: {space!r}")
+        if owner != self._owner or claims != self._claims:
+            raise IntegrityError("extents are not owned as the claimed columns say")
+        end = 0
+        for first, after, number, slot in sorted(shares):
+            if first < end or after > self.cpu_bytes:
+                raise IntegrityError(f"slot {slot} of space {number} overlaps or leaves the pool")
+            end = after
 
     def __repr__(self) -> str:
-        return f"<Pool {self.cpu_bytes} bytes, {self._holdings!r}>"
+        free = self._owner.count(None)
+        return f"<Pool {self.cpu_bytes} bytes, {free} of {self.extents.count} extents free>"
 
 
 def _search_order(space: Space) -> range:

@@ -14,6 +14,9 @@ from kvd.pool.geometry import Geometry
 class Tenant(Protocol):
     """Whoever keeps chunks in a space, as the pool sees it."""
 
+    stamps: npt.NDArray[np.uint64]
+    """For each slot, when its chunk was last of use."""
+
     def busy_slots(self) -> Iterable[int]:
         """Slots that must stay: pinned, being written, draining."""
 
@@ -27,7 +30,7 @@ class Space:
     `active`: engines are attached, so that the namespace has a share of its own.
     `model`: whose quota counts; empty where none does.
     `needs`: by column, how much of the pool must be filled for all its bytes to be there.
-    `used_at`: by column, when a chunk in it was last useful.
+    `exhausted`, `capped`: changes of the pool when it found no column, or none below its cap.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Space:
         self.model = model
         self.active = False
         self.held = 0  # extents owned; kept by the pool
+        self.exhausted = self.capped = -1
         self.free_slots = 0
         self.column_extents = [geometry.column_extents(c) for c in range(geometry.columns)]
         self.columns_at: dict[int, list[int]] = {}
@@ -52,8 +56,6 @@ class Space:
         self.empty: set[int] = set()  # claimed columns without a used slot
         self._width = geometry.column_slots
         self._free: dict[int, list[int]] = {}  # claimed column -> its free slots
-        self._open: dict[int, None] = {}  # claimed columns with a free slot
-        self.used_at = [0] * geometry.columns
 
     def __contains__(self, column: int) -> bool:
         return column in self._free
@@ -83,8 +85,6 @@ class Space:
             some.reverse()
             taken += some
             self.empty.discard(column)
-            if not free:
-                del self._open[column]
         self.free_slots -= len(taken)
         return taken
 
@@ -95,7 +95,9 @@ class Space:
         return sum(len(self._free[column]) for column in self._open_within(usable))
 
     def _open_within(self, usable: int | None) -> list[int]:
-        return [c for c in self._open if usable is None or self.needs[c] <= usable]
+        """Claimed columns with a free slot."""
+        open_columns = (column for column, free in self._free.items() if free)
+        return [c for c in open_columns if usable is None or self.needs[c] <= usable]
 
     def is_within(self, slot: int, usable: int) -> bool:
         """Whether the slot's column lies inside `usable` bytes of the pool, as filled."""
@@ -108,17 +110,20 @@ class Space:
             column = slot // width
             free = self._free[column]
             free.append(slot)
-            self._open[column] = None
             self.free_slots += 1
             if len(free) == min(width, num_slots - column * width):
                 free.sort(reverse=True)
                 self.empty.add(column)
 
-    def mark(self, slots: Iterable[int], tick: int) -> None:
-        """These slots were useful at `tick`, a number that grows with every use in the pool."""
-        width = self._width
-        for column in {slot // width for slot in slots}:
-            self.used_at[column] = tick
+    def used_at(self) -> list[int]:
+        """By column, when a chunk in it was last of use."""
+        firsts = np.arange(0, self.geometry.num_slots, self._width)
+        latest: list[int] = np.maximum.reduceat(self.tenant.stamps, firsts).tolist()
+        return latest
+
+    def busy_columns(self) -> set[int]:
+        """Columns in which something is pinned, being written or draining."""
+        return {slot // self._width for slot in self.tenant.busy_slots()}
 
     def used_slots(self, column: int) -> list[int]:
         """The slots of a claimed column that are not free, ascending."""
@@ -137,35 +142,23 @@ class Space:
         """A column was claimed: its slots are free."""
         slots = self.geometry.column_range(column)
         self._free[column] = list(reversed(slots))
-        self._open[column] = None
         self.empty.add(column)
         self.free_slots += len(slots)
 
-    def occupy(self, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64]) -> None:
-        """Free slots of claimed columns are in use, each last at its stamp."""
-        order = np.argsort(slots, kind="stable")
-        slots, stamps = slots[order], stamps[order]
+    def occupy(self, slots: npt.NDArray[np.int64]) -> None:
+        """Free slots of claimed columns are in use."""
+        slots = np.sort(slots)
         columns, starts = np.unique(slots // self._width, return_index=True)
-        for column, used, at in zip(
-            columns.tolist(),
-            np.split(slots, starts[1:]),
-            np.split(stamps, starts[1:]),
-            strict=True,
-        ):
-            free = self._free[column]
-            left = np.setdiff1d(np.array(free), used, assume_unique=True)[::-1].tolist()
+        for column, used in zip(columns.tolist(), np.split(slots, starts[1:]), strict=True):
+            left = set(self._free[column]).difference(used.tolist())
             self._free[column] = sorted(left, reverse=True)
             self.free_slots -= len(used)
             self.empty.discard(column)
-            if not left:
-                self._open.pop(column, None)
-            self.used_at[column] = int(at.max())
 
     def close_column(self, column: int) -> None:
         """A column goes back."""
         self.free_slots -= len(self._free.pop(column))
         self.empty.discard(column)
-        self._open.pop(column, None)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where free slots are miscounted, twice or in another column."""
@@ -176,10 +169,8 @@ class Space:
                 raise IntegrityError(f"column {column} has the free slots {free}")
             if (column in self.empty) != (len(free) == len(slots)):
                 raise IntegrityError(f"column {column} is wrongly called empty or not")
-            if (column in self._open) != bool(free):
-                raise IntegrityError(f"column {column} is wrongly called open or not")
             total += len(free)
-        if total != self.free_slots or not (self.empty | self._open.keys()) <= self._free.keys():
+        if total != self.free_slots or not self.empty <= self._free.keys():
             raise IntegrityError(f"{total} free slots in {self!r}")
 
     def __repr__(self) -> str:

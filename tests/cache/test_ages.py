@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from kvd.cache.ages import Ages
 from kvd.cache.chunks import ChunkTable
 from kvd.metrics.counts import AGE_BOUNDS
-from kvd.metrics.histogram import Histogram
 from tests.cache.tables import make_table, names, store
 
 BOOT = 1_000_000.0  # of a machine that has been up for long
@@ -52,12 +50,11 @@ def test_a_reset_is_no_eviction() -> None:
 
 def test_a_clock_that_stands_still_gives_no_age_below_zero() -> None:
     """A time told twice, or an older one, does no harm."""
-    at_eviction = Histogram(AGE_BOUNDS)
-    times = Ages(2, at_eviction)
-    times.set_time(BOOT)
-    times.set_time(BOOT + 3)
-    times.used([0, 1], times.now)
-    times.set_time(BOOT)
-    assert times.of([0, 1]).tolist() == [0.0, 0.0]
-    times.evicted([0])
-    assert at_eviction.count == 1
+    table = make_table(2)
+    store(table, names(2), BOOT)
+    table.expire(BOOT + 3)
+    table.finished(names(2))
+    table.expire(BOOT)
+    store(table, names(2, first=10), BOOT)
+    assert table.counts.eviction_age.sum == 0.0
+    assert ages(table) == {1: 2}
