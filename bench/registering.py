@@ -69,7 +69,7 @@ def _steps(ranks: int) -> dict[str, float]:
     settings = Settings(runtime_dir="/nowhere", cpu_bytes=2**33)
     broker = Broker(Loaded(settings), boot_id=bytes(16), version="bench", pid=1, devices=["host"])
     broker.pool_opened(
-        Namespaces(2**33, boot_id=bytes(16), make_buffer=lambda _, size: bytearray(size))
+        Namespaces(2**33, settings, boot_id=bytes(16), make_buffer=lambda _, size: bytearray(size))
     )
     ready = LaneReady(incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62)
     broker.supervision.received("host", ready, 0.0)

@@ -14,7 +14,6 @@ import msgspec
 
 from kvd.broker.effects import (
     DirectoryFd,
-    DropDirectory,
     Effect,
     Event,
     LifelineFd,
@@ -34,56 +33,47 @@ from kvd_proto.messages import Attached, LaneUp, Register
 from kvd_proto.sizes import format_size
 
 
-def attach(state: BrokerState, engine: Engine, effects: list[Effect]) -> None:
+def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     """Open the namespace of a complete engine, bind its workers, tell its sessions.
 
     Nothing happens while ranks are missing.
-
-    Args:
-        state: of the broker.
-        engine: whose last rank has come.
-        effects: what is to be done is added here, also where it fails half-way.
 
     Raises:
         LayoutError: the ranks' layouts make no pool.
         Refused: the namespace cannot be opened.
     """
     if engine.missing_ranks or state.namespaces is None:
-        return
+        return []
     workers = [engine.workers[rank] for rank in range(engine.world_size)]
     registrations = [w.registration for w in workers if w.registration is not None]
     layouts = [r.layout for r in registrations]
     sizes = size_pool(layouts, state.namespaces.cpu_bytes)
     shared = state.settings.share_between_users == "yes"
     ns_id = namespace_id(registrations, None if shared else engine.uid)
-    effects += _make_room(state, ns_id)
-    try:
-        namespace = state.namespaces.open(
-            ns_id,
-            sizes.slot_bytes,
-            world_size=engine.world_size,
-            replicated=layouts[0].replicated,
-            blocks_per_chunk=layouts[0].blocks_per_chunk,
-            label=registrations[0].fingerprint.model,
-            temporary=registrations[0].temporary,
-        )
-    except KvdError:
-        if state.namespaces.get(ns_id) is None:  # what was made of its memory
-            effects.append(DropDirectory(ns_id))
-        raise
+    if state.namespaces.get(ns_id) is None:
+        state.namespaces.make_room()
+    namespace = state.namespaces.open(
+        ns_id,
+        sizes.slot_bytes,
+        world_size=engine.world_size,
+        replicated=layouts[0].replicated,
+        blocks_per_chunk=layouts[0].blocks_per_chunk,
+        label=registrations[0].fingerprint.model,
+        temporary=registrations[0].temporary,
+    )
     namespace.tokens_per_chunk = tokens_per_chunk(layouts[0])
     state.namespaces.attach_engine(namespace)
     engine.namespace = namespace
     # The others are bound when their lane, which was lost meanwhile, has mapped their memory.
-    effects += [bind(worker) for worker in workers if worker.imported]
-    effects += tell_served(engine)
-    effects.append(
+    return [
+        *(bind(worker) for worker in workers if worker.imported),
+        *tell_served(engine),
         Event(
             f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
             f" {sizes.num_chunks} chunks of {format_size(sizes.bytes_per_chunk)}",
             fields={"engine": engine.name, "namespace": namespace.id.hex()},
-        )
-    )
+        ),
+    ]
 
 
 def tell_served(engine: Engine) -> list[Effect]:
@@ -157,19 +147,6 @@ def lane_up(session: Session, lane: Lane) -> Notify:
     """Tell a worker which process serves it."""
     message = LaneUp(device=lane.device, incarnation=lane.incarnation, endpoint=lane.endpoint)
     return Notify(session.number, message, LifelineFd(lane.device))
-
-
-def _make_room(state: BrokerState, ns_id: bytes) -> list[Effect]:
-    """Close the longest unused namespace where no more may be open."""
-    namespaces = state.namespaces
-    if namespaces is None or namespaces.get(ns_id) is not None:
-        return []
-    if len(namespaces) < namespaces.limit:
-        return []
-    unused = namespaces.spare()[:1]
-    for namespace in unused:
-        namespaces.close(namespace)
-    return [DropDirectory(namespace.id) for namespace in unused]
 
 
 def _shape(layout: RankLayout) -> list[Any]:

@@ -294,9 +294,9 @@ class Broker:
             self.state.progress.record(now, self.state.pinned_bytes)
         if self.state.namespaces is not None:
             self.state.namespaces.pool.trim()
-            effects += self.state.close_unused(
-                [each for each in self.state.namespaces if each.temporary]
-            )
+            for namespace in self.state.namespaces.closable():
+                if namespace.temporary:
+                    self.state.namespaces.close(namespace)
             for namespace in self.state.namespaces:
                 expired = namespace.table.expire(now)
                 if expired:

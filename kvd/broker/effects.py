@@ -107,13 +107,6 @@ class DropFds:
 
 
 @dataclass(frozen=True, slots=True)
-class DropDirectory:
-    """Let go of the directory of a namespace that was closed."""
-
-    namespace: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class ChunksReady:
     """Chunks that an engine stored became READY: wake its scheduler's event loop."""
 
@@ -148,7 +141,6 @@ Effect: TypeAlias = (
     | KillLane
     | OpenPool
     | DropFds
-    | DropDirectory
     | ChunksReady
     | DropEngine
     | Event

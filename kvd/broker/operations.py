@@ -100,8 +100,11 @@ class Operations:
             nbytes += done.dropped * namespace.geometry.bytes_per_chunk
             deferred += done.deferred
             effects += self._state.revoke(namespace, slots)
-        effects += _cleared(request, f"{which} cleared by {who}", chunks, nbytes, deferred)
-        return effects + self._state.close_unused(namespaces)
+        if self._state.namespaces is not None:
+            for namespace in self._state.namespaces.closable():
+                if namespace in namespaces:
+                    self._state.namespaces.close(namespace)
+        return effects + _cleared(request, f"{which} cleared by {who}", chunks, nbytes, deferred)
 
     def _clear_old(
         self, request: Request[Clear], seconds: float, namespaces: Sequence[Namespace], what: str

@@ -190,12 +190,11 @@ class Registration:
             return self._imported_again(session, message)
         if message.error:
             return self.give_up(session, Refused(ErrorCode.BAD_LAYOUT, message.error))
-        made: list[Effect] = []
         try:  # another session may have taken the rank while the lane was busy
             check_rank(engine, pending.message, engine.workers)
             check_layout(pending.message, engine.workers, self._state.settings.pool_bytes)
             self._enter(session, engine, pending.message)
-            attach(self._state, engine, made)
+            attached = attach(self._state, engine)
         except (LayoutError, KvdError) as error:
             if session.registration is not None:
                 del engine.workers[pending.message.rank]
@@ -203,13 +202,13 @@ class Registration:
             refusal = error if isinstance(error, Refused) else None
             refusal = refusal or Refused(ErrorCode.BAD_LAYOUT, str(error))
             release = self._release(session, pending.device)
-            return [*release, *self.give_up(session, refusal), *made]
+            return [*release, *self.give_up(session, refusal)]
         session.pending = None
         session.refusal = ""
         lane, missing = self._state.lanes[pending.device], engine.missing_ranks
         reply = Registered(missing_ranks=missing, lane=lane.endpoint, incarnation=lane.incarnation)
         text = f"{session.who} registered; missing ranks: {list(missing) or 'none'}"
-        return [pending.request.reply(reply), session.event(text), *made]
+        return [pending.request.reply(reply), session.event(text), *attached]
 
     @staticmethod
     def _enter(session: Session, engine: Engine, message: Register) -> None:

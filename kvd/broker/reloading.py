@@ -95,9 +95,7 @@ class Reloading:
         state.registry.max_sessions = settings.max_sessions
         state.registry.max_sessions_per_user = settings.max_sessions_per_user
         if state.namespaces is not None:
-            state.namespaces.limit = settings.max_namespaces
-            if settings.quota != old.quota:
-                state.namespaces.pool.set_quotas(settings.quotas(state.namespaces.cpu_bytes))
+            state.namespaces.take_up(settings)
         effects: list[Effect] = []
         if settings.log_level != old.log_level:
             level = LaneLog(level=settings.log_level)

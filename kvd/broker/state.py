@@ -1,10 +1,10 @@
 """The broker's state, in one place, for the decision modules that share it."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvd.broker.effects import DropDirectory, Effect, Notify, ToLane
+from kvd.broker.effects import Effect, Notify, ToLane
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import Progress, RecentMax
 from kvd.broker.sessions import Engine, Peer, Registry, Session
@@ -186,16 +186,6 @@ class BrokerState:
         ]
         effects += [Notify(number, Detached(reason=reason)) for number in engine.sessions]
         return effects, len(dropped)
-
-    def close_unused(self, namespaces: Sequence[Namespace]) -> list[Effect]:
-        """Close those of the namespaces that no engine uses and where nothing is under way."""
-        if self.namespaces is None:
-            return []
-        closable = self.namespaces.closable()
-        unused = [namespace for namespace in namespaces if namespace in closable]
-        for namespace in unused:
-            self.namespaces.close(namespace)
-        return [DropDirectory(namespace.id) for namespace in unused]
 
     def check_integrity(self) -> None:
         """Check all that can be checked.

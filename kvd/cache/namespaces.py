@@ -2,19 +2,19 @@
 
 A namespace outlives its engines, so that the next engine of the same model finds
 its chunks. It ends when it is closed: by the operator, or to make room for
-another one when `limit` is reached. A temporary one, as that of a self-test, is nobody
+another one when `max_namespaces` are open. A temporary one, as that of a self-test, is nobody
 else's, takes narrow columns, and goes with its last engine.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import DirectoryWriter
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
-from kvd.config.quota import Quota
-from kvd.errors import LedgerDamaged, Refused
+from kvd.config.settings import Settings
+from kvd.errors import KvdError, LedgerDamaged, Refused
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import COLUMN_EXTENTS, Geometry
@@ -91,40 +91,39 @@ class Namespaces:
 
     Args:
         cpu_bytes: the pool's budget.
+        settings: of the daemon: policy, quotas and limits.
         boot_id: of this daemon, 16 bytes.
         make_buffer: makes zero-filled memory for a directory, given the namespace's id
             in hex and a size in bytes; it should cost nothing until it is touched.
+        drop_buffers: lets go of all memory that was made for the namespace of this name.
         keeping: how chunks are kept for the next daemon, if they are.
         fill: the order in which the pool's memory comes; where it is left out, the daemon's.
-        policy: the name of an eviction policy.
-        reuse_threshold: a key gets a slot at its n-th offer.
-        limit: how many may be open at once.
-        quotas: floors and caps, by model.
     """
 
     def __init__(
         self,
         cpu_bytes: int,
+        settings: Settings,
         *,
         boot_id: bytes,
         make_buffer: MakeBuffer,
+        drop_buffers: Callable[[str], None] = lambda _name: None,
         keeping: Keeping | None = None,
         fill: FillOrder | None = None,
-        policy: str = "lru",
-        reuse_threshold: int = 1,
-        limit: int = 64,
-        quotas: Mapping[str, Quota] | None = None,
     ) -> None:
         self.pool = Pool(cpu_bytes, fill)
-        self.pool.set_quotas(quotas or {})
-        self.policy = policy
-        self.reuse_threshold = reuse_threshold
-        self.limit = limit
         self._boot_id = boot_id
         self._make_buffer = make_buffer
+        self._drop_buffers = drop_buffers
         self._keeping = keeping
         self._open: dict[bytes, Namespace] = {}
+        self.take_up(settings)
         self.closed_counts = ChunkCounts()  # of those that are gone: totals never fall
+
+    def take_up(self, settings: Settings) -> None:
+        """These settings hold from now on; the policy for namespaces that are opened then."""
+        self.settings = settings
+        self.pool.set_quotas(settings.quotas(self.cpu_bytes))
 
     def open(
         self,
@@ -171,21 +170,28 @@ class Namespaces:
                 )
             return known
         self._check(geometry)
-        ledger = None
-        if self._keeping is not None and not temporary:
-            kept = Kept(
-                namespace=ns_id.hex(),
-                label=label,
-                pool=self._keeping.pool,
-                cpu_bytes=self.cpu_bytes,
-                slot_bytes=geometry.slot_bytes,
-                world_size=world_size,
-                replicated=replicated,
-                blocks_per_chunk=blocks_per_chunk,
-            )
-            buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
-            ledger = Ledger.create(buffer, geometry.num_slots, kept)
-        return self._add(ns_id, label, geometry, ledger, temporary=temporary)
+        try:
+            ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
+            return self._add(ns_id, label, geometry, ledger, temporary=temporary)
+        except KvdError:
+            self._drop_buffers(ns_id.hex())
+            raise
+
+    def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
+        if self._keeping is None:
+            return None
+        kept = Kept(
+            namespace=ns_id.hex(),
+            label=label,
+            pool=self._keeping.pool,
+            cpu_bytes=self.cpu_bytes,
+            slot_bytes=geometry.slot_bytes,
+            world_size=geometry.world_size,
+            replicated=geometry.replicated,
+            blocks_per_chunk=geometry.blocks_per_chunk,
+        )
+        buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
+        return Ledger.create(buffer, geometry.num_slots, kept)
 
     def reopen(self, ledger: Ledger) -> Namespace:
         """Open a namespace of the previous daemon with all chunks of its ledger.
@@ -232,7 +238,8 @@ class Namespaces:
         base = self._keeping.generation_base if self._keeping is not None else 0
         directory = DirectoryWriter(buffer, header, ledger, base)
         model = "" if temporary else label
-        table = ChunkTable(directory, geometry, self.pool, self.policy, self.reuse_threshold, model)
+        policy, threshold = self.settings.policy, self.settings.reuse_threshold
+        table = ChunkTable(directory, geometry, self.pool, policy, threshold, model)
         namespace = self._open[ns_id] = Namespace(ns_id, label, table, temporary)
         return namespace
 
@@ -255,11 +262,12 @@ class Namespaces:
                 f" {geometry.bytes_per_chunk} bytes; 1 to {MAX_SLOTS} can be served:"
                 " change the budget or the blocks per chunk",
             )
-        if len(self._open) >= self.limit:
+        limit = self.settings.max_namespaces
+        if len(self._open) >= limit:
             raise Refused(
                 ErrorCode.LIMIT,
-                f"{self.limit} namespaces are open and none may go: raise max_namespaces"
-                f" (now {self.limit}), or end engines that are not needed",
+                f"{limit} namespaces are open and none may go: raise max_namespaces"
+                f" (now {limit}), or end engines that are not needed",
                 limit="max_namespaces",
             )
 
@@ -283,6 +291,12 @@ class Namespaces:
     def __len__(self) -> int:
         return len(self._open)
 
+    def make_room(self) -> None:
+        """Close the namespace that is longest open and may go, where no more may be open."""
+        if len(self._open) >= self.settings.max_namespaces:
+            for namespace in self.spare()[:1]:
+                self.close(namespace)
+
     def closable(self) -> list[Namespace]:
         """Namespaces without engines, with nothing pinned or being written, the oldest first."""
         return [ns for ns in self if not ns.engines and ns.table.slots.is_idle]
@@ -304,6 +318,7 @@ class Namespaces:
         self.pool.leave(namespace.table.space)
         namespace.directory.release()
         del self._open[namespace.id]
+        self._drop_buffers(namespace.id.hex())
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where a table or the division of the pool is wrong."""
@@ -312,4 +327,4 @@ class Namespaces:
         self.pool.check_integrity()
 
     def __repr__(self) -> str:
-        return f"<Namespaces {len(self._open)} of {self.limit}, {self.pool!r}>"
+        return f"<Namespaces {len(self._open)}, {self.pool!r}>"

@@ -20,7 +20,6 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import (
     ChunksReady,
     DirectoryFd,
-    DropDirectory,
     DropEngine,
     DropFds,
     DropLane,
@@ -205,12 +204,10 @@ class Service:
         def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
+                self._settings,
                 boot_id=self._boot_id,
-                policy=self._settings.policy,
-                reuse_threshold=self._settings.reuse_threshold,
-                quotas=self._settings.quotas(cpu_bytes),
-                limit=self._settings.max_namespaces,
                 make_buffer=self._directories.make,
+                drop_buffers=self._drop_buffers,
                 keeping=keeping,
                 fill=fill,
             )
@@ -224,6 +221,10 @@ class Service:
         self._pool.start(self._wake)
         log.info("pool of %s at %s", format_size(cpu_bytes), self._pool.path)
         return namespaces
+
+    def _drop_buffers(self, namespace: str) -> None:
+        self._directories.drop(namespace)
+        self._kept_pool.drop_ledger(namespace)
 
     def _open_sized(self, effect: OpenPool) -> None:
         """Open a pool whose size the ranks of an engine decide."""
@@ -279,9 +280,6 @@ class Service:
             case DropFds():
                 if connection := self._connections.open.get(effect.session):
                     connection.drop_fds()
-            case DropDirectory():
-                self._directories.drop(effect.namespace.hex())
-                self._kept_pool.drop_ledger(effect.namespace.hex())
             case ChunksReady():
                 self._ready_pipes.tell(effect.engine)
             case DropEngine():

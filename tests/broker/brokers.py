@@ -1,7 +1,7 @@
 """A broker for tests, with what surrounds it: a pool, lanes that are up, sessions."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec.structs import replace
@@ -29,13 +29,14 @@ def make_broker(
     devices: Iterable[str] = ("host",),
     allocated: int = 2**62,
     make_buffer: MakeBuffer = lambda _name, nbytes: bytearray(nbytes),
+    drop_buffers: Callable[[str], None] = lambda _name: None,
     **settings: Any,
 ) -> Broker:
     """Return a broker whose pool, unless its size is ``auto``, is open and allocated."""
     chosen = Settings(runtime_dir="/nowhere", cpu_bytes=cpu_bytes, **settings)
     broker = Broker(Loaded(chosen), boot_id=bytes(16), version="test", pid=1, devices=devices)
     if chosen.pool_bytes is not None:
-        open_pool(broker, chosen.pool_bytes, make_buffer=make_buffer)
+        open_pool(broker, chosen.pool_bytes, make_buffer=make_buffer, drop_buffers=drop_buffers)
         broker.pool_allocated(allocated)
     return broker
 
@@ -46,15 +47,15 @@ def open_pool(
     explanation: str = "",
     *,
     make_buffer: MakeBuffer = lambda _name, nbytes: bytearray(nbytes),
+    drop_buffers: Callable[[str], None] = lambda _name: None,
 ) -> list[Effect]:
     """Open a pool in plain memory, as the broker's settings say."""
-    settings = broker.state.settings
     namespaces = Namespaces(
         cpu_bytes,
+        broker.state.settings,
         boot_id=bytes(16),
         make_buffer=make_buffer,
-        policy=settings.policy,
-        limit=settings.max_namespaces,
+        drop_buffers=drop_buffers,
     )
     return broker.pool_opened(namespaces, explanation)
 

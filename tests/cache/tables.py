@@ -1,20 +1,38 @@
 """Namespaces in plain memory, and chunks stored at once."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.namespaces import Namespace, Namespaces
+from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.config.quota import Quota
+from kvd.config.settings import Settings
+from kvd.pool.filling import FillOrder
 from kvd_proto.messages import StorePrepared
 
 PAGE = 4096
 MIB = 2**20
 
 
-def make_namespaces(cpu_bytes: int, **options: Any) -> Namespaces:
+def make_namespaces(
+    cpu_bytes: int,
+    *,
+    keeping: Keeping | None = None,
+    fill: FillOrder | None = None,
+    quotas: Mapping[str, Quota] | None = None,
+    **settings: Any,
+) -> Namespaces:
     """Return namespaces whose directories are bytearrays."""
-    return Namespaces(
-        cpu_bytes, boot_id=bytes(16), make_buffer=lambda _, size: bytearray(size), **options
+    namespaces = Namespaces(
+        cpu_bytes,
+        Settings(**settings),
+        boot_id=bytes(16),
+        make_buffer=lambda _, size: bytearray(size),
+        keeping=keeping,
+        fill=fill,
     )
+    namespaces.pool.set_quotas(quotas or {})
+    return namespaces
 
 
 def add(

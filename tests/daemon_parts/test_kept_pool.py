@@ -17,6 +17,7 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.config.settings import Settings
 from kvd.daemon import pool_files
 from kvd.daemon.kept_pool import KeptPool, MakeNamespaces
 from kvd.daemon.memory import PoolMemory
@@ -107,6 +108,7 @@ def maker(directories: DirectoryMemory, cpu_bytes: int = SIZE) -> MakeNamespaces
     def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
         return Namespaces(
             cpu_bytes,
+            Settings(),
             boot_id=bytes([9]) * 16,
             make_buffer=directories.make,
             keeping=keeping,

@@ -161,7 +161,7 @@ def test_replicated_needs_one_size() -> None:
 
 def test_limit_and_close() -> None:
     """At the limit a new namespace is refused, until an idle one is closed and its room is free."""
-    namespaces = make_namespaces(MIB, limit=1)
+    namespaces = make_namespaces(MIB, max_namespaces=1)
     old = add(namespaces, 1, PAGE)
     store(old, 0, 10)
     with pytest.raises(Refused) as refused:
@@ -280,7 +280,9 @@ def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
 
 def test_a_namespace_on_its_floor_is_not_closed_for_a_new_one() -> None:
     """Where no more may be open, one without a floor goes; where there is none, the new one."""
-    namespaces = make_namespaces(MIB, limit=2, quotas={"model 1": Quota(floor_bytes=MIB // 2)})
+    namespaces = make_namespaces(
+        MIB, max_namespaces=2, quotas={"model 1": Quota(floor_bytes=MIB // 2)}
+    )
     floored, other = add(namespaces, 1, PAGE), add(namespaces, 2, PAGE)
     for namespace in (floored, other):
         store(namespace, 0, 20)
