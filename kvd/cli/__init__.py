@@ -73,11 +73,13 @@ class _LazyGroup(click.Group):
 
 def _with_our_options(command: Any) -> Any:
     """Another package's command finds the runtime directory as ours do."""
-    from kvd.cli.options import RuntimeDirOption  # noqa: PLC0415  # costs its imports
+    from kvd.cli.options import RUNTIME_DIR  # noqa: PLC0415  # costs its imports
 
     if isinstance(command, click.Command):
         command.params = [
-            RuntimeDirOption() if parameter.name == "runtime_dir" else parameter
+            click.Option(["--runtime-dir"], **RUNTIME_DIR)
+            if parameter.name == "runtime_dir"
+            else parameter
             for parameter in command.params
         ]
     return command

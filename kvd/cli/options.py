@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,26 +15,9 @@ from kvd_proto.sizes import parse_duration
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class RuntimeDirOption(click.Option):
-    """--runtime-dir of a command that talks to a daemon, as `runtime_dir: Path`.
-
-    Without it the same rules hold as for the daemon: KVD_RUNTIME_DIR, the file, /run/kvd.
-    """
-
-    def __init__(self, names: Sequence[str] = ("--runtime-dir",)) -> None:
-        known = KNOWN["runtime_dir"]
-        super().__init__(
-            names,
-            type=click.Path(file_okay=False),
-            callback=_find_runtime_dir,
-            help=f"The daemon's runtime directory. [default: {known.variable}, else runtime_dir of"
-            f" the configuration file, else {known.default}]",
-        )
-
-
 def runtime_dir_option(function: F) -> F:
-    """A command's --runtime-dir; the function gets `runtime_dir: Path`."""
-    return click.option("--runtime-dir", cls=RuntimeDirOption)(function)
+    """--runtime-dir of a command that talks to a daemon; the function gets `runtime_dir: Path`."""
+    return click.option("--runtime-dir", **RUNTIME_DIR)(function)
 
 
 def _find_runtime_dir(context: click.Context, parameter: click.Parameter, value: Any) -> Path:
@@ -42,6 +25,15 @@ def _find_runtime_dir(context: click.Context, parameter: click.Parameter, value:
     if context.resilient_parsing:  # completion: nothing may fail, nothing is used
         return Path()
     return Path(Sources(flags={"runtime_dir": value} if value else {}).runtime_dir())
+
+
+RUNTIME_DIR: dict[str, Any] = {
+    "type": click.Path(file_okay=False),
+    "callback": _find_runtime_dir,
+    "help": f"The daemon's runtime directory. [default: {KNOWN['runtime_dir'].variable}, else"
+    f" runtime_dir of the configuration file, else {KNOWN['runtime_dir'].default}]",
+}
+"""Without it the same rules hold as for the daemon: KVD_RUNTIME_DIR, the file, /run/kvd."""
 
 
 def duration(ctx: click.Context, param: click.Parameter, value: str) -> float:

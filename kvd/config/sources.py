@@ -9,7 +9,6 @@ import difflib
 import errno
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,6 @@ from kvd_proto.messages import ConfigChange
 
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 FILE_VARIABLE = "KVD_CONFIG"
-_MOST_BYTES = 2**20
 DEFAULT = "default"
 _LONGEST_ORIGIN = 4096  # the longest text of a message
 
@@ -184,7 +182,11 @@ def read_toml(file: Path) -> tuple[dict[str, Any], str]:
         ConfigError: it cannot be read, or is not TOML.
     """
     try:
-        text = _read(file)
+        if file.exists() and not (
+            file.is_file() or file.is_char_device()
+        ):  # /dev/null is "no file"
+            raise OSError(errno.EINVAL, "it is no regular file")  # a pipe would hold the daemon up
+        text = file.read_text(encoding="utf-8")
         return tomllib.loads(text), text
     except OSError as error:
         raise ConfigError(
@@ -195,20 +197,6 @@ def read_toml(file: Path) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"{file}: not TOML: {error}; a setting is a line such as cpu_bytes = '64GiB'"
         ) from error
-
-
-def _read(file: Path) -> str:
-    # Non-blocking, so that a pipe in place of a file does not block.
-    with open(  # Path.open takes no opener
-        file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
-    ) as opened:
-        mode = os.fstat(opened.fileno()).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):  # /dev/null says "no file"
-            raise OSError(errno.EINVAL, "it is no regular file")
-        data = opened.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise OSError(errno.EFBIG, "it is too large to hold settings")
-    return data.decode()
 
 
 def _line(text: str, key: str) -> str:

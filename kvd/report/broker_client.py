@@ -101,17 +101,13 @@ class BrokerClient:
             if self._control is None:
                 self._control = Control(self._runtime_dir, CONNECT_SECONDS)
             return self._control.ask(message, kind, GIVE_UP_SECONDS)
-        except Refused as refusal:
-            self._hang_up()
-            raise NotRunning(f"the daemon refused ({refusal.code}): {refusal}") from refusal
-        except NotRunning:
-            self._hang_up()
+        except (Refused, NotRunning) as error:
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+            if isinstance(error, Refused):
+                raise NotRunning(f"the daemon refused ({error.code}): {error}") from error
             raise
-
-    def _hang_up(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
 
     def __repr__(self) -> str:
         state = "connected" if self._control is not None else "not connected"
