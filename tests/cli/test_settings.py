@@ -3,28 +3,26 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import Meta
 
 from docs import generate_configuration
-from kvd.config.about import About
 from kvd.config.quota import Quota
 from kvd.config.render import as_json, as_toml, sample, toml_value
 from kvd.config.settings import KNOWN, Settings
 from kvd.config.sources import DEFAULT, Sources
 from kvd.errors import ConfigError
 
-SIZES = st.sampled_from(["64GiB", "65536", "512 MiB"])
-STRANGE = {
-    "cpu_bytes": SIZES | st.just("auto"),
-    "reserve": SIZES,
-    "max_queued_bytes": SIZES,
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "cpu_bytes": st.sampled_from(["64GiB", "65536", "512 MiB", "auto"]),
     "runtime_dir": st.sampled_from(["/a", "/tmp/with space", '/quo"te', "/é\x7f\\"]),
     "http_listen": st.sampled_from(["off", "127.0.0.1:0", "[::1]:9330"]),
+    "host_ratio": st.floats(0, 1000, exclude_min=True),
+    "max_sessions": st.integers(1, 65536),
+    "policy": st.sampled_from(["lru", "arc"]),
     "quota": st.sampled_from(
         [
             {},
@@ -33,26 +31,6 @@ STRANGE = {
         ]
     ),
 }
-
-
-def good_values(known: About) -> st.SearchStrategy[Any]:
-    """Values that a setting takes; of texts that nothing is known of, the default."""
-    kind, bounds = (
-        get_args(known.hint)[0],
-        next((mark for mark in known.hint.__metadata__ if isinstance(mark, Meta)), None),
-    )
-    if known.key in STRANGE:
-        return STRANGE[known.key]
-    if known.choices:
-        return st.sampled_from(known.choices)
-    if kind is float and bounds is not None:
-        return st.floats(bounds.gt or 0, bounds.le, exclude_min=True)
-    if kind is int and bounds is not None:
-        return st.integers(int(bounds.ge or 0), int(bounds.le or 2**31))
-    return st.just(known.default or "some")  # no text at all is no value in the environment
-
-
-VALUES = {key: good_values(known) for key, known in KNOWN.items()}
 SOME = st.fixed_dictionaries({}, optional=VALUES)
 
 

@@ -103,21 +103,13 @@ def test_ranks_that_do_not_divide_heads_are_refused(ranks: int) -> None:
 
 def test_a_latent_is_stored_once() -> None:
     """MLA: latent and rotary part, once for all ranks, keys and values not counted twice."""
-    result = planned(DEEPSEEK, tensor_parallel=8)
-    assert result.attention == "mla"
+    kimi = {"model_type": "kimi_k25", "text_config": DEEPSEEK | {"model_type": "kimi_k2"}}
+    result = planned(kimi, tensor_parallel=8)  # nested, as Kimi K2.5 has it
+    assert (result.model, result.attention) == ("kimi_k2", "mla")
     assert result.replicated
     assert result.bytes_per_token == result.bytes_per_token_rank == (512 + 64) * 2 * 61
-    assert result.bytes_per_block == (512 + 64) * 2 * 61 * 16
+    assert result.bytes_per_block == result.bytes_per_block_rank == (512 + 64) * 2 * 61 * 16
     assert result.bytes_per_chunk == -(-result.bytes_per_block // 4096) * 4096
-
-
-def test_a_nested_latent_model_at_tp_4() -> None:
-    """Regression (Kimi K2.5 at TP 4): page sizes are summed once over the layers."""
-    kimi = {"model_type": "kimi_k25", "text_config": DEEPSEEK | {"model_type": "kimi_k2"}}
-    result = planned(kimi, tensor_parallel=4, block_size=64)
-    assert result.model == "kimi_k2"
-    assert result.bytes_per_block_rank == 64 * 576 * 2 * 61
-    assert result.num_chunks == 64 * GIB // result.bytes_per_chunk
 
 
 def test_interleaved_windows_make_groups_of_the_smaller_kind() -> None:
@@ -184,19 +176,12 @@ def test_what_a_family_leaves_out_is_filled_in() -> None:
     assert model.windows.count(None) == 5
 
 
-def test_an_override_shortens_the_longest_request() -> None:
-    """Regression: with fewer blocks by override the longest request is that of the override."""
-    result = planned(LLAMA, gpu_blocks=4001, block_override=101)
-    assert result.longest_request == 64_000
-    assert result.longest_request_with_override == 1600
-    alone = planned(LLAMA, block_override=101)
-    assert alone.longest_request is None
-    assert alone.longest_request_with_override == 1600
-
-
 def test_the_models_limit_bounds_a_request() -> None:
-    """More blocks than the model has positions for do not make longer requests."""
+    """More blocks than it has positions for make no longer requests; an override counts alone."""
     assert planned(LLAMA, gpu_blocks=1_000_000).longest_request == 131_072
+    result = planned(LLAMA, gpu_blocks=4001, block_override=101)
+    assert (result.longest_request, result.longest_request_with_override) == (64_000, 1600)
+    assert planned(LLAMA, block_override=101).longest_request is None
     unlimited = {k: v for k, v in LLAMA.items() if k != "max_position_embeddings"}
     assert planned(unlimited, gpu_blocks=10_001).longest_request == 160_000
 
