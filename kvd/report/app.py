@@ -1,8 +1,9 @@
 """The routes."""
 
+import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvd.errors import NotRunning
 from kvd.metrics.schema import Check
 from kvd.report.broker_client import BrokerClient
-from kvd.report.exposition import Exposition
+from kvd.report.exposition import WATCHERS, Exposition
 from kvd.report.guard import Guard
-from kvd.report.live import Events
 
 ANSWER_SECONDS = 2.0
 SCRAPE_SECONDS = 1.0
 LONGEST_ANSWER_SECONDS = 30.0
+PERIOD_SECONDS = 1.0
+MAX_WATCHERS = 32
 _PAGE = Path(__file__).with_name("page")
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -41,7 +43,7 @@ class App:
 
     def __init__(self, broker: BrokerClient) -> None:
         self._broker = broker
-        self._events = Events(broker)
+        self._watchers = 0
         routes = [
             Route("/livez", self.probe),
             Route("/healthz", self.probe),
@@ -113,16 +115,35 @@ class App:
         return Response(body, media_type=None, headers={"content-type": kind})
 
     async def events(self, request: Request) -> Response:
-        """The report, once a second."""
+        """The report once a second, or what is the matter with the broker, to whoever watches."""
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        if self._events.full:
+        if self._watchers >= MAX_WATCHERS:
             return PlainTextResponse(
                 "Too many watch already; close another page, or ask /status now and then.\n",
                 503,
                 {"retry-after": "10"},
             )
-        return StreamingResponse(self._events.watch(), media_type="text/event-stream")
+        return StreamingResponse(self._watch(), media_type="text/event-stream")
+
+    async def _watch(self) -> AsyncIterator[str]:
+        self._watchers += 1
+        WATCHERS.inc()
+        try:
+            yield "retry: 2000\n\n"  # a browser that loses the stream tries again after 2 s
+            while True:
+                told: dict[str, Any]
+                try:  # those who watch at the same time share a report
+                    name, told = "report", await self._broker.report(ANSWER_SECONDS)
+                except NotRunning as error:
+                    name, now = "trouble", time.time()
+                    since = self._broker.silent_since or now
+                    told = {"time": now, "since": since, "text": str(error)}
+                yield f"event: {name}\ndata: {json.dumps(told, separators=(',', ':'))}\n\n"
+                await asyncio.sleep(PERIOD_SECONDS)
+        finally:
+            self._watchers -= 1
+            WATCHERS.dec()
 
     async def _unknown(self, scope: Scope, receive: Receive, send: Send) -> None:
         paths = [path for path in self._paths if not path.startswith("/static/")]
