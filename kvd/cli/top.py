@@ -48,59 +48,33 @@ def top(*, runtime_dir: Path, interval: float, once: bool) -> None:
             "kvd top draws on a terminal, and this is none; use kvd top --once, or kvd status"
             " --json for scripts"
         )
-    with contextlib.closing(Watcher(runtime_dir)) as watcher:
-        if once:
-            _once(watcher, interval)
-        else:
-            _live(watcher, interval)
+    if once:
+        _once(runtime_dir, interval)
+    else:
+        _live(runtime_dir, interval)
 
 
-class Watcher:
-    """Asks a daemon for its report again and again, whichever daemon is there."""
-
-    def __init__(self, runtime_dir: Path) -> None:
-        self.history = History()
-        self.restarts = 0
-        self.runtime_dir = runtime_dir
-        self._control: Control | None = None
-
-    def look(self) -> None:
-        """Take one more report.
-
-        Raises:
-            NotRunning: no daemon answers now.
-        """
-        if self._control is None:
-            self._control = Control(self.runtime_dir, _ANSWER_SECONDS)
-        try:
-            self.restarts += self.history.add(self._control.status())
-        except NotRunning:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Leave the daemon."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+def _look(history: History, runtime_dir: Path) -> bool:
+    """Take one more report; whether it is the first of another daemon than before."""
+    with Control(runtime_dir, _ANSWER_SECONDS) as daemon:
+        return history.add(daemon.status())
 
 
-def _once(watcher: Watcher, interval: float) -> None:
+def _once(runtime_dir: Path, interval: float) -> None:
     from rich.console import Console  # noqa: PLC0415  # the command's help needs no drawing
 
-    try:
-        watcher.look()
-        time.sleep(interval)
-        watcher.look()
-    except NotRunning as error:
-        raise click.ClickException(str(error)) from error
-    Console().print(picture(watcher.history))
+    history = History()
+    _look(history, runtime_dir)
+    time.sleep(interval)
+    _look(history, runtime_dir)
+    Console().print(picture(history))
 
 
-def _live(watcher: Watcher, interval: float) -> None:
+def _live(runtime_dir: Path, interval: float) -> None:
     from rich.console import Console  # noqa: PLC0415  # the command's help needs no drawing
     from rich.live import Live  # noqa: PLC0415
 
+    history, restarts = History(), 0
     with (
         contextlib.suppress(KeyboardInterrupt),
         _keys(sys.stdin) as next_key,
@@ -108,10 +82,10 @@ def _live(watcher: Watcher, interval: float) -> None:
     ):
         while True:
             try:
-                watcher.look()
-                shown = picture(watcher.history, watcher.restarts, live.console.height)
+                restarts += _look(history, runtime_dir)
+                shown = picture(history, restarts, live.console.height)
             except NotRunning as error:
-                shown = waiting(watcher.runtime_dir, str(error))
+                shown = waiting(runtime_dir, str(error))
             live.update(shown, refresh=True)
             if next_key(interval) == "q":
                 return
