@@ -1,12 +1,15 @@
-"""Daemons that serve HTTP, and clients of it."""
+"""Daemons that serve HTTP, clients of it, and their scrapes, parsed."""
 
 import re
 import socket
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.daemon.serving import Daemon
 from tests.waiting import eventually
@@ -53,3 +56,75 @@ def idle_connection(daemon: Daemon, receive_buffer: int = 0) -> socket.socket:
     client.settimeout(SECONDS)
     client.connect(("127.0.0.1", port_of(daemon)))
     return client
+
+
+Samples: TypeAlias = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Scrape:
+    """The samples of one answer by name and labels, and the type of each family."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.families: list[Metric] = list(text_string_to_metric_families(text))
+        self.samples: Samples = {}
+        for family in self.families:
+            for sample in family.samples:
+                where = (sample.name, tuple(sorted(sample.labels.items())))
+                assert where not in self.samples, f"{where} twice"
+                self.samples[where] = sample.value
+
+    def get(self, name: str, **labels: str) -> float:
+        """One sample."""
+        return self.samples[name, tuple(sorted(labels.items()))]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over the samples that have these labels."""
+        wanted = set(labels.items())
+        return sum(v for (n, where), v in self.samples.items() if n == name and wanted <= {*where})
+
+    def growing(self) -> Samples:
+        """Everything that must never fall while the daemon lives."""
+        kinds = {"counter", "histogram"}
+        names = {s.name for family in self.families if family.type in kinds for s in family.samples}
+        return {where: value for where, value in self.samples.items() if where[0] in names}
+
+    def check(self) -> None:
+        """What holds at every moment: totals are those of the parts, histograms well formed."""
+        totals = ("store_answered_chunks", "load_answered_chunks", "evicted_chunks")
+        for total in totals:
+            whole = self.total(f"kvd_{total}_total")
+            assert whole == self.total(f"kvd_namespace_{total}_total")
+        accepted = self.get("kvd_store_answered_chunks_total", answer="accepted")
+        stored, dropped = (
+            self.get("kvd_stored_chunks_total"),
+            self.get("kvd_store_dropped_chunks_total"),
+        )
+        assert accepted == stored + dropped + self.total("kvd_namespace_chunks", state="writing")
+        for family in self.families:
+            if family.type != "histogram":
+                continue
+            series = defaultdict(list)
+            for sample in family.samples:
+                if sample.name.endswith("_bucket"):
+                    labels = {k: v for k, v in sample.labels.items() if k != "le"}
+                    series[tuple(sorted(labels.items()))].append(sample)
+            for where, buckets in series.items():
+                bounds = [float(sample.labels["le"]) for sample in buckets]
+                counts = [sample.value for sample in buckets]
+                assert bounds == sorted(bounds)
+                assert bounds[-1] == float("inf")
+                assert counts == sorted(counts)
+                assert counts[-1] == self.samples[f"{family.name}_count", where]
+
+
+def scrape(client: httpx.Client) -> Scrape:
+    """Ask until the broker has had its say; a scrape says by `kvd_up` whether it has."""
+    return eventually(lambda: _scrape(client), lambda one: one.get("kvd_up") == 1)
+
+
+def _scrape(client: httpx.Client) -> Scrape:
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return Scrape(answer.text)

@@ -15,8 +15,7 @@ from kvd.metrics.schema import MAX_ENGINES, ROWS
 from kvd.report.exposition import Exposition, families
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import StartDaemon
-from tests.http.scraping import Scrape, scrape
-from tests.http.serving import over_unix
+from tests.http.serving import Scrape, over_unix, scrape
 from tests.report.reports import loaded_report
 from tests.waiting import eventually
 

@@ -15,7 +15,6 @@ from kvd.report.guard import MAX_CONNECTIONS
 from kvd.wire.tool import Control
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon
-from tests.http.scraping import scrape
 from tests.http.serving import (
     PATIENT,
     SECONDS,
@@ -24,6 +23,7 @@ from tests.http.serving import (
     over_unix,
     port_of,
     report_of,
+    scrape,
 )
 from tests.processes import children_running, has_ended
 from tests.waiting import eventually
