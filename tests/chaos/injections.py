@@ -8,16 +8,14 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.children import Client
-from tests.chaos.clock import JUMPS
-from tests.chaos.daemons import CHANGES
 from tests.chaos.plan import Action
+from tests.chaos.processes import CHANGES, Client, Config
 from tests.chaos.shared import Count
-from tests.chaos.world import World
+from tests.chaos.world import JUMPS, World
 
 Undo = Callable[[], None]
 Inject = Callable[[World, Action], Undo]
@@ -35,57 +33,52 @@ class Injection:
     weight: float
 
 
-def _nothing() -> None:
-    """There is nothing to undo that the end of the step does not."""
-
-
-# ------------------------------------------------------------ kill and freeze
-
-
-def _kill_broker(world: World, action: Action) -> Undo:
-    del action
-    world.daemon.end(signal.SIGKILL)
-
-    def again() -> None:  # unless an injection that overlapped has started the next one
-        if not world.daemon.running:
-            world.daemon.start()
-
-    return again
-
-
-def _stop_broker(world: World, action: Action) -> Undo:
-    del action
-    return _freeze(world, world.daemon.pid)
+# --------------------------------------------------- kill, freeze and restart
 
 
 def _kill_lane(world: World, action: Action) -> Undo:
-    _signal_pid(action.pick(_lanes(world)), signal.SIGKILL)
-    return _nothing
-
-
-def _stop_lane(world: World, action: Action) -> Undo:
-    return _freeze(world, action.pick(_lanes(world)))
+    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        os.kill(action.pick(_lanes(world)), signal.SIGKILL)
+    return lambda: None
 
 
 def _kill_client(clients: Callable[[World], list[Client]]) -> Inject:
     def inject(world: World, action: Action) -> Undo:
         client = action.pick(clients(world))
-        client.kill()
-
-        def again() -> None:
-            if not client.running:
-                client.start()
-
-        return again
+        client.end(signal.SIGKILL)
+        return lambda: None if client.running else client.start()
 
     return inject
 
 
-def _stop_client(clients: Callable[[World], list[Client]]) -> Inject:
+def _stop(pids: Callable[[World], list[int]]) -> Inject:
     def inject(world: World, action: Action) -> Undo:
-        return _freeze(world, action.pick(clients(world)).pid)
+        pid = action.pick(pids(world))
+        world.freeze(pid)
+        return lambda: world.thaw(pid)
 
     return inject
+
+
+def _restart(number: int, changes: Sequence[Config | None] = CHANGES) -> Inject:
+    """By this signal, with one of these changes of the configuration."""
+
+    def inject(world: World, action: Action) -> Undo:
+        if number != signal.SIGKILL:
+            world.thaw(world.daemon.pid)  # a frozen broker gets no other signal
+        complaint = world.daemon.finish(number)
+        if complaint:
+            world.violated(complaint)
+        change = action.pick(changes)
+        return lambda: None if world.daemon.running else world.daemon.start(change)
+
+    return inject
+
+
+def _broker(world: World) -> list[int]:
+    if not world.daemon.running:
+        raise Skip("no broker ran at that moment")
+    return [world.daemon.pid]
 
 
 def _lanes(world: World) -> list[int]:
@@ -93,34 +86,6 @@ def _lanes(world: World) -> list[int]:
     if not lanes:
         raise Skip("no lane ran at that moment")
     return lanes
-
-
-def _freeze(world: World, pid: int) -> Undo:
-    world.freezer.stop(pid)
-    return lambda: world.thaw(pid)
-
-
-def _signal_pid(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-        os.kill(pid, number)
-
-
-# ------------------------------------------------------------------- restarts
-
-
-def _restart(number: int) -> Inject:
-    """With another configuration, by this signal."""
-
-    def inject(world: World, action: Action) -> Undo:
-        if number != signal.SIGKILL:
-            world.thaw(world.daemon.pid)  # a frozen broker gets no other signal
-        complaint = world.daemon.end(number)
-        if complaint:
-            world.violated(complaint)
-        change = action.pick(CHANGES)
-        return lambda: None if world.daemon.running else world.daemon.start(change)
-
-    return inject
 
 
 # ------------------------------------------------------------ nothing is left
@@ -148,18 +113,12 @@ def _starve(pids: Callable[[World], list[int]]) -> Inject:
     return inject
 
 
-def _broker(world: World) -> list[int]:
-    if not world.daemon.running:
-        raise Skip("no broker ran at that moment")
-    return [world.daemon.pid]
-
-
 def _fill_pool_dir(world: World, action: Action) -> Undo:
     """Not a page is left where the pool and the ledgers lie."""
     del action
-    if not world.place.own_tmpfs:
+    if not world.may_fill:
         raise Skip("this user may not mount a tmpfs, and nobody else's is filled")
-    filler = world.place.pool_dir / "filler"
+    filler = world.pool_dir / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
             pass
@@ -195,14 +154,14 @@ def _jump_clock(world: World, action: Action) -> Undo:
 
 
 INJECTIONS: dict[str, Injection] = {
-    "kill broker": Injection(_kill_broker, 2),
-    "stop broker": Injection(_stop_broker, 2),
+    "kill broker": Injection(_restart(signal.SIGKILL, (None,)), 2),
+    "stop broker": Injection(_stop(_broker), 2),
     "kill lane": Injection(_kill_lane, 2),
-    "stop lane": Injection(_stop_lane, 2),
+    "stop lane": Injection(_stop(_lanes), 2),
     "kill worker": Injection(_kill_client(World.ranks), 3),
-    "stop worker": Injection(_stop_client(World.ranks), 3),
+    "stop worker": Injection(_stop(lambda world: [c.pid for c in world.ranks()]), 3),
     "kill scheduler": Injection(_kill_client(World.schedulers), 2),
-    "stop scheduler": Injection(_stop_client(World.schedulers), 2),
+    "stop scheduler": Injection(_stop(lambda world: [c.pid for c in world.schedulers()]), 2),
     "restart with SIGTERM": Injection(_restart(signal.SIGTERM), 1),
     "restart with SIGKILL": Injection(_restart(signal.SIGKILL), 1),
     "starve broker of descriptors": Injection(_starve(_broker), 1.5),

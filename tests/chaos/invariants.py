@@ -38,7 +38,6 @@ class Invariants:
     """Looks at a world; what is wrong is told to it."""
 
     world: World
-    looks: int = 0
     most_recovery: float = 0.0
     most_quiet: float = 0.0
     first: dict[tuple[str, int], Held] = field(default_factory=dict)
@@ -48,7 +47,6 @@ class Invariants:
     def look(self) -> None:
         """Wait until all has recovered, have everybody rest, and look."""
         world = self.world
-        self.looks += 1
         began = time.monotonic()
         self._recovered()
         self.most_recovery = max(self.most_recovery, time.monotonic() - began)
@@ -122,7 +120,7 @@ class Invariants:
                 self.world.violated(f"{name} has {held.fds} descriptors, {first.fds} at first")
             if held.rss > first.rss + RSS_SLACK_BYTES:
                 self.world.violated(f"{name} has {held.rss} bytes, {first.rss} at first")
-        for where in (self.world.place.runtime_dir, self.world.place.pool_dir):
+        for where in (self.world.daemon.runtime_dir, self.world.pool_dir):
             entries = [path for path in where.rglob("*") if not path.name.startswith("filler")]
             if len(entries) > MOST_ENTRIES:
                 self.world.violated(f"{len(entries)} entries in {where}: {entries[:5]}...")
@@ -130,7 +128,7 @@ class Invariants:
     def _said(self) -> None:
         """What clients complain of, and trouble in the daemon's log."""
         lines, self._complaints_read = _news(
-            self.world.place.folder / "complaints", self._complaints_read
+            self.world.folder / "complaints", self._complaints_read
         )
         for line in lines:
             self.world.violated(f"a client says: {line}")

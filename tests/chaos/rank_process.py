@@ -5,10 +5,7 @@
 May be frozen and killed at any moment. What it counts is in shared memory.
 """
 
-import contextlib
 import random
-import select
-import socket
 import sys
 import time
 from collections.abc import Container
@@ -18,22 +15,32 @@ import msgspec
 
 from kvd_client import Fingerprint, RegistrationError, Worker
 from tests.chaos.memory import Memory
-from tests.chaos.orders import LARGEST, Answer, Order, connect
-from tests.chaos.shared import Calls, Count, Phase, counts, phase_word
-from tests.chaos.specs import SPECS
+from tests.chaos.shared import (
+    LARGEST,
+    SPECS,
+    Answer,
+    Calls,
+    Count,
+    Order,
+    Phase,
+    counts,
+    mailbox,
+    phase_word,
+    post,
+)
 
 DEADLINE = 1.0
 REGISTER_SECONDS = 5.0
 TRY_AGAIN_SECONDS = 0.1
-NAP_MS = 100
+NAP_SECONDS = 0.1
 LOOK_AT_ALL = 0.15  # of the turns
 
 
 class Rank:
-    """A worker, its memory, and the connection to its scheduler."""
+    """A worker and its memory."""
 
     def __init__(self, folder: Path, runtime_dir: Path, engine: str, rank: int, seed: int) -> None:
-        name = f"{engine}-{rank}"
+        self._name = name = f"{engine}-{rank}"
         self.spec = SPECS[engine]
         self.rank = rank
         self._folder = folder
@@ -44,7 +51,8 @@ class Rank:
         self._memory = Memory(self.spec, rank)
         self._job = 0
         self._overdue: dict[int, list[int]] = {}  # loads that have not ended: their blocks
-        self._scheduler: socket.socket | None = None
+        self._mailbox = mailbox(folder, name)
+        self._mailbox.settimeout(NAP_SECONDS)
         self._worker: Worker | None = None
 
     def run(self) -> None:
@@ -68,7 +76,8 @@ class Rank:
         if order is not None:
             self._calls.counters[Count.RESTS] = 0
             success = self._do(worker, order)
-            self._answer(Answer(order.number, self.rank, success))
+            answer = msgspec.json.encode(Answer(order.number, self._name, success))
+            post(self._mailbox, self._folder, self.spec.name, answer)
         if self._phase[0] == Phase.REST or self._random.random() < LOOK_AT_ALL:
             self._look()
 
@@ -101,29 +110,10 @@ class Rank:
     # --------------------------------------------------------------- orders
 
     def _next_order(self) -> Order | None:
-        sock = self._scheduler
-        if sock is None:
-            try:
-                self._scheduler = connect(self._folder / f"{self.spec.name}.sock")
-            except OSError:
-                time.sleep(TRY_AGAIN_SECONDS)
+        try:
+            return msgspec.json.decode(self._mailbox.recv(LARGEST), type=Order)
+        except TimeoutError:
             return None
-        poller = select.poll()
-        poller.register(sock, select.POLLIN)
-        if not poller.poll(NAP_MS):
-            return None
-        with contextlib.suppress(OSError):
-            frame = sock.recv(LARGEST)
-            if frame:
-                return msgspec.json.decode(frame, type=Order)
-        sock.close()
-        self._scheduler = None
-        return None
-
-    def _answer(self, answer: Answer) -> None:
-        if self._scheduler is not None:
-            with contextlib.suppress(OSError):
-                self._scheduler.send(msgspec.json.encode(answer), socket.MSG_DONTWAIT)
 
     # ----------------------------------------------------------------- jobs
 

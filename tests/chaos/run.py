@@ -17,10 +17,9 @@ from pathlib import Path
 
 from tests.chaos.injections import INJECTIONS, Skip
 from tests.chaos.invariants import Invariants
-from tests.chaos.place import place
 from tests.chaos.plan import Action, Step, plan
 from tests.chaos.shared import Count, Phase
-from tests.chaos.world import World
+from tests.chaos.world import World, place
 from tests.waiting import eventually
 
 KEEP = Path("build/soak")
@@ -36,7 +35,6 @@ class Run:
         self._weights = {kind: each.weight for kind, each in INJECTIONS.items() if only in kind}
         self.invariants = Invariants(world)
         self.steps = 0
-        self._log: list[str] = []
 
     def go(self, seconds: float) -> None:
         """Steps until the time is out."""
@@ -59,7 +57,7 @@ class Run:
         world.now_doing = "at the end"
         world.phase[0] = Phase.END
         for client in world.clients.values():
-            if not client.finish():
+            if not client.end():
                 world.violated(f"{client.name} does not end")
             elif client.status:
                 world.violated(f"{client.name} ended with status {client.status}")
@@ -99,9 +97,9 @@ class Run:
     def close(self) -> None:
         """End every process."""
         for client in self.world.clients.values():
-            if client.started:
+            if client.starts:
                 self.world.thaw(client.pid)
-                client.kill()
+                client.end(signal.SIGKILL)
         self.world.daemon.end(signal.SIGKILL)
 
     def report(self, seconds: float) -> dict[str, object]:
@@ -124,7 +122,7 @@ class Run:
             "most_pinned": max(c.counters[Count.PINNED] for c in schedulers),
             "calls": world.total(Count.CALLS, [*ranks, *schedulers]),
             "daemons": world.daemon.starts,
-            "clients": sum(client.started for client in world.clients.values()),
+            "clients": sum(client.starts for client in world.clients.values()),
             "slowest_recovery_seconds": round(self.invariants.most_recovery, 1),
             "slowest_quiet_seconds": round(self.invariants.most_quiet, 1),
             "violations": len(world.violations),
@@ -141,8 +139,8 @@ def soak(seconds: float, seed: int, only: str = "") -> dict[str, object]:
         only: kinds whose name has this text; empty for all.
     """
     began = time.monotonic()
-    with place() as where:
-        run = Run(World(seed, where), only)
+    with place() as (folder, pool_dir, may_fill):
+        run = Run(World(seed, folder, pool_dir, may_fill=may_fill), only)
         try:
             run.go(seconds)
         finally:
@@ -151,7 +149,7 @@ def soak(seconds: float, seed: int, only: str = "") -> dict[str, object]:
                 kept = KEEP / f"seed-{seed}"
                 shutil.rmtree(kept, ignore_errors=True)
                 kept.mkdir(parents=True)
-                for log in where.folder.glob("*.log"):
+                for log in folder.glob("*.log"):
                     shutil.copy(log, kept)
                 print(f"logs: {kept}", flush=True)
         return run.report(time.monotonic() - began)

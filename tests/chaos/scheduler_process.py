@@ -6,10 +6,7 @@ May be frozen and killed at any moment. It is as careless as an engine can be: s
 tickets and leases it never gives back, and some jobs it takes back at once.
 """
 
-import contextlib
 import random
-import select
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,9 +14,23 @@ from pathlib import Path
 import msgspec
 
 from kvd_client import LoadTicket, Scheduler, StoreAnswer
-from tests.chaos.orders import LARGEST, Answer, Order, listen
-from tests.chaos.shared import Calls, Count, Phase, counts, phase_word
-from tests.chaos.specs import BATCH, GROUPS, KEYS, SPECS
+from tests.chaos.shared import (
+    BATCH,
+    GROUPS,
+    KEYS,
+    LARGEST,
+    SPECS,
+    Answer,
+    Calls,
+    Count,
+    Order,
+    Phase,
+    counts,
+    lives,
+    mailbox,
+    phase_word,
+    post,
+)
 
 DEADLINE = 1.0
 PATIENCE = (5.0, 5.0, 5.0, 0.02, 0.0)  # seconds for a job
@@ -32,7 +43,7 @@ LEASE_SECONDS = 30.0  # the daemon's own limit is much lower
 
 
 class Conductor:
-    """A scheduler and the connections of its ranks."""
+    """A scheduler, and what its ranks answer."""
 
     def __init__(self, folder: Path, runtime_dir: Path, engine: str, seed: int) -> None:
         self.spec = SPECS[engine]
@@ -40,9 +51,9 @@ class Conductor:
         self._phase = phase_word(folder)
         counters = counts(folder, engine)
         self._calls = Calls(engine, counters, folder / "complaints")
-        self._listener = listen(folder / f"{engine}.sock")
-        self._ranks: list[socket.socket] = []
-        self._order = 0
+        self._folder = folder
+        self._mailbox = mailbox(folder, engine)
+        self._mailbox.settimeout(NAP_SECONDS)
         self._held: list[LoadTicket] = []  # while it is told to pin
         with self._calls.within(DEADLINE, "Scheduler()"):
             self._scheduler = Scheduler(runtime_dir, engine, deadline=DEADLINE)
@@ -50,7 +61,6 @@ class Conductor:
     def run(self) -> None:
         """Until the run ends."""
         while self._phase[0] != Phase.END:
-            self._accept()
             self._calls.counters[Count.ATTACHED] = self._scheduler.attached
             if self._phase[0] == Phase.REST:
                 self._let_go()
@@ -142,9 +152,8 @@ class Conductor:
         generations: list[int],
     ) -> bool:
         """Give the order to every rank and wait; whether all have done it."""
-        self._order += 1
         order = Order(
-            number=self._order,
+            number=time.monotonic_ns(),  # no scheduler before this one had it
             way="store" if way == "store" else "load",
             group=group,
             keys=keys,
@@ -153,48 +162,22 @@ class Conductor:
             patience=self._random.choice(PATIENCE),
             cancel=self._random.random() < CANCELLED,
         )
-        for rank in list(self._ranks):
-            try:
-                rank.send(msgspec.json.encode(order), socket.MSG_DONTWAIT)
-            except OSError:
-                self._gone(rank)
-        done: set[int] = set()
+        frame = msgspec.json.encode(order)
+        ranks = [f"{self.spec.name}-{rank}" for rank in range(self.spec.ranks)]
+        waits_for = {name for name in ranks if post(self._mailbox, self._folder, name, frame)}
+        done = set()
         end = time.monotonic() + ANSWER_SECONDS
-        waits_for = len(self._ranks)
-        answers = 0
-        while answers < waits_for and time.monotonic() < end and self._phase[0] != Phase.END:
-            answers_now = self._receive()
-            answers += sum(answer.number == self._order for answer in answers_now)
-            done |= {a.rank for a in answers_now if a.success and a.number == self._order}
-            waits_for = min(waits_for, len(self._ranks) + answers)
-        return len(done) == self.spec.ranks
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._listener.accept()
-                self._ranks.append(connection)
-
-    def _receive(self) -> list[Answer]:
-        poller = select.poll()
-        by_fd = {rank.fileno(): rank for rank in self._ranks}
-        for fd in by_fd:
-            poller.register(fd, select.POLLIN)
-        answers_now = []
-        for fd, _ in poller.poll(NAP_SECONDS * 1000):
+        while waits_for and time.monotonic() < end and self._phase[0] != Phase.END:
             try:
-                frame = by_fd[fd].recv(LARGEST)
-            except OSError:
-                frame = b""
-            if frame:
-                answers_now.append(msgspec.json.decode(frame, type=Answer))
-            else:
-                self._gone(by_fd[fd])
-        return answers_now
-
-    def _gone(self, rank: socket.socket) -> None:
-        self._ranks.remove(rank)
-        rank.close()
+                answer = msgspec.json.decode(self._mailbox.recv(LARGEST), type=Answer)
+            except TimeoutError:
+                waits_for = {name for name in waits_for if lives(self._folder, name)}
+                continue
+            if answer.number == order.number:
+                waits_for.discard(answer.name)
+                if answer.success:
+                    done.add(answer.name)
+        return len(done) == self.spec.ranks
 
 
 def main() -> None:

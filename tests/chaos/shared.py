@@ -1,12 +1,18 @@
-"""What client processes share with the harness: counters that outlive a SIGKILL, and complaints."""
+"""What the processes of a run share: engines and keys, orders, counters that outlive a SIGKILL."""
 
 import mmap
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Literal
+
+from kvd_client import RankLayout
+from tests.daemon.engines import keys_of, make_layout
 
 SLACK_SECONDS = 15.0  # a busy machine may keep a process from running for so long
 
@@ -95,3 +101,102 @@ class Calls:
         line = f"{time.monotonic():.3f} {self.name}: {text}\n"
         with self._complaints.open("a", encoding="utf-8") as file:
             file.write(line)
+
+
+# ---------------------------------------------------------------------- engines
+
+KEYS = 160
+BATCH = 10
+BLOCKS = 96
+GROUPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One engine.
+
+    Attributes:
+        name: the engine's.
+        model: engines of one model share chunks.
+        ranks: how many.
+        page: bytes of a page.
+        replicated: every rank holds the same bytes.
+    """
+
+    name: str
+    model: str
+    ranks: int
+    page: int = 4096
+    replicated: bool = False
+
+    @property
+    def layout(self) -> RankLayout:
+        """Of each of its ranks."""
+        return make_layout(blocks=BLOCKS, page=self.page, replicated=self.replicated)
+
+    def keys(self, group: int) -> list[bytes]:
+        """Those of one group, the same for all engines of the model."""
+        return keys_of(f"{self.model}{group}", KEYS)
+
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        Spec("one", "split", 2),
+        Spec("two", "split", 2),
+        Spec("alike", "alike", 2, page=8192, replicated=True),
+    )
+}
+"""By name. The first two share their chunks; the third has chunks of another size."""
+
+
+# ----------------------------------------------------------------------- orders
+
+LARGEST = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Store or load these chunks of a group, then take the blocks back after `patience` seconds."""
+
+    number: int
+    way: Literal["store", "load"]
+    group: int
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    patience: float
+    cancel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A rank has done with an order; its blocks are its own again."""
+
+    number: int
+    name: str
+    success: bool
+
+
+def mailbox(folder: Path, name: str) -> socket.socket:
+    """Where datagrams to a process of this name arrive; that of one before it is replaced."""
+    path = folder / f"{name}.sock"
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    sock.bind(str(path))
+    return sock
+
+
+def post(sock: socket.socket, folder: Path, name: str, frame: bytes) -> bool:
+    """Send a datagram; whether that process lives and takes it."""
+    try:
+        sock.sendto(frame, socket.MSG_DONTWAIT, str(folder / f"{name}.sock"))
+    except OSError:
+        return False
+    return True
+
+
+def lives(folder: Path, name: str) -> bool:
+    """Whether a process has the mailbox of this name open."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(str(folder / f"{name}.sock")) == 0

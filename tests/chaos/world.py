@@ -1,14 +1,57 @@
 """Everything that injections act on and invariants look at."""
 
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from tests.chaos.children import Client, Freezer
-from tests.chaos.clock import WallClock
-from tests.chaos.daemons import Daemon
-from tests.chaos.place import Place
-from tests.chaos.shared import Count, phase_word
-from tests.chaos.specs import SPECS
+from tests.chaos.processes import Client, Daemon
+from tests.chaos.shared import SPECS, Count, phase_word, words
+from tests.fakecuda.build import NoCompiler, compiler
+
+POOL_DIR_BYTES = 24 * 2**20  # room for the largest pool of a run, its ledgers, and little more
+SOURCE = Path(__file__).with_name("clock.c")
+FLAGS = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
+YEAR = 365 * 86_400
+JUMPS = (-20 * YEAR, -86_400, -30, -1, 1, 30, 86_400, 20 * YEAR, 79 * YEAR, 100 * YEAR)
+"""Seconds; 32 bits hold 80 years from now."""
+
+
+class WallClock:
+    """How far the clock of the daemons is from the machine's.
+
+    `missing` says why it cannot be moved here, if it cannot.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._offset = words(folder / "clock", 1)
+        self.missing = ""
+        self.environment: dict[str, str] = {}
+        library = folder / "clock.so"
+        try:
+            command = [compiler(), *FLAGS, str(SOURCE), "-o", str(library)]
+        except NoCompiler as error:
+            self.missing = str(error)
+            return
+        subprocess.run(command, check=True, timeout=60)
+        self.environment = {
+            "LD_PRELOAD": str(library),
+            "KVD_CHAOS_CLOCK": str(folder / "clock"),
+        }
+
+    def jump(self, seconds: int) -> None:
+        """From now on the clock is so far ahead of the machine's, or behind it."""
+        self._offset[0] = seconds & 0xFFFF_FFFF_FFFF_FFFF
+
+    def __repr__(self) -> str:
+        return f"<WallClock {self._offset[0]}>"
 
 
 class World:
@@ -16,30 +59,31 @@ class World:
 
     Attributes:
         seed: of the plan.
-        place: its folders.
+        folder, pool_dir: its places; `may_fill` says whether the pool's may be filled to the brim.
         daemon: the one under test.
         clients: schedulers and ranks by name.
-        freezer: who is frozen.
         injected: how often each kind was injected; `skipped` says why some were not.
         violations: in words, all of them.
     """
 
-    def __init__(self, seed: int, place: Place) -> None:
+    def __init__(self, seed: int, folder: Path, pool_dir: Path, *, may_fill: bool) -> None:
         self.seed = seed
-        self.place = place
-        self.clock = WallClock(place.folder)
-        self.daemon = Daemon(place, self.clock.environment)
-        self.phase = phase_word(place.folder)
-        self.freezer = Freezer()
+        self.folder = folder
+        self.pool_dir = pool_dir
+        self.may_fill = may_fill
+        self.clock = WallClock(folder)
+        self.daemon = Daemon(folder, pool_dir, self.clock.environment)
+        self.phase = phase_word(folder)
         self.injected: Counter[str] = Counter()
         self.skipped: dict[str, str] = {}
         self.violations: list[str] = []
         self.now_doing = "nothing yet"
         self.clients: dict[str, Client] = {}
+        self._frozen: dict[int, float] = {}  # by pid, since when
         for number, spec in enumerate(SPECS.values()):
             for rank in (None, *range(spec.ranks)):
                 own = seed * 1_000_003 + number * 10_007 + (rank or 0) * 101
-                client = Client(place.folder, place.runtime_dir, spec, rank, own & 0x7FFFFFFF)
+                client = Client(folder, spec, rank, own & 0x7FFFFFFF)
                 self.clients[client.name] = client
 
     def violated(self, text: str) -> None:
@@ -59,16 +103,29 @@ class World:
         """A counter's sum."""
         return sum(client.counters[count] for client in clients)
 
+    def freeze(self, pid: int) -> None:
+        """SIGSTOP, if the process is there."""
+        now = time.monotonic()  # before, for this process may be kept from running after it
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            self._frozen.setdefault(pid, now)
+
     def thaw(self, pid: int) -> None:
-        """Let a frozen process go on."""
-        counters = [c.counters for c in self.clients.values() if c.started and c.pid == pid]
-        self.freezer.cont(pid, counters[0] if counters else None)
+        """SIGCONT, after telling a client for how long it was away."""
+        since = self._frozen.pop(pid, None)
+        if since is None:
+            return
+        for client in self.clients.values():
+            if client.starts and client.pid == pid:
+                client.counters[Count.STOPPED_NS] += int((time.monotonic() - since) * 1e9)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
     def revive(self) -> None:
         """Start what does not run."""
         if not self.daemon.running:
-            died = self.daemon.died()
-            if died and not (self.daemon.refused_to_start() and "fill pool" in self.now_doing):
+            died = self.daemon.died(may_refuse="fill pool" in self.now_doing)
+            if died:
                 self.violated(died)
             self.daemon.start()
         for client in self.clients.values():
@@ -83,3 +140,32 @@ class World:
             if not late or time.monotonic() > end:
                 return late
             time.sleep(0.02)
+
+
+@contextmanager
+def place() -> Iterator[tuple[Path, Path, bool]]:
+    """Folders of a run and of its pool, gone with the block; whether the pool's may be filled."""
+    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
+    pool_dir = folder / "pool"
+    pool_dir.mkdir()
+    mounted = _mount(pool_dir)
+    if not mounted:
+        pool_dir.rmdir()
+        pool_dir = Path(tempfile.mkdtemp(prefix="kvd-chaos-", dir="/dev/shm"))
+    try:
+        yield folder, pool_dir, mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(pool_dir)], check=False, timeout=30)
+        shutil.rmtree(pool_dir, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mount(where: Path) -> bool:
+    """A tmpfs there, where this user may mount one."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={POOL_DIR_BYTES},mode=0755", "tmpfs"]
+    try:
+        done = subprocess.run([*command, str(where)], capture_output=True, check=False, timeout=30)
+    except OSError:
+        return False
+    return done.returncode == 0

@@ -3,7 +3,7 @@
 import contextlib
 from collections import Counter
 
-from kvd.broker.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
+from kvd.broker.effects import Effect, KillLane, Notify, Reply, StartLane, ToLane
 from kvd.broker.sessions import Peer, Session
 from kvd.broker.status_report import status_report
 from kvd.errors import IntegrityError
@@ -34,26 +34,21 @@ HOST = "host"
 QUIET_SECONDS = 60
 
 
-class CoreTarget:
+def play_core(script: Script) -> None:
     """A new broker for each script; a lane that does at once what it is told."""
-
-    name = "core"
-
-    def play(self, script: Script) -> None:
-        """See Target."""
-        play = _Play()
-        for number, step in enumerate(script):
-            try:
-                play.do(step)
-                play.check()
-            except Finding:
-                raise
-            except Exception as error:
-                raise Finding(f"step {number}, {step.where}: {error!r}") from error
+    play = _Play()
+    for number, step in enumerate(script):
         try:
-            play.end(patient=len(script) % 2 == 0)
-        except IntegrityError as error:
-            raise Finding(f"in the end: {error!r}") from error
+            play.do(step)
+            play.check()
+        except Finding:
+            raise
+        except Exception as error:
+            raise Finding(f"step {number}, {step.where}: {error!r}") from error
+    try:
+        play.end(patient=len(script) % 2 == 0)
+    except IntegrityError as error:
+        raise Finding(f"in the end: {error!r}") from error
 
 
 class _Play:
@@ -67,7 +62,6 @@ class _Play:
         self.answers: Counter[tuple[int, int]] = Counter()
         self.asked: Counter[tuple[int, int]] = Counter()
         self.came = 0
-        self.wanted = {HOST}
         self.broker = make_broker(POOL, max_namespaces=8, max_leases=16)
         self._from_lane(lane_ready())
 
@@ -165,7 +159,7 @@ class _Play:
             registration = session.registration
             if len(slots) != len(generations) or registration is None:
                 return
-            here = (slots >= 0) & (slots < bound.num_slots)
+            here = slots < bound.num_slots
             many = int(here.sum())
             factor = registration.layout.blocks_per_chunk
             share = ShareDone(
@@ -173,7 +167,7 @@ class _Play:
                 rank=registration.rank,
                 namespace=bound.namespace,
                 slots=IntArray.of(slots[here], "u4"),
-                generations=IntArray.of(generations[here].astype("<u8"), "u8"),
+                generations=IntArray.of(generations[here], "u8"),
                 first=IntArray.of([0] * many, "u2"),
                 count=IntArray.of([factor] * many, "u2"),
                 groups=IntArray.of([0] * many, "u2"),
@@ -196,10 +190,7 @@ class _Play:
                 case ToLane():
                     self._told(effect)
                 case StartLane(device=device):
-                    self.wanted.add(device)
                     self._from_lane(LaneFailed(error="there is no such device"), device)
-                case DropLane(device=device):
-                    self.wanted.discard(device)
                 case KillLane():
                     raise Finding(f"lane {effect.device} is killed")
                 case _:

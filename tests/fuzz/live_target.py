@@ -3,21 +3,21 @@
 import contextlib
 import json
 import re
+import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-import zmq
-
-from kvd_proto.codec import HEADER_BYTES, MAGIC, WIRE
+from kvd_proto.codec import HEADER_BYTES, MAGIC
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import (
     TAGS,
     Clear,
-    Hello,
+    Error,
+    ErrorCode,
     Message,
     Ping,
     Pong,
@@ -26,12 +26,13 @@ from kvd_proto.messages import (
     Status,
     StatusReport,
 )
+from tests.daemon.raw_client import RawClient
 from tests.daemon.serving import Daemon, started_daemons
 from tests.fuzz.neighbour import Neighbour
-from tests.fuzz.raw import PATIENCE_MS, Actor
+from tests.fuzz.raw import Actor
 from tests.fuzz.script import Marks, Script, Step
 from tests.fuzz.target import Finding
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 REPLY_MS = 30
 REGISTER_MS = 300
@@ -44,20 +45,17 @@ RSS_SLACK_BYTES = 128 * 2**20
 
 
 class LiveTarget:
-    """A daemon, started with the block that this is used in.
+    """A daemon, started with the block that this is used in; see `Play`.
 
     Args:
         runtime_dir: a short path that does not exist yet.
         valid: every request is one that is answered, and each waits for what it needs.
     """
 
-    name = "live"
-
     def __init__(self, runtime_dir: Path, *, valid: bool = False) -> None:
         self._runtime_dir = runtime_dir
         self._valid = valid
         self._stack = ExitStack()
-        self._request_id = 10_000
         self._log_read = 0
 
     def __enter__(self) -> Self:
@@ -71,14 +69,9 @@ class LiveTarget:
     def _begin(self) -> None:
         start = self._stack.enter_context(started_daemons(self._runtime_dir))
         self.daemon: Daemon = start("--log-level", "warning", cpu_bytes=POOL)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._stack.callback(self._context.destroy, 0)
-        self._tool = Actor(999, self._runtime_dir, self._context)
+        self._tool = RawClient(self._runtime_dir)
         self._stack.callback(self._tool.close)
-        hello = Hello(
-            kind="tool", engine="fuzz", pid=1, protocol_min=1, protocol_max=1, client="fuzz"
-        )
-        self._ask(hello)
+        self._tool.hello("tool", "fuzz")
         self.neighbour = self._stack.enter_context(Neighbour(self._runtime_dir))
         self._lane = self._status()["lanes"][0]["pid"]
         self.neighbour.pause()
@@ -86,18 +79,13 @@ class LiveTarget:
         self._before = self._held(self._quiet())
         self.neighbour.go_on()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     # ------------------------------------------------------------------ play
 
     def play(self, script: Script) -> None:
-        """See Target. The daemon is asked after every script, for leaks by `look`."""
+        """The daemon is asked after every script, for leaks by `look`."""
         marks = Marks(self._tool.boot_id)
         actors: dict[int, Actor] = {}
         try:
@@ -114,8 +102,8 @@ class LiveTarget:
             if old is not None:
                 old.close()
             if step.where == "open":
-                with contextlib.suppress(OSError, DecodeError):
-                    actors[step.actor] = Actor(step.actor, self._runtime_dir, self._context)
+                with contextlib.suppress(OSError, DecodeError, AssertionError):
+                    actors[step.actor] = Actor(self._runtime_dir)
                     marks.came(step.actor, actors[step.actor].token)
             return
         if step.where == "time":
@@ -143,7 +131,7 @@ class LiveTarget:
         if len(frame) < HEADER_BYTES or not frame.startswith(MAGIC):
             return
         slow = frame[6:8] == _REGISTER
-        patience = PATIENCE_MS if self._valid else REGISTER_MS if slow else REPLY_MS
+        patience = int(PATIENCE * 1000) if self._valid else REGISTER_MS if slow else REPLY_MS
         reply = actor.receive(where, patience)
         while reply is not None:
             marks.learn(reply[1])
@@ -255,13 +243,30 @@ class LiveTarget:
 
     def _ask(self, message: Message) -> Message:
         """A request of the tool's, with its reply."""
-        self._request_id += 1
-        tool = self._tool
-        tool.send("broker", [WIRE.encode(message, self._request_id, tool.boot_id, tool.token)])
-        while (reply := tool.receive("broker", PATIENCE_MS)) is not None:
-            if reply[0].request_id == self._request_id:
-                return reply[1]
-        raise Finding(f"{type(message).__name__} is not answered within {PATIENCE_MS} ms")
+        try:
+            reply = self._tool.ask(message)
+        except (AssertionError, DecodeError) as error:
+            raise Finding(f"{type(message).__name__} is not answered: {error}") from error
+        if isinstance(reply, Error) and reply.code is ErrorCode.INTERNAL:
+            raise Finding(f"an internal error of the broker: {reply.text}")
+        return reply
+
+
+@contextmanager
+def live_target() -> Iterator[LiveTarget]:
+    """A daemon in a folder of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as folder,
+        LiveTarget(Path(folder) / "run") as live,
+    ):
+        yield live
+
+
+def play_live(script: Script) -> None:
+    """A daemon of its own for a script, for the replay of what was found; leaks too."""
+    with live_target() as live:
+        live.play(script)
+        live.look()
 
 
 _REGISTER = next(tag for tag, kind in TAGS.items() if kind is Register).to_bytes(2, "little")

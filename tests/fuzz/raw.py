@@ -15,43 +15,27 @@ from kvd_client.memory import sealed_file
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import MAX_DESCRIPTORS, Error, ErrorCode, LaneUp, Message
+from tests.daemon.raw_client import RawClient
 from tests.fuzz.script import Marks
 from tests.fuzz.target import Finding
 
-PATIENCE_MS = 30_000
 
-
-class Actor:
-    """One control socket connection with a request socket and a job socket.
+class Actor(RawClient):
+    """A session with a socket for jobs too; whoever is let in may send what he likes.
 
     Raises:
-        OSError: the daemon lets nobody in now.
+        OSError, AssertionError: the daemon lets nobody in now.
     """
 
-    def __init__(
-        self, number: int, runtime_dir: Path, context: "zmq.Context[zmq.Socket[bytes]]"
-    ) -> None:
-        self.number = number
-        self.token = b""
-        self._context = context
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._owed: Counter[tuple[str, int]] = Counter()  # replies, by socket and request id
-        self._endpoints = {"broker": f"ipc://{runtime_dir / 'broker.sock'}"}
-        self.control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.control_socket.settimeout(PATIENCE_MS / 1000)
-        try:
-            self.control_socket.connect(str(runtime_dir / "control.sock"))
-            frame = self.control_socket.recv(65536)
-            header, _ = WIRE.decode(frame)
-        except BaseException:
-            self.control_socket.close()
-            raise
-        self.boot_id, self.token = header.boot_id, header.session
+    def __init__(self, runtime_dir: Path) -> None:
+        super().__init__(runtime_dir)
         self.control_socket.setblocking(False)  # the socket API's own form
+        self._sockets = {"broker": self.socket}
+        self._owed: Counter[tuple[str, int]] = Counter()  # replies, by socket and request id
 
     def send(self, where: str, parts: list[bytes]) -> bool:
         """Send to the broker or the lane; whether there was a socket to send to."""
-        sock = self._socket(where)
+        sock = self._sockets.get(where)
         if sock is None or not parts:
             return False
         with contextlib.suppress(zmq.Again):
@@ -114,27 +98,14 @@ class Actor:
             except DecodeError as error:
                 raise Finding(f"an unreadable notice: {error}") from error
             marks.learn(message)
-            if isinstance(message, LaneUp):
-                self._endpoints["lane"] = message.endpoint
+            if isinstance(message, LaneUp) and "lane" not in self._sockets:
+                lane = self._sockets["lane"] = self.context.socket(zmq.DEALER)
+                lane.connect(message.endpoint)
 
     def knows_lane(self, marks: Marks) -> bool:
         """Whether a notice has named the lane's endpoint."""
         self.receive_notices(marks)
-        return "lane" in self._endpoints
-
-    def close(self) -> None:
-        """Leave."""
-        self.control_socket.close()
-        for sock in self._sockets.values():
-            sock.close(0)
-
-    def _socket(self, where: str) -> "zmq.Socket[bytes] | None":
-        if where not in self._sockets and where in self._endpoints:
-            sock = self._context.socket(zmq.DEALER)
-            sock.linger = 0
-            sock.connect(self._endpoints[where])
-            self._sockets[where] = sock
-        return self._sockets.get(where)
+        return "lane" in self._sockets
 
 
 @contextmanager

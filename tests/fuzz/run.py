@@ -12,24 +12,22 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fuzz.core_target import CoreTarget
-from tests.fuzz.live_target import LiveTarget
+from tests.fuzz.core_target import play_core
+from tests.fuzz.live_target import LiveTarget, live_target, play_live
 from tests.fuzz.mutate import random_script
 from tests.fuzz.script import Case, Script
-from tests.fuzz.target import CodecTarget, Finding, Target, shorter
+from tests.fuzz.target import Finding, Play, play_codec, shorter
 
 FOLDER = Path("build/fuzz")
 BATCH = 150  # scripts between two looks for leaks in the live daemon
 IN_PROCESS = 6  # scripts for the targets in this process for each one of the daemon's
 PURE_TRIES, LIVE_TRIES = 400, 12
+TARGETS: dict[str, Play] = {"codec": play_codec, "core": play_core, "live": play_live}
 ENOUGH = 20  # findings, after which a run has shown that it cannot go on
 
 
@@ -87,7 +85,6 @@ class Run:
         self.tally = Tally(seed)
         self._end = time.monotonic() + seconds
         self._random = random.Random(seed)
-        self._pure: tuple[Target, ...] = (CodecTarget(), CoreTarget())
 
     def go_on(self) -> bool:
         """There is time left, and reason."""
@@ -112,63 +109,40 @@ class Run:
                     self.pure(self._next())
                 played.append(self._next())
                 live.play(played[-1])
-                self.tally.count(live.name, played[-1])
+                self.tally.count("live", played[-1])
             live.look()
         except Finding as finding:
             script: Script = tuple(step for one in played for step in one)
-            self._keep(FreshDaemon(), finding, script, LIVE_TRIES)
+            self._keep("live", finding, script, LIVE_TRIES)
             return False
         return True
 
     def pure(self, script: Script) -> None:
         """One script for the targets in this process."""
-        for target in self._pure:
-            self.tally.count(target.name, script)
+        for target in ("codec", "core"):
+            self.tally.count(target, script)
             try:
-                target.play(script)
+                TARGETS[target](script)
             except Finding as finding:
                 self._keep(target, finding, script, PURE_TRIES)
 
-    def _keep(self, target: Target, finding: Finding, script: Script, tries: int) -> None:
+    def _keep(self, target: str, finding: Finding, script: Script, tries: int) -> None:
         """Write the script whole, then without the steps that its finding does not need."""
-        path = self.tally.note(target.name, finding, script)
-        shortened = shorter(script, target, tries)
-        Case(target.name, self.tally.seed, str(finding), shortened).save(path)
+        path = self.tally.note(target, finding, script)
+        shortened = shorter(script, TARGETS[target], tries)
+        Case(target, self.tally.seed, str(finding), shortened).save(path)
         print(f"  {len(shortened)} steps are left of it", flush=True)
 
     def _next(self) -> Script:
         return random_script(random.Random(self._random.getrandbits(64)))
 
 
-@contextmanager
-def live_target() -> Iterator[LiveTarget]:
-    """A daemon in a folder of its own."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as folder,
-        LiveTarget(Path(folder) / "run") as live,
-    ):
-        yield live
-
-
-class FreshDaemon:
-    """A daemon of its own for each script, for the replay of what was found."""
-
-    name = "live"
-
-    def play(self, script: Script) -> None:
-        """See Target; leaks are looked for too."""
-        with live_target() as live:
-            live.play(script)
-            live.look()
-
-
 def replay(path: Path) -> int:
     """Play a file again; 1 if it still finds something."""
     case = Case.load(path)
-    targets: dict[str, Target] = {t.name: t for t in (CodecTarget(), CoreTarget(), FreshDaemon())}
     print(f"then: {case.problem}")
     try:
-        targets[case.target].play(case.script)
+        TARGETS[case.target](case.script)
     except Finding as finding:
         print(f"now: {finding}")
         return 1

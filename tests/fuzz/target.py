@@ -1,10 +1,12 @@
-"""What scripts are played against: each target takes one and raises `Finding` on a fault."""
+"""What scripts are played against: a function that takes one and raises `Finding` on a fault."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from tests.fuzz.script import Script
+
+Play = Callable[[Script], None]
 
 
 class Finding(Exception):
@@ -15,42 +17,24 @@ class Finding(Exception):
         self.leak = leak
 
 
-class Target(Protocol):
-    """One of the codec, the broker's decisions, a live daemon."""
-
-    name: str
-
-    def play(self, script: Script) -> None:
-        """Play it.
-
-        Raises:
-            Finding: what is wrong.
-        """
-
-
-class CodecTarget:
+def play_codec(script: Script) -> None:
     """A frame is refused with a DecodeError, or is a message that survives a round trip."""
-
-    name = "codec"
-
-    def play(self, script: Script) -> None:
-        """See Target."""
-        for frame in (part for step in script for part in step.parts):
-            try:
-                header, message = WIRE.decode(frame)
-            except DecodeError as error:
-                if not str(error):
-                    raise Finding(f"{type(error).__name__} has no text") from error
-                continue
-            except Exception as error:
-                raise Finding(f"decoding raises {error!r}") from error
-            again = WIRE.encode(message, header.request_id, header.boot_id, header.session)
-            # repr: NaN is not equal to itself
-            if repr(WIRE.decode(again)) != repr((header, message)):
-                raise Finding(f"{message!r} does not survive a round trip")
+    for frame in (part for step in script for part in step.parts):
+        try:
+            header, message = WIRE.decode(frame)
+        except DecodeError as error:
+            if not str(error):
+                raise Finding(f"{type(error).__name__} has no text") from error
+            continue
+        except Exception as error:
+            raise Finding(f"decoding raises {error!r}") from error
+        again = WIRE.encode(message, header.request_id, header.boot_id, header.session)
+        # repr: NaN is not equal to itself
+        if repr(WIRE.decode(again)) != repr((header, message)):
+            raise Finding(f"{message!r} does not survive a round trip")
 
 
-def shorter(script: Script, target: Target, tries: int) -> Script:
+def shorter(script: Script, play: Play, tries: int) -> Script:
     """Return the script without the steps that its finding does not need; `tries` plays at most."""
     size = max(1, len(script) // 2)
     while tries and script:
@@ -59,7 +43,7 @@ def shorter(script: Script, target: Target, tries: int) -> Script:
             less = script[:place] + script[place + size :]
             tries -= 1
             try:
-                target.play(less)
+                play(less)
             except Finding:
                 script = less
             else:

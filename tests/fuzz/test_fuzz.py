@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from kvd.broker.sessions import Registry
 from kvd.cache.chunks import ChunkTable
 from kvd_proto.messages import REPLY_OF, TAGS
-from tests.fuzz.core_target import CoreTarget
+from tests.fuzz.core_target import play_core
 from tests.fuzz.live_target import LiveTarget
 from tests.fuzz.mutate import CHANGES, mutated, random_script
-from tests.fuzz.run import FreshDaemon
+from tests.fuzz.run import TARGETS
 from tests.fuzz.script import Case, Script, Step
 from tests.fuzz.sessions import engine_session, session
-from tests.fuzz.target import CodecTarget, Finding, Target, shorter
+from tests.fuzz.target import Finding, play_codec, shorter
 from tests.waiting import eventually
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
@@ -31,14 +31,14 @@ LIVE_SCRIPTS = 40
 @given(SEEDS, st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), SEEDS), max_size=6))
 def test_the_codec_refuses_what_is_no_message(seed: int, changes: list[tuple[str, int]]) -> None:
     """Every frame of a mutated session is a message or a DecodeError."""
-    CodecTarget().play(mutated(session(random.Random(seed)), changes))
+    play_codec(mutated(session(random.Random(seed)), changes))
 
 
 @SHORT
 @given(SEEDS, st.lists(COMMON, max_size=6))
 def test_the_broker_decides_on_anything(seed: int, changes: list[tuple[str, int]]) -> None:
     """A mutated session leaves the broker's state sound, each request answered, nothing held."""
-    CoreTarget().play(mutated(session(random.Random(seed)), changes))
+    play_core(mutated(session(random.Random(seed)), changes))
 
 
 def test_a_live_daemon_stands_mutated_sessions(runtime_dir: Path) -> None:
@@ -73,8 +73,7 @@ def test_valid_sessions_are_served(runtime_dir: Path) -> None:
 def test_what_was_found_stays_mended(path: Path) -> None:
     """Files of frames that once found a fault find none."""
     case = Case.load(path)
-    targets: dict[str, Target] = {t.name: t for t in (CodecTarget(), CoreTarget(), FreshDaemon())}
-    targets[case.target].play(case.script)
+    TARGETS[case.target](case.script)
 
 
 def test_a_case_is_written_and_read_again(tmp_path: Path) -> None:
@@ -87,19 +86,13 @@ def test_a_case_is_written_and_read_again(tmp_path: Path) -> None:
 def test_a_finding_is_made_shorter() -> None:
     """Of a long script those steps are left that the finding needs."""
 
-    class Pair:
-        """Finds a fault in two steps that come in order."""
-
-        name = "pair"
-
-        def play(self, script: Script) -> None:
-            """See Target."""
-            times = [step.actor for step in script]
-            if 3 in times and 17 in times[times.index(3) :]:
-                raise Finding("a pair")
+    def pair(script: Script) -> None:
+        times = [step.actor for step in script]
+        if 3 in times and 17 in times[times.index(3) :]:
+            raise Finding("a pair")
 
     script = tuple(Step(number, "time") for number in range(40))
-    assert [step.actor for step in shorter(script, Pair(), 200)] == [3, 17]
+    assert [step.actor for step in shorter(script, pair, 200)] == [3, 17]
 
 
 def _raises(*_: object, **__: object) -> NoReturn:
@@ -122,7 +115,7 @@ def test_planted_faults_are_found(
     found = []
     for seed in range(60):
         try:
-            CoreTarget().play(random_script(random.Random(seed)))
+            play_core(random_script(random.Random(seed)))
         except Finding as finding:
             found.append(finding)
     assert found
