@@ -172,15 +172,3 @@ class Stream:
     def is_idle(self) -> bool:
         """Whether everything given to it is done."""
         return code_of("cuStreamQuery", self.handle) == 0
-
-
-def copy_batch(copies: list[tuple[int, int, int]], order: str, stream: Stream) -> None:
-    """Copies (to, from, bytes) by cuMemcpyBatchAsync, with STREAM, DURING_API_CALL or ANY order."""
-    attributes = driver.CUmemcpyAttributes()
-    attributes.srcAccessOrder = getattr(
-        driver.CUmemcpySrcAccessOrder, f"CU_MEMCPY_SRC_ACCESS_ORDER_{order}"
-    )
-    to = [driver.CUdeviceptr(copy[0]) for copy in copies]
-    source = [driver.CUdeviceptr(copy[1]) for copy in copies]
-    sizes = [copy[2] for copy in copies]
-    call("cuMemcpyBatchAsync", to, source, sizes, len(copies), [attributes], [0], 1, stream.handle)
