@@ -10,7 +10,6 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvd.client_names import Fields
 from kvd.lane.devices.device import Direction
 from kvd.lane.queue import Queued
 from kvd.lane.workers import Binding, Worker
@@ -72,7 +71,6 @@ class LaneJob(Queued):
     started_ns: int = 0
     ended_ns: int = 0
     outcome: Refusal = (JobStatus.OK, "")
-    on_end: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def deadline_ns(self) -> int:
@@ -88,16 +86,6 @@ class LaneJob(Queued):
     def unfinished(self) -> bool:
         """Whether its Done is still to come."""
         return self.state is not JobState.ENDED
-
-    @property
-    def label(self) -> str:
-        """How logs name this job."""
-        return f"{self.direction} {self.request.job} of {self.worker.who}"
-
-    @property
-    def fields(self) -> Fields:
-        """The same for programs."""
-        return {**self.worker.who.fields, "job": self.request.job}
 
     @property
     def void(self) -> bool:
@@ -166,7 +154,7 @@ class LaneJob(Queued):
 
     def __repr__(self) -> str:
         return (
-            f"<LaneJob {self.label}: {self.state},"
+            f"<LaneJob {self.direction} {self.request.job} of {self.worker.who}: {self.state},"
             f" piece {self.next_piece}/{len(self.pieces)}, {self.in_flight} in flight>"
         )
 

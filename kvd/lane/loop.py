@@ -12,7 +12,7 @@ import select
 import time
 from pathlib import Path
 
-from kvd.lane.devices.device import Device
+from kvd.lane.devices.device import Device, Direction
 from kvd.lane.orders import FRAMES_PER_TURN, Orders
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT, Reports
@@ -104,7 +104,8 @@ class LaneService:
                 moved = self._runner.turn()
                 self._reports.report_ended()
                 nap = self._back_off(nap, busy=moved or orders or requests)
-                if moved and self._runner.stores_only and not self._device.pins:
+                stores_only = self._runner.last_way is Direction.STORE  # no load could move
+                if moved and stores_only and not self._device.pins:
                     paused = self._pause(paused)
         except EOFError:
             _log.warning("the broker is gone: ending")

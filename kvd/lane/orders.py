@@ -164,11 +164,9 @@ class Orders:
     def _answer_broker(self) -> None:
         self._reports.tell_broker(
             LanePong(
-                queued_jobs=self._runner.queued_jobs,
-                bytes_in_flight=self._runner.bytes_in_flight,
+                **self._runner.figures(),
                 workers=len(self._workers),
                 counters=self._reports.counted,
-                oldest_job_ns=self._runner.oldest_job_ns,
             )
         )
 

@@ -58,12 +58,12 @@ class Reports:
                 )
             )
             if status is JobStatus.OK:
-                self._count_stages(job, self.runner.now)
+                self._count_stages(job, self.runner.clock())
             # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
             if job.direction is Direction.STORE:
                 self._add_shares(job.shares(ok=status is JobStatus.OK))
-            for action in job.on_end:
-                action()
+        for action in self.runner.take_due():
+            action()
 
     def refuse_job(self, request: Job, reply: Reply, text: str) -> None:
         """Answer that a job is not taken, and why."""

@@ -31,6 +31,7 @@ class Runner:
 
     Attributes:
         stopping: no more jobs are taken; the loop ends when those that are here have ended.
+        last_way: of the piece that the device was given last.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class Runner:
     ) -> None:
         self.stopping = False
         self._device = device
-        self._clock = clock
+        self.clock = clock
         self._queue: JobQueue[LaneJob] = JobQueue(limits)
         self._jobs: dict[tuple[Worker, int], LaneJob] = {}
         self._next_deadline = math.inf  # none is earlier
         self._ended: list[LaneJob] = []
-        self._last_way = Direction.STORE
+        self._waiting: list[tuple[Collection[LaneJob], Callable[[], None]]] = []
+        self.last_way = Direction.STORE
 
     # ------------------------------------------------------------ requests
 
@@ -84,7 +86,7 @@ class Runner:
             chunks=chunks,
             own=own,
             reply=reply,
-            accepted_ns=self._clock(),
+            accepted_ns=self.clock(),
         )
         self._jobs[worker, request.job] = job
         self._next_deadline = min(self._next_deadline, job.deadline_ns)
@@ -105,27 +107,14 @@ class Runner:
         self._queue.prioritize(job)
 
     def when_ended(self, jobs: Collection[LaneJob], action: Callable[[], None]) -> None:
-        """Call `action` once all of `jobs` have ended and were reported; now if none is left."""
-        left = [job for job in jobs if job.unfinished]
-        if not left:
-            action()
-            return
-        count = len(left)
-
-        def one_less() -> None:
-            nonlocal count
-            count -= 1
-            if not count:
-                action()
-
-        for job in left:
-            job.on_end.append(one_less)
+        """Let `take_due` return `action` once all of `jobs` have ended."""
+        self._waiting.append((jobs, action))
 
     # ------------------------------------------------------------ the work
 
     def turn(self) -> bool:
         """Expire, start and feed jobs, look at the device; whether anything moved on."""
-        now = self._clock()
+        now = self.clock()
         if now >= self._next_deadline:
             for job in self:
                 if job.deadline_ns <= now:
@@ -149,12 +138,18 @@ class Runner:
         ended, self._ended = self._ended, []
         return ended
 
-    # ------------------------------------------------------------- looking
+    def take_due(self) -> list[Callable[[], None]]:
+        """What was to wait for jobs that have all ended, and were taken before."""
+        due, waiting = [], []
+        for jobs, action in self._waiting:
+            if any(job.unfinished for job in jobs):
+                waiting.append((jobs, action))
+            else:
+                due.append(action)
+        self._waiting = waiting
+        return due
 
-    @property
-    def now(self) -> int:
-        """The clock's nanoseconds."""
-        return self._clock()
+    # ------------------------------------------------------------- looking
 
     def find(self, worker: Worker, numbers: Iterable[int]) -> list[LaneJob]:
         """A worker's unfinished jobs of these numbers, each once."""
@@ -172,26 +167,15 @@ class Runner:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    @property
-    def queued_jobs(self) -> int:
-        """Jobs that have not started."""
-        return sum(job.state is JobState.QUEUED for job in self)
-
-    @property
-    def stores_only(self) -> bool:
-        """The device was last given a piece of a store: no load could move."""
-        return self._last_way is Direction.STORE
-
-    @property
-    def oldest_job_ns(self) -> int:
-        """How long ago the oldest job that has not started was accepted; 0 without one."""
+    def figures(self) -> dict[str, int]:
+        """Jobs that have not started, for how long the oldest waits, bytes that the device has."""
         waiting = [job.accepted_ns for job in self if job.state is JobState.QUEUED]
-        return self._clock() - min(waiting) if waiting else 0
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes that the device has been given and has not reported."""
-        return sum(job.in_flight_bytes for job in self)
+        now = self.clock()
+        return {
+            "queued_jobs": len(waiting),
+            "oldest_job_ns": now - min(waiting, default=now),
+            "bytes_in_flight": sum(job.in_flight_bytes for job in self),
+        }
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where jobs, queue and transfers disagree."""
@@ -232,7 +216,7 @@ class Runner:
             self.stop(job, *refusal)
             return False
         job.state = JobState.COPYING
-        job.started_ns = self._clock()
+        job.started_ns = self.clock()
         self._queue.start(job)
         return True
 
@@ -246,7 +230,7 @@ class Runner:
         except LaneError as error:
             self.stop(job, JobStatus.FAILED, str(error))
             return
-        self._last_way = job.direction
+        self.last_way = job.direction
         job.next_piece += 1
         job.in_flight += 1
         job.in_flight_bytes += nbytes
@@ -258,7 +242,8 @@ class Runner:
         job.moved_bytes += finished.nbytes
         job.copy_ns += finished.nanoseconds
         if finished.error:
-            _log.error("%s failed: %s", job.label, finished.error, extra=job.fields)
+            fields = {**job.worker.who.fields, "job": job.request.job}
+            _log.error("%r failed: %s", job, finished.error, extra=fields)
             self.stop(job, JobStatus.FAILED, finished.error)
         if job.state is JobState.DRAINING and not job.in_flight:
             job.state = JobState.ENDED
@@ -280,7 +265,7 @@ class Runner:
     def _settle(self, job: LaneJob) -> None:
         if job.unfinished:
             return
-        job.ended_ns = self._clock()
+        job.ended_ns = self.clock()
         del self._jobs[job.worker, job.request.job]
         job.pieces.clear()
         self._ended.append(job)

@@ -50,6 +50,12 @@ class CudaEngine:
         assert isinstance(device, str)
         return device
 
+    def replace(self, rank: int) -> None:
+        """Another process for a rank that was killed, registered."""
+        self.add(rank)
+        self.ranks[rank].ask("register")
+        self.wait_attached()
+
     def wait_attached(self, to: Daemon | None = None) -> None:
         """Until the engine is complete for everybody; `to` is as for `Engine.wait_attached`."""
         if to is not None:

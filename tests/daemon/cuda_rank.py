@@ -70,7 +70,7 @@ class Rank:
         self._results: dict[int, JobResult] = {}
         self._layout = make_layout(page=page)
         cudatensor.use_device(device)
-        self._streams = [int(cudatensor.Stream().handle) for _ in range(2)]
+        self._stream = int(cudatensor.Stream().handle)
         self._storages = self._make_storages(kind, device)
         self.worker = Worker(Path(runtime_dir), engine, rank, world_size, deadline=DEADLINE)
 
@@ -110,12 +110,12 @@ class Rank:
             for tensor in range(TENSORS):
                 self._put(tensor, block, np.full(self._page(tensor), POISON, np.uint8))
 
-    def compute(self, value: int, blocks: Sequence[int], stream: int = 0) -> None:
-        """Put on a stream: kernels that set every byte of blocks."""
+    def compute(self, value: int, blocks: Sequence[int]) -> None:
+        """Put on the stream: kernels that set every byte of blocks."""
         for block in blocks:
             for tensor in range(TENSORS):
                 at, page = self._address(tensor, block), self._page(tensor)
-                cudatensor.call("cuMemsetD8Async", at, value, page, self._streams[stream])
+                cudatensor.call("cuMemsetD8Async", at, value, page, self._stream)
 
     def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Bytes of blocks that are not the keys' content."""
@@ -140,13 +140,11 @@ class Rank:
         blocks: Sequence[int],
         slots: Sequence[int],
         generations: Sequence[int],
-        stream: int = 0,
-    ) -> int:
-        """A job on group 0 that comes after all that is on a stream; its number."""
-        after = self.worker.timeline.signal_on(self._streams[stream])
+    ) -> None:
+        """A job on group 0 that comes after all that is on the stream."""
+        after = self.worker.timeline.signal_on(self._stream)
         submit = self.worker.submit_store if kind == "store" else self.worker.submit_load
         submit(job, blocks, [len(blocks), 0], [0, 0], slots, generations, after=after)
-        return after
 
     def submit_many(
         self,
@@ -178,10 +176,6 @@ class Rank:
     def wait(self, job: int, timeout: float) -> list[int]:
         """Worker.wait."""
         return sorted(self.worker.wait([job], timeout))
-
-    def reached(self) -> int:
-        """How far the timeline is."""
-        return self.worker.timeline.reached
 
     # -------------------------------------------------------------- driver
 

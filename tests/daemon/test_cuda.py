@@ -12,7 +12,7 @@ from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.cuda_engine import CudaEngine, blocks_of, lane_of, wait_lane
 from tests.daemon.cuda_rank import CudaRank
-from tests.daemon.engines import FACTOR, PAGE, POISON, TENSORS, Engine, keys_of, wait_hit
+from tests.daemon.engines import FACTOR, PAGE, TENSORS, Engine, keys_of, wait_hit
 from tests.fakecuda.harness import calls, write_control
 from tests.processes import kill_and_wait
 from tests.waiting import eventually
@@ -136,47 +136,6 @@ def test_a_store_reads_when_the_stream_is_there_and_not_before(shared: CudaEngin
         assert rank.ask("values", blocks_of(keys, 33)) == {COMPUTED}
 
 
-def test_a_load_writes_after_the_work_that_was_on_its_blocks(shared: CudaEngine) -> None:
-    """What the stream had yet to do with the destination comes first and does not win."""
-    keys = keys_of("after", 3)
-    shared.store(keys)
-    ticket = shared.scheduler.prepare_load(keys)
-    blocks = blocks_of(keys, 33)
-    for rank in shared.ranks.values():
-        rank.ask("switch", "hold=kernels")
-        rank.ask("compute", POISON, blocks)
-    job = shared.submit("load", ticket, blocks)
-    for rank in shared.ranks.values():
-        select.select([], [], [], 0.1)
-        assert rank.ask("finished") == []
-        rank.ask("switch", "hold=")
-    assert shared.succeeded(job)
-    for rank in shared.ranks.values():
-        assert rank.ask("wrong_bytes", keys, blocks) == 0
-
-
-def test_numbers_of_two_streams_are_reached_in_order(shared: CudaEngine) -> None:
-    """A number on an idle stream does not vouch for one on a stream that is busy."""
-    keys = keys_of("streams", 2)
-    blocks, elsewhere = blocks_of(keys, 1), blocks_of(keys, 9)
-    rank = shared.ranks[0]
-    ticket = shared.scheduler.prepare_store(keys)
-    slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
-    before = rank.ask("reached")
-    rank.ask("poison", [*blocks, *elsewhere])
-    rank.ask("switch", "hold=kernels")
-    rank.ask("compute", COMPUTED, blocks)
-    assert rank.ask("submit", "store", 71, blocks, slots, generations) == before + 1
-    assert rank.ask("submit", "store", 72, elsewhere, slots, generations, 1) == before + 2
-    select.select([], [], [], 0.1)
-    assert rank.ask("reached") == before
-    rank.ask("switch", "hold=")
-    rank.result(71)
-    rank.result(72)
-    assert rank.ask("reached") == before + 2
-    shared.scheduler.complete_store(keys, success=False)
-
-
 def test_wait_voids_a_store_whose_stream_is_not_there(shared: CudaEngine) -> None:
     """Preemption: after `wait` the blocks may be overwritten, and the store never is a hit."""
     keys = keys_of("void", 2)
@@ -216,9 +175,7 @@ def test_a_worker_killed_in_a_copy_costs_nobody_else(
     lanes.switch("hold=")
     after = wait_lane(daemon, workers=1)
     assert (after["pid"], after["counters"]["restarts"]) == (lane["pid"], 0)
-    engine.add(1)
-    engine.ranks[1].ask("register")
-    engine.wait_attached()
+    engine.replace(1)
     assert engine.load(keys) == 0
     engine.store(keys_of("again", 2))
 
@@ -286,21 +243,10 @@ def test_a_close_that_hangs_costs_that_lane_alone(
         lanes.switch("hang=")
         after = wait_lane(daemon, workers=1, restarts=1)
         assert after["pid"] != pid
-        engine.add(1)
-        engine.ranks[1].ask("register")
-        engine.wait_attached()
+        engine.replace(1)
         assert engine.load(keys) == 0
         (now,) = (lane for lane in daemon.status()["lanes"] if lane["device"] == "host")
         assert (now["pid"], now["counters"]["restarts"]) == (before["pid"], 0)
-
-
-def test_memory_that_cannot_be_exported_is_refused_with_the_remedy(daemon: Daemon) -> None:
-    """Sleep mode and expandable segments: the worker says what to change, nothing is registered."""
-    with CudaEngine(daemon.runtime_dir, world_size=1, kind="closed") as engine:
-        with pytest.raises(RuntimeError, match=r"UnsupportedMemory: .* sleep mode") as refusal:
-            engine.ranks[0].ask("register")
-        assert "expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF" in str(refusal.value)
-    assert [lane["device"] for lane in daemon.status()["lanes"]] == ["host"]
 
 
 def test_a_device_that_the_daemon_does_not_see_is_refused(

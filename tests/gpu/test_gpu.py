@@ -104,9 +104,7 @@ def test_a_worker_killed_in_a_copy_costs_nobody_else(gpu_daemons: StartDaemon, u
         assert (after["pid"], after["counters"]["restarts"]) == (lane["pid"], 0)
         settle(engine, 0)  # done, or cancelled with the engine, which is incomplete now
         engine.scheduler.complete_load(ticket)
-        engine.add(1)
-        engine.ranks[1].ask("register")
-        engine.wait_attached()
+        engine.replace(1)
         assert engine.load(keys) == 0
 
 

@@ -15,7 +15,7 @@ class TorchRank(Rank):
     def _make_storages(self, kind: str, device: int) -> list[int]:
         del kind
         self._torch_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-        self._streams[0] = self._torch_stream.cuda_stream
+        self._stream = self._torch_stream.cuda_stream
         self._tensors = [
             torch.empty(
                 (self._layout.num_blocks, tensor.page_bytes),

@@ -192,13 +192,15 @@ def a_run_stays_inside_its_storage(rig: CudaRig) -> None:
 
 
 def what_a_worker_claims_is_held_against_the_driver(rig: CudaRig) -> None:
-    """A storage that is larger than its allocation is not mapped."""
+    """A storage that is larger than its allocation is refused, and the allocation closed again."""
+    before = rig.driver.mark
     source = rig.make_worker((4096,))
     (handle,) = source.handles
     assert isinstance(handle, IpcHandle)
     claim = IpcHandle(handle.handle, 2**30, handle.offset)
     with pytest.raises(ImportFailed, match="do not lie inside"):
         rig.device.import_memory((claim,), (2**29,), source.descriptors)
+    assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 1
 
 
 def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
@@ -243,7 +245,7 @@ def a_device_that_hangs_is_given_up(rig: CudaRig) -> None:
     rig.driver.set("hold=copies")
     submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 100)])
     with pytest.raises(LaneError, match="hangs"):
-        drain(rig.device, seconds=10.0)
+        drain(rig.device, seconds=3.0)
     rig.driver.set("hold=")
     while rig.device.in_flight:
         with contextlib.suppress(LaneError):

@@ -27,6 +27,7 @@ from kvd.wire.link import (
     BindWorker,
     Imported,
     ImportWorker,
+    LaneFailed,
     LanePing,
     LanePong,
     LaneReady,
@@ -289,35 +290,45 @@ def bind_message(
     )
 
 
-def lane_command(runtime_dir: Path, link: socket.socket, pool: Memory) -> list[str]:
-    """How a lane of the host's is started; the link and the pool's file are to be passed on."""
-    options = {
-        "device": "host",
-        "incarnation": 1,
-        "runtime-dir": runtime_dir,
-        "link-fd": link.fileno(),
-        "pool-fd": pool.fd,
-        "pool-bytes": len(pool.bytes),
-    }
-    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "kvd.lane", *named]
-
-
 class Lane:
-    """A real lane process and the broker's end of its link."""
+    """A real lane process and the broker's end of its link.
 
-    def __init__(self, runtime_dir: Path, pool_bytes: int, log: IO[str] | None = None) -> None:
+    Args:
+        runtime_dir: for its socket.
+        pool_bytes: of a pool of its own.
+        log: where its lines go.
+        within: a command that starts it.
+
+    Raises:
+        RuntimeError: it does not start; with what it told the broker, and its exit status.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        pool_bytes: int,
+        log: IO[str] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
         self.pool = Memory(pool_bytes)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = lane_command(runtime_dir, theirs, self.pool)
         fds = (theirs.fileno(), self.pool.fd)
+        command = [*within, sys.executable, "-m", "kvd.lane", "--device", "host"]
+        command += ["--incarnation", "1", "--runtime-dir", str(runtime_dir)]
+        command += ["--link-fd", str(fds[0]), "--pool-fd", str(fds[1])]
+        command += ["--pool-bytes", str(pool_bytes)]
         self.process = subprocess.Popen(command, pass_fds=fds, stderr=log)
         self.link_number = theirs.fileno()  # in the lane too
         theirs.close()
         self.link = Channel(ours)
-        self.ready, (self.lifeline,) = self._receive(LaneReady)
         self.workers: list[FakeWorker] = []
         self._seen: list[Message] = []
+        try:
+            self.ready, (self.lifeline,) = self._receive(LaneReady)
+        except RuntimeError:
+            self.link.close()
+            self.pool.close()
+            raise
 
     def attach(
         self,
@@ -394,6 +405,8 @@ class Lane:
             _, message = LINK.decode(frame)
             if isinstance(message, kind):
                 return message, fds
+            if failed := message.error if isinstance(message, LaneFailed) else "":
+                raise RuntimeError(f"{failed}; exit status {self.process.wait(PATIENCE)}")
             close_all(fds)
             self._seen.append(message)
 

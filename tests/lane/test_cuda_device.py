@@ -8,7 +8,8 @@ from kvd.errors import CudaMissing, ImportFailed
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.device import Direction
-from kvd_proto.messages import HostHandle, IpcHandle, VmmHandle
+from kvd_proto.messages import HostHandle, VmmHandle
+from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import by_kernel, engine_only, submit
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver
@@ -84,32 +85,6 @@ def test_storages_of_one_allocation_are_opened_once(rig: CudaRig) -> None:
     assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 2
 
 
-def test_an_allocation_smaller_than_claimed_is_refused(rig: CudaRig) -> None:
-    """The driver's word on an allocation counts, not the worker's; the handle is closed again."""
-    source = rig.make_worker((4096,))
-    (handle,) = source.handles
-    assert isinstance(handle, IpcHandle)
-    before = rig.driver.mark
-    claim = IpcHandle(handle.handle, 2**40, handle.offset)
-    with pytest.raises(ImportFailed, match=r"1099511627776 bytes"):
-        rig.device.import_memory((claim,), (4096,), source.descriptors)
-    assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 1
-
-
-def test_a_descriptor_is_not_mapped_beyond_the_device(
-    rig: CudaRig, vmm_workers: CudaWorkers
-) -> None:
-    """More than the device has is refused before addresses for it are reserved."""
-    source = vmm_workers.make((4096,))
-    (handle,) = source.handles
-    assert isinstance(handle, VmmHandle)
-    before = rig.driver.mark
-    claim = VmmHandle(handle.fd_index, 2**50, handle.offset)
-    with pytest.raises(ImportFailed, match=r"1125899906842624 bytes is claimed, the device has"):
-        rig.device.import_memory((claim,), (4096,), source.descriptors)
-    assert "cuMemAddressReserve" not in rig.driver.calls(before)
-
-
 def test_a_mapping_is_held_against_what_is_claimed(
     rig: CudaRig, vmm_workers: CudaWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,19 +98,28 @@ def test_a_mapping_is_held_against_what_is_claimed(
     assert rig.driver.calls(before).count("cuMemUnmap") == 1
 
 
-def test_more_than_an_exported_allocation_is_refused(
-    rig: CudaRig, vmm_workers: CudaWorkers
+@pytest.mark.parametrize(
+    ("nbytes", "words", "reserved"),
+    [
+        (2**50, "1125899906842624 bytes is claimed, the device has", 0),
+        (2 * GRANULARITY, "mapping 4194304 bytes", 1),
+    ],
+    ids=["the device", "the allocation"],
+)
+def test_no_more_is_mapped_than_there_is_in(
+    rig: CudaRig, vmm_workers: CudaWorkers, nbytes: int, words: str, reserved: int
 ) -> None:
-    """A claim that the device could hold and the allocation cannot; nothing stays mapped."""
+    """A claim above what the device has, or the allocation: nothing stays mapped or reserved."""
     source = vmm_workers.make((4096,))
     (handle,) = source.handles
     assert isinstance(handle, VmmHandle)
     before = rig.driver.mark
-    claim = VmmHandle(handle.fd_index, 2 * handle.allocation, handle.offset)
-    with pytest.raises(ImportFailed, match="mapping 4194304 bytes"):
+    claim = VmmHandle(handle.fd_index, nbytes, handle.offset)
+    with pytest.raises(ImportFailed, match=words):
         rig.device.import_memory((claim,), (4096,), source.descriptors)
     calls = rig.driver.calls(before)
-    assert calls.count("cuMemAddressFree") == calls.count("cuMemRelease") == 1
+    for name in ("cuMemAddressReserve", "cuMemAddressFree", "cuMemRelease"):
+        assert calls.count(name) == reserved
 
 
 def test_host_memory_is_refused(rig: CudaRig) -> None:

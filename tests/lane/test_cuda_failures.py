@@ -4,6 +4,7 @@ Which calls there are is read from the test driver's log of runs without failure
 make every call that driver.py names is a test too.
 """
 
+import logging
 import os
 import re
 import subprocess
@@ -93,6 +94,7 @@ class Life:
                 self.errors.append(done.error)
                 continue
             self.moved += 1
+            assert done.nanoseconds > 0
             for storage, offset, at, size in RUNS:
                 np.testing.assert_array_equal(
                     rig.get_pool(at, size), rig.get(source, storage, offset, size)
@@ -224,6 +226,34 @@ def lose_the_device(library: str, log: str, setting: str) -> None:
     os._exit(0)
 
 
+def test_a_driver_that_is_older_than_the_bindings_serves_and_is_named(
+    fakecuda: FakeCuda, tmp_path: Path
+) -> None:
+    """CUDA 12.4: the bindings cannot ask it for times; all copies count, and a line says it."""
+    said = fakecuda.check(
+        live_on_an_old_driver, str(fakecuda.library), str(tmp_path / "log"), DRIVER_VERSION=12040
+    )
+    assert "it is for CUDA 12.4, and only from 12.8 on (driver 570)" in said
+
+
+def live_on_an_old_driver(library: str, log: str) -> None:
+    """A process of its own: the bindings look for functions once."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
+    fake_driver = load(FakeCuda(Path(library)), Path(log))
+    with pytest.raises(RuntimeError, match="cuEventElapsedTime"):
+        driver.bindings().cuEventElapsedTime(0, 0)
+    life = Life(fake_driver, [CudaWorkers(ipc=True)])
+    assert (life.errors, life.moved) == ([], 2)
+
+
+def test_a_driver_that_is_too_old_is_named_with_the_remedy(fakecuda: FakeCuda) -> None:
+    """CUDA 11.8: the lane does not start, and says which driver to install."""
+    done = fakecuda.run(start, DRIVER_VERSION=11080)
+    assert done.returncode
+    assert "CudaMissing: the NVIDIA driver is too old: it is for CUDA 11.8" in done.stderr
+    assert "12.0 or newer (driver 525)" in done.stderr
+
+
 def test_a_machine_without_a_driver_is_told_what_to_do(fakecuda: FakeCuda) -> None:
     """Without libcuda.so.1 the error names it and the remedy."""
     environment = fakecuda.environment()
@@ -245,11 +275,11 @@ def test_a_machine_without_a_driver_is_told_what_to_do(fakecuda: FakeCuda) -> No
 
 def test_a_machine_without_devices_is_told_where_to_look(fakecuda: FakeCuda) -> None:
     """A driver that sees no device: the error names the variables that hide devices."""
-    done = fakecuda.run(see_nothing, DEVICES=0)
+    done = fakecuda.run(start, DEVICES=0)
     assert "CudaMissing: the CUDA driver sees no device" in done.stderr
 
 
-def see_nothing() -> None:
+def start() -> None:
     """Start the driver."""
     driver.start()
 

@@ -28,32 +28,20 @@ from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.fakecuda
 
-Patch = pytest.MonkeyPatch
 
-
-def never_wait_for_the_timeline(patch: Patch) -> None:
-    """Jobs start wherever the worker's stream is."""
-    patch.setattr(runner, "_reached", lambda _now: lambda _job: True)
-
-
-def read_sources_in_any_order(patch: Patch) -> None:
+def careless_batches() -> Callable[..., None]:
     """Stores let the driver read device memory before the stream gets there."""
     enqueue = driver.BatchCopy.enqueue
 
     def careless(self: driver.BatchCopy, *args: Any, **_order: bool) -> None:
         enqueue(self, *args, source_in_any_order=True)
 
-    patch.setattr(driver.BatchCopy, "enqueue", careless)
+    return careless
 
 
-def record_the_end_first(patch: Patch) -> None:
+def record_the_end_first(patch: pytest.MonkeyPatch) -> None:
     """The event that says that copies have ended is recorded before them."""
-    enqueue = copier.Copier.enqueue
-
-    def late(self: copier.Copier, *args: Any) -> None:
-        waiting.append(lambda: enqueue(self, *args))
-
-    record = driver.record
+    enqueue, record = copier.Copier.enqueue, driver.record
     waiting: list[Callable[[], None]] = []
 
     def early(event: Event, stream: Stream) -> None:
@@ -61,80 +49,33 @@ def record_the_end_first(patch: Patch) -> None:
         while waiting:
             waiting.pop()()
 
+    late = lambda self, *args: waiting.append(lambda: enqueue(self, *args))  # noqa: E731
     patch.setattr(copier.Copier, "enqueue", late)
     patch.setattr(driver, "record", early)
 
 
-def report_failures_at_once(patch: Patch) -> None:
-    """A transfer that could not be enqueued whole is reported without waiting for its parts."""
+def reported_at_once() -> Callable[[flow.Flow, Any], bool]:
+    """A transfer that could not be enqueued whole is over without a look at its parts."""
     has_ended = flow.Flow._has_ended
-
-    def hasty(self: flow.Flow, entry: Any) -> bool:
-        return bool(entry.error) or has_ended(self, entry)
-
-    patch.setattr(flow.Flow, "_has_ended", hasty)
+    return lambda self, entry: bool(entry.error) or has_ended(self, entry)
 
 
-def unmap_without_looking(patch: Patch) -> None:
-    """Memory is released although copies are in flight on it."""
-    patch.setattr(flow.Flow, "uses", lambda _self, _memory: False)
-
-
-def never_split(patch: Patch) -> None:
-    """Runs are enqueued as they come, also across two registrations."""
-    patch.setattr(Copies, "split", lambda copies, _unit: copies)
-
-
-def reuse_run_lists_at_once(patch: Patch) -> None:
-    """A kernel's list goes to the next transfer before the kernel has read it."""
-    patch.setattr(copier.MoveKernel, "take_list", lambda _self: 0)
-    patch.setattr(copier.MoveKernel, "give_back", lambda _self, _number: None)
-
-
-def copy_before_pinning(patch: Patch) -> None:
-    """Transfers do not wait for their part of the pool to be registered."""
-    patch.setattr(CudaDevice, "_is_pinned", lambda _self, _transfer: True)
-
-
-def check_no_bounds(patch: Patch) -> None:
-    """Runs are copied wherever they lead."""
-    patch.setattr(Copies, "check_bounds", lambda *_: None)
-
-
-def believe_the_worker(patch: Patch) -> None:
-    """The driver is not asked how large an allocation is."""
-    patch.setattr(driver, "address_range", lambda address: (address, 2**40))
-
-
-def leave_what_is_pinned(patch: Patch) -> None:
-    """A pool that cannot be pinned whole stays pinned in part."""
-    patch.setattr(pinning.PinnedPool, "_unregister", lambda _self: None)
-
-
-def give_the_device_everything(patch: Patch) -> None:
-    """There is always room."""
-    patch.setattr(CudaDevice, "has_room", lambda _self, _direction: True)
-
-
-def give_all_streams_one_priority(patch: Patch) -> None:
-    """Streams are made as they come."""
-    create = driver.create_stream
-    patch.setattr(driver, "create_stream", lambda _priority: create(0))
-
-
-def wait_for_ever(patch: Patch) -> None:
-    """Nobody looks how long a copy takes."""
-    patch.setattr(CudaDevice, "_check_pulse", lambda _self: None)
-
-
-def look_only_before_the_copy(patch: Patch) -> None:
+def look_only_before_the_copy() -> Callable[[LaneJob], Refusal | None]:
     """A job that was good when it started is good."""
     objection = LaneJob.objection
+    return lambda job: objection(job) if job.state is JobState.QUEUED else None
 
-    def early(self: LaneJob) -> Refusal | None:
-        return objection(self) if self.state is JobState.QUEUED else None
 
-    patch.setattr(LaneJob, "objection", early)
+def one_priority() -> Callable[[int], Stream]:
+    """Streams are made as they come."""
+    create = driver.create_stream
+    return lambda _priority: create(0)
+
+
+Taken = tuple[object, str, object]  # whose attribute is replaced, and by what
+NO_TIMELINE: Taken = (runner, "_reached", lambda _now: lambda _job: True)
+NO_SPLIT: Taken = (Copies, "split", lambda copies, _unit: copies)
+NO_SECOND_LOOK: Taken = (LaneJob, "objection", look_only_before_the_copy())
 
 
 @dataclass(frozen=True)
@@ -145,10 +86,19 @@ class Rule:
     """
 
     check: Callable[[CudaRig], None]
-    take_away: Callable[[Patch], None]
+    taken: tuple[Taken, ...] | Callable[[pytest.MonkeyPatch], None]
     options: Options = field(default_factory=checks.engine_only)
     setting: str = ""
     before_start: bool = False
+
+    def take_away(self) -> None:
+        """In this process, for good."""
+        patch = pytest.MonkeyPatch()
+        if callable(self.taken):
+            self.taken(patch)
+            return
+        for where, name, instead in self.taken:
+            patch.setattr(where, name, instead)
 
     def rig(self, fake_driver: TestDriver, workers: CudaWorkers) -> CudaRig:
         """That backend."""
@@ -158,52 +108,64 @@ class Rule:
 
 
 RULES = [
-    Rule(checks.stores_wait_for_the_timeline, never_wait_for_the_timeline),
-    Rule(checks.loads_wait_for_the_timeline, never_wait_for_the_timeline),
-    Rule(checks.sources_are_read_at_their_turn, read_sources_in_any_order),
+    Rule(checks.stores_wait_for_the_timeline, (NO_TIMELINE,)),
+    Rule(checks.loads_wait_for_the_timeline, (NO_TIMELINE,)),
+    Rule(
+        checks.sources_are_read_at_their_turn,
+        ((driver.BatchCopy, "enqueue", careless_batches()),),
+    ),
     Rule(checks.ends_are_reported_after_the_last_byte, record_the_end_first),
     Rule(
         checks.a_half_enqueued_transfer_is_drained,
-        report_failures_at_once,
+        ((flow.Flow, "_has_ended", reported_at_once()),),
         setting="fail=cuMemcpyBatchAsync:*:801",
     ),
-    Rule(checks.memory_is_unmapped_after_its_copies, unmap_without_looking),
-    Rule(checks.no_copy_spans_two_registrations, never_split),
-    Rule(checks.no_kernel_access_spans_two_registrations, never_split, checks.by_kernel(4096)),
+    Rule(
+        checks.memory_is_unmapped_after_its_copies,
+        ((flow.Flow, "uses", lambda _self, _memory: False),),
+    ),
+    Rule(checks.no_copy_spans_two_registrations, (NO_SPLIT,)),
+    Rule(checks.no_kernel_access_spans_two_registrations, (NO_SPLIT,), checks.by_kernel(4096)),
     Rule(
         checks.run_lists_are_left_alone_while_a_kernel_reads_them,
-        reuse_run_lists_at_once,
+        (
+            (copier.MoveKernel, "take_list", lambda _self: 0),
+            (copier.MoveKernel, "give_back", lambda _self, _number: None),
+        ),
         checks.by_kernel(4096),
     ),
     Rule(
         checks.nothing_is_copied_before_it_is_pinned,
-        copy_before_pinning,
+        ((CudaDevice, "_is_pinned", lambda _self, _transfer: True),),
         setting="hang=cuMemHostRegister:2",  # the first is the lane's own scratch memory
     ),
-    Rule(checks.a_run_stays_inside_its_storage, check_no_bounds),
-    Rule(checks.what_a_worker_claims_is_held_against_the_driver, believe_the_worker),
+    Rule(checks.a_run_stays_inside_its_storage, ((Copies, "check_bounds", lambda *_: None),)),
+    Rule(
+        checks.what_a_worker_claims_is_held_against_the_driver,
+        ((driver, "address_range", lambda address: (address, 2**40)),),
+    ),
     Rule(
         checks.what_was_pinned_is_unpinned_when_the_rest_cannot_be,
-        leave_what_is_pinned,
+        ((pinning.PinnedPool, "_unregister", lambda _self: None),),
         setting="hang=cuMemHostRegister:3",
     ),
     Rule(
         checks.bytes_in_flight_are_bounded,
-        give_the_device_everything,
+        ((CudaDevice, "has_room", lambda _self, _direction: True),),
         checks.engine_only(bytes_in_flight=10_000),
     ),
     Rule(
         checks.loads_go_before_stores_on_the_device,
-        give_all_streams_one_priority,
+        ((driver, "create_stream", one_priority()),),
         before_start=True,
     ),
     Rule(
         checks.a_device_that_hangs_is_given_up,
-        wait_for_ever,
+        ((CudaDevice, "_check_pulse", lambda _self: None),),
         checks.engine_only(stuck_seconds=0.05),
     ),
-    Rule(checks.a_store_is_void_when_its_blocks_were_taken_back, look_only_before_the_copy),
-    Rule(checks.a_load_is_stale_when_its_chunk_was_replaced, look_only_before_the_copy),
+    Rule(checks.a_store_is_void_when_its_blocks_were_taken_back, (NO_SECOND_LOOK,)),
+    Rule(checks.a_load_is_stale_when_its_chunk_was_replaced, (NO_SECOND_LOOK,)),
 ]
 NOTICED = 77  # an exit status that no other way to end has
 NAMES = [rule.check.__name__ for rule in RULES]
@@ -248,10 +210,10 @@ def miss_the_rule(fakecuda: FakeCuda, log: Path, name: str) -> None:
     fake_driver = load(fakecuda, log)
     workers = CudaWorkers(ipc=True)
     if rule.before_start:
-        rule.take_away(pytest.MonkeyPatch())
+        rule.take_away()
     rig = rule.rig(fake_driver, workers)
     if not rule.before_start:
-        rule.take_away(pytest.MonkeyPatch())
+        rule.take_away()
     try:
         rule.check(rig)
     except (AssertionError, LaneError, pytest.fail.Exception):

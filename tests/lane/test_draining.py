@@ -63,7 +63,11 @@ def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> N
         bench.device.land()
         bench.runner.turn()
     reports.report_ended()
-    assert Revoked in link.kinds()
+    answer = Revoked(namespace=NAMESPACE, slots=revoke.slots, generations=revoke.generations)
+    assert link.sent[-1] == answer
+    orders.carry_out(revoke)  # nothing writes there now
+    reports.report_ended()
+    assert link.sent[-2:] == [answer, answer]
 
 
 def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:

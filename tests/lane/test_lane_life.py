@@ -5,29 +5,18 @@ import itertools
 import os
 import select
 import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvd.machine.process import LONGEST_SECONDS
 from kvd.wire.link import (
-    LINK,
-    LaneFailed,
-    LaneReady,
     Released,
     ReleaseWorker,
-    Revoke,
-    Revoked,
     StopLane,
 )
-from kvd.wire.seqpacket import Channel, close_all
-from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.control import CONTROL_WORDS
 from kvd_proto.directory import SlotState
@@ -46,33 +35,14 @@ from kvd_proto.messages import (
     Wait,
 )
 from tests.lane.support import (
-    NAMESPACE,
     TIMELINE,
     Directory,
     FakeWorker,
     Lane,
     Memory,
-    lane_command,
     simple_layout,
 )
 from tests.waiting import PATIENCE, eventually
-
-
-def test_nothing_is_read_before_its_number_is_reached(lane: Lane, worker: FakeWorker) -> None:
-    """A store waits for the timeline and takes the bytes that are there then."""
-    worker.fill(1)
-    lane.pool.bytes[:] = 0xAB
-    worker.job(Store, 1, [1, 2], [3], after=5)
-    assert worker.silent()
-    worker.words[TIMELINE] = 4
-    assert worker.silent()
-    assert (lane.pool.bytes == 0xAB).all()
-    worker.fill(2)
-    wanted: NDArray[np.uint8] = worker.pages([1, 2])
-    worker.words[TIMELINE] = 5
-    assert worker.done().status is JobStatus.OK
-    size = worker.layout.slot_bytes
-    np.testing.assert_array_equal(lane.pool.bytes[3 * size : 4 * size], wanted.reshape(-1))
 
 
 def test_a_store_whose_blocks_were_taken_back_is_void(lane: Lane, worker: FakeWorker) -> None:
@@ -125,23 +95,6 @@ def test_wait_is_answered_after_the_jobs_it_names(worker: FakeWorker) -> None:
     assert kinds == [Done, Done, Ok]
 
 
-def test_loads_overtake_stores_and_waited_for_stores_overtake_loads(
-    worker: FakeWorker, directory: Directory
-) -> None:
-    """Of jobs that become possible at the same moment loads run first, but for what is awaited."""
-    directory.set([9], SlotState.READY, count=2)
-    worker.job(Store, 1, [1, 2], [3], after=1)
-    worker.job(Store, 2, [3, 4], [4], after=1)
-    worker.job(Load, 3, [5, 6], [9], after=1)
-    worker.request(Wait(jobs=(2,)))
-    worker.request(Ping())
-    assert isinstance(worker.reply()[1], Pong)
-    worker.words[TIMELINE] = 1
-    order = [worker.reply()[1] for _ in range(4)]
-    assert [m.job for m in order if isinstance(m, Done)] == [2, 3, 1]
-    assert isinstance(order[1], Ok)
-
-
 def test_a_ping_is_answered_while_a_long_job_runs(tmp_path: Path) -> None:
     """Copies come in slices: the loop answers, and a load gets through, before a store is done.
 
@@ -171,19 +124,6 @@ def test_a_ping_is_answered_while_a_long_job_runs(tmp_path: Path) -> None:
             return [m.job - store if isinstance(m, Done) else -1 for m in replies]
 
         eventually(answers, lambda order: order == [-1, 1, 0])
-
-
-def test_revoke_is_answered_when_nothing_writes_there(
-    lane: Lane, worker: FakeWorker, directory: Directory
-) -> None:
-    """With no copy in flight the answer comes at once and repeats slots and generations."""
-    worker.job(Store, 1, [1, 2], [3], after=1)
-    directory.set([3], SlotState.DRAINING)
-    slots, generations = IntArray.of([3], "u4"), IntArray.of([1], "u8")
-    lane.tell(Revoke(namespace=NAMESPACE, slots=slots, generations=generations))
-    assert lane.hear(Revoked) == Revoked(namespace=NAMESPACE, slots=slots, generations=generations)
-    worker.words[TIMELINE] = 1
-    assert worker.done().status is JobStatus.STALE
 
 
 def inode(fd: int) -> int:
@@ -329,58 +269,22 @@ def test_a_lane_ends_when_the_link_does(lane: Lane) -> None:
 
 def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     """Killing the parent kills the lane, even while somebody else holds the link open."""
-    pool = Memory(4096)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = lane_command(tmp_path, theirs, pool)
-    code = (
-        "import subprocess, sys;"
-        f"subprocess.Popen(sys.argv[1:], pass_fds=({theirs.fileno()}, {pool.fd})).wait()"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, *command], pass_fds=(theirs.fileno(), pool.fd)
-    )
-    link = Channel(ours)
-    try:
-        assert select.select([link], [], [], PATIENCE)[0]
-        received = link.recv()
-        assert received is not None
-        ready = LINK.decode(received[0])[1]
-        assert isinstance(ready, LaneReady)
-        lane_pidfd = os.pidfd_open(ready.pid)
-    finally:
-        parent.kill()
-        parent.wait()
-    assert select.select([lane_pidfd], [], [], PATIENCE)[0]
-    close_all([lane_pidfd, *received[1]])
-    link.close()
-    theirs.close()
-    pool.close()
+    code = "import subprocess, sys; subprocess.Popen(sys.argv[1:], close_fds=False).wait()"
+    with Lane(tmp_path, 4096, within=[sys.executable, "-c", code]) as lane:
+        pidfd = os.pidfd_open(lane.ready.pid)
+        lane.process.kill()
+        assert select.select([pidfd], [], [], PATIENCE)[0]
+        os.close(pidfd)
 
 
 def test_a_lane_without_descriptors_says_so(tmp_path: Path) -> None:
     """Under a limit of 40 it tells the broker, who says it, the limit and the remedy, and ends."""
-    pool = Memory(4096)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = lane_command(tmp_path, theirs, pool)
-    lane = subprocess.run(
-        ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh", *command],
-        pass_fds=(theirs.fileno(), pool.fd),
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    link = Channel(ours)
-    received = link.recv()
-    assert received is not None
-    failed = LINK.decode(received[0])[1]
-    assert isinstance(failed, LaneFailed)
-    assert "the limit is 40; raise LimitNOFILE" in failed.error
-    assert lane.returncode == 1
-    assert not lane.stderr
-    link.close()
-    theirs.close()
-    pool.close()
+    log = tmp_path / "log"
+    limited = ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh"]
+    words = "the limit is 40; raise LimitNOFILE.*; exit status 1"
+    with log.open("w") as sink, pytest.raises(RuntimeError, match=words):
+        Lane(tmp_path, 4096, sink, limited)
+    assert not log.read_text()
 
 
 def test_the_lifeline_is_the_last_to_go(lane: Lane) -> None:
