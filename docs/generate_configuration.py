@@ -6,13 +6,50 @@ module would write.
 
 from pathlib import Path
 
-from kvd.config.render import sample, table
+from kvd.cli.config import toml_value
+from kvd.config.about import About
+from kvd.config.settings import KNOWN
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "configuration.md"
 SAMPLE = _ROOT / "deploy" / "kvd.toml"
 BEGIN = "<!-- generated from here by docs/generate_configuration.py -->\n"
 END = "<!-- to here -->\n"
+_HEAD = """\
+# kvd's settings. Copy it to /etc/kvd/kvd.toml and remove the # where a value is to change;
+# what is shown is the default. Each can also be given as KVD_<KEY> in the environment or as a
+# flag of `kvd serve`; the flag wins over the environment, and the environment over this file.
+# Check an edited file with `kvd config check FILE`. Sizes are text such as "64GiB" or bytes.
+"""
+
+
+def sample() -> str:
+    """Return the text of deploy/kvd.toml."""
+    lines, section = [_HEAD], ""
+    for known in KNOWN.values():
+        if known.section != section:
+            section = known.section
+            lines.append(f"# ---- {section}\n")
+        lines += [f"# {known.help}", f"# {_needs(known)}"]
+        lines.append(f"#{known.key} = {toml_value(known.default)}\n")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def table() -> str:
+    """Return the table in docs/configuration.md."""
+    lines = ["| key | default | meaning | a value is | changes live |", "|---|---|---|---|---|"]
+    for known in KNOWN.values():
+        live = "yes" if known.live else "no"
+        lines.append(
+            f"| `{known.key}` | `{toml_value(known.default)}` | {known.help} |"
+            f" {known.needs} | {live} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _needs(known: About) -> str:
+    text = known.needs[0].upper() + known.needs[1:]
+    return f"{text}.{' Changes live.' if known.live else ''}"
 
 
 def page(old: str) -> str:

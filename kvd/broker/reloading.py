@@ -12,7 +12,6 @@ from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.operations import Handler, by, for_tools
 from kvd.broker.sessions import Request
 from kvd.broker.state import BrokerState
-from kvd.config.render import as_json
 from kvd.config.sources import Loaded, take_up
 from kvd.errors import ConfigError
 from kvd.wire.link import LaneLog
@@ -86,7 +85,7 @@ class Reloading:
         return []
 
     def _show(self, request: Request[ShowConfig]) -> list[Effect]:
-        return [request.reply(ConfigShown(config=as_json(self.loaded)))]
+        return [request.reply(ConfigShown(config=self.loaded.as_json()))]
 
     def _take_up(self, read: Loaded, who: str) -> tuple[list[Effect], ConfigReloaded]:
         old, state = self.loaded.settings, self._state

@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
 from kvd.cli.options import runtime_dir_option, settings_options, sources
-from kvd.config.render import as_json, as_toml
 from kvd.config.sources import DEFAULT, Sources
 from kvd.wire.tool import Control
 from kvd_proto.messages import (
@@ -56,7 +56,7 @@ def show(*, config: Path | None, running: bool, form: str | None, **options: str
             shown = daemon.ask(ShowConfig(), ConfigShown).config
     else:
         loaded = places.load()
-        shown = as_json(loaded)
+        shown = loaded.as_json()
         for warning in loaded.warnings:
             click.echo(f"Warning: {warning}", err=True)
     if form == "json":
@@ -120,3 +120,23 @@ def check(*, file: Path) -> None:
 
 def _change_line(change: ConfigChange) -> str:
     return f"  {change.key}: {change.old} -> {change.new}  ({change.origin})"
+
+
+def toml_value(value: Any) -> str:
+    """Return a value in TOML."""
+    if isinstance(value, str):
+        # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        parts = [f"{toml_value(key)} = {toml_value(item)}" for key, item in value.items()]
+        return f"{{{', '.join(parts)}}}"
+    return json.dumps(value)
+
+
+def as_toml(settings: dict[str, dict[str, Any]]) -> str:
+    """Return the settings of `Loaded.as_json` as a file, with each one's origin in a comment."""
+    lines = []
+    for key, entry in settings.items():
+        origin = entry["from"].encode("unicode_escape").decode()  # a comment is one line
+        lines.append(f"{key} = {toml_value(entry['value'])}  # {origin}")
+    return "\n".join(lines) + "\n"

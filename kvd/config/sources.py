@@ -48,6 +48,20 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     waiting: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the effective settings by key, with what waits for a restart."""
+        settings: dict[str, dict[str, Any]] = {
+            key: {
+                "value": getattr(self.settings, key),
+                "from": origin,
+                "changes_live": KNOWN[key].live,
+            }
+            for key, origin in self.origins.items()
+        }
+        for key, (value, origin) in self.waiting.items():
+            settings[key]["after_restart"] = {"value": value, "from": origin}
+        return {"file": str(self.file) if self.file else None, "settings": settings}
+
 
 @dataclass(frozen=True, slots=True)
 class Sources:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from docs import generate_configuration
+from kvd.cli.config import as_toml, toml_value
 from kvd.config.quota import Quota
-from kvd.config.render import as_json, as_toml, sample, toml_value
 from kvd.config.settings import KNOWN, Settings
 from kvd.config.sources import DEFAULT, Sources
 from kvd.errors import ConfigError
@@ -97,7 +97,7 @@ def test_what_is_shown_as_toml_gives_the_same_settings(values: dict[str, Any]) -
     loaded = Sources(flags=flags, environment={}).load()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kvd.toml"
-        path.write_text(as_toml(as_json(loaded)["settings"]), encoding="utf-8")
+        path.write_text(as_toml(loaded.as_json()["settings"]), encoding="utf-8")
         assert Sources(config=path, environment={}).load().settings == loaded.settings
 
 
@@ -255,7 +255,9 @@ def test_generated_files_are_current() -> None:
     """deploy/kvd.toml and the table in docs/configuration.md agree with the settings."""
     page = generate_configuration.PAGE.read_text(encoding="utf-8")
     assert generate_configuration.page(page) == page, "run make docs"
-    assert generate_configuration.SAMPLE.read_text(encoding="utf-8") == sample()
+    assert (
+        generate_configuration.SAMPLE.read_text(encoding="utf-8") == generate_configuration.sample()
+    )
 
 
 def test_the_sample_with_every_line_in_use_gives_the_defaults(file: Path) -> None:
