@@ -44,7 +44,9 @@ def _line(row: Row) -> str:
         if name not in items
     ]
     metric = f"`{row.metric}{{{', '.join(labels)}}}`" if labels else f"`{row.metric}`"
-    return f"| `{row.name}` | {row.shown.text} | {metric if row.metric else ''} |\n"
+    steps = "".join(f".{step}" if isinstance(step, str) else "[]" for step in row.path)
+    name = steps.removeprefix(".") + (".*" if row.shown.keys else "")
+    return f"| `{name}` | {row.shown.text} | {metric if row.metric else ''} |\n"
 
 
 def page(old: str) -> str:

@@ -185,7 +185,6 @@ class ChunkCounts(Counts):
         answered = self.accepted + self.present + self.pending + refused
         if self.offered != answered or self.asked != self.hits + self.misses:
             raise IntegrityError(f"keys that were offered or asked for and not answered: {self}")
-        self.eviction_age.check_integrity()
         if self.eviction_age.count != self.evicted + self.yielded:
             raise IntegrityError(f"chunks evicted without an age: {self}")
 

@@ -118,12 +118,6 @@ class Row:
     metric: str
     names: Labels
 
-    @property
-    def name(self) -> str:
-        """Its path as docs/status.md writes it."""
-        steps = "".join(f".{step}" if isinstance(step, str) else "[]" for step in self.path)
-        return steps.removeprefix(".") + (".*" if self.shown.keys else "")
-
     def samples(self, report: Mapping[str, Any]) -> Iterator[tuple[Labels, Any]]:
         """Values of its labels and of the field, wherever it is in a report; None is left out."""
         for labels, value in _find(report, self.path, ()):

@@ -71,22 +71,5 @@ class Histogram:
         below = np.cumsum([0, *self.counts[:-1]])
         return float(np.interp(q * self.count, below, [0.0, *self.bounds]))
 
-    def check_integrity(self) -> None:
-        """Bounds ascend, counts are possible, and the sum is one that they allow.
-
-        Raises:
-            IntegrityError: otherwise.
-        """
-        ascending = list(self.bounds) == sorted(set(self.bounds))
-        if not ascending or len(self.counts) != len(self.bounds) + 1:
-            raise IntegrityError(f"bounds that do not ascend, or counts of others: {self!r}")
-        if min(self.counts) < 0:
-            raise IntegrityError(f"a count below zero: {self!r}")
-        least = sum(n * low for n, low in zip(self.counts[1:], self.bounds, strict=True))
-        most = sum(n * high for n, high in zip(self.counts, self.bounds, strict=False))
-        slack = 1e-6 * (1.0 + least)
-        if self.sum < least - slack or (not self.counts[-1] and self.sum > most + slack):
-            raise IntegrityError(f"a sum that these counts cannot have: {self!r}")
-
     def __repr__(self) -> str:
         return f"<Histogram of {self.count} values, sum {self.sum:.6g}: {self.counts}>"
