@@ -19,7 +19,6 @@ torch tensors by `kvd_client.torch_memory.share_torch`, the only module that
 imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
 """
 
-from kvd_client.attaching import AttachState
 from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import (
@@ -34,6 +33,7 @@ from kvd_client.errors import (
 from kvd_client.jobs import JobResult
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
+from kvd_client.session import AttachState
 from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
 from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker

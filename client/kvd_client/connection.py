@@ -4,7 +4,7 @@ Notices and descriptors travel over the control socket. Its end of file means th
 gone, which the kernel says at once and without fail.
 
 A connection is used under its session's lock, except for `receive`, which is the keeper's. It
-never reconnects; a new one is made.
+never reconnects and ends with the first request that is not answered in time; a new one is made.
 """
 
 import errno
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import zmq
 
-from kvd_client.errors import DaemonLost, DaemonSilent, Refused, UsageError
+from kvd_client.errors import DaemonLost, Refused, UsageError
 from kvd_proto.codec import NO_ID, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize
 from kvd_proto.messages import (
@@ -32,7 +32,6 @@ from kvd_proto.messages import (
     Hello,
     Kind,
     Message,
-    Ping,
     Welcome,
 )
 
@@ -42,6 +41,7 @@ SOCKET_BUFFER_BYTES = 2**20
 CLIENT_NAME = "kvd_client"
 HIGH_WATER_MARK = 10_000
 CONNECT_MS = 1000
+HANDSHAKE_SECONDS = 10.0  # many short tries would fill the queue of a daemon that stands still
 
 
 @dataclass(slots=True)
@@ -93,33 +93,28 @@ class Connection:
     Args:
         context: the session's ZeroMQ context.
         runtime_dir: the daemon's.
-        hello: who we are.
+        kind, engine: who we are.
         stop: descriptor that becomes readable when the session is being closed.
-        seconds: for the whole handshake.
 
     Raises:
         OSError: no daemon.
-        DaemonLost, DaemonSilent: a daemon that does not do its part.
+        DaemonLost: a daemon that does not do its part.
     """
 
     def __init__(
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         runtime_dir: Path,
-        hello: Hello,
+        kind: Kind,
+        engine: str,
         stop: int,
-        seconds: float,
     ) -> None:
-        end = time.monotonic() + seconds
-        self.doomed = False
+        end = time.monotonic() + HANDSHAKE_SECONDS
         self._ids = 0
-        self._probe = 0
-        self._given_up: dict[int, Message] = {}  # request id -> request
-        self._late: list[tuple[Message, Message]] = []  # request given up, reply that came after
-        self.owed: deque[Message] = deque()  # requests to be made when the daemon answers again
+        self.owed: deque[Message] = deque()  # requests that the keeper is to make
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self._open_control_socket(socket_path(runtime_dir, "control.sock"), end)
+            self._open_control_socket(socket_path(runtime_dir, "control.sock"))
             greeting = self._greeting(end, stop)
             greeting.close()
             if isinstance(greeting.message, Error):
@@ -139,6 +134,14 @@ class Connection:
         self._poller.register(self.fileno(), zmq.POLLERR)
         self._poller.register(stop, zmq.POLLIN)
         try:
+            hello = Hello(
+                kind=kind,
+                engine=engine,
+                pid=os.getpid(),
+                protocol_min=PROTOCOL_VERSION,
+                protocol_max=PROTOCOL_VERSION,
+                client=CLIENT_NAME,
+            )
             welcome = self.exchange(hello, end)
             if not isinstance(welcome, Welcome):
                 if isinstance(welcome, Error):
@@ -183,10 +186,10 @@ class Connection:
             raise DaemonLost(f"an unreadable notice: {error}") from error
         return Notice(header, message, list(fds))
 
-    def _open_control_socket(self, path: Path, end: float) -> None:
+    def _open_control_socket(self, path: Path) -> None:
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-        self._control.settimeout(max(0.001, end - time.monotonic()))
+        self._control.settimeout(CONNECT_MS / 1000)
         self._control.connect(os.fspath(path))
         self._control.setblocking(False)
 
@@ -197,7 +200,7 @@ class Connection:
         while (notice := self.receive()) is None:
             ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
             if not ready:
-                raise DaemonSilent("no greeting")
+                raise DaemonLost("no greeting")
             if stop in dict(ready):
                 raise DaemonLost("this session is being closed")
         return notice
@@ -213,9 +216,8 @@ class Connection:
             fds: descriptors to send with it, over the control socket, numbered from 0.
 
         Raises:
-            DaemonSilent: no reply until `end`.
-            DaemonLost: the daemon died meanwhile, has restarted, or answers nonsense; also when
-                the session is being closed.
+            DaemonLost: no reply until `end`; the daemon died meanwhile, has restarted, or answers
+                nonsense; or the session is being closed.
         """
         try:
             request_id = self._send(message, fds, end)
@@ -225,8 +227,6 @@ class Connection:
             ready = dict(self._poller.poll(max(0, round((end - time.monotonic()) * 1000))))
             if self._dealer in ready:
                 reply = self._receive(request_id)
-                if reply is None:
-                    continue
                 if not isinstance(reply, (REPLY_OF[type(message)], Error)):
                     raise DaemonLost(
                         f"{type(message).__name__} was answered by {type(reply).__name__}"
@@ -235,34 +235,9 @@ class Connection:
             if ready:
                 raise DaemonLost("the daemon is gone, or this session is being closed")
             if time.monotonic() >= end:
-                self._given_up[request_id] = message
-                raise DaemonSilent(f"no answer to {type(message).__name__}")
+                raise DaemonLost(f"no answer to {type(message).__name__} within its deadline")
 
-    def ping(self) -> list[tuple[Message, Message]] | None:
-        """Return None until a daemon that was silent has answered a PING. Never waits.
-
-        The first call sends it. One is enough: a local socket loses nothing.
-
-        Returns:
-            Requests that were given up, each with the reply that came too late: all of these
-            come before the PING's.
-
-        Raises:
-            DaemonLost: as `exchange`.
-        """
-        if not self._probe:
-            self._probe = self._send(Ping())
-        while True:
-            try:
-                answer = self._receive(self._probe, zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            if answer is not None:
-                self._probe = 0
-                late, self._late = self._late, []
-                return late
-
-    def _send(self, message: Message, fds: Sequence[int] = (), end: float = 0.0) -> int:
+    def _send(self, message: Message, fds: Sequence[int], end: float) -> int:
         self._ids += 1
         boot_id = NO_ID if isinstance(message, Hello) else self.boot_id
         frame = WIRE.encode(message, self._ids, boot_id, self.token)
@@ -283,7 +258,7 @@ class Connection:
                 socket.send_fds(self._control, [frame], list(fds), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 if not poller.poll(max(0.0, end - time.monotonic()) * 1000):
-                    raise DaemonSilent("the control socket is not read") from None
+                    raise DaemonLost("the control socket is not read") from None
             except OSError as error:
                 if error.errno == errno.EMSGSIZE:
                     raise Oversize(
@@ -294,22 +269,17 @@ class Connection:
             else:
                 return
 
-    def _receive(self, request_id: int, flags: int = 0) -> Message | None:
-        """The reply to `request_id`; None for one that came too late for its request."""
-        frame = self._dealer.recv(flags)
+    def _receive(self, request_id: int) -> Message:
+        frame = self._dealer.recv()
         try:
             header = WIRE.decode_header(frame)
             if header.boot_id != self.boot_id:
                 raise DaemonLost("another daemon answers: it has restarted")
-            reply = WIRE.decode_body(header, frame)
+            if header.request_id != request_id:
+                raise DaemonLost(f"an answer to request {header.request_id}, {request_id} was made")
+            return WIRE.decode_body(header, frame)
         except DecodeError as error:
             raise DaemonLost(f"an unreadable reply: {error}") from error
-        if header.request_id == request_id:
-            return reply
-        request = self._given_up.pop(header.request_id, None)
-        if request is not None:
-            self._late.append((request, reply))
-        return None
 
     def close(self) -> None:
         """Close both sockets; the daemon sees it at once."""
@@ -318,15 +288,3 @@ class Connection:
 
     def __repr__(self) -> str:
         return f"<Connection to {self.daemon} pid {self.pid}, boot {self.boot_id.hex()[:8]}>"
-
-
-def greeting_hello(kind: Kind, engine: str) -> Hello:
-    """The HELLO of this process."""
-    return Hello(
-        kind=kind,
-        engine=engine,
-        pid=os.getpid(),
-        protocol_min=PROTOCOL_VERSION,
-        protocol_max=PROTOCOL_VERSION,
-        client=CLIENT_NAME,
-    )

@@ -13,11 +13,10 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── UnsupportedMemory    tensors whose memory cannot be shared with another process
     ├── UnsupportedVllm      vLLM lacks what kvd's connector needs of it
     ├── CudaError            the CUDA driver refused a call; carries its code and name
-    ├── DaemonLost           its end of a connection is closed, or its messages are invalid
-    │   └── Refused          it refuses this session, with a reason
-    └── DaemonSilent         no answer within the deadline
+    └── DaemonLost           its end of a connection is closed, its messages are invalid or late
+        └── Refused          it refuses this session, with a reason
 
-The last three never leave the package: they become misses.
+The last two never leave the package: they become misses.
 """
 
 from kvd_proto.messages import ErrorCode
@@ -74,12 +73,8 @@ class CudaError(KvdClientError):
 
 
 class DaemonLost(KvdClientError):
-    """The daemon's end is closed, or it sent something invalid."""
+    """The daemon's end is closed, or it sent something invalid, or nothing in time."""
 
 
 class Refused(DaemonLost):
     """The daemon refuses this session; the text is its reason."""
-
-
-class DaemonSilent(KvdClientError):
-    """No answer within the deadline."""

@@ -5,10 +5,9 @@ import itertools
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +23,10 @@ from kvd_client.arguments import (
     shown,
     whole,
 )
-from kvd_client.attaching import AttachState, why_not_attached
 from kvd_client.connection import Notice
 from kvd_client.errors import UsageError
 from kvd_client.readiness import ReadyNews
-from kvd_client.session import Handler, Session
+from kvd_client.session import M, Session
 from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
 from kvd_proto.directory import DirectoryView, LookupResult
 from kvd_proto.errors import DirectoryError
@@ -56,10 +54,10 @@ from kvd_proto.messages import (
 )
 
 MAX_LEASE_SECONDS = 600.0
+RESET_SECONDS = 30.0  # it takes a daemon milliseconds for ten thousands of chunks
 MAX_TOKENS = 2**48  # of one request; totals have room for tens of thousands of such
 _ANSWERS = {int(answer): answer for answer in StoreAnswer}
 _MISS, _HIT = LookupResult.MISS, LookupResult.HIT
-M = TypeVar("M", bound=Message)
 
 log = logging.getLogger("kvd_client")
 
@@ -74,7 +72,7 @@ class LookupCounts:
     hit_tokens: int = 0
 
 
-class Scheduler(Handler):
+class Scheduler(Session):
     """An engine's scheduler.
 
     Whatever happens to the daemon, every call returns within `deadline`
@@ -92,6 +90,8 @@ class Scheduler(Handler):
         UsageError: an invalid argument. An absent daemon is no error.
     """
 
+    _kind = "scheduler"
+
     def __init__(
         self,
         runtime_dir: str | os.PathLike[str],
@@ -100,18 +100,17 @@ class Scheduler(Handler):
         deadline: float = 1.0,
         counts_tokens: bool = False,
     ) -> None:
-        self._changed = threading.Condition()
+        self._counts_tokens = flag("counts_tokens", counts_tokens)
+        super().__init__(runtime_dir, engine, deadline)
         self._attached: tuple[Attached, DirectoryView] | None = None
         self._ready_news = ReadyNews()
-        self._silent = False
-        self._owed: Reset | None = None  # a reset that no daemon has answered yet
+        # A reset that no daemon has answered yet; its answer is put into it.
+        self._owed: list[ResetDone] | None = None
         # Replaced whenever that changes, so that a lookup tests nothing.
         self._find: Callable[..., LookupResult] = self._find_nothing
-        self._counts_tokens = flag("counts_tokens", counts_tokens)
         self._counts = LookupCounts()
         self._reported: Lookups | None = None
-        self._session = Session(runtime_dir, "scheduler", engine, self, deadline=deadline)
-        self._session.start()
+        self._start()
 
     # ---------------------------------------------------------------- lookups
 
@@ -169,7 +168,7 @@ class Scheduler(Handler):
 
     def _find_nothing(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
         del key, first, count
-        self._session.check_open()
+        self._check_open()
         return _MISS
 
     # ----------------------------------------------------------------- stores
@@ -188,7 +187,7 @@ class Scheduler(Handler):
         """
         wanted = request_keys(keys)
         first, count = pack_blocks(blocks, len(wanted))
-        reply = self._ask(PrepareStore(keys=wanted, first=first, count=count), StorePrepared)
+        reply = self._prepare(PrepareStore(keys=wanted, first=first, count=count), StorePrepared)
         if reply is None:
             return StoreTicket()
         answers = reply.answers.numpy().tolist()
@@ -221,8 +220,6 @@ class Scheduler(Handler):
     ) -> StoreSummary:
         """End these stores; without success what is unfinished is dropped.
 
-        A failure that a silent daemon could not be told is sent when it answers again.
-
         Args:
             stored: a ticket, or some of its keys.
             success: whether all ranks have stored their shares.
@@ -231,10 +228,7 @@ class Scheduler(Handler):
             UsageError: invalid keys; or closed.
         """
         ended = request_keys(stored.keys if isinstance(stored, StoreTicket) else stored)
-        message = CompleteStore(keys=ended, success=flag("success", success))
-        self._session.check_open()
-        send = self._session.request if message.success else self._session.settle
-        reply = send(message)
+        reply = self._settle(CompleteStore(keys=ended, success=flag("success", success)))
         if not isinstance(reply, StoreCompleted):
             return StoreSummary()
         return StoreSummary(reply.ready, reply.pending, reply.dropped)
@@ -259,12 +253,9 @@ class Scheduler(Handler):
         lease = seconds("lease_seconds", lease_seconds, MAX_LEASE_SECONDS, positive=True)
         first, count = pack_blocks(blocks, len(wanted))
         nothing = LoadTicket(found=np.zeros(len(wanted), np.bool_))
-        if self._owed is not None:
-            self._session.check_open()
-            return nothing
         lease_ms = max(1, round(lease * 1000))
         message = PrepareLoad(keys=wanted, lease_ms=lease_ms, first=first, count=count)
-        reply = self._ask(message, LoadPrepared)
+        reply = self._prepare(message, LoadPrepared)
         if reply is None:
             return nothing
         found = reply.found.numpy().astype(np.bool_)
@@ -287,17 +278,15 @@ class Scheduler(Handler):
     def complete_load(self, ticket: LoadTicket) -> None:
         """End a ticket's lease; nothing happens where it had none.
 
-        Where a silent daemon could not be told it is sent when it answers again.
-
         Raises:
             UsageError: not a LoadTicket; or closed.
         """
         if not isinstance(ticket, LoadTicket):
             raise UsageError(f"ticket={shown(ticket)}: pass what prepare_load returned")
         whole("ticket.lease", ticket.lease, 0)
-        self._session.check_open()
+        self._check_open()
         if ticket.lease:
-            self._session.settle(CompleteLoad(lease=ticket.lease))
+            self._settle(CompleteLoad(lease=ticket.lease))
 
     def _leave(self, complete: Callable[[], object]) -> None:
         """Complete a ticket at its block's end, unless the session has ended, and all with it."""
@@ -314,20 +303,19 @@ class Scheduler(Handler):
         Raises:
             UsageError: closed.
         """
-        self._session.check_open()
+        self._check_open()
         return self._ready_news.fileno()
 
     def take_ready(self) -> bool:
         """Return whether stored chunks became READY, or all chunks became found or missed.
 
-        The latter happens when the engine is attached or detached, and when the daemon becomes
-        silent, answers again, or has answered a reset. Since the last call; never waits. Look at
-        what is of interest with `lookup`.
+        The latter happens when the engine is attached or detached, and when the daemon has answered
+        a reset. Since the last call; never waits. Look at what is of interest with `lookup`.
 
         Raises:
             UsageError: closed.
         """
-        self._session.check_open()
+        self._check_open()
         return self._ready_news.take()
 
     # ----------------------------------------------------------------- others
@@ -345,14 +333,14 @@ class Scheduler(Handler):
         Raises:
             UsageError: invalid keys; or closed.
         """
-        reply = self._ask(RequestFinished(keys=request_keys(keys)), RequestNoted)
+        reply = self._prepare(RequestFinished(keys=request_keys(keys)), RequestNoted)
         return 0 if reply is None else reply.found
 
     def reset(self, timeout: float | None = None) -> ResetSummary:
         """Drop every chunk of this engine's namespace, for all engines that share it.
 
         A daemon that cannot be asked now or does not answer in time is asked again as soon as
-        possible. Until it has answered this engine finds nothing.
+        possible. Until it has answered this engine finds and stores nothing.
 
         Args:
             timeout: seconds to wait for the answer; None: the deadline.
@@ -360,33 +348,29 @@ class Scheduler(Handler):
         Raises:
             UsageError: an invalid timeout; or closed.
         """
-        patience = self._session.deadline if timeout is None else seconds("timeout", timeout)
-        self._session.check_open()
-        message = Reset()
+        patience = self.deadline if timeout is None else seconds("timeout", timeout)
+        self._check_open()
+        owed: list[ResetDone] = []
         with self._changed:
-            self._owed = message
+            self._owed = owed
             self._choose()
-        return self._settle_reset(message, patience)
+            self._wake()
+            self._changed.wait_for(lambda: owed or not self.attached, patience)
+        return ResetSummary(owed[0].dropped, owed[0].deferred, True) if owed else ResetSummary()
 
-    def _settle_reset(self, message: Reset, patience: float) -> ResetSummary:
-        reply = self._session.request(message, patience)
-        if not isinstance(reply, ResetDone):
-            return ResetSummary()
-        self._answered(message)
-        return ResetSummary(reply.dropped, reply.deferred, served=True)
-
-    def _answered(self, message: Message) -> None:
-        with self._changed:
-            if self._owed is message:  # not one that was asked for later
-                self._owed = None
-                self._choose()
-
-    def _repeat_reset(self) -> None:
-        """Ask for the reset that is owed, if one is: the daemon can be asked now."""
-        message = self._owed
-        if message is not None and self.attached:
-            with contextlib.suppress(UsageError):  # closed meanwhile
-                self._settle_reset(message, self._session.deadline)
+    def _work(self) -> bool:
+        """Ask for the reset that is owed, if one is."""
+        owed = self._owed
+        if owed is not None and self.attached:
+            reply = self._ask(Reset(), RESET_SECONDS)
+            if isinstance(reply, ResetDone):
+                with self._changed:
+                    owed.append(reply)
+                    if self._owed is owed:  # none was asked for later
+                        self._owed = None
+                        self._choose()
+                    self._changed.notify_all()
+        return True
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's state as `kvd status --json` prints it; empty without a daemon.
@@ -394,18 +378,13 @@ class Scheduler(Handler):
         Raises:
             UsageError: closed.
         """
-        reply = self._ask(Status(), StatusReport)
+        reply = self._request(Status(), StatusReport)
         return {} if reply is None else reply.status
 
     @property
     def attached(self) -> bool:
         """Whether every rank is registered and has a lane, so that chunks can be found."""
         return self._attached is not None
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a daemon that answers."""
-        return self._session.connected
 
     @property
     def namespace(self) -> bytes:
@@ -425,43 +404,20 @@ class Scheduler(Handler):
         attached = self._attached
         return attached[0].bytes_per_chunk if attached else 0
 
-    def wait_attached(self, timeout: float) -> AttachState:
-        """Wait until `attached`, at most `timeout` seconds; return whether it is, or why not.
-
-        Raises:
-            UsageError: closed.
-        """
-        self._session.check_open()
-        patience = seconds("timeout", timeout)
-        with self._changed:
-            self._changed.wait_for(lambda: self.attached or self._session.closed, patience)
-        return AttachState(True) if self.attached else why_not_attached(self._session)
-
     def close(self) -> None:
         """End the session: leases are dropped, unfinished stores given up. May be called again."""
-        self._session.close()
+        super().close()
         self._attach(None)
         self._ready_news.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        chunks = f"{self.num_chunks} chunks" if self.attached else "not attached"
-        return f"<Scheduler {chunks}, {self._session!r}>"
-
     # -------------------------------------------------------- session's events
 
-    def on_open(self) -> bool:
-        """See Handler. What the session before has not reported is not counted."""
+    def _on_open(self) -> None:
+        # What the session before has not reported is not counted.
         self._counts, self._reported = LookupCounts(), None
-        return True
 
-    def news(self) -> Ping | None:
-        """See Handler: the totals of this session; None where the daemon has been told."""
+    def _news(self) -> Ping | None:
+        """The totals of this session; None where the daemon has been told."""
         counts = self._counts
         lookups = Lookups(
             chunks=counts.chunks,
@@ -474,45 +430,21 @@ class Scheduler(Handler):
         self._reported = lookups
         return Ping(lookups=lookups)
 
-    def on_notice(self, notice: Notice) -> None:
-        """See Handler: the engine is attached, with a directory, or detached."""
+    def _on_notice(self, notice: Notice) -> None:
         message = notice.message
         if isinstance(message, Attached):
             directory = _map(notice)
             ready_pipe = notice.fds.pop() if len(notice.fds) > 1 else -1
             self._attach(None if directory is None else (message, directory), ready_pipe)
-            self._repeat_reset()
         elif isinstance(message, Detached):
-            log.info("engine %s is detached: %s", self._session.engine, message.reason)
+            log.info("engine %s is detached: %s", self.engine, message.reason)
             self._attach(None)
 
-    def on_silent(self, silent: bool) -> None:
-        """See Handler: hits that cannot be loaded are misses."""
-        with self._changed:
-            self._silent = silent
-            self._choose()
-        if not silent:
-            self._repeat_reset()
-
-    def undo(self, request: Message, reply: Message) -> Message | None:
-        """See Handler: give back slots and leases that were granted too late."""
-        if isinstance(request, PrepareStore) and isinstance(reply, StorePrepared):
-            accepted = reply.answers.numpy() == StoreAnswer.ACCEPTED
-            granted = tuple(itertools.compress(request.keys, accepted.tolist()))
-            return CompleteStore(keys=granted, success=False) if granted else None
-        if isinstance(reply, LoadPrepared) and len(reply.slots):
-            return CompleteLoad(lease=reply.lease)
-        if isinstance(reply, ResetDone):
-            self._answered(request)
-        return None
-
-    def on_lost(self) -> None:
-        """See Handler."""
+    def _on_lost(self) -> None:
         self._attach(None)
 
-    def on_fork(self) -> None:
-        """See Handler: the child reads no directory that it cannot load from."""
-        self._changed = threading.Condition()
+    def _on_fork(self) -> None:
+        # The child reads no directory that it cannot load from.
         self._ready_news.abandon()
         self._attached = None
         self._find = self._find_nothing
@@ -523,23 +455,24 @@ class Scheduler(Handler):
         self._ready_news.replace(ready_pipe)
         with self._changed:
             self._attached = attached
-            self._silent = False
             self._choose()
             self._changed.notify_all()
 
     def _choose(self) -> None:
         """Choose what lookups read: the directory, where its chunks can be loaded."""
-        attached = self._attached
-        usable = attached is not None and not self._silent and self._owed is None
-        self._find = attached[1].lookup if usable and attached else self._find_nothing
+        attached = None if self._owed is not None else self._attached
+        self._find = self._find_nothing if attached is None else attached[1].lookup
         self._ready_news.tell()  # not before: an event loop that is woken up looks things up
 
-    def _ask(self, message: Message, kind: type[M]) -> M | None:
-        reply = self._session.request(message)
-        return reply if isinstance(reply, kind) else None
+    def _prepare(self, message: Message, kind: type[M]) -> M | None:
+        """As `_request`, but nothing is asked for while a reset is owed."""
+        if self._owed is not None:
+            self._check_open()
+            return None
+        return self._request(message, kind)
 
     def _inconsistent(self, reply: Message) -> None:
-        self._session.reset(f"{type(reply).__name__} contradicts itself")
+        self._give_up(self._connection, f"{type(reply).__name__} contradicts itself")
 
 
 def _map(notice: Notice) -> DirectoryView | None:

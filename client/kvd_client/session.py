@@ -1,10 +1,10 @@
-"""One session with the daemon: always there, connected or not.
+"""One process's part in an engine, and its session with the daemon: always there, connected or not.
 
 Requests are made on the caller's thread. One thread, the keeper, watches the
-control socket and connects again when the daemon is gone; it makes no caller's requests
-and never keeps the process alive. While there is no daemon, or one that has
-let a deadline pass and has not answered a PING since, a request costs
-microseconds and comes to nothing.
+control socket and connects again when the daemon is gone; it makes requests that no caller
+waits for, and never keeps the process alive. A daemon that lets a deadline pass counts as gone: its
+session is given up, which makes it drop what it granted, and a new one begins as soon as it
+greets. Meanwhile a request costs microseconds and comes to nothing.
 """
 
 import atexit
@@ -16,83 +16,60 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Self, TypeVar
 
 import zmq
 
 from kvd_client.arguments import seconds, shown
-from kvd_client.connection import Connection, Notice, greeting_hello, socket_path
-from kvd_client.errors import DaemonLost, DaemonSilent, Refused, UsageError
-from kvd_proto.messages import Error, ErrorCode, Kind, Message
+from kvd_client.connection import Connection, Notice, socket_path
+from kvd_client.errors import DaemonLost, Refused, UsageError
+from kvd_proto.messages import Error, ErrorCode, Kind, Message, Status, StatusReport
 from kvd_proto.printable import unprintable
 
 FIRST_BACKOFF_SECONDS = 0.1
 ABSENT_SECONDS = 0.5  # between two tries to connect at most: each costs microseconds
 REFUSED_SECONDS = 2.0  # the same where a daemon refuses: that costs it a session
-PROBE_SECONDS = 0.02
 CLOSE_SECONDS = 2.0
 REPORT_SECONDS = 1.0
 LAST_REPORT_SECONDS = 0.25
 MAX_ENGINE_NAME = 256
 
+M = TypeVar("M", bound=Message)
+
 log = logging.getLogger("kvd_client")
 
 
-class Handler:
-    """The owner of a session; all but `on_fork` is called by the keeper's thread."""
+@dataclass(frozen=True, slots=True)
+class AttachState:
+    """How waiting ended: true where the engine is attached; else `why` is what is missing."""
 
-    def on_open(self) -> bool:
-        """A connection is there. False: give it up and connect again later."""
-        return self.on_wake()
+    attached: bool
+    why: str = ""
 
-    def on_wake(self) -> bool:
-        """`Session.wake` was called. False as for `on_open`."""
-        return True
+    def __bool__(self) -> bool:
+        return self.attached
 
-    def on_notice(self, notice: Notice) -> None:
-        """Handle a notice of the control socket. Descriptors that are not taken are closed."""
-
-    def on_silent(self, silent: bool) -> None:
-        """A deadline has passed, or the daemon answers again."""
-
-    def undo(self, request: Message, reply: Message) -> Message | None:
-        """Return the request that takes back what was granted after nobody waited any more."""
-        del request, reply
-        return None
-
-    def news(self) -> Message | None:
-        """Return what to tell the daemon, if anything; asked once a second and before the end."""
-
-    def on_lost(self) -> None:
-        """The connection is gone."""
-
-    def on_fork(self) -> None:
-        """This process is a fork: close what it inherited. No lock may be taken."""
+    def __str__(self) -> str:
+        return self.why or "attached"
 
 
 class Session:
-    """A session that reconnects by itself.
+    """What `Scheduler` and `Worker` have in common. A context manager that closes it.
 
     Args:
         runtime_dir: the daemon's.
-        kind: "scheduler" or "worker".
         engine: the engine's name, the same for its scheduler and its workers.
-        handler: see `Handler`.
         deadline: seconds that a request may take where it does not say otherwise.
 
     Raises:
         UsageError: an invalid argument.
     """
 
-    def __init__(
-        self,
-        runtime_dir: str | os.PathLike[str],
-        kind: Kind,
-        engine: str,
-        handler: Handler,
-        *,
-        deadline: float = 1.0,
-    ) -> None:
+    _kind: ClassVar[Kind]
+
+    def __init__(self, runtime_dir: str | os.PathLike[str], engine: str, deadline: float) -> None:
         if (
             not isinstance(engine, str)
             or not 1 <= len(engine) <= MAX_ENGINE_NAME
@@ -106,21 +83,19 @@ class Session:
         socket_path(self.runtime_dir, "broker.sock")
         self.engine = engine
         self.deadline = seconds("deadline", deadline, 3600.0, positive=True)
-        self._hello = greeting_hello(kind, engine)
-        self._handler = handler
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # of the connection, and of what it has brought
+        self._lock = threading.Lock()  # of the connection's requests
         self._connection: Connection | None = None
-        self._silent = False
-        self.refusal = ""  # why the daemon refused the last connection
+        self._refusal = ""  # why the daemon refused the last connection
         self._closed = ""
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._events_lock = threading.Lock()  # a late `wake` must not write to a closed number
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._events_lock = threading.Lock()  # a late `_wake` must not write to a closed number
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tried = threading.Event()
-        self._keeper = threading.Thread(target=self._live, name=f"kvd-{kind}", daemon=True)
+        self._keeper = threading.Thread(target=self._live, name=f"kvd-{self._kind}", daemon=True)
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Start the keeper and wait for its first try, at most one deadline.
 
         Where no daemon is there the first try takes microseconds.
@@ -133,100 +108,26 @@ class Session:
 
     @property
     def connected(self) -> bool:
-        """Whether a request has a chance now."""
-        return self._connection is not None and not self._silent
+        """Whether there is a daemon that answers."""
+        return self._connection is not None
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called, or this is a fork."""
-        return bool(self._closed)
+    def attached(self) -> bool:
+        """Whether every rank is registered and has a lane, so that chunks can be found."""
+        raise NotImplementedError
 
-    @property
-    def identity(self) -> tuple[bytes, bytes] | None:
-        """Boot id of the daemon and this session's token, or None while there is no daemon."""
-        connection = self._connection
-        return None if connection is None else (connection.boot_id, connection.token)
-
-    def check_open(self) -> None:
-        """Refuse to be used after the end.
+    def wait_attached(self, timeout: float) -> AttachState:
+        """Wait until `attached`, at most `timeout` seconds; return whether it is, or why not.
 
         Raises:
-            UsageError: closed, or in a forked child.
+            UsageError: closed.
         """
-        if self._closed:
-            raise UsageError(f"{self._closed}; make a new object")
-
-    def request(
-        self, message: Message, seconds: float | None = None, fds: Sequence[int] = ()
-    ) -> Message | None:
-        """Ask the broker; the reply (its own type or `Error`), or None where there is none.
-
-        Args:
-            message: the request.
-            seconds: that it may take; None: the session's deadline.
-            fds: descriptors to send with it.
-
-        Raises:
-            UsageError: the session is closed.
-        """
-        self.check_open()
-        return self._ask(message, self.deadline if seconds is None else seconds, fds=fds)
-
-    def settle(self, message: Message) -> Message | None:
-        """As `request`; what cannot be sent now is sent when this daemon answers again.
-
-        Raises:
-            UsageError: the session is closed.
-        """
-        self.check_open()
-        return self._ask(message, self.deadline, owed=True)
-
-    def _ask(
-        self, message: Message, seconds: float, *, owed: bool = False, fds: Sequence[int] = ()
-    ) -> Message | None:
-        connection = self._connection
-        if connection is None:
-            return None
-        end = time.monotonic() + seconds
-        locked = not self._silent and self._lock.acquire(timeout=max(0.0, seconds))
-        try:
-            if not locked or connection is not self._connection or self._silent:
-                if owed:  # to this connection alone: with it the daemon forgets the session
-                    connection.owed.append(message)
-                    self.wake()
-                return None
-            reply = connection.exchange(message, end, fds=fds)
-        except DaemonSilent as error:
-            log.warning("%s within its deadline; treated as a miss until the daemon answers", error)
-            self._silent = True
-            self._handler.on_silent(silent=True)
-            self.wake()
-            return None
-        except DaemonLost as error:
-            self._drop(connection, str(error))
-            return None
-        finally:
-            if locked:
-                self._lock.release()
-        if isinstance(reply, Error):
-            if reply.code in (ErrorCode.STALE_BOOT, ErrorCode.BAD_SESSION):
-                self._drop(connection, reply.text)
-                return None
-            log.log(_LEVELS.get(reply.code, logging.DEBUG), "%s: %s", reply.code, reply.text)
-        return reply
-
-    def reset(self, why: str) -> None:
-        """Give the present connection up; the keeper makes a new one."""
-        connection = self._connection
-        if connection is not None:
-            self._drop(connection, why)
-
-    def wake(self) -> None:
-        """Have the keeper call `Handler.on_wake`."""
-        if not self._closed:
-            with self._events_lock:
-                if self._wake >= 0:
-                    os.eventfd_write(self._wake, 1)
+        self._check_open()
+        patience = seconds("timeout", timeout)
+        with self._changed:
+            if self._changed.wait_for(lambda: self.attached or self._closed, patience) is True:
+                return AttachState(True)
+        return AttachState(False, self._why_not_attached())
 
     def close(self) -> None:
         """End the session. The daemon sees it at once. May be called again."""
@@ -242,148 +143,233 @@ class Session:
             self._keeper.join(CLOSE_SECONDS)
         if not self._keeper.is_alive():  # it was never started, or has done this itself
             self._free()
+        with self._changed:
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = self._closed or self._connection or "no daemon"
+        return f"<{type(self).__name__} of {self.engine!r} at {self.runtime_dir}: {state}>"
+
+    def _check_open(self) -> None:
+        """Refuse to be used after the end.
+
+        Raises:
+            UsageError: closed, or in a forked child.
+        """
+        if self._closed:
+            raise UsageError(f"{self._closed}; make a new object")
+
+    def _request(self, message: Message, kind: type[M]) -> M | None:
+        """Ask the broker; its reply, or None where there is none of this kind.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._check_open()
+        reply = self._ask(message, self.deadline)
+        return reply if isinstance(reply, kind) else None
+
+    def _settle(self, message: Message) -> Message | None:
+        """As `_ask`, but where other requests are under way the keeper does it after them.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._check_open()
+        connection = self._connection
+        if connection is None or not self._lock.locked():
+            return self._ask(message, self.deadline)
+        connection.owed.append(message)
+        self._wake()
+        return None
+
+    def _ask(self, message: Message, patience: float, fds: Sequence[int] = ()) -> Message | None:
+        """Ask the broker; the reply (its own type or `Error`), or None where there is none."""
+        connection = self._connection
+        end = time.monotonic() + patience
+        if connection is None or not self._lock.acquire(timeout=patience):
+            return None
+        try:
+            if connection is not self._connection:
+                return None
+            reply = connection.exchange(message, end, fds=fds)
+        except DaemonLost as error:
+            self._give_up(connection, str(error))
+            return None
+        finally:
+            self._lock.release()
+        if isinstance(reply, Error):
+            if reply.code in (ErrorCode.STALE_BOOT, ErrorCode.BAD_SESSION):
+                self._give_up(connection, reply.text)
+                return None
+            log.log(_LEVELS.get(reply.code, logging.DEBUG), "%s: %s", reply.code, reply.text)
+        return reply
+
+    def _give_up(self, connection: Connection | None, why: str = "") -> None:
+        """Use this connection no more; the keeper makes a new one."""
+        with self._changed:
+            if connection is None or self._connection is not connection:
+                return
+            self._connection = None
+            self._on_lost()
+            self._changed.notify_all()
+        if why and not self._closed:
+            log.warning("connection given up: %s; misses until a daemon answers", why)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the keeper look what there is to do."""
+        with self._events_lock:
+            if not self._closed:
+                os.eventfd_write(self._woken, 1)
+
+    def _why_not_attached(self) -> str:
+        if self._closed:
+            return "this session was closed meanwhile"
+        if self._refusal:
+            return f"the daemon in {self.runtime_dir} refuses: {self._refusal}"
+        if not self.connected:
+            return f"no daemon answers in {self.runtime_dir}; is `kvd serve` running there?"
+        reply = self._request(Status(), StatusReport)
+        if reply is None:
+            return f"the daemon in {self.runtime_dir} did not answer in time"
+        try:
+            return _missing(reply, self.engine)
+        except (KeyError, TypeError):  # a daemon of another version
+            return f"engine {self.engine!r} is not complete yet"
 
     # ---------------------------------------------------------------- keeper
 
+    def _on_open(self) -> None:
+        """A connection is there."""
+
+    def _work(self) -> bool:
+        """Ask for what is wanted of the daemon. False: connect again later."""
+        return True
+
+    def _on_notice(self, notice: Notice) -> None:
+        """Handle a notice of the control socket. Descriptors that are not taken are closed."""
+
+    def _news(self) -> Message | None:
+        """Return what to tell the daemon, if anything; asked once a second and before the end."""
+
+    def _on_lost(self) -> None:
+        """The connection is gone. Called under `_changed`, by any thread."""
+
+    def _on_fork(self) -> None:
+        """This process is a fork: close what it inherited. No lock may be taken."""
+
     def _live(self) -> None:
+        delay = 0.0
         try:
-            self._keep()
+            while not self._closed:
+                began = time.monotonic()
+                longest = self._try()
+                self._tried.set()
+                delay = min(max(2 * delay, FIRST_BACKOFF_SECONDS), longest)
+                # A try that took long, such as a registration that waited for a lane, was a pause.
+                self._pause(max(0.0, began + delay - time.monotonic()))
         finally:
             self._free()  # here, since `close` does not wait for a busy keeper for ever
 
-    def _keep(self) -> None:
-        delay = 0.0
-        while not self._closed:
-            connection = None
-            good = False
-            longest = ABSENT_SECONDS
-            began = time.monotonic()
-            try:
-                connection = Connection(
-                    self.context, self.runtime_dir, self._hello, self._stop, max(self.deadline, 1.0)
-                )
-                self._silent = False
-                self.refusal = ""
-                self._connection = connection
-                longest = REFUSED_SECONDS
-                log.info("connected: %r", connection)
-                good = self._handler.on_open()
-                self._tried.set()
-                if good:
-                    self._watch(connection)
-            except Refused as error:
-                longest = REFUSED_SECONDS
-                if str(error) != self.refusal:
-                    self.refusal = str(error)
-                    log.warning("connection refused at %s: %s", self.runtime_dir, error)
-            except (DaemonLost, DaemonSilent, OSError) as error:
-                if connection is None:
-                    log.debug("no daemon at %s: %s", self.runtime_dir, error)
-                elif not self._closed:
-                    log.warning("the daemon is gone (%s); misses until one is back", error)
-            except Exception:
-                log.exception("the keeper of %r failed; it goes on", self)
+    def _try(self) -> float:
+        """Connect and serve the connection to its end; seconds to wait at most until the next."""
+        try:
+            connection = Connection(
+                self._context, self.runtime_dir, self._kind, self.engine, self._stop
+            )
+        except Refused as error:
+            if str(error) != self._refusal:
+                self._refusal = str(error)
+                log.warning("connection refused at %s: %s", self.runtime_dir, error)
+            return REFUSED_SECONDS
+        except (DaemonLost, OSError) as error:
+            log.debug("no daemon at %s: %s", self.runtime_dir, error)
+            return ABSENT_SECONDS
+        self._refusal = ""
+        self._connection = connection
+        log.info("connected: %r", connection)
+        served, why = False, ""
+        try:
+            self._on_open()
+            served = self._work()
             self._tried.set()
-            if connection is not None:
-                self._leave(connection)
-            delay = 0.0 if good else min(max(2 * delay, FIRST_BACKOFF_SECONDS), longest)
-            # A try that took long, such as a registration that waited for a lane, was a pause.
-            self._pause(max(0.0, began + delay - time.monotonic()))
+            if served:
+                self._watch(connection)
+        except DaemonLost as error:
+            why = str(error)
+        except Exception:
+            log.exception("the keeper of %r failed; it goes on", self)
+            served = False
+        self._give_up(connection, why)
+        with self._lock:  # a pending request has ended: its daemon is gone, or the stop is set
+            connection.close()
+        return 0.0 if served else REFUSED_SECONDS
 
     def _watch(self, connection: Connection) -> None:
         """Serve the control socket; return when the connection is to be given up."""
         poller = select.poll()
-        for fd in (connection.fileno(), self._wake, self._stop):
+        for fd in (connection.fileno(), self._woken, self._stop):
             poller.register(fd, select.POLLIN)
         told = time.monotonic()
-        while True:
-            patience = PROBE_SECONDS if self._silent else REPORT_SECONDS
-            ready = {fd for fd, _ in poller.poll(patience * 1000)}
-            if self._closed or connection.doomed:
+        while self._work():
+            ready = {fd for fd, _ in poller.poll(REPORT_SECONDS * 1000)}
+            if self._closed or self._connection is not connection:
                 return
-            if time.monotonic() >= told + REPORT_SECONDS:
-                self._tell_news(self.deadline)
-                told = time.monotonic()
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-                if not self._handler.on_wake():
-                    return
+            if self._woken in ready:
+                os.eventfd_read(self._woken)
             if connection.fileno() in ready:
                 while (notice := connection.receive()) is not None:
                     try:
-                        self._handler.on_notice(notice)
+                        self._on_notice(notice)
                     finally:
                         notice.close()
-            if self._silent and self._answers(connection):
-                self._silent = False
-                self._handler.on_silent(silent=False)
-                log.info("the daemon answers again")
-            if not self._silent:
-                for _ in range(len(connection.owed)):
-                    self._ask(connection.owed.popleft(), self.deadline, owed=True)
+            while connection.owed:
+                self._ask(connection.owed.popleft(), self.deadline)
+            if time.monotonic() >= told + REPORT_SECONDS:
+                self._tell_news(self.deadline)
+                told = time.monotonic()
 
-    def _tell_news(self, seconds: float) -> None:
-        if (message := self._handler.news()) is not None:
-            self._ask(message, seconds)
-
-    def _answers(self, connection: Connection) -> bool:
-        if not self._lock.acquire(timeout=PROBE_SECONDS):
-            return False
-        try:
-            late = connection.ping()
-        finally:
-            self._lock.release()
-        if late is None:
-            return False
-        undone = (self._handler.undo(request, reply) for request, reply in late)
-        connection.owed.extendleft(message for message in undone if message is not None)
-        return True
-
-    def _drop(self, connection: Connection, why: str) -> None:
-        connection.doomed = True
-        if self._connection is connection:
-            self._connection = None
-            log.info("connection given up: %s", why)
-        self.wake()
-
-    def _leave(self, connection: Connection) -> None:
-        self._connection = None
-        self._handler.on_lost()
-        with self._lock:  # a pending request has ended: its daemon is gone, or the stop is set
-            connection.close()
+    def _tell_news(self, patience: float) -> None:
+        if (message := self._news()) is not None:
+            self._ask(message, patience)
 
     def _pause(self, seconds: float) -> None:
         poller = select.poll()
         poller.register(self._stop, select.POLLIN)
         poller.poll(seconds * 1000)
 
-    def abandon(self) -> None:
+    # ------------------------------------------------------------------- end
+
+    def _abandon(self) -> None:
         """In a forked child: the session is the parent's, its descriptors are closed here."""
         self._closed = "this session belongs to the process that was forked"
         self._lock = threading.Lock()
         self._events_lock = threading.Lock()
+        self._changed = threading.Condition()
         connection, self._connection = self._connection, None
         if connection is not None:
             # Closes the control socket's copy; ZeroMQ itself leaves foreign sockets alone.
             connection.close()
         self._close_events()
-        self._handler.on_fork()
+        self._on_fork()
 
     def _free(self) -> None:
-        self.context.destroy(linger=0)
+        self._context.destroy(linger=0)
         with self._events_lock:
             self._close_events()
 
     def _close_events(self) -> None:
         if self._stop >= 0:  # a fork may meet a session that was freed just now
             os.close(self._stop)
-            os.close(self._wake)
-            self._stop = self._wake = -1
-
-    def __repr__(self) -> str:
-        connection = self._connection
-        state = self._closed or ("silent" if self._silent else connection) or "no daemon"
-        return f"<Session {self.engine!r} at {self.runtime_dir}: {state}>"
+            os.close(self._woken)
+            self._stop = self._woken = -1
 
 
 def _directory(path: object) -> Path:
@@ -393,6 +379,22 @@ def _directory(path: object) -> Path:
             if b"\0" not in os.fsencode(found):
                 return found
     raise UsageError(f"runtime_dir={shown(path)}: the path of a directory is needed, as text")
+
+
+def _missing(report: StatusReport, name: str) -> str:
+    engine = next((e for e in report.status["engines"] if e["name"] == name), None)
+    if engine is None or not engine["world_size"]:
+        return f"no rank of engine {name!r} is registered; do its workers use this name?"
+    if engine["missing_ranks"]:
+        ranks = ", ".join(map(str, engine["missing_ranks"]))
+        return f"engine {name!r} lacks rank {ranks} of {engine['world_size']}"
+    devices = {session["device"] for session in engine["sessions"]}
+    down = [
+        f"lane {lane['device']} is {lane['state']}"
+        for lane in report.status["lanes"]
+        if lane["device"] in devices and not lane["up"]
+    ]
+    return "; ".join(down) or f"engine {name!r} is being attached; wait longer"
 
 
 _LEVELS = {
@@ -412,7 +414,7 @@ def _close_all() -> None:
 
 def _abandon_all() -> None:
     for session in list(_SESSIONS):
-        session.abandon()
+        session._abandon()  # noqa: SLF001  # its own module's
     _SESSIONS.clear()
 
 

@@ -7,13 +7,9 @@ undefined and nothing writes to them any more: both are misses.
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 from kvd_client.arguments import collection, flag, seconds, shown, whole
-from kvd_client.attaching import AttachState, why_not_attached
 from kvd_client.chunk_blocks import ChunkBlocks, pack_arrays, pack_chunks
 from kvd_client.connection import Notice
 from kvd_client.control import ControlPage
@@ -22,7 +18,7 @@ from kvd_client.errors import RegistrationError, Unavailable, UsageError
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
 from kvd_client.registration import Memory, Wanted, wanted_registration
-from kvd_client.session import Handler, Session
+from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.timeline import StreamSignals, Timeline
 from kvd_proto.arrays import Integers
@@ -50,7 +46,7 @@ TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
 log = logging.getLogger("kvd_client")
 
 
-class Worker(Handler):
+class Worker(Session):
     """One rank of an engine. All methods may be called from any thread.
 
     Args:
@@ -64,6 +60,8 @@ class Worker(Handler):
     Raises:
         UsageError: an invalid argument. An absent daemon is no error.
     """
+
+    _kind = "worker"
 
     def __init__(
         self,
@@ -80,16 +78,15 @@ class Worker(Handler):
         self.job_timeout = seconds("job_timeout", job_timeout, MAX_JOB_SECONDS, positive=True)
         self.rank = rank
         self.world_size = world_size
-        self._session = Session(runtime_dir, "worker", engine, self, deadline=deadline)
+        super().__init__(runtime_dir, engine, deadline)
         self._control = ControlPage()
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
-        self._changed = threading.Condition()
         self._wanted: Wanted | None = None
         self._registered = False
         self._attached = False
-        self._refused = ""
-        self._session.start()
+        self._refused = "nothing is registered yet"
+        self._start()
 
     # ----------------------------------------------------------- registration
 
@@ -128,7 +125,7 @@ class Worker(Handler):
             UnsupportedMemory: CUDA memory of a device whose streams cannot write by themselves.
             CudaError: the CUDA driver refuses.
         """
-        self._session.check_open()
+        self._check_open()
         memory = collection("memory", memory, "memories")
         wanted = wanted_registration(
             self._control,
@@ -141,7 +138,7 @@ class Worker(Handler):
             temporary=flag("temporary", temporary),
         )
         required = flag("required", required)
-        end = time.monotonic() + seconds("timeout", timeout)
+        patience = seconds("timeout", timeout)
         with self._changed:
             if self._wanted is not None:
                 raise UsageError("this worker is registered already; close it and make a new one")
@@ -151,22 +148,27 @@ class Worker(Handler):
                 else None
             )
             self._wanted = wanted
-            self._session.wake()
-            while not self.registered and wanted.refusal is None and not self._session.closed:
-                left = end - time.monotonic()
-                if left <= 0 or not (required or self._session.connected):
-                    break
-                self._changed.wait(left)
+            self._refused = ""
+            self._wake()
+            self._changed.wait_for(
+                lambda: (
+                    self.registered
+                    or wanted.refusal is not None
+                    or self._closed
+                    or not (required or self.connected)
+                ),
+                patience,
+            )
             wanted.waited_for = False
             if wanted.refusal is not None:
                 self._wanted = None
                 raise RegistrationError(wanted.refusal.code, wanted.refusal.text)
             if required and not self.registered:
                 self._wanted = None
-                self._session.reset("the registration was given up")
+                self._give_up(self._connection, "the registration was given up")
                 raise Unavailable(
-                    f"no registration within {timeout:g} s at {self._session.runtime_dir}; "
-                    + (self._session.refusal or "is `kvd serve` running there?")
+                    f"no registration within {timeout:g} s at {self.runtime_dir}; "
+                    + (self._refusal or "is `kvd serve` running there?")
                 )
             return self.registered
 
@@ -184,27 +186,12 @@ class Worker(Handler):
     @property
     def attached(self) -> bool:
         """Whether all ranks of the engine are registered, and lanes serve them."""
-        return self._attached
+        return self._attached and self.registered
 
-    def wait_attached(self, timeout: float) -> AttachState:
-        """Wait until `attached` and `registered`, at most `timeout` seconds.
-
-        Returns:
-            True where they are; else it says why not.
-
-        Raises:
-            UsageError: closed.
-        """
-        self._session.check_open()
-        patience = seconds("timeout", timeout)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (self._attached and self.registered) or self._session.closed, patience
-            )
-            if self._attached and self.registered:
-                return AttachState(True)
-            refusal = self._refused if self._wanted is not None else "nothing is registered yet"
-        return why_not_attached(self._session, refusal)
+    def _why_not_attached(self) -> str:
+        if self._refused and self.connected and not self._closed:
+            return f"this rank is not registered: {self._refused}"
+        return super()._why_not_attached()
 
     # ------------------------------------------------------------------- jobs
 
@@ -297,7 +284,7 @@ class Worker(Handler):
         Raises:
             UsageError: closed.
         """
-        self._session.check_open()
+        self._check_open()
         return self._jobs.finished()
 
     def fileno(self) -> int:
@@ -309,7 +296,7 @@ class Worker(Handler):
         Raises:
             UsageError: closed.
         """
-        self._session.check_open()
+        self._check_open()
         return self._jobs.fileno()
 
     def wait(self, job_ids: Iterable[int], timeout: float = 10.0) -> frozenset[int]:
@@ -329,7 +316,7 @@ class Worker(Handler):
         Raises:
             UsageError: no numbers of jobs, no seconds; or closed.
         """
-        self._session.check_open()
+        self._check_open()
         return self._jobs.wait(_jobs(job_ids), seconds("timeout", timeout))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
@@ -338,7 +325,7 @@ class Worker(Handler):
         Raises:
             UsageError: no numbers of jobs; or closed.
         """
-        self._session.check_open()
+        self._check_open()
         self._jobs.cancel(_jobs(job_ids))
 
     @property
@@ -351,34 +338,26 @@ class Worker(Handler):
 
         Jobs that have not ended are stopped and not reported any more.
         """
-        if self._session.closed:
+        if self._closed:
             return
         if self._registered:
-            self._session.request(Unregister())
+            self._ask(Unregister(), self.deadline)
         self._jobs.close()
-        self._session.close()
+        super().close()
         self.timeline.follow(None)
         self._control.close()
-        with self._changed:
-            self._changed.notify_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "registered" if self.registered else "not registered"
         return (
             f"<Worker rank {self.rank} of {self.world_size}, {state},"
-            f" {len(self._jobs)} jobs, {self._session!r}>"
+            f" {len(self._jobs)} jobs, {super().__repr__()}>"
         )
 
     # ---------------------------------------------------------- jobs, inside
 
     def _blocks(self, ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks]) -> JobBlocks:
-        self._session.check_open()
+        self._check_open()
         wanted = self._wanted
         if wanted is None:
             raise UsageError("nothing is registered yet; call register first")
@@ -387,7 +366,7 @@ class Worker(Handler):
     def _submit(
         self, kind: type[Store] | type[Load], job_id: int, blocks: JobBlocks, after: int | None
     ) -> bool:
-        self._session.check_open()
+        self._check_open()
         whole("job_id", job_id, 0)
         if after is None:
             # What has been reached already is "now"; to signal a new number here would also
@@ -416,16 +395,16 @@ class Worker(Handler):
 
     # ------------------------------------------------------- session's events
 
-    def news(self) -> None:
-        """See Handler: nothing to tell; once a second an event loop looks at overdue jobs."""
+    def _news(self) -> None:
+        """Nothing to tell; once a second an event loop looks at overdue jobs."""
         self._jobs.remind()
 
-    def on_wake(self) -> bool:
-        """See Handler: register, where that is wanted."""
+    def _work(self) -> bool:
+        """Register, where that is wanted."""
         wanted = self._wanted
         if wanted is None or self._registered:
             return True
-        reply = self._session.request(wanted.message, REGISTER_SECONDS, wanted.fds)
+        reply = self._ask(wanted.message, REGISTER_SECONDS, wanted.fds)
         with self._changed:
             if isinstance(reply, Registered):
                 self._registered = True
@@ -441,8 +420,7 @@ class Worker(Handler):
             self._changed.notify_all()
             return self._registered
 
-    def on_notice(self, notice: Notice) -> None:
-        """See Handler: lanes come; the engine becomes complete and incomplete."""
+    def _on_notice(self, notice: Notice) -> None:
         message = notice.message
         with self._changed:
             if isinstance(message, LaneUp) and message.device == self.device:
@@ -452,24 +430,19 @@ class Worker(Handler):
             self._changed.notify_all()
 
     def _lane_up(self, up: LaneUp, notice: Notice) -> None:
-        identity = self._session.identity
-        if identity is not None and len(notice.fds) == 1:
-            session = self._session
-            lane = LaneLink(session.context, up, notice.fds[0], identity, self._jobs.readiness)
+        connection = self._connection
+        if connection is not None and len(notice.fds) == 1:
+            identity = connection.boot_id, connection.token
+            lane = LaneLink(self._context, up, notice.fds[0], identity, self._jobs.readiness)
             notice.fds.clear()  # owned by the link
             self._jobs.set_lane(lane)
 
-    def on_lost(self) -> None:
-        """See Handler. Jobs go on until their lane is known to be dead."""
-        with self._changed:
-            self._registered = False
-            self._attached = False
-            self._jobs.set_lane(None)
-            self._changed.notify_all()
+    def _on_lost(self) -> None:
+        # Jobs go on until their lane is known to be dead.
+        self._registered = self._attached = False
+        self._jobs.set_lane(None)
 
-    def on_fork(self) -> None:
-        """See Handler."""
-        self._changed = threading.Condition()
+    def _on_fork(self) -> None:
         self._registered = self._attached = False
         self._jobs.abandon()
         self.timeline.abandon()

@@ -65,11 +65,11 @@ def quiet(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sched
 def frozen(daemon: FakeDaemon, scheduler: Scheduler) -> Iterator[None]:
     """In here the daemon answers nothing, and the scheduler does not wait for it for long."""
     daemon.freeze()
-    scheduler._session.deadline = 0.2
+    scheduler.deadline = 0.2
     try:
         yield
     finally:
-        scheduler._session.deadline = DEADLINE
+        scheduler.deadline = DEADLINE
         daemon.thaw()
 
 

@@ -112,7 +112,7 @@ def test_close_ends_the_keeper(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(session, "CLOSE_SECONDS", SECONDS)
     before = descriptors()
     with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as scheduler:
-        keeper = scheduler._session._keeper
+        keeper = scheduler._keeper
         assert keeper.is_alive()
         assert keeper.daemon
     assert not keeper.is_alive()
@@ -126,20 +126,20 @@ def test_a_keeper_that_is_busy_while_the_session_closes_leaves_nothing(
     """close() does not wait for it for ever; it lets go of everything when it ends."""
     monkeypatch.setattr(session, "CLOSE_SECONDS", 0.0)
     go_on = threading.Event()
-    leave = session.Session._leave
+    watch = session.Session._watch
 
     def busy(one: session.Session, connection: Connection) -> None:
+        watch(one, connection)
         assert go_on.wait(SECONDS)
-        leave(one, connection)
 
-    monkeypatch.setattr(session.Session, "_leave", busy)
+    monkeypatch.setattr(session.Session, "_watch", busy)
     before = descriptors()
     scheduler = Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE)
     scheduler.close()
-    assert scheduler._session._keeper.is_alive()
+    assert scheduler._keeper.is_alive()
     go_on.set()
-    scheduler._session._keeper.join(SECONDS)
-    assert scheduler._session.context.closed
+    scheduler._keeper.join(SECONDS)
+    assert scheduler._context.closed
     eventually(lambda: descriptors() <= before)
 
 
@@ -189,7 +189,7 @@ def test_fork_does_not_hold_the_control_socket_open(daemon: FakeDaemon) -> None:
         os.read(read, 1)
         os._exit(0)
     os.close(read)
-    worker._session.close()
+    session.Session.close(worker)
     eventually(lambda: not daemon.call(lambda: dict(daemon.connections)))
     os.close(write)
     os.waitpid(child, 0)

@@ -8,6 +8,7 @@ from kvd_client import LookupResult, Scheduler
 from kvd_proto.messages import Detached
 from tests.client.conftest import frozen
 from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.client.test_scheduler import found
 from tests.waiting import eventually
 
 
@@ -57,11 +58,9 @@ def test_news_are_kept_for_who_asks_without_a_descriptor(
     assert not scheduler.take_ready()
 
 
-def test_the_end_of_a_silence_is_told(daemon: FakeDaemon, quiet: Scheduler) -> None:
+def test_the_answer_to_a_reset_is_told(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """A chunk became READY meanwhile, and was a miss to who looked when the pipe said so."""
-    daemon.keys = {b"ready": 2}
-    daemon.attach()
-    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
+    found(daemon, quiet)
     quieten(quiet)
     with frozen(daemon, quiet):
         assert not quiet.reset(0.0).served

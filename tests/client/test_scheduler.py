@@ -44,6 +44,13 @@ def ask_everything(scheduler: Scheduler) -> None:
     assert scheduler.status() == {}
 
 
+def found(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """Attach the engine, and wait until it finds a chunk."""
+    daemon.keys = {b"ready": 2}
+    daemon.attach()
+    eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
+
+
 def until(scheduler: Scheduler, *, connected: bool) -> None:
     """Wait until the session has noticed."""
     eventually(lambda: scheduler.connected is connected)
@@ -115,8 +122,10 @@ def test_load_ticket_holds_a_lease(daemon: FakeDaemon, scheduler: Scheduler) -> 
     assert daemon.wait_for(CompleteLoad)[0].lease == 7
 
 
-def test_small_requests(scheduler: Scheduler) -> None:
+def test_small_requests(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """The end of a request, reset and status return what the daemon says."""
+    daemon.attach()
+    assert scheduler.wait_attached(SECONDS)
     assert scheduler.request_finished([b"a", b"b"]) == 2
     assert scheduler.reset().dropped == 4
     assert scheduler.status() == {"ready": True}
@@ -144,20 +153,14 @@ def test_daemon_that_comes_later_is_found(runtime_dir: Path) -> None:
 def test_restarted_daemon_is_found_again(runtime_dir: Path) -> None:
     """After the daemon's death there are misses, and hits again with its successor."""
     with FakeDaemon(runtime_dir) as first:
-        first.keys = {b"ready": 2}
         scheduler = Scheduler(runtime_dir, "engine", deadline=60.0)
-        first.attach()
-        assert scheduler.wait_attached(SECONDS)
+        found(first, scheduler)
     with scheduler:
         until(scheduler, connected=False)
         ask_everything(scheduler)
         with FakeDaemon(runtime_dir) as second:
-            second.keys = {b"ready": 2}
             second.wait_for(Hello)
-            second.attach()
-            assert scheduler.wait_attached(SECONDS)
-            # Meanwhile it was asked for the reset that no daemon had answered.
-            eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
+            found(second, scheduler)  # and it was asked for the reset that no daemon had answered
             assert len(scheduler.prepare_store([b"x"])) == 1
 
 
@@ -177,74 +180,55 @@ def test_death_ends_a_pending_request(daemon: FakeDaemon) -> None:
 
 
 def test_frozen_daemon_costs_one_deadline(daemon: FakeDaemon, quiet: Scheduler) -> None:
-    """After one deadline everything is a miss at once, until the daemon answers a PING."""
-    daemon.keys = {b"ready": 2}
-    daemon.attach()
-    assert quiet.wait_attached(SECONDS)
+    """After one deadline everything is a miss at once, until the daemon begins a new session."""
+    found(daemon, quiet)
+    ticket = quiet.prepare_load([b"ready"])
+    assert ticket.lease
     with frozen(daemon, quiet):
         assert not quiet.prepare_store([b"k"]).served
         assert not quiet.connected
-        assert quiet.lookup(b"ready") is LookupResult.MISS
         ask_everything(quiet)
-    assert daemon.wait_for(Ping)
-    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
-    # What was granted too late is given back.
-    undone = daemon.wait_for(CompleteStore)[0]
-    assert (undone.keys, undone.success) == ((b"k",), False)
-    # The late answer to the first request is not taken for that to the second.
-    assert eventually(lambda: len(quiet.prepare_store([b"a", b"b"]))) == 2
-
-
-def test_late_lease_is_given_back(daemon: FakeDaemon, quiet: Scheduler) -> None:
-    """A lease that was granted after the deadline pins nothing for long."""
-    with frozen(daemon, quiet):
-        assert quiet.prepare_load([b"k"]).keys == ()
-    assert daemon.wait_for(CompleteLoad)[0].lease == 7
-    until(quiet, connected=True)
-
-
-def test_what_could_not_be_given_back_is_when_the_daemon_answers_again(
-    daemon: FakeDaemon, quiet: Scheduler
-) -> None:
-    """Leases and failed stores of before the silence are not left to run out."""
-    ticket = quiet.prepare_load([b"k"])
-    assert ticket.lease
-    with frozen(daemon, quiet):
-        assert quiet.request_finished([b"k"]) == 0
-        assert not quiet.connected
         quiet.complete_load(ticket)
-        quiet.complete_store([b"failed"], success=False)
-        quiet.complete_store([b"stored"])  # nobody waits for that
+    daemon.wait_for(Hello, 2)
+    found(daemon, quiet)
+    assert len(quiet.prepare_store([b"a", b"b"])) == 2
+    # With the session before the daemon has dropped what it had granted.
+    assert not [m for m in daemon.received if isinstance(m, (CompleteStore, CompleteLoad))]
+
+
+def test_what_is_completed_beside_another_request_is_told_after_it(
+    daemon: FakeDaemon, scheduler: Scheduler
+) -> None:
+    """Whoever completes something need not wait for other requests."""
+    ticket = scheduler.prepare_load([b"k"])
+    with scheduler._lock:  # a request is under way
+        scheduler.complete_load(ticket)
+        scheduler.complete_store([b"failed"], success=False)
     assert daemon.wait_for(CompleteLoad)[0].lease == ticket.lease
     assert daemon.wait_for(CompleteStore)[0].keys == (b"failed",)
-    until(quiet, connected=True)
-    assert quiet.request_finished([b"k"]) == 1
-    assert len(daemon.wait_for(CompleteStore)) == len(daemon.wait_for(CompleteLoad)) == 1
 
 
 def test_a_reset_that_is_not_answered_in_time_is_asked_once(
     daemon: FakeDaemon, quiet: Scheduler
 ) -> None:
     """Nothing is found until the daemon has answered, late as it may be; then it is over."""
-    daemon.keys = {b"ready": 2}
-    daemon.attach()
-    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
+    found(daemon, quiet)
     with frozen(daemon, quiet):
         assert not quiet.reset(0.01).served
         assert quiet.lookup(b"ready") is LookupResult.MISS
         assert not quiet.prepare_load([b"ready"]).keys
+        assert not quiet.prepare_store([b"k"]).served
     eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
     assert len(daemon.wait_for(Reset)) == 1
 
 
-def test_a_reset_during_silence_is_made_up_for(daemon: FakeDaemon, quiet: Scheduler) -> None:
-    """The answer to an earlier one does not count: it is told of the last one, once."""
-    daemon.keys = {b"ready": 2}
-    daemon.attach()
-    eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
+def test_a_reset_during_another_one_is_made_after_it(daemon: FakeDaemon, quiet: Scheduler) -> None:
+    """The answer to an earlier one does not count: what was stored meanwhile goes, too."""
+    found(daemon, quiet)
     with frozen(daemon, quiet):
         assert not quiet.reset(0.01).served
-        assert not quiet.reset(0.01).served  # nothing is sent to a daemon that is silent
+        eventually(quiet._lock.locked)
+        assert not quiet.reset(0.01).served
     eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
     assert len(daemon.wait_for(Reset)) == 2
 
@@ -267,23 +251,6 @@ def test_a_reset_without_a_daemon_is_told_to_the_next_one(runtime_dir: Path) -> 
             eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
             assert len(daemon.wait_for(Reset)) == 1
             assert meanwhile == [True, LookupResult.MISS]
-
-
-def test_what_is_owed_ends_with_its_daemon(runtime_dir: Path) -> None:
-    """The next daemon knows nothing of these leases: numbers of its own are not given back."""
-    with FakeDaemon(runtime_dir) as first:
-        scheduler = Scheduler(runtime_dir, "engine", deadline=DEADLINE)
-        ticket = scheduler.prepare_load([b"k"])
-        assert ticket.lease
-        first.freeze()
-        scheduler._session.deadline = 0.2
-        assert scheduler.request_finished([b"k"]) == 0
-        scheduler.complete_load(ticket)
-        scheduler._session.deadline = DEADLINE
-    with scheduler, FakeDaemon(runtime_dir) as second:
-        second.wait_for(Hello)
-        eventually(lambda: scheduler.request_finished([b"k"]))
-        assert not [m for m in second.received if isinstance(m, CompleteLoad)]
 
 
 def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:

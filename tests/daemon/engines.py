@@ -246,7 +246,7 @@ class Engine:
 
 def wait_boot(client: Scheduler | Worker, boot_id: bytes) -> None:
     """Until its session is one with the daemon of this boot id."""
-    eventually(lambda: client._session.identity, lambda found: found and found[0] == boot_id)
+    eventually(lambda: client._connection, lambda found: found and found.boot_id == boot_id)
 
 
 def keys_of(name: str, count: int) -> list[bytes]:

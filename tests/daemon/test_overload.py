@@ -76,9 +76,9 @@ def test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load(
         ticket = engine.scheduler.prepare_store(keys_of("flood", STORES))
         assert len(ticket.keys) == STORES
         (lane,) = daemon.status()["lanes"]
-        identity = engine.workers[0]._session.identity
-        assert identity is not None
-        boot_id, token = identity
+        connection = engine.workers[0]._connection
+        assert connection is not None
+        boot_id, token = connection.boot_id, connection.token
 
         def frame(number: int, request: Message) -> bytes:
             # Other ids than the worker's own: a lane serves each request of a worker once.

@@ -23,7 +23,6 @@ from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import (
     CompleteLoad,
-    CompleteStore,
     Done,
     Error,
     ErrorCode,
@@ -34,7 +33,6 @@ from kvd_proto.messages import (
     Ping,
     Pong,
     Store,
-    StoreCompleted,
 )
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit
@@ -52,7 +50,7 @@ _NUMBERS = itertools.count(1_000_000)
 
 def token_of(engine: Engine) -> bytes:
     """The token of an engine's worker, which only that process knows."""
-    connection = engine.workers[0]._session._connection
+    connection = engine.workers[0]._connection
     assert connection is not None
     return connection.token
 
@@ -200,13 +198,11 @@ def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> 
         writing = keys_of("open", 2)
         ticket = owner.scheduler.prepare_store(writing)
         with Engine(daemon.runtime_dir, name="forger", world_size=1).wait_attached() as forger:
-            ask = forger.scheduler._session.request
             for guess in (*range(3), *range(lease.lease - 3, lease.lease + 3)):
-                reply = ask(CompleteLoad(lease=guess))
-                assert isinstance(reply, LoadCompleted)
+                reply = forger.scheduler._request(CompleteLoad(lease=guess), LoadCompleted)
+                assert reply is not None
                 assert not reply.released
-            done = ask(CompleteStore(keys=tuple(writing), success=False))
-            assert isinstance(done, StoreCompleted)
+            done = forger.scheduler.complete_store(writing, success=False)
             assert (done.pending, done.dropped) == (2, 0)
         chunks = daemon.status()["namespaces"][0]["chunks"]
         assert (chunks["writing"], chunks["pinned"]) == (2, 2)

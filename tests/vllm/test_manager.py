@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import (
@@ -115,17 +116,13 @@ def store(
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[type[Message]]:
     """From now on: the messages that the scheduler's session sends."""
     sent: list[type[Message]] = []
-    session = engine.scheduler._session
+    ask = engine.scheduler._ask
 
-    def noting(ask: Callable[[Message], Message | None]) -> Callable[[Message], Message | None]:
-        def noted(message: Message) -> Message | None:
-            sent.append(type(message))
-            return ask(message)
+    def noting(message: Message, *rest: Any) -> Message | None:
+        sent.append(type(message))
+        return ask(message, *rest)
 
-        return noted
-
-    for name in ("request", "settle"):
-        monkeypatch.setattr(session, name, noting(getattr(session, name)))
+    monkeypatch.setattr(engine.scheduler, "_ask", noting)
     return sent
 
 
@@ -466,13 +463,13 @@ def test_a_daemon_that_ends_leaves_misses(engine: Engine, daemon: Daemon) -> Non
 @contextmanager
 def silence(engine: Engine, daemon: Daemon) -> Iterator[None]:
     """In here the daemon stands still and is waited for a moment; afterwards it answers again."""
-    session = engine.scheduler._session
-    usual, session.deadline = session.deadline, 0.1
+    scheduler = engine.scheduler
+    usual, scheduler.deadline = scheduler.deadline, 0.1
     daemon.process.send_signal(signal.SIGSTOP)  # a fixture ends it, stopped or not
     yield
-    session.deadline = usual
+    scheduler.deadline = usual
     daemon.process.send_signal(signal.SIGCONT)
-    eventually(lambda: engine.scheduler.connected and engine.scheduler._owed is None)
+    eventually(lambda: scheduler.attached and scheduler._owed is None)
 
 
 def test_a_daemon_that_does_not_answer_is_waited_for_once(engine: Engine, daemon: Daemon) -> None:
