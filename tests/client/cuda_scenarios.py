@@ -1,9 +1,4 @@
-"""What a worker's process does with CUDA memory, each scenario in a process of its own.
-
-Run as `python -m tests.client.cuda_scenarios NAME [RULE]` with the test driver on
-LD_LIBRARY_PATH; exit status 0 says that everything was as the name promises.
-With the name of a rule it runs without that rule and should not succeed.
-"""
+"""What a worker's process does with CUDA memory, each scenario in a process of its own."""
 
 import ctypes
 import gc
@@ -17,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -38,8 +32,9 @@ from kvd_client.registration import Wanted, wanted_registration
 from kvd_client.timeline import StreamSignals
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint, IpcHandle, VmmHandle
+from tests.fakecuda import cudatensor as cuda
+from tests.fakecuda import harness
 
-GRANULE = 2 * 2**20
 SIZE = 8 * 4096
 LAYOUT = RankLayout(
     num_blocks=8,
@@ -56,47 +51,40 @@ LAYOUT = RankLayout(
 # ---------------------------------------------------------------------- tools
 
 
-def call(name: str, *arguments: object) -> Any:
-    """Call the driver."""
-    from cuda.bindings import driver  # noqa: PLC0415  # one scenario has none
-
-    code, *values = getattr(driver, name)(*arguments)
-    assert not int(code), f"{name}: {code}"
-    return values[0] if values else None
-
-
 def start(device: int = 0) -> None:
     """Be a process that uses a device, as an engine is."""
-    call("cuInit", 0)
-    context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device))
-    call("cuCtxSetCurrent", context)
+    cuda.use_device(device)
 
 
 def switch(text: str) -> None:
     """Change a switch of the test driver, as `key=value`."""
-    assert ctypes.CDLL("libcuda.so.1").fakecuda_set(text.encode()) == 0, text
+    harness.switch(ctypes.CDLL("libcuda.so.1"), text)
 
 
-def virtual(*sizes: int, exportable: bool = True) -> int:
-    """Neighbouring allocations of the virtual memory management; where they begin."""
-    from cuda.bindings import driver  # noqa: PLC0415  # one scenario has none
+def allocated(nbytes: int = SIZE) -> int:
+    """The address of new device memory."""
+    return cuda.DeviceMemory(nbytes).address
 
-    kinds = driver.CUmemAllocationHandleType
-    properties = driver.CUmemAllocationProp()
-    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    properties.location.id = 0
-    if exportable:
-        properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    begin = at = int(call("cuMemAddressReserve", sum(sizes), 0, 0, 0))
-    for size in sizes:
-        call("cuMemMap", at, size, 0, call("cuMemCreate", size, properties, 0), 0)
-        at += size
-    access = driver.CUmemAccessDesc()
-    access.location = properties.location
-    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    call("cuMemSetAccess", begin, sum(sizes), [access], 1)
-    return begin
+
+def new_stream() -> int:
+    """A new stream's handle."""
+    return int(cuda.Stream().handle)
+
+
+def held_up(address: int) -> int:
+    """A stream with work that does not begin before the kernels are let go, by `hold=`."""
+    stream = new_stream()
+    switch("hold=kernels")
+    cuda.call("cuMemsetD8Async", address, 1, SIZE, stream)
+    return stream
+
+
+def signalled() -> tuple[ControlPage, Timeline]:
+    """A page whose timeline streams signal."""
+    page = ControlPage()
+    timeline = Timeline(page)
+    timeline.follow(StreamSignals(0, page))
+    return page, timeline
 
 
 @contextmanager
@@ -145,7 +133,7 @@ def stays(timeline: Timeline, number: int) -> None:
 def ipc_memory_is_its_allocation_and_an_offset() -> None:
     """Two storages of one allocation have one handle and need no descriptor."""
     start()
-    base = int(call("cuMemAlloc", 3 * SIZE))
+    base = allocated(3 * SIZE)
     memory = [DeviceMemory.at(base + 512, SIZE), DeviceMemory.at(base + SIZE + 1024, SIZE)]
     registration = wanted(*memory)
     name = memory[0].ipc
@@ -165,12 +153,12 @@ def ipc_memory_is_its_allocation_and_an_offset() -> None:
 def virtual_memory_is_a_descriptor_for_each_allocation() -> None:
     """Storages of one allocation share a descriptor, which outlives what the caller closes."""
     start()
-    base = virtual(GRANULE)
+    base = cuda.VirtualMemory().address
     memory = [DeviceMemory.at(base + at, SIZE) for at in (0, SIZE)]
     registration = wanted(*memory)
     assert registration.message.handles == (
-        VmmHandle(fd_index=1, allocation=GRANULE, offset=0),
-        VmmHandle(fd_index=1, allocation=GRANULE, offset=SIZE),
+        VmmHandle(fd_index=1, allocation=cuda.GRANULARITY, offset=0),
+        VmmHandle(fd_index=1, allocation=cuda.GRANULARITY, offset=SIZE),
     )
     for part in memory:
         part.close()
@@ -182,17 +170,17 @@ def virtual_memory_is_a_descriptor_for_each_allocation() -> None:
 def memory_across_allocations_is_refused() -> None:
     """A storage that several allocations make up has no one handle."""
     start()
-    base = virtual(GRANULE, GRANULE)
-    assert DeviceMemory.at(base + GRANULE - SIZE, SIZE).offset == GRANULE - SIZE
+    base = cuda.VirtualMemory().address
+    assert DeviceMemory.at(base + cuda.GRANULARITY - SIZE, SIZE).offset == cuda.GRANULARITY - SIZE
     with refused(UnsupportedMemory, "several CUDA allocations", "ends after 4096", "sleep mode"):
-        DeviceMemory.at(base + GRANULE - 4096, SIZE)
+        DeviceMemory.at(base + cuda.GRANULARITY - 4096, SIZE)
 
 
 def memory_that_is_not_exportable_is_refused() -> None:
     """The sentence says what makes such memory and what to change."""
     start()
     with refused(UnsupportedMemory, "no other process can map", "expandable_segments:True from"):
-        DeviceMemory.at(virtual(GRANULE, exportable=False), SIZE)
+        DeviceMemory.at(cuda.VirtualMemory(exportable=False).address, SIZE)
 
 
 def what_is_no_device_memory_is_refused() -> None:
@@ -208,9 +196,9 @@ def what_is_no_device_memory_is_refused() -> None:
 def memory_of_one_worker_is_on_one_device() -> None:
     """Host and device memory, or two devices, are not one registration."""
     start(1)
-    second = DeviceMemory.at(int(call("cuMemAlloc", SIZE)), SIZE)
+    second = DeviceMemory.at(allocated(), SIZE)
     start(0)
-    first = DeviceMemory.at(int(call("cuMemAlloc", SIZE)), SIZE)
+    first = DeviceMemory.at(allocated(), SIZE)
     host = HostMemory.allocate(SIZE)
     assert first.device != second.device
     with refused(UsageError, f"memory[1] is on {second.device}, memory[0] on {first.device}"):
@@ -224,8 +212,8 @@ def memory_of_one_worker_is_on_one_device() -> None:
 def every_failure_of_the_driver_names_what_was_attempted() -> None:
     """Each call that cuda_driver.py names fails once; errors are typed, nothing is left open."""
     start()
-    plain, exported = int(call("cuMemAlloc", SIZE)), virtual(GRANULE)
-    streams = [int(call("cuStreamCreateWithPriority", 1, 0)) for _ in range(2)]
+    plain, exported = allocated(), cuda.VirtualMemory().address
+    streams = [new_stream() for _ in range(2)]
     log = Path(os.environ["FAKECUDA_LOG"])
     assert life(plain, exported, streams) == []  # loads the driver
     before = log.stat().st_size
@@ -284,7 +272,7 @@ def life(plain: int, exported: int, streams: list[int]) -> list[str]:
         errors.append(str(error))
     else:
         until(timeline, numbers[-1])
-    call("cuCtxSynchronize")  # a page is let go when its last event has happened
+    cuda.call("cuCtxSynchronize")  # a page is let go when its last event has happened
     timeline.follow(None)
     page.close()
     return errors
@@ -328,15 +316,11 @@ def a_driver_that_does_not_start_says_so() -> None:
 def numbers_are_reached_when_the_stream_is_there() -> None:
     """Not before its kernels have finished; in order, whichever streams they are asked for on."""
     start()
-    page = ControlPage()
-    timeline = Timeline(page)
-    timeline.follow(StreamSignals(0, page))
-    address = int(call("cuMemAlloc", SIZE))
-    busy, idle = (int(call("cuStreamCreateWithPriority", 1, 0)) for _ in range(2))
+    _, timeline = signalled()
+    idle = new_stream()
     assert timeline.signal_on(idle) == 1
     until(timeline, 1)
-    switch("hold=kernels")
-    call("cuMemsetD8Async", address, 1, SIZE, busy)
+    busy = held_up(allocated())
     assert timeline.signal_on(busy) == 2
     assert timeline.signal_on(idle) == 3
     stays(timeline, 1)
@@ -358,31 +342,21 @@ def numbers_are_reached_when_the_stream_is_there() -> None:
 def a_page_that_is_written_to_later_stays() -> None:
     """Ending while a stream has yet to write neither waits nor takes the memory away."""
     start()
-    page = ControlPage()
-    timeline = Timeline(page)
-    timeline.follow(StreamSignals(0, page))
-    address = int(call("cuMemAlloc", SIZE))
-    stream = int(call("cuStreamCreateWithPriority", 1, 0))
-    switch("hold=kernels")
-    call("cuMemsetD8Async", address, 1, SIZE, stream)
+    page, timeline = signalled()
+    stream = held_up(allocated())
     number = timeline.signal_on(stream)
     timeline.follow(None)
     page.close()
     switch("hold=")
-    call("cuStreamSynchronize", stream)
+    cuda.call("cuStreamSynchronize", stream)
     assert page.timeline == number
 
 
 def a_page_stays_when_a_write_is_not_marked() -> None:
     """The stream writes, but the event after it failed: that nothing will write is not known."""
     start()
-    page = ControlPage()
-    timeline = Timeline(page)
-    timeline.follow(StreamSignals(0, page))
-    address = int(call("cuMemAlloc", SIZE))
-    stream = int(call("cuStreamCreateWithPriority", 1, 0))
-    switch("hold=kernels")
-    call("cuMemsetD8Async", address, 1, SIZE, stream)
+    page, timeline = signalled()
+    stream = held_up(allocated())
     switch("fail=cuEventRecord:1:999")
     with refused(CudaError, "record an event"):
         timeline.signal_on(stream)
@@ -390,20 +364,15 @@ def a_page_stays_when_a_write_is_not_marked() -> None:
     timeline.follow(None)
     page.close()
     switch("hold=")
-    call("cuStreamSynchronize", stream)
+    cuda.call("cuStreamSynchronize", stream)
     assert page.timeline == 1
 
 
 def a_number_after_one_that_was_not_marked_waits_for_it() -> None:
     """On another stream too: the timeline never falls back."""
     start()
-    page = ControlPage()
-    timeline = Timeline(page)
-    timeline.follow(StreamSignals(0, page))
-    address = int(call("cuMemAlloc", SIZE))
-    busy, idle = (int(call("cuStreamCreateWithPriority", 1, 0)) for _ in range(2))
-    switch("hold=kernels")
-    call("cuMemsetD8Async", address, 1, SIZE, busy)
+    _, timeline = signalled()
+    idle, busy = new_stream(), held_up(allocated())
     switch("fail=cuEventRecord:1:999")
     with refused(CudaError, "record an event"):
         timeline.signal_on(busy)
@@ -412,17 +381,15 @@ def a_number_after_one_that_was_not_marked_waits_for_it() -> None:
     stays(timeline, 0)
     switch("hold=")
     until(timeline, number)
-    call("cuStreamSynchronize", busy)
+    cuda.call("cuStreamSynchronize", busy)
     assert timeline.reached == number
 
 
 def a_failed_signal_raises_and_the_next_one_counts() -> None:
     """A number that the driver did not take is skipped over by the next."""
     start()
-    page = ControlPage()
-    timeline = Timeline(page)
-    timeline.follow(StreamSignals(0, page))
-    stream = int(call("cuStreamCreateWithPriority", 1, 0))
+    _, timeline = signalled()
+    stream = new_stream()
     switch("fail=cuStreamWriteValue64:1:999")
     with refused(CudaError, "write 1 from a stream"):
         timeline.signal_on(stream)
@@ -438,21 +405,6 @@ def streams_that_cannot_write_are_refused() -> None:
     with refused(UnsupportedMemory, "cannot write 64 bits"):
         StreamSignals(0, page)
     assert open_files() == opened
-
-
-def without_a_driver_memory_is_unsupported() -> None:
-    """No libcuda.so.1: the sentence names it."""
-    with refused(UnsupportedMemory, "libcuda.so.1 cannot be loaded"):
-        DeviceMemory.at(4096, 1)
-
-
-def without_the_bindings_memory_is_unsupported() -> None:
-    """No cuda-bindings: the sentence names the extra; host memory needs none."""
-    sys.modules["cuda"] = None  # type: ignore[assignment]
-    with refused(UnsupportedMemory, "kvd-offload[cuda]"):
-        DeviceMemory.at(4096, 1)
-    host = HostMemory.allocate(SIZE)
-    assert wanted(host, host).message.device == "host"
 
 
 # ------------------------------------------------------- rules, to be taken away
@@ -483,8 +435,13 @@ def a_page_is_let_go_when_nothing_will_write_to_it() -> None:
     cuda_driver.has_happened = lambda event: True  # noqa: ARG005  # as its stand-in
 
 
-if __name__ == "__main__":
-    for rule in sys.argv[2:]:
-        globals()[rule]()
-    globals()[sys.argv[1]]()
-    os._exit(0)  # the streams' threads need no farewell
+def without(rule: str, scenario: str) -> None:
+    """Run a scenario without a rule; it should not succeed."""
+    globals()[rule]()
+    globals()[scenario]()
+
+
+def names_its_memory() -> None:
+    """Print the device of new memory."""
+    start()
+    print(DeviceMemory.at(allocated(), SIZE).device)

@@ -8,85 +8,55 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import Timeline, UsageError
+from kvd_client import (
+    DeviceMemory,
+    HostMemory,
+    Timeline,
+    UnsupportedMemory,
+    UsageError,
+    cuda_driver,
+)
 from kvd_client.control import ControlPage
 from tests.client import cuda_scenarios as scenarios
+from tests.fakecuda.harness import FakeCuda
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(name: str, **environment: str) -> None:
-    """Run one scenario; its words where it fails."""
-    done = outcome(name, **environment)
-    assert done.returncode == 0, done.stderr
-
-
-def outcome(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """How one scenario ended, with all rules or without one."""
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("FAKECUDA_")}
-    kept.pop("LD_LIBRARY_PATH", None)
-    return subprocess.run(
-        [sys.executable, "-m", "tests.client.cuda_scenarios", *arguments],
-        env=kept | {"PYTHONPATH": path} | environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=150,
-    )
+NEVER_STARTS = scenarios.a_driver_that_does_not_start_says_so
 
 
 @pytest.mark.fakecuda
 @pytest.mark.parametrize(
-    "scenario",
+    ("scenario", "switches"),
     [
-        scenarios.ipc_memory_is_its_allocation_and_an_offset,
-        scenarios.virtual_memory_is_a_descriptor_for_each_allocation,
-        scenarios.memory_across_allocations_is_refused,
-        scenarios.memory_that_is_not_exportable_is_refused,
-        scenarios.what_is_no_device_memory_is_refused,
-        scenarios.numbers_are_reached_when_the_stream_is_there,
-        scenarios.a_page_that_is_written_to_later_stays,
-        scenarios.a_page_stays_when_a_write_is_not_marked,
-        scenarios.a_number_after_one_that_was_not_marked_waits_for_it,
-        scenarios.a_failed_signal_raises_and_the_next_one_counts,
+        (scenarios.ipc_memory_is_its_allocation_and_an_offset, {}),
+        (scenarios.virtual_memory_is_a_descriptor_for_each_allocation, {}),
+        (scenarios.memory_across_allocations_is_refused, {}),
+        (scenarios.memory_that_is_not_exportable_is_refused, {}),
+        (scenarios.what_is_no_device_memory_is_refused, {}),
+        (scenarios.numbers_are_reached_when_the_stream_is_there, {}),
+        (scenarios.a_page_that_is_written_to_later_stays, {}),
+        (scenarios.a_page_stays_when_a_write_is_not_marked, {}),
+        (scenarios.a_number_after_one_that_was_not_marked_waits_for_it, {}),
+        (scenarios.a_failed_signal_raises_and_the_next_one_counts, {}),
+        (scenarios.memory_of_one_worker_is_on_one_device, {"DEVICES": 2}),
+        (scenarios.streams_that_cannot_write_are_refused, {"MEM_OPS": 0}),
+        # Its first call fails, with and without a name for the error.
+        (NEVER_STARTS, {"FAIL": "cuInit:1:999"}),
+        (NEVER_STARTS, {"FAIL": "cuInit:1:999,cuGetErrorName:1:999"}),
     ],
-    ids=lambda scenario: scenario.__name__,
+    ids=lambda part: getattr(part, "__name__", ""),
 )
-def test_worker_on_the_test_driver(scenario: Callable[[], None], fakecuda_folder: Path) -> None:
+def test_worker_on_the_test_driver(
+    scenario: Callable[[], None], switches: dict[str, object], fakecuda: FakeCuda
+) -> None:
     """The scenario's name is the behaviour."""
-    run(scenario.__name__, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_SEED="3")
+    fakecuda.check(scenario, SEED=3, **switches)
 
 
 @pytest.mark.fakecuda
-def test_every_call_of_the_worker_may_fail_once(fakecuda_folder: Path, tmp_path: Path) -> None:
+def test_every_call_of_the_worker_may_fail_once(fakecuda: FakeCuda, tmp_path: Path) -> None:
     """Whichever call fails, the error says what was attempted, and the next try works."""
-    name = scenarios.every_failure_of_the_driver_names_what_was_attempted.__name__
-    log = tmp_path / "calls.log"
-    run(name, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_LOG=str(log))
-
-
-@pytest.mark.fakecuda
-@pytest.mark.parametrize("fail", ["cuInit:1:999", "cuInit:1:999,cuGetErrorName:1:999"])
-def test_a_driver_that_does_not_start(fakecuda_folder: Path, fail: str) -> None:
-    """The first call fails, with and without a name for its error."""
-    name = scenarios.a_driver_that_does_not_start_says_so.__name__
-    run(name, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_FAIL=fail)
-
-
-@pytest.mark.fakecuda
-def test_memory_of_one_worker_is_on_one_device(fakecuda_folder: Path) -> None:
-    """Host and device memory, or two devices, are not one registration."""
-    name = scenarios.memory_of_one_worker_is_on_one_device.__name__
-    run(name, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_DEVICES="2")
-
-
-@pytest.mark.fakecuda
-def test_streams_that_cannot_write(fakecuda_folder: Path) -> None:
-    """Without stream memory operations the memory is refused."""
-    name = scenarios.streams_that_cannot_write_are_refused.__name__
-    run(name, LD_LIBRARY_PATH=str(fakecuda_folder), FAKECUDA_MEM_OPS="0")
+    scenario = scenarios.every_failure_of_the_driver_names_what_was_attempted
+    fakecuda.check(scenario, LOG=tmp_path / "calls.log")
 
 
 @pytest.mark.fakecuda
@@ -117,55 +87,48 @@ def test_streams_that_cannot_write(fakecuda_folder: Path) -> None:
     ids=lambda part: part.__name__,
 )
 def test_every_rule_is_missed(
-    rule: Callable[[], None], scenario: Callable[[], None], fakecuda_folder: Path
+    rule: Callable[[], None], scenario: Callable[[], None], fakecuda: FakeCuda
 ) -> None:
     """Without the rule the scenario, which succeeds with it, fails."""
-    done = outcome(scenario.__name__, rule.__name__, LD_LIBRARY_PATH=str(fakecuda_folder))
+    done = fakecuda.run(scenarios.without, rule.__name__, scenario.__name__)
     assert done.returncode == 1
-    assert "AssertionError" in done.stderr
+    assert "AssertionError" in done.stderr or "error 700" in done.stderr
 
 
 @pytest.mark.fakecuda
-def test_devices_are_named_by_uuid_whatever_is_hidden(fakecuda_folder: Path) -> None:
+def test_devices_are_named_by_uuid_whatever_is_hidden(
+    fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With CUDA_VISIBLE_DEVICES device 0 is another one, and its name says so."""
-    code = (
-        "from tests.client.cuda_scenarios import *; start();"
-        "print(DeviceMemory.at(int(call('cuMemAlloc', SIZE)), SIZE).device, flush=True);"
-        "os._exit(0)"
-    )
-    names = set()
+    environment = fakecuda.environment(DEVICES=2)
     for visible in ("0", "1"):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-            | {"LD_LIBRARY_PATH": str(fakecuda_folder)}
-            | {"FAKECUDA_DEVICES": "2", "CUDA_VISIBLE_DEVICES": visible},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        names.add(done.stdout.strip())
-    assert names == {
-        "cuda:fa4ecda0000040008000000000000000",
-        "cuda:fa4ecda0000040008000000000000001",
-    }
+        chosen = environment | {"CUDA_VISIBLE_DEVICES": visible}
+        monkeypatch.setattr(FakeCuda, "environment", lambda _, chosen=chosen: chosen)
+        name = fakecuda.check(scenarios.names_its_memory).strip()
+        assert name == f"cuda:fa4ecda000004000800000000000000{visible}"
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        scenarios.without_a_driver_memory_is_unsupported,
-        scenarios.without_the_bindings_memory_is_unsupported,
-    ],
-    ids=lambda scenario: scenario.__name__,
-)
-def test_without_cuda(scenario: Callable[[], None]) -> None:
-    """The scenario's name is the behaviour."""
-    if scenario is scenarios.without_a_driver_memory_is_unsupported:
-        pytest.importorskip("cuda.bindings")
-    run(scenario.__name__)
+def test_without_a_driver_memory_is_unsupported() -> None:
+    """No libcuda.so.1: the sentence names it."""
+    pytest.importorskip("cuda.bindings")
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvd_client import DeviceMemory; DeviceMemory.at(4096, 1)"],
+        env={key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "UnsupportedMemory: CUDA memory needs the NVIDIA driver, libcuda.so.1" in done.stderr
+
+
+def test_without_the_bindings_memory_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cuda-bindings: the sentence names the extra; host memory needs none."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    cuda_driver._bindings.cache_clear()
+    with pytest.raises(UnsupportedMemory, match=r"kvd-offload\[cuda\]"):
+        DeviceMemory.at(4096, 1)
+    HostMemory.allocate(4096).close()
 
 
 def test_a_worker_in_host_memory_has_no_streams() -> None:
