@@ -17,6 +17,7 @@ import psutil
 
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
+from kvd_client import JobBlocks, Load, Store
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
@@ -236,11 +237,10 @@ class Engine:
 
     def submit(self, ticket: StoreTicket | LoadTicket, blocks: Ints, after: int = 0) -> int:
         """A job between these blocks and the ticket's slots; its number."""
-        store = isinstance(ticket, StoreTicket)
-        submit = self.worker.submit_store if store else self.worker.submit_load
+        kind = Store if isinstance(ticket, StoreTicket) else Load
         self._job += 1
-        slots, generations = ticket.slots, ticket.generations
-        submit(self._job, blocks, [len(blocks)], [0], slots, generations, after=after)
+        job = JobBlocks.of(blocks, [len(blocks)], [0], ticket.slots, ticket.generations)
+        self.worker.submit(kind, self._job, job, after)
         return self._job
 
     def finish(self, *jobs: int) -> None:

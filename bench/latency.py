@@ -12,6 +12,7 @@ import time
 import numpy as np
 from harness import MIB, SECONDS, Daemon, Figures, engine_name, fresh_keys, layout, wait_found
 
+from kvd_client import JobBlocks, Load, Store
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker
@@ -95,13 +96,14 @@ def run_rank(runtime_dir: str, engine: str, rank: int) -> None:
             raise RuntimeError("the engine does not become complete")
         for line in sys.stdin:
             asked = json.loads(line)
-            submit = worker.submit_store if asked["kind"] == "store" else worker.submit_load
+            kind = Store if asked["kind"] == "store" else Load
             took = []
             for slot, generation in zip(asked["slots"], asked["generations"], strict=True):
                 job += 1
                 block = 1 + job * BLOCKS_PER_CHUNK % (NUM_BLOCKS - BLOCKS_PER_CHUNK)
                 started = time.perf_counter()
-                submit(job, [block, block + 1], [2], [0], [slot], [generation])
+                blocks = JobBlocks.of([block, block + 1], [2], [0], [slot], [generation])
+                worker.submit(kind, job, blocks)
                 worker.wait([job], SECONDS)
                 (result,) = worker.get_finished()
                 took.append((time.perf_counter() - started) * 1e6)

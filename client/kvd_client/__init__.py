@@ -37,9 +37,10 @@ from kvd_client.session import AttachState
 from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
 from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.directory import LookupResult
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint, JobStatus, StoreAnswer
+from kvd_proto.messages import Fingerprint, JobStatus, Load, Store, StoreAnswer
 
 __all__ = [
     "AttachState",
@@ -49,15 +50,18 @@ __all__ = [
     "Fingerprint",
     "GroupSpec",
     "HostMemory",
+    "JobBlocks",
     "JobResult",
     "JobStatus",
     "KvdClientError",
+    "Load",
     "LoadTicket",
     "LookupResult",
     "RankLayout",
     "RegistrationError",
     "ResetSummary",
     "Scheduler",
+    "Store",
     "StoreAnswer",
     "StoreSummary",
     "StoreTicket",

@@ -12,7 +12,6 @@ from typing import TypeAlias
 from kvd_client.arguments import collection, shown, whole
 from kvd_client.errors import UsageError
 from kvd_client.tickets import LoadTicket, StoreTicket
-from kvd_proto.arrays import Integers
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.errors import Oversize, ProtoError
 
@@ -35,26 +34,6 @@ class ChunkBlocks:
     first: int = 0
 
 
-def pack_arrays(
-    block_ids: Integers,
-    group_sizes: Integers,
-    block_indices: Integers,
-    slots: Integers,
-    generations: Integers,
-) -> JobBlocks:
-    """Return the arrays of a job as they are sent.
-
-    Raises:
-        UsageError: naming an array that is not of integers, or too long for one job.
-    """
-    try:
-        return JobBlocks.of(block_ids, group_sizes, block_indices, slots, generations)
-    except Oversize as error:
-        raise UsageError(f"{error}; submit several jobs, split between two chunks") from error
-    except ProtoError as error:
-        raise UsageError(f"{error}; whole numbers are needed") from error
-
-
 def pack_chunks(
     ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks], blocks_per_chunk: int
 ) -> JobBlocks:
@@ -66,8 +45,8 @@ def pack_chunks(
         blocks_per_chunk: of the layout.
 
     Raises:
-        UsageError: not a ticket, numbers of keys and blocks that do not fit each other, or as
-            `pack_arrays`.
+        UsageError: not a ticket, numbers of keys and blocks that do not fit each other, blocks that
+            are no integers, or too many for one job.
     """
     if not isinstance(ticket, (StoreTicket, LoadTicket)):
         raise UsageError(f"ticket={shown(ticket)}: pass what prepare_store or prepare_load gave")
@@ -79,7 +58,12 @@ def pack_chunks(
     arrays: _Arrays = ([], [], [], [], [])
     for index, group in enumerate(collection("groups", groups, "ChunkBlocks, one a group")):
         _add(arrays, f"groups[{index}]", group, places, blocks_per_chunk)
-    return pack_arrays(*arrays)
+    try:
+        return JobBlocks.of(*arrays)
+    except Oversize as error:
+        raise UsageError(f"{error}; submit several jobs, split between two chunks") from error
+    except ProtoError as error:
+        raise UsageError(f"{error}; whole numbers are needed") from error
 
 
 def _add(

@@ -7,14 +7,12 @@ is exported as a descriptor where its allocator asked for that when it made it.
 What is given away must stay mapped: an engine that remaps its memory registers anew.
 """
 
-import os
-import weakref
-from dataclasses import dataclass, replace
 from typing import Self
 
 from kvd_client import cuda_driver
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_client.memory import Memory
 from kvd_proto.messages import IpcHandle, VmmHandle
 
 _REMEDY = (
@@ -24,13 +22,12 @@ _REMEDY = (
 )
 
 
-@dataclass(eq=False)
-class DeviceMemory:
-    """One storage in CUDA memory, made by `at`. It owns its descriptor, not the memory.
+class DeviceMemory(Memory):
+    """One storage in CUDA memory, made by `at`; `device` is "cuda:" and the device's UUID.
 
-    Attributes:
+    Args:
         ordinal: the device's number in this process.
-        device: "cuda:" and the device's UUID.
+        device: its name.
         base: where the allocation begins, as this process sees it.
         allocation: its bytes.
         offset: where the storage begins in it.
@@ -39,18 +36,23 @@ class DeviceMemory:
         fd: that descriptor; -1 where there is an IPC handle.
     """
 
-    ordinal: int
-    device: str
-    base: int
-    allocation: int
-    offset: int
-    nbytes: int
-    ipc: bytes = b""
-    fd: int = -1
-
-    def __post_init__(self) -> None:
-        self.closed = False
-        self._closing = weakref.finalize(self, os.close, self.fd) if self.fd >= 0 else None
+    def __init__(
+        self,
+        ordinal: int,
+        device: str,
+        base: int,
+        allocation: int,
+        *,
+        offset: int,
+        nbytes: int,
+        ipc: bytes = b"",
+        fd: int = -1,
+    ) -> None:
+        super().__init__(device, nbytes, offset, fd)
+        self.ordinal = ordinal
+        self.identity = base
+        self.allocation = allocation
+        self.ipc = ipc
 
     @classmethod
     def at(cls, address: int, nbytes: int) -> Self:
@@ -73,51 +75,14 @@ class DeviceMemory:
                 ipc, fd = _share(address, nbytes, base, allocation)
         finally:
             context.release()
-        return cls(
-            ordinal=ordinal,
-            device=device,
-            base=base,
-            allocation=allocation,
-            offset=address - base,
-            nbytes=nbytes,
-            ipc=ipc,
-            fd=fd,
-        )
-
-    @property
-    def identity(self) -> int:
-        """Equal for storages of one allocation."""
-        return self.base
-
-    def duplicate(self) -> "DeviceMemory":
-        """Return the same storage with a descriptor of its own.
-
-        Raises:
-            UsageError: closed.
-        """
-        if self.closed:
-            raise UsageError(f"{self!r}: make it anew with DeviceMemory.at")
-        return replace(self, fd=os.dup(self.fd) if self.fd >= 0 else -1)
+        offset = address - base
+        return cls(ordinal, device, base, allocation, offset=offset, nbytes=nbytes, ipc=ipc, fd=fd)
 
     def handle(self, fd_index: int) -> IpcHandle | VmmHandle:
-        """Return how a registration names it, if its descriptor, if any, has this number."""
+        """See Memory."""
         if self.ipc:
             return IpcHandle(handle=self.ipc, allocation=self.allocation, offset=self.offset)
         return VmmHandle(fd_index=fd_index, allocation=self.allocation, offset=self.offset)
-
-    def close(self) -> None:
-        """Close the descriptor; the memory stays what it is. May be called again."""
-        if self._closing is not None:
-            self._closing()
-        self.fd = -1
-        self.closed = True
-
-    def __repr__(self) -> str:
-        way = "closed" if self.closed else f"fd {self.fd}" if self.fd >= 0 else "IPC handle"
-        return (
-            f"<DeviceMemory {self.nbytes} bytes at {self.offset} of {self.allocation},"
-            f" {self.device}, {way}>"
-        )
 
 
 def _share(address: int, nbytes: int, base: int, allocation: int) -> tuple[bytes, int]:

@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-import msgspec
-
-from kvd_client.control import ControlPage, StoreWords
+from kvd_client.control import ControlPage
 from kvd_client.errors import UsageError
 from kvd_client.lane_link import LaneLink
 from kvd_client.readiness import Readiness
-from kvd_proto.control import CONTROL_WORDS
+from kvd_proto.control import CONTROL_WORDS, TIMELINE_WORD
 from kvd_proto.errors import ProtoError
 from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, Store, Wait
 
@@ -38,18 +37,21 @@ class JobResult:
     """How one job ended.
 
     Attributes:
-        success: every byte was moved.
-        status: why not, for programs; `text` for people.
+        status: OK where every byte was moved; else why not, for programs; `text` for people.
         bytes: moved by this rank.
         seconds: spent copying, as the lane measured it.
     """
 
     job_id: int
-    success: bool
     status: JobStatus
     bytes: int = 0
     seconds: float = 0.0
     text: str = ""
+
+    @property
+    def success(self) -> bool:
+        """Whether every byte was moved."""
+        return self.status is JobStatus.OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,9 @@ class JobTable:
     """
 
     def __init__(self, control: ControlPage, store_seconds: float) -> None:
-        self._words = StoreWords(control)
+        self._control = control
+        # Every store under way has a word of its own, so that only the named ones are voided.
+        self._free_words = list(range(CONTROL_WORDS - 1, TIMELINE_WORD, -1))
         self._store_seconds = store_seconds
         self._lock = threading.Lock()
         self._lane: LaneLink | None = None
@@ -105,17 +109,18 @@ class JobTable:
 
     # ------------------------------------------------------------------ jobs
 
-    def submit(self, message: Store | Load, *, usable: bool) -> bool:
+    def submit(self, kind: type[Store] | type[Load], *, usable: bool, **fields: Any) -> bool:
         """Give a job to the lane, or record its failure.
 
         Args:
-            message: the job; a store gets its word of the control page here.
+            kind: of the message.
             usable: false where the worker is not registered.
+            fields: of the message, but for a store's word and epoch.
 
         Raises:
             UsageError: the id is in use, or the message is too large.
         """
-        job_id = message.job
+        job_id: int = fields["job"]
         with self._lock:
             if job_id in self._running:
                 raise UsageError(f"job {job_id} has not ended; number the next one differently")
@@ -125,16 +130,15 @@ class JobTable:
                 self._note(_failed(job_id, text))
                 return False
             word = 0
-            if isinstance(message, Store):
-                word, epoch = self._words.next
-                if not word:
+            if kind is Store:
+                if not self._free_words:
                     text = f"{CONTROL_WORDS - 1} stores are under way already; wait for some"
-                    shed = JobResult(job_id, success=False, status=JobStatus.SHED, text=text)
-                    self._note(shed)
+                    self._note(JobResult(job_id, JobStatus.SHED, text=text))
                     return False
-                message = msgspec.structs.replace(message, word=word, epoch=epoch)
+                word = self._free_words[-1]
+                fields |= {"word": word, "epoch": self._control.epoch(word)}
             try:
-                request_id = lane.send(message)
+                request_id = lane.send(kind(**fields))
             except ProtoError as error:
                 raise UsageError(f"job {job_id} is too large: {error}") from error
             if not request_id:
@@ -148,7 +152,7 @@ class JobTable:
                 return False
             lane.pending[request_id] = job_id
             if word:
-                self._words.take()
+                self._free_words.pop()
             self._running[job_id] = _Running(lane, request_id, word, time.monotonic())
             if self._watched:
                 self._collect()  # sending may have processed what the descriptor would show
@@ -222,8 +226,7 @@ class JobTable:
         """Forget every job and lane; stores that have not ended are void."""
         with self._lock:
             for running in self._running.values():
-                if running.is_store:
-                    self._words.end(running.word)
+                self._free(running)
             self._forget()
 
     def abandon(self) -> None:
@@ -264,9 +267,15 @@ class JobTable:
 
     def _end(self, result: JobResult) -> None:
         running = self._running.pop(result.job_id, None)
-        if running is not None and running.is_store:
-            self._words.end(running.word)
+        if running is not None:
+            self._free(running)
         self._note(result)
+
+    def _free(self, running: _Running) -> None:
+        """Void whatever a lane may still do for a store, whose word serves the next one."""
+        if running.is_store:
+            self._control.next_epoch(running.word)
+            self._free_words.append(running.word)
 
     def _note(self, result: JobResult) -> None:
         self._finished.append(result)
@@ -280,7 +289,7 @@ class JobTable:
             running = self._running[job_id]
             del running.link.pending[running.request_id]
             text = f"voided: not done within {seconds:g} s"
-            self._end(JobResult(job_id, success=False, status=JobStatus.VOID, text=text))
+            self._end(JobResult(job_id, JobStatus.VOID, text=text))
 
     def _void_overdue(self) -> None:
         limit = time.monotonic() - self._store_seconds
@@ -314,17 +323,11 @@ class JobTable:
 
 
 def _failed(job_id: int, text: str) -> JobResult:
-    return JobResult(job_id, success=False, status=JobStatus.FAILED, text=text)
+    return JobResult(job_id, JobStatus.FAILED, text=text)
 
 
 def _result(job_id: int, message: Message | None) -> JobResult:
     if isinstance(message, Done):
-        return JobResult(
-            job_id,
-            success=message.status is JobStatus.OK,
-            status=message.status,
-            bytes=message.bytes,
-            seconds=message.copy_ns / 1e9,
-            text=message.text,
-        )
+        seconds = message.copy_ns / 1e9
+        return JobResult(job_id, message.status, message.bytes, seconds, message.text)
     return _failed(job_id, message.text if isinstance(message, Error) else "an unreadable answer")

@@ -5,6 +5,7 @@ process that touches them would end by a signal. A seal (fcntl(2), F_SEAL_SHRINK
 that for good, and only files of memfd_create(2) can carry one.
 """
 
+import copy
 import fcntl
 import mmap
 import os
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_proto.messages import HOST, HostHandle
+from kvd_proto.messages import HOST, Handle, HostHandle
 
 
 def sealed_file(name: str, nbytes: int) -> int:
@@ -62,15 +63,55 @@ def seal(fd: int) -> None:
         ) from error
 
 
-def _size_of_file(fd: int) -> int:
-    try:
-        return os.fstat(fd).st_size
-    except (OSError, OverflowError, TypeError) as error:
-        raise UsageError(f"fd={shown(fd)}: an open descriptor is needed: {error}") from error
+class Memory:
+    """One storage that another process can map. It owns its descriptor, not the memory.
+
+    Attributes:
+        device: "host", or "cuda:" and the device's UUID.
+        nbytes: of the storage.
+        offset: where it begins in its file or allocation.
+        fd: of that file or allocation; -1 where it has none, or is closed.
+        identity: equal for storages of one file or allocation, while they are open.
+    """
+
+    identity: object
+
+    def __init__(self, device: str, nbytes: int, offset: int, fd: int) -> None:
+        self.device = device
+        self.nbytes = nbytes
+        self.offset = offset
+        self.closed = False
+        self._own(fd)
+
+    def _own(self, fd: int) -> None:
+        self.fd = fd
+        self._closing = weakref.finalize(self, os.close, fd) if fd >= 0 else None
+
+    def duplicate(self) -> Self:
+        """Return the same storage with a descriptor of its own."""
+        other = copy.copy(self)
+        other._own(os.dup(self.fd) if self.fd >= 0 else -1)  # noqa: SLF001  # of this class
+        return other
+
+    def handle(self, fd_index: int) -> Handle:
+        """Return how a registration names it, if its descriptor, if any, has this number."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the descriptor; what is mapped stays mapped. May be called again."""
+        if self._closing is not None:
+            self._closing()
+        self.fd = -1
+        self.closed = True
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"fd {self.fd}" if self.fd >= 0 else "IPC handle"
+        place = f"{self.nbytes} bytes at {self.offset} on {self.device}"
+        return f"<{type(self).__name__} {place}, {state}>"
 
 
-class HostMemory:
-    """One storage in shared host memory. Its descriptor is closed with it.
+class HostMemory(Memory):
+    """One storage in shared host memory.
 
     Args:
         fd: a descriptor of memfd_create(2), taken over. Its file is sealed against shrinking.
@@ -82,21 +123,21 @@ class HostMemory:
         UnsupportedMemory: the file is smaller than offset + nbytes, or cannot be sealed.
     """
 
-    device = HOST
-
     def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
         whole("nbytes", nbytes, 0)
         whole("offset", offset, 0)
-        have = _size_of_file(fd)
-        if not nbytes or have < offset + nbytes:
+        try:
+            file = os.fstat(fd)
+        except (OSError, OverflowError, TypeError) as error:
+            raise UsageError(f"fd={shown(fd)}: an open descriptor is needed: {error}") from error
+        if not nbytes or file.st_size < offset + nbytes:
             raise UnsupportedMemory(
-                f"nbytes={nbytes} from offset={offset} do not lie inside a file of {have} bytes"
+                f"nbytes={nbytes} from offset={offset} do not lie inside a file of {file.st_size}"
+                " bytes"
             )
         seal(fd)
-        self.fd = fd
-        self._closing = weakref.finalize(self, os.close, fd)
-        self.nbytes = nbytes
-        self.offset = offset
+        super().__init__(HOST, nbytes, offset, fd)
+        self.identity = (file.st_dev, file.st_ino)
         self._array: npt.NDArray[np.uint8] | None = None  # where it was allocated here
 
     @classmethod
@@ -120,46 +161,8 @@ class HostMemory:
         memory._array = array
         return memory
 
-    def part(self, offset: int, nbytes: int) -> "HostMemory":
-        """Return a range of this memory as a storage with a descriptor of its own.
-
-        Raises:
-            UsageError: outside this memory; or closed.
-        """
-        whole("offset", offset, 0)
-        whole("nbytes", nbytes, 1)
-        if self.fd < 0 or offset + nbytes > self.nbytes:
-            raise UsageError(
-                f"offset={offset}, nbytes={nbytes}: bytes {offset}..{offset + nbytes} of {self!r}"
-                " are not there"
-            )
-        part = HostMemory(os.dup(self.fd), nbytes, self.offset + offset)
-        part._array = None if self._array is None else self._array[offset : offset + nbytes]
-        return part
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self.fd < 0
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Equal for parts of one file.
-
-        Raises:
-            UsageError: closed.
-        """
-        if self.fd < 0:
-            raise UsageError(f"{self!r}: allocate new memory")
-        status = os.fstat(self.fd)
-        return status.st_dev, status.st_ino
-
-    def duplicate(self) -> "HostMemory":
-        """Return the same storage with a descriptor of its own."""
-        return self.part(0, self.nbytes)
-
     def handle(self, fd_index: int) -> HostHandle:
-        """Return how a registration names it, if its descriptor has this number."""
+        """See Memory."""
         return HostHandle(fd_index=fd_index, offset=self.offset)
 
     @property
@@ -172,12 +175,3 @@ class HostMemory:
         if self._array is None:
             raise UsageError("this memory belongs to a tensor; use the tensor")
         return self._array
-
-    def close(self) -> None:
-        """Close the descriptor; what is mapped stays mapped. May be called again."""
-        self._closing()
-        self.fd = -1
-
-    def __repr__(self) -> str:
-        state = "closed" if self.fd < 0 else f"fd {self.fd}"
-        return f"<HostMemory {self.nbytes} bytes at {self.offset}, {state}>"

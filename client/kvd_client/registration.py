@@ -2,20 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from kvd_client.arguments import declared, shown
 from kvd_client.control import ControlPage
-from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import UsageError
-from kvd_client.memory import HostMemory
+from kvd_client.memory import Memory
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import LayoutError, ProtoError
 from kvd_proto.layout import RankLayout, validate_layout
 from kvd_proto.messages import MAX_DESCRIPTORS, Error, Fingerprint, Handle, Register
 from kvd_proto.printable import unprintable
-
-Memory: TypeAlias = HostMemory | DeviceMemory
 
 
 @dataclass(slots=True)
@@ -116,7 +112,7 @@ def wanted_registration(
 
 def _check_memory(memory: Sequence[Memory]) -> None:
     for index, part in enumerate(memory):
-        if not isinstance(part, (HostMemory, DeviceMemory)) or part.closed:
+        if not isinstance(part, Memory) or part.closed:
             raise UsageError(
                 f"memory[{index}]={shown(part)}: open HostMemory or DeviceMemory is needed"
             )

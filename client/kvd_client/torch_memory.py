@@ -19,8 +19,7 @@ import torch
 from kvd_client.arguments import collection, shown, whole
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_client.memory import HostMemory, is_sealed, sealed_file
-from kvd_client.registration import Memory
+from kvd_client.memory import HostMemory, Memory, is_sealed, sealed_file
 from kvd_proto.layout import TensorSpec
 
 _MAP_FIXED = 0x10  # linux/mman.h; not in Python's mmap

@@ -10,18 +10,18 @@ import os
 from collections.abc import Iterable, Sequence
 
 from kvd_client.arguments import collection, flag, seconds, shown, whole
-from kvd_client.chunk_blocks import ChunkBlocks, pack_arrays, pack_chunks
+from kvd_client.chunk_blocks import ChunkBlocks, pack_chunks
 from kvd_client.connection import Notice
 from kvd_client.control import ControlPage
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import RegistrationError, Unavailable, UsageError
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
-from kvd_client.registration import Memory, Wanted, wanted_registration
+from kvd_client.memory import Memory
+from kvd_client.registration import Wanted, wanted_registration
 from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.timeline import StreamSignals, Timeline
-from kvd_proto.arrays import Integers
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.errors import JobShapeError
 from kvd_proto.layout import RankLayout
@@ -195,54 +195,6 @@ class Worker(Session):
 
     # ------------------------------------------------------------------- jobs
 
-    def submit_store(  # noqa: PLR0917  # a job has so many arrays
-        self,
-        job_id: int,
-        block_ids: Integers,
-        group_sizes: Integers,
-        block_indices: Integers,
-        slots: Integers,
-        generations: Integers,
-        after: int | None = None,
-    ) -> bool:
-        """Copy blocks into the pool.
-
-        Args:
-            job_id: the caller's number, free again once it was reported.
-            block_ids: flat, group by group; never 0, the engine's null block.
-            group_sizes: blocks of each group; their sum is len(block_ids).
-            block_indices: logical index of each group's first block.
-            slots: of the chunks, group by group, as `prepare_store` gave them.
-            generations: of the slots.
-            after: timeline number that must be reached before a block is read, for CUDA memory
-                from `timeline.signal_on`. None: the work on these blocks has finished, as is the
-                case for CPU tensors.
-
-        Returns:
-            Whether a lane has it. Where not, `get_finished` reports it as failed: every
-            submitted job is reported once, whatever is returned here.
-
-        Raises:
-            UsageError: arrays that do not fit each other or have above 65,536 items, blocks that
-                were not registered, a job id in use; or closed.
-        """
-        blocks = pack_arrays(block_ids, group_sizes, block_indices, slots, generations)
-        return self._submit(Store, job_id, blocks, after)
-
-    def submit_load(  # noqa: PLR0917  # a job has so many arrays
-        self,
-        job_id: int,
-        block_ids: Integers,
-        group_sizes: Integers,
-        block_indices: Integers,
-        slots: Integers,
-        generations: Integers,
-        after: int | None = None,
-    ) -> bool:
-        """Copy chunks into blocks; arguments, result and errors as `submit_store`."""
-        blocks = pack_arrays(block_ids, group_sizes, block_indices, slots, generations)
-        return self._submit(Load, job_id, blocks, after)
-
     def store(
         self,
         job_id: int,
@@ -250,23 +202,23 @@ class Worker(Session):
         groups: Sequence[ChunkBlocks],
         after: int | None = None,
     ) -> bool:
-        """Copy the blocks of the ticket's chunks into the pool: `submit_store` without arrays.
+        """Copy the blocks of the ticket's chunks into the pool.
 
         Args:
             job_id: the caller's number, free again once it was reported.
             ticket: the answer of `prepare_store`, also where another process asked.
             groups: for each group of the layout its chunks and blocks; those of keys that the
                 ticket has not are left out.
-            after: see `submit_store`.
+            after: see `submit`.
 
         Returns:
-            Whether a lane has it; see `submit_store`.
+            Whether a lane has it; see `submit`.
 
         Raises:
-            UsageError: as `submit_store`; keys and blocks that do not fit each other; not
-                registered yet.
+            UsageError: as `submit`; keys and blocks that do not fit each other, or are too many
+                for one job; not registered yet.
         """
-        return self._submit(Store, job_id, self._blocks(ticket, groups), after)
+        return self.submit(Store, job_id, self._blocks(ticket, groups), after)
 
     def load(
         self,
@@ -276,7 +228,69 @@ class Worker(Session):
         after: int | None = None,
     ) -> bool:
         """Copy the ticket's chunks into their blocks; arguments, result and errors as `store`."""
-        return self._submit(Load, job_id, self._blocks(ticket, groups), after)
+        return self.submit(Load, job_id, self._blocks(ticket, groups), after)
+
+    def submit(
+        self,
+        kind: type[Store] | type[Load],
+        job_id: int,
+        blocks: JobBlocks,
+        after: int | None = None,
+    ) -> bool:
+        """Copy blocks into the pool, or chunks into blocks, as the arrays of a job name them.
+
+        Args:
+            kind: `Store` or `Load`.
+            job_id: the caller's number, free again once it was reported.
+            blocks: made by `JobBlocks.of`.
+            after: timeline number that must be reached before a block is touched, for CUDA memory
+                from `timeline.signal_on`. None: the work on these blocks has finished, as is the
+                case for CPU tensors.
+
+        Returns:
+            Whether a lane has it. Where not, `get_finished` reports it as failed: every
+            submitted job is reported once, whatever is returned here.
+
+        Raises:
+            UsageError: arrays that do not fit each other, blocks that were not registered, a job
+                id in use; or closed.
+        """
+        self._check_open()
+        if (kind is not Store and kind is not Load) or not isinstance(blocks, JobBlocks):
+            raise UsageError(
+                f"kind={shown(kind)}, blocks={shown(blocks)}: a job and its blocks are needed"
+            )
+        whole("job_id", job_id, 0)
+        if after is None:
+            # What has been reached already is "now"; to signal a new number here would also
+            # vouch for work that was reserved before and has not finished.
+            after = self.timeline.reached
+        elif whole("after", after, 0) > self.timeline.reserved:
+            raise UsageError(
+                f"after={after}: numbers up to {self.timeline.reserved} are reserved; take one from"
+                " timeline.reserve(), or None"
+            )
+        wanted = self._wanted
+        if wanted is not None:
+            try:
+                blocks.check(wanted.message.layout)
+            except JobShapeError as error:
+                raise UsageError(str(error)) from error
+        return self._jobs.submit(
+            kind,
+            usable=self._registered,
+            job=job_id,
+            blocks=blocks,
+            after=after,
+            deadline_ms=max(1, round(self.job_timeout * 1000)),
+        )
+
+    def _blocks(self, ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks]) -> JobBlocks:
+        self._check_open()
+        wanted = self._wanted
+        if wanted is None:
+            raise UsageError("nothing is registered yet; call register first")
+        return pack_chunks(ticket, groups, wanted.message.layout.blocks_per_chunk)
 
     def get_finished(self) -> list[JobResult]:
         """Return jobs that have ended since the last call. Never waits.
@@ -353,45 +367,6 @@ class Worker(Session):
             f"<Worker rank {self.rank} of {self.world_size}, {state},"
             f" {len(self._jobs)} jobs, {super().__repr__()}>"
         )
-
-    # ---------------------------------------------------------- jobs, inside
-
-    def _blocks(self, ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks]) -> JobBlocks:
-        self._check_open()
-        wanted = self._wanted
-        if wanted is None:
-            raise UsageError("nothing is registered yet; call register first")
-        return pack_chunks(ticket, groups, wanted.message.layout.blocks_per_chunk)
-
-    def _submit(
-        self, kind: type[Store] | type[Load], job_id: int, blocks: JobBlocks, after: int | None
-    ) -> bool:
-        self._check_open()
-        whole("job_id", job_id, 0)
-        if after is None:
-            # What has been reached already is "now"; to signal a new number here would also
-            # vouch for work that was reserved before and has not finished.
-            after = self.timeline.reached
-        elif whole("after", after, 0) > self.timeline.reserved:
-            raise UsageError(
-                f"after={after}: numbers up to {self.timeline.reserved} are reserved; take one from"
-                " timeline.reserve(), or None"
-            )
-        wanted = self._wanted
-        if wanted is not None:
-            try:
-                blocks.check(wanted.message.layout)
-            except JobShapeError as error:
-                raise UsageError(str(error)) from error
-        words = {"word": 0, "epoch": 0} if kind is Store else {}  # chosen where it is sent
-        message = kind(
-            job=job_id,
-            blocks=blocks,
-            after=after,
-            deadline_ms=max(1, round(self.job_timeout * 1000)),
-            **words,
-        )
-        return self._jobs.submit(message, usable=self._registered)
 
     # ------------------------------------------------------- session's events
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvd_client import Fingerprint, RegistrationError, Worker
+from kvd_client import Fingerprint, JobBlocks, Load, RegistrationError, Store, Worker
 from tests.chaos.memory import Memory
 from tests.chaos.shared import (
     LARGEST,
@@ -128,9 +128,10 @@ class Rank:
         job = self._job
         sizes, indices = [0, 0], [0, 0]
         sizes[order.group] = len(blocks)
-        submit = worker.submit_store if order.way == "store" else worker.submit_load
+        kind = Store if order.way == "store" else Load
+        arrays = JobBlocks.of(blocks, sizes, indices, order.slots, order.generations)
         with self._calls.within(0.0, f"submit_{order.way}"):
-            submit(job, blocks, sizes, indices, order.slots, order.generations)
+            worker.submit(kind, job, arrays)
         if order.cancel:
             with self._calls.within(0.0, "cancel"):
                 worker.cancel([job])

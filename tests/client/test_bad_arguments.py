@@ -9,6 +9,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +26,12 @@ from kvd_client import (
     Fingerprint,
     GroupSpec,
     HostMemory,
+    JobBlocks,
     KvdClientError,
     LoadTicket,
     RankLayout,
     Scheduler,
+    Store,
     StoreTicket,
     TensorRef,
     TensorSpec,
@@ -43,6 +46,7 @@ from tests.waiting import DEADLINE
 
 KEYS = [b"key-1", b"key-2"]
 BLOCKS = [(0, 1), (0, 1)]
+JOB = JobBlocks.of([3, 4, 5], [3], [1], [0, 2], [5, 6])
 
 
 class Odd:
@@ -123,8 +127,8 @@ class Rig:
         return worker.register(**arguments)
 
     def submit(self, **arguments: Any) -> Any:
-        """Store arrays, where it is not said otherwise under a number that is not in use."""
-        return self.worker.submit_store(**{"job_id": next(self.numbers), **arguments})
+        """Submit a job under a number that is not in use."""
+        return self.worker.submit(job_id=next(self.numbers), **arguments)
 
     def load(self, **arguments: Any) -> Any:
         """Load a ticket's chunks, likewise."""
@@ -189,16 +193,10 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
         ),
         {"memory": None},
     ),
-    "Worker.submit_store": (
-        lambda rig: rig.submit,
-        {
-            "block_ids": [3, 4, 5],
-            "group_sizes": [3],
-            "block_indices": [1],
-            "slots": [0, 2],
-            "generations": [5, 6],
-            "after": None,
-        },
+    "Worker.submit": (lambda rig: rig.submit, {"kind": Store, "blocks": JOB, "after": None}),
+    "Worker.submit job_id": (
+        lambda rig: lambda job_id: rig.worker.submit(Store, job_id, JOB),
+        {"job_id": 1},
     ),
     "Worker.load": (
         lambda rig: rig.load,
@@ -211,7 +209,10 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
     "Worker.cancel": (lambda rig: rig.worker.cancel, {"job_ids": [1]}),
     "Timeline.signal": (lambda rig: rig.worker.timeline.signal, {"number": 1}),
     "HostMemory.allocate": (lambda rig: rig.make(HostMemory.allocate), {"nbytes": 4096}),
-    "HostMemory.part": (lambda rig: rig.make(rig.memory.part), {"offset": 0, "nbytes": 512}),
+    "HostMemory": (
+        lambda rig: lambda **a: rig.keep(HostMemory(os.dup(rig.memory.fd), **a)),
+        {"nbytes": 512, "offset": 0},
+    ),
     "share_torch": (lambda rig: rig.make(share_torch), {"tensors": [torch.zeros(8, 64)]}),
 }
 NAMED_AS = {"keys": "key", "stored": "key"}  # of several things the one that is wrong

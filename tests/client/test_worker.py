@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvd_client import (
     AttachState,
     HostMemory,
+    JobBlocks,
     JobResult,
     JobStatus,
     RegistrationError,
@@ -45,13 +45,14 @@ from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.descriptors import open_on
 from tests.waiting import DEADLINE, eventually
 
-JOB: dict[str, Any] = {
+ARRAYS: dict[str, Any] = {
     "block_ids": [3, 4, 5],
     "group_sizes": [3],
     "block_indices": [1],
     "slots": [0, 2],
     "generations": [5, 6],
 }
+JOB = JobBlocks.of(**ARRAYS)
 
 
 def results(worker: Worker, count: int = 1) -> list[JobResult]:
@@ -73,7 +74,7 @@ def check_jobs(worker: Worker) -> None:
         assert owed == {(id(r.link), r.request_id): job for job, r in table._running.items()}
         assert table._lane is None or table._lane in table._links
         taken = [running.word for running in table._running.values() if running.is_store]
-        assert sorted([*table._words._free, *taken]) == list(range(1, CONTROL_WORDS))
+        assert sorted([*table._free_words, *taken]) == list(range(1, CONTROL_WORDS))
 
 
 def until_registered(worker: Worker, value: bool) -> None:
@@ -97,18 +98,18 @@ def test_registration_carries_the_memory(
     assert "registered" in repr(worker)
 
 
-@pytest.mark.parametrize(("submit", "kind"), [("submit_store", Store), ("submit_load", Load)])
+@pytest.mark.parametrize("kind", [Store, Load])
 def test_jobs_go_to_the_lane_and_come_back(
-    daemon: FakeDaemon, worker: Worker, submit: str, kind: type[Store | Load]
+    daemon: FakeDaemon, worker: Worker, kind: type[Store] | type[Load]
 ) -> None:
     """A job reaches the lane as it was given and is reported once."""
-    assert getattr(worker, submit)(11, **JOB)
+    assert worker.submit(kind, 11, JOB)
     (result,) = results(worker)
-    assert result == JobResult(11, success=True, status=JobStatus.OK, bytes=64, seconds=0.002)
+    assert result == JobResult(11, JobStatus.OK, bytes=64, seconds=0.002)
+    assert result.success
     assert worker.get_finished() == []
     job = daemon.wait_for(kind)[0]
-    assert {name: getattr(job.blocks, name).numpy().tolist() for name in JOB} == JOB
-    assert (job.job, job.after) == (11, 0)
+    assert (job.job, job.after, job.blocks) == (11, 0, JOB)
 
 
 def test_after_names_the_timeline(daemon: FakeDaemon, worker: Worker) -> None:
@@ -116,12 +117,12 @@ def test_after_names_the_timeline(daemon: FakeDaemon, worker: Worker) -> None:
     first = worker.timeline.reserve()
     worker.timeline.signal(first)
     later = worker.timeline.reserve()
-    worker.submit_store(1, **JOB, after=later)
-    worker.submit_store(2, **JOB)
+    worker.submit(Store, 1, JOB, after=later)
+    worker.submit(Store, 2, JOB)
     assert [job.after for job in daemon.wait_for(Store, 2)] == [later, first]
     assert worker.timeline.reached == first
     with pytest.raises(UsageError, match="reserve"):
-        worker.submit_store(3, **JOB, after=later + 1)
+        worker.submit(Store, 3, JOB, after=later + 1)
     with pytest.raises(UsageError, match="reserve"):
         worker.timeline.signal(later + 1)
 
@@ -132,7 +133,7 @@ def test_failed_job_is_reported_not_raised(
 ) -> None:
     """Whatever the lane says other than OK is a failure with its status."""
     daemon.hold_jobs = True
-    worker.submit_load(1, **JOB)
+    worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
     daemon.finish(status)
     (result,) = results(worker)
@@ -143,14 +144,14 @@ def test_without_daemon_jobs_fail_at_once(runtime_dir: Path, memory: HostMemory)
     """No daemon: registration is false, submissions are reported as failed, nothing blocks."""
     with Worker(runtime_dir, "engine", 0, 1, deadline=60.0) as worker:
         assert not worker.register([memory], LAYOUT, FINGERPRINT, timeout=60.0)
-        assert not worker.submit_store(1, **JOB)
-        assert not worker.submit_load(2, **JOB)
+        assert not worker.submit(Store, 1, JOB)
+        assert not worker.submit(Load, 2, JOB)
         assert [(r.job_id, r.success) for r in worker.get_finished()] == [(1, False), (2, False)]
         assert worker.wait([1, 2], timeout=60.0) == frozenset()
         with FakeDaemon(runtime_dir) as daemon:
             daemon.wait_for(Register)
             until_registered(worker, value=True)
-            assert worker.submit_store(1, **JOB)
+            assert worker.submit(Store, 1, JOB)
             assert results(worker)[0].success
 
 
@@ -196,7 +197,7 @@ def test_restarted_daemon_gets_the_memory_again(runtime_dir: Path, memory: HostM
         worker = Worker(runtime_dir, "engine", 0, 1, deadline=DEADLINE)
         worker.register([memory], LAYOUT, FINGERPRINT)
         first.hold_jobs = True
-        worker.submit_load(1, **JOB)
+        worker.submit(Load, 1, JOB)
         first.wait_for(Load)
     with worker:
         assert not results(worker)[0].success
@@ -205,15 +206,15 @@ def test_restarted_daemon_gets_the_memory_again(runtime_dir: Path, memory: HostM
             register = second.wait_for(Register)[0]
             assert register.layout == LAYOUT
             until_registered(worker, value=True)
-            assert worker.submit_load(1, **JOB)
+            assert worker.submit(Load, 1, JOB)
             assert results(worker)[0].success
 
 
 def test_lane_death_fails_its_jobs_at_once(daemon: FakeDaemon, worker: Worker) -> None:
     """When the lifeline ends, every job of that lane has failed, however long its timeout."""
     daemon.hold_jobs = True
-    worker.submit_load(1, **JOB)
-    worker.submit_store(2, **JOB)
+    worker.submit(Load, 1, JOB)
+    worker.submit(Store, 2, JOB)
     daemon.wait_for(Store)
     daemon.kill_lane()
     assert worker.wait([1, 2], timeout=3600.0) == frozenset()
@@ -221,7 +222,7 @@ def test_lane_death_fails_its_jobs_at_once(daemon: FakeDaemon, worker: Worker) -
         (1, JobStatus.FAILED),
         (2, JobStatus.FAILED),
     ]
-    assert not worker.submit_store(3, **JOB)
+    assert not worker.submit(Store, 3, JOB)
     (late,) = results(worker)
     assert not late.success
     assert "the lane process has ended" in late.text
@@ -229,11 +230,11 @@ def test_lane_death_fails_its_jobs_at_once(daemon: FakeDaemon, worker: Worker) -
 
 def test_a_job_for_a_lane_that_has_just_died_says_so(daemon: FakeDaemon, worker: Worker) -> None:
     """What was given to it, and what it could not be given, fail for the same reason."""
-    assert worker.submit_load(1, **JOB)
+    assert worker.submit(Load, 1, JOB)
     assert results(worker)[0].success
     daemon.kill_lane()
     number = 2
-    while worker.submit_load(number, **JOB):  # until ZeroMQ has noticed, too
+    while worker.submit(Load, number, JOB):  # until ZeroMQ has noticed, too
         number += 1
     assert {r.text for r in results(worker, number - 1) if not r.success} == {
         "the lane process has ended; nothing is loaded or stored until another one serves"
@@ -254,13 +255,13 @@ def test_a_worker_whose_lane_has_died_is_not_attached(daemon: FakeDaemon, worker
 def test_restarted_lane_is_used(daemon: FakeDaemon, worker: Worker) -> None:
     """Jobs of the old lane fail, the next ones go to the new one, without a new registration."""
     daemon.hold_jobs = True
-    worker.submit_load(1, **JOB)
+    worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
     daemon.hold_jobs = False
     daemon.restart_lane()
     assert not results(worker)[0].success
     until_registered(worker, value=True)
-    assert worker.submit_load(1, **JOB)
+    assert worker.submit(Load, 1, JOB)
     assert results(worker)[0].success
     assert len(daemon.wait_for(Register)) == 1
 
@@ -268,7 +269,7 @@ def test_restarted_lane_is_used(daemon: FakeDaemon, worker: Worker) -> None:
 def test_wait_hurries_and_returns_when_done(daemon: FakeDaemon, worker: Worker) -> None:
     """wait() tells the lane and returns with its answer; the job is still reported afterwards."""
     daemon.hold_jobs = True
-    worker.submit_store(1, **JOB)
+    worker.submit(Store, 1, JOB)
 
     def answer() -> None:
         daemon.wait_for(Wait)
@@ -296,8 +297,8 @@ def void(daemon: FakeDaemon, page: memoryview) -> list[int]:
 def test_wait_out_of_time_voids_stores_not_loads(daemon: FakeDaemon, worker: Worker) -> None:
     """A store's word moves on; a load stays unfinished until the lane says otherwise."""
     daemon.hold_jobs = True
-    worker.submit_store(1, **JOB)
-    worker.submit_load(2, **JOB)
+    worker.submit(Store, 1, JOB)
+    worker.submit(Load, 2, JOB)
     daemon.wait_for(Load)
     page = words(daemon)
     assert void(daemon, page) == []
@@ -310,7 +311,7 @@ def test_wait_out_of_time_voids_stores_not_loads(daemon: FakeDaemon, worker: Wor
     assert worker.wait([2], timeout=SECONDS) == frozenset()
     assert [r.job_id for r in worker.get_finished()] == [2]
     check_jobs(worker)
-    worker.submit_store(3, **JOB)
+    worker.submit(Store, 3, JOB)
     daemon.wait_for(Store, 2)
     assert void(daemon, page) == [1]
 
@@ -318,14 +319,14 @@ def test_wait_out_of_time_voids_stores_not_loads(daemon: FakeDaemon, worker: Wor
 def test_wait_gives_up_only_what_it_was_asked_about(daemon: FakeDaemon, worker: Worker) -> None:
     """The worker's other jobs go on, and a store that comes later is good as well."""
     daemon.hold_jobs = True
-    worker.submit_store(1, **JOB)
-    worker.submit_store(2, **JOB)
-    worker.submit_load(3, **JOB)
-    worker.submit_store(4, **JOB)
+    worker.submit(Store, 1, JOB)
+    worker.submit(Store, 2, JOB)
+    worker.submit(Load, 3, JOB)
+    worker.submit(Store, 4, JOB)
     daemon.wait_for(Store, 3)
     page = words(daemon)
     assert worker.wait([2], timeout=0.01) == frozenset()
-    worker.submit_store(5, **JOB)
+    worker.submit(Store, 5, JOB)
     daemon.wait_for(Store, 4)
     assert void(daemon, page) == [2]
     assert [(r.job_id, r.status) for r in worker.get_finished()] == [(2, JobStatus.VOID)]
@@ -337,7 +338,7 @@ def test_a_word_serves_many_stores_one_after_the_other(daemon: FakeDaemon, worke
     """Words are used again, and a store that is over is void for ever."""
     daemon.hold_jobs = True
     for number in range(6):
-        worker.submit_store(number, **JOB)
+        worker.submit(Store, number, JOB)
         daemon.wait_for(Store, number + 1)
         if number % 2:
             daemon.finish()
@@ -352,23 +353,23 @@ def test_a_word_serves_many_stores_one_after_the_other(daemon: FakeDaemon, worke
 
 def test_more_stores_than_there_are_words_are_shed(daemon: FakeDaemon, worker: Worker) -> None:
     """They are failures that say so; loads go on, and stores when others have ended."""
-    del worker._jobs._words._free[2:]
+    del worker._jobs._free_words[2:]
     daemon.hold_jobs = True
-    assert worker.submit_store(1, **JOB)
-    assert worker.submit_store(2, **JOB)
-    assert not worker.submit_store(3, **JOB)
-    assert worker.submit_load(4, **JOB)
+    assert worker.submit(Store, 1, JOB)
+    assert worker.submit(Store, 2, JOB)
+    assert not worker.submit(Store, 3, JOB)
+    assert worker.submit(Load, 4, JOB)
     (shed,) = worker.get_finished()
     assert (shed.job_id, shed.status) == (3, JobStatus.SHED)
     assert "stores are under way already" in shed.text
     worker.wait([1], timeout=0)
-    assert worker.submit_store(3, **JOB)
+    assert worker.submit(Store, 3, JOB)
 
 
 def test_stores_that_a_closed_worker_leaves_are_void(daemon: FakeDaemon, worker: Worker) -> None:
     """Its engine may use the blocks again, even where the daemon could not be told."""
     daemon.hold_jobs = True
-    worker.submit_store(1, **JOB)
+    worker.submit(Store, 1, JOB)
     daemon.wait_for(Store)
     page = words(daemon)
     worker.close()
@@ -381,7 +382,7 @@ def test_an_answer_that_comes_while_the_lane_is_told_to_hurry_is_seen(
     """Sending takes in what ZeroMQ's descriptor would have told of: it is looked at afterwards."""
     monkeypatch.setattr(jobs, "POLL_SECONDS", 3600.0)
     daemon.hold_jobs = True
-    worker.submit_load(1, **JOB)
+    worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
     tell = jobs.JobTable._tell_lanes
 
@@ -407,7 +408,7 @@ def test_an_answer_that_comes_while_the_lane_is_told_something_is_told_of(
     monkeypatch.setattr(jobs.JobTable, "remind", lambda _: None)
     daemon.hold_jobs = True
     worker.fileno()
-    worker.submit_load(1, **JOB)
+    worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
     tell = jobs.JobTable._tell_lanes
 
@@ -440,8 +441,8 @@ def test_a_load_whose_answer_is_lost_fails_when_the_lane_says_that_it_has_ended(
     """wait() asks the lane anyway; what is not answered by then never will be."""
     monkeypatch.setattr(jobs, "ASK_SECONDS", 3600.0)  # the other load is not asked about
     daemon.hold_jobs = True
-    worker.submit_load(1, **JOB)
-    worker.submit_load(2, **JOB)
+    worker.submit(Load, 1, JOB)
+    worker.submit(Load, 2, JOB)
     daemon.wait_for(Load, 2)
     daemon.lose()
     assert worker.wait([1], timeout=SECONDS) == frozenset()
@@ -461,7 +462,7 @@ def test_a_lane_that_had_to_close_the_connection_is_connected_to_again(
     if in_a_loop:
         worker.fileno()
     daemon.hold_jobs = True
-    worker.submit_load(1, **JOB)
+    worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
     daemon.cut()
     daemon.lose()
@@ -476,7 +477,7 @@ def test_a_lane_that_had_to_close_the_connection_is_connected_to_again(
 
 def done(worker: Worker, number: int) -> bool:
     """Whether a load of this number is done."""
-    worker.submit_load(number, **JOB)
+    worker.submit(Load, number, JOB)
     (result,) = results(worker)
     return result.success
 
@@ -487,8 +488,8 @@ def test_lanes_are_asked_about_loads_that_are_long_in_coming(
     """Nobody waits for them; again and again, for a question may be lost, too."""
     monkeypatch.setattr(jobs, "ASK_SECONDS", 0.01)
     daemon.hold_jobs = True
-    worker.submit_load(1, **JOB)
-    worker.submit_store(2, **JOB)
+    worker.submit(Load, 1, JOB)
+    worker.submit(Store, 2, JOB)
     while len([m for m in daemon.received if isinstance(m, Wait)]) < 3:
         assert worker.get_finished() == []
     assert daemon.wait_for(Wait)[0].jobs == (1,)
@@ -503,7 +504,7 @@ def test_a_lane_that_does_not_know_the_worker_holds_none_of_its_loads(
 ) -> None:
     """It has let go of the worker's memory, which it does after the last job."""
     daemon.hold_jobs = daemon.forgets_workers = True
-    worker.submit_load(1, **JOB)
+    worker.submit(Load, 1, JOB)
     assert worker.wait([1], timeout=SECONDS) == frozenset()
     (result,) = worker.get_finished()
     assert (result.job_id, result.status) == (1, JobStatus.FAILED)
@@ -515,8 +516,8 @@ def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> No
     with Worker(daemon.runtime_dir, "e", 0, 1, deadline=0.5, job_timeout=0.01) as worker:
         worker.register([memory], LAYOUT, FINGERPRINT)
         until_registered(worker, value=True)
-        worker.submit_load(1, **JOB)
-        worker.submit_store(2, **JOB)
+        worker.submit(Load, 1, JOB)
+        worker.submit(Store, 2, JOB)
         (result,) = results(worker)
         assert (result.job_id, result.status) == (2, JobStatus.VOID)
 
@@ -524,7 +525,7 @@ def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> No
 def test_wait_beside_another_thread_that_polls(daemon: FakeDaemon, worker: Worker) -> None:
     """wait() also returns when somebody else took the lane's answer in."""
     daemon.hold_jobs = True
-    worker.submit_store(1, **JOB)
+    worker.submit(Store, 1, JOB)
     got: list[JobResult] = []
 
     def poll() -> None:
@@ -542,7 +543,7 @@ def test_wait_beside_another_thread_that_polls(daemon: FakeDaemon, worker: Worke
 def test_cancelled_job_is_reported(daemon: FakeDaemon, worker: Worker) -> None:
     """cancel() asks the lane; the job ends when the lane says so."""
     daemon.hold_jobs = True
-    worker.submit_store(1, **JOB)
+    worker.submit(Store, 1, JOB)
     worker.cancel([1, 99])
     assert results(worker)[0].status is JobStatus.CANCELLED
     assert daemon.wait_for(Cancel)[0].jobs == (1,)
@@ -580,7 +581,7 @@ def test_close_takes_the_memory_back(daemon: FakeDaemon, worker: Worker) -> None
     for call in (
         worker.get_finished,
         lambda: worker.wait([]),
-        lambda: worker.submit_store(1, **JOB),
+        lambda: worker.submit(Store, 1, JOB),
     ):
         with pytest.raises(UsageError, match="closed"):
             call()
@@ -611,50 +612,35 @@ def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
     """Arrays that do not fit each other are the caller's mistake, named with figures."""
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"block_ids": [3, 4]}, "sum to 3, but 2 block_ids"),
-        ({"block_ids": [-1, 4, 5]}, "block_ids"),
-        ({"block_ids": ["a", 4, 5]}, "block_ids"),
-        ({"block_ids": [1.5, 4, 5]}, "block_ids"),
         ({"block_ids": [0, 4, 5]}, "block id 0 is the null block; leave it out"),
         ({"block_ids": [3, 4, 8]}, r"block_ids 3\.\.8 are not within 1\.\.7"),
         ({"block_indices": [1, 2]}, "2 block_indices"),
         ({"slots": [1]}, "1 slots with 2 generations"),
         ({"slots": [1], "generations": [1]}, "2 chunks .* 1 slots"),
         ({"group_sizes": [3, 0], "block_indices": [1, 0]}, "1 groups"),
-        ({"block_ids": range(1, 65_538)}, "block_ids: .* 65537 items, .* submit several jobs"),
-        ({"slots": np.ones(400_000, np.uint32)}, "slots: .* 400000 items, .* submit several jobs"),
     ]
     for change, text in wrong:
         with pytest.raises(UsageError, match=text):
-            worker.submit_store(1, **{**JOB, **change})
-    with pytest.raises(UsageError, match="job_id"):
-        worker.submit_store(-1, **JOB)
+            worker.submit(Store, 1, JobBlocks.of(**{**ARRAYS, **change}))
     assert worker.get_finished() == []  # none of them is a job
     daemon.hold_jobs = True
-    worker.submit_store(1, **JOB)
+    worker.submit(Store, 1, JOB)
     with pytest.raises(UsageError, match="job 1 has not ended"):
-        worker.submit_store(1, **JOB)
+        worker.submit(Store, 1, JOB)
 
 
 def test_wrong_registrations_raise(runtime_dir: Path, memory: HostMemory) -> None:
     """What cannot be registered is refused before a daemon sees it."""
-    with pytest.raises(UsageError, match="world_size"):
-        Worker(runtime_dir, "e", 0, 0)
     with pytest.raises(UsageError, match="rank=2"):
         Worker(runtime_dir, "e", 2, 2)
-    with pytest.raises(UsageError, match="job_timeout"):
-        Worker(runtime_dir, "e", 0, 1, job_timeout=0)
     with Worker(runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker:
         with pytest.raises(UsageError, match="memory has 0 items, the layout 1"):
             worker.register([], LAYOUT, FINGERPRINT)
-        with pytest.raises(UsageError, match="HostMemory"):
-            worker.register([np.zeros(4096)], LAYOUT, FINGERPRINT)  # type: ignore[list-item]
-        with pytest.raises(UsageError, match="RankLayout"):
-            worker.register([memory], "layout", FINGERPRINT)  # type: ignore[arg-type]
         large = msgspec.structs.replace(LAYOUT, num_blocks=9)
         with pytest.raises(UsageError, match="num_blocks"):
             worker.register([memory], large, FINGERPRINT)
         with pytest.raises(UsageError, match="512 bytes"):
-            worker.register([memory.part(0, 512)], LAYOUT, FINGERPRINT)
+            worker.register([HostMemory.allocate(512)], LAYOUT, FINGERPRINT)
         worker.register([memory], LAYOUT, FINGERPRINT)
         with pytest.raises(UsageError, match="registered already"):
             worker.register([memory], LAYOUT, FINGERPRINT)
@@ -662,19 +648,17 @@ def test_wrong_registrations_raise(runtime_dir: Path, memory: HostMemory) -> Non
 
 def test_storages_in_one_file_send_one_descriptor(daemon: FakeDaemon) -> None:
     """Two storages at different offsets of one descriptor are sent as one."""
-    whole = HostMemory.allocate(2 * 4096)
-    parts = [whole.part(0, 4096), whole.part(4096, 4096)]
+    first = HostMemory.allocate(2 * 4096)
+    second = HostMemory(os.dup(first.fd), 4096, 4096)
     layout = msgspec.structs.replace(
         LAYOUT,
         storages=(4096, 4096),
         tensors=(*LAYOUT.tensors, msgspec.structs.replace(LAYOUT.tensors[0], storage=1)),
     )
     with Worker(daemon.runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker:
-        assert worker.register(parts, layout, FINGERPRINT)
+        assert worker.register([first, second], layout, FINGERPRINT)
     register = daemon.wait_for(Register)[0]
     assert register.handles == (HostHandle(fd_index=1), HostHandle(fd_index=1, offset=4096))
-    parts[1].array[0] = 7
-    assert whole.array[4096] == 7
 
 
 def test_many_storages_are_sent_at_once(daemon: FakeDaemon) -> None:

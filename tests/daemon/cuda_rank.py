@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client import DeviceMemory, Fingerprint, JobResult, Worker
+from kvd_client import DeviceMemory, Fingerprint, JobBlocks, JobResult, Load, Store, Worker
 from tests.asked import PATIENCE, Asked
 from tests.daemon.engines import PAGE, POISON, TENSORS, content, make_layout, wait_boot
 from tests.fakecuda import cudatensor
@@ -143,8 +143,8 @@ class Rank:
     ) -> None:
         """A job on group 0 that comes after all that is on the stream."""
         after = self.worker.timeline.signal_on(self._stream)
-        submit = self.worker.submit_store if kind == "store" else self.worker.submit_load
-        submit(job, blocks, [len(blocks), 0], [0, 0], slots, generations, after=after)
+        arrays = JobBlocks.of(blocks, [len(blocks), 0], [0, 0], slots, generations)
+        self.worker.submit(Store if kind == "store" else Load, job, arrays, after=after)
 
     def submit_many(
         self,

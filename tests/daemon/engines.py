@@ -15,10 +15,13 @@ from kvd_client import (
     Fingerprint,
     GroupSpec,
     HostMemory,
+    JobBlocks,
     JobResult,
+    Load,
     LookupResult,
     RankLayout,
     Scheduler,
+    Store,
     TensorRef,
     TensorSpec,
     Worker,
@@ -175,11 +178,11 @@ class Engine:
         """A job for each rank; job id by rank."""
         sizes, indices = [0, 0], [0, 0]
         sizes[group], indices[group] = len(blocks), index
+        arrays = JobBlocks.of(blocks, sizes, indices, slots, generations)
         jobs = {}
         for rank in ranks:
             self.job += 1
-            submit = getattr(self.workers[rank], f"submit_{kind}")
-            submit(self.job, blocks, sizes, indices, slots, generations)
+            self.workers[rank].submit(Store if kind == "store" else Load, self.job, arrays)
             jobs[rank] = self.job
         return jobs
 

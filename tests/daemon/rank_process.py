@@ -7,7 +7,7 @@ first line that it prints is ``registered``.
 import sys
 from pathlib import Path
 
-from kvd_client import Fingerprint, HostMemory, Worker
+from kvd_client import Fingerprint, HostMemory, JobBlocks, Store, Worker
 from tests.daemon.engines import make_layout
 from tests.waiting import DEADLINE, PATIENCE
 
@@ -25,7 +25,9 @@ def main() -> None:
         blocks = list(range(1, 1 + 2 * len(pairs)))
         slots = [int(slot) for slot, _ in pairs]
         generations = [int(generation) for _, generation in pairs]
-        worker.submit_store(job, blocks, [len(blocks), 0], [0, 0], slots, generations)
+        worker.submit(
+            Store, job, JobBlocks.of(blocks, [len(blocks), 0], [0, 0], slots, generations)
+        )
         worker.wait([job], PATIENCE)
         print("done", *[result.status for result in worker.get_finished()], flush=True)
 

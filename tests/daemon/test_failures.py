@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import LookupResult
+from kvd_client import JobBlocks, Load, LookupResult, Store
 from kvd_client.session import ABSENT_SECONDS
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
@@ -108,8 +108,11 @@ def test_a_killed_lane_costs_its_jobs_and_nothing_else(
         ticket = engine.scheduler.prepare_store(keys_of("lost", 2))
         blocks = engine.fill(ticket.keys, 20)
         never = engine.workers[0].timeline.reserve()
-        engine.workers[0].submit_store(
-            999, blocks, [4, 0], [0, 0], ticket.slots, ticket.generations, after=never
+        engine.workers[0].submit(
+            Store,
+            999,
+            JobBlocks.of(blocks, [4, 0], [0, 0], ticket.slots, ticket.generations),
+            after=never,
         )
         lane = daemon.status()["lanes"][0]["pid"]
         no_lane.touch()
@@ -142,7 +145,7 @@ def test_a_killed_daemon_is_a_cache_that_misses(daemon: Daemon, start_daemon: St
         assert engine.scheduler.lookup(keys[0]) is LookupResult.MISS
         assert not engine.scheduler.prepare_load(keys).keys
         assert not engine.scheduler.prepare_store(keys).served
-        engine.workers[0].submit_store(1000, [1, 2], [2, 0], [0, 0], [0], [1])
+        engine.workers[0].submit(Store, 1000, JobBlocks.of([1, 2], [2, 0], [0, 0], [0], [1]))
         engine.workers[0].wait([1000], DEADLINE)
         assert [r.success for r in engine.workers[0].get_finished()] == [False]
         assert time.monotonic() - start < DEADLINE  # none of them has waited for it
@@ -166,11 +169,15 @@ def test_wait_that_runs_out_of_time_leaves_other_jobs_alone(daemon: Daemon) -> N
         for job, keys, first in ((901, lost, 5), (902, kept, 9)):
             ticket = engine.scheduler.prepare_store(keys)
             blocks = engine.fill(keys, first)
-            worker.submit_store(job, blocks, *shape, ticket.slots, ticket.generations, later)
+            worker.submit(
+                Store, job, JobBlocks.of(blocks, *shape, ticket.slots, ticket.generations), later
+            )
         loading = engine.scheduler.prepare_load(old)
         blocks = list(range(33, 37))
         engine.poison(blocks)
-        worker.submit_load(903, blocks, *shape, loading.slots, loading.generations, later)
+        worker.submit(
+            Load, 903, JobBlocks.of(blocks, *shape, loading.slots, loading.generations), later
+        )
         assert not worker.wait([901], 0.1)
         engine.poison(range(5, 9))
         worker.timeline.signal(later)

@@ -11,7 +11,15 @@ import pytest
 
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
-from kvd_client import Fingerprint, HostMemory, RegistrationError, Scheduler, Worker
+from kvd_client import (
+    Fingerprint,
+    HostMemory,
+    JobBlocks,
+    RegistrationError,
+    Scheduler,
+    Store,
+    Worker,
+)
 from kvd_client.errors import Unavailable
 from kvd_proto.messages import JobStatus
 from tests.conftest import Daemon, StartDaemon
@@ -150,8 +158,11 @@ def test_a_lane_full_of_one_engines_stores_serves_the_other(start_daemon: StartD
         later = worker.timeline.reserve()  # kernels that have not ended
         for job in range(8):
             ticket = greedy.scheduler.prepare_store(keys_of(f"flood-{job}", 1))
-            worker.submit_store(
-                job, [1, 2], [2, 0], [0, 0], ticket.slots, ticket.generations, after=later
+            worker.submit(
+                Store,
+                job,
+                JobBlocks.of([1, 2], [2, 0], [0, 0], ticket.slots, ticket.generations),
+                after=later,
             )
         assert quiet.load(keys) == (4, 0)
         report = eventually(

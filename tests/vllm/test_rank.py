@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
-from kvd_client import CudaError, JobResult, JobStatus, UsageError, Worker
+from kvd_client import CudaError, JobBlocks, JobResult, JobStatus, UsageError, Worker
 from kvd_client.vllm import KvdOffloadingWorker, Options
 from kvd_client.vllm.connector import KvdConnectorWorker, KvdWorkerMetadata
 from kvd_client.vllm.manager import ChunkSlots
@@ -54,24 +54,15 @@ class FakeWorker:
             raise CudaError(700, "CUDA_ERROR_ILLEGAL_ADDRESS", "write from a stream")
         return 1000 + stream
 
-    def submit_store(self, job_id: int, *arrays: Any, after: int | None) -> bool:
+    def submit(self, kind: type, job_id: int, blocks: JobBlocks, after: int | None) -> bool:
         """See Worker."""
         self.afters.append(after)
-        return self._submit("store", job_id, *arrays)
-
-    def submit_load(self, job_id: int, *arrays: Any, after: int | None) -> bool:
-        """See Worker."""
-        self.afters.append(after)
-        return self._submit("load", job_id, *arrays)
-
-    def _submit(
-        self, kind: str, job_id: int, blocks: Any, sizes: Any, indices: Any, slots: Any, gens: Any
-    ) -> bool:
         if self.refusal:
             raise UsageError(self.refusal)
-        assert len(slots) == len(gens)
-        assert sum(sizes) == len(blocks)
-        self.submitted.append((kind, job_id, list(blocks), list(indices), list(slots)))
+        ids, slots = blocks.block_ids.numpy().tolist(), blocks.slots.numpy().tolist()
+        assert len(slots) == len(blocks.generations)
+        assert sum(blocks.sizes) == len(ids)
+        self.submitted.append((kind.__name__.lower(), job_id, ids, blocks.indices, slots))
         if not self.has_lane:
             self.end(job_id, success=False)
         return self.has_lane
@@ -79,7 +70,7 @@ class FakeWorker:
     def end(self, job_id: int, *, success: bool = True) -> None:
         """The lane has ended this job."""
         status = JobStatus.OK if success else JobStatus.FAILED
-        self.ended.append(JobResult(job_id, success, status, 4096, 0.5, "" if success else "lost"))
+        self.ended.append(JobResult(job_id, status, 4096, 0.5, "" if success else "lost"))
 
     def get_finished(self) -> list[JobResult]:
         """See Worker."""

@@ -6,7 +6,6 @@ failure; nothing raises after the start, whatever happens to the daemon.
 
 import logging
 import time
-from collections.abc import Callable
 
 import torch
 from vllm.v1.kv_offload.base import (
@@ -16,9 +15,10 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvd_client import JobResult, KvdClientError, Worker
+from kvd_client import JobBlocks, JobResult, KvdClientError, Load, Store, Worker
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.options import Options
+from kvd_proto.errors import ProtoError
 from kvd_proto.messages import HOST
 
 log = logging.getLogger("kvd_client.vllm")
@@ -61,7 +61,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         elif self.worker is None:
             self._fail(job_id, "this rank's memory is not served")
         else:
-            self._submit(self.worker, self.worker.submit_store, job_id, src_spec, dst_spec)
+            self._submit(self.worker, Store, job_id, src_spec, dst_spec)
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
@@ -73,7 +73,7 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._fail(job_id, "this rank's memory is not served")
         else:
             self._loads[job_id] = time.monotonic() + self._options.load_timeout
-            self._submit(self.worker, self.worker.submit_load, job_id, dst_spec, src_spec)
+            self._submit(self.worker, Load, job_id, dst_spec, src_spec)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -114,22 +114,16 @@ class KvdOffloadingWorker(OffloadingWorker):
     def _submit(
         self,
         worker: Worker,
-        submit: Callable[..., bool],
+        kind: type[Store] | type[Load],
         job_id: int,
         blocks: GPULoadStoreSpec,
         chunks: ChunkSlots,
     ) -> None:
+        arrays = blocks.block_ids, blocks.group_sizes, blocks.block_indices
         try:
-            submit(
-                job_id,
-                blocks.block_ids,
-                blocks.group_sizes,
-                blocks.block_indices,
-                chunks.slots,
-                chunks.generations,
-                after=_now(worker),
-            )
-        except KvdClientError as error:
+            job = JobBlocks.of(*arrays, chunks.slots, chunks.generations)
+            worker.submit(kind, job_id, job, after=_now(worker))
+        except (KvdClientError, ProtoError) as error:
             log.warning("job %d is not submitted: %s", job_id, error)
             self._fail(job_id, str(error))
 
