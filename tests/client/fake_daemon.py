@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -64,6 +64,7 @@ from tests.waiting import PATIENCE
 NAMESPACE = b"namespace-16byte"
 NUM_SLOTS = 8
 SECONDS = PATIENCE
+P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
@@ -87,6 +88,17 @@ def directory_fd(keys: dict[bytes, int], boot_id: bytes) -> int:
     fd = os.memfd_create("directory", os.MFD_CLOEXEC)
     os.write(fd, data)
     return fd
+
+
+def in_its_thread(method: Callable[P, None]) -> Callable[P, None]:
+    """A method that runs in the daemon's thread."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        daemon = args[0]
+        assert isinstance(daemon, FakeDaemon)
+        daemon.call(lambda: method(*args, **kwargs))
+
+    return run
 
 
 @dataclass(eq=False)
@@ -183,62 +195,48 @@ class FakeDaemon:
             assert self._seen.wait_for(lambda: len(those()) >= count, SECONDS), kind
             return those()
 
+    @in_its_thread
     def attach(self) -> None:
         """Tell every session that the engine is attached."""
+        for connection in self.connections.values():
+            self._attach(connection)
 
-        def attach() -> None:
-            for connection in self.connections.values():
-                self._attach(connection)
-
-        self.call(attach)
-
+    @in_its_thread
     def notify(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send a notice to every session."""
+        for connection in self.connections.values():
+            self._notify(connection, message, fds)
 
-        def notify() -> None:
-            for connection in self.connections.values():
-                self._notify(connection, message, fds)
-
-        self.call(notify)
-
+    @in_its_thread
     def finish(self, status: JobStatus = JobStatus.OK) -> None:
         """Answer the jobs that were held back."""
+        self._finish(status)
 
-        def finish() -> None:
-            for held in self._take_held():
-                self._done(*held, status)
-
-        self.call(finish)
-
+    @in_its_thread
     def lose(self) -> None:
         """Take the jobs that were held back for done, without a word."""
-        self.call(self._take_held)
+        self._held.clear()
 
+    @in_its_thread
     def cut(self) -> None:
         """Close the lane's connections; it lives, and listens again."""
+        assert self.lane is not None
+        self.lane.close(linger=0)
+        self.lane = self._bind(self._endpoint)
 
-        def cut() -> None:
-            assert self.lane is not None
-            self.lane.close(linger=0)
-            self.lane = self._bind(self._endpoint)
-
-        self.call(cut)
-
+    @in_its_thread
     def kill_lane(self) -> None:
         """End the lane process."""
-        self.call(self._close_lane)
+        self._close_lane()
 
+    @in_its_thread
     def restart_lane(self) -> None:
         """End the lane process and start another one."""
-
-        def restart() -> None:
-            self._close_lane()
-            self._open_lane()
-            for connection in self.connections.values():
-                if connection.hello is not None and connection.hello.kind == "worker":
-                    self._lane_up(connection)
-
-        self.call(restart)
+        self._close_lane()
+        self._open_lane()
+        for connection in self.connections.values():
+            if connection.hello is not None and connection.hello.kind == "worker":
+                self._lane_up(connection)
 
     def worker_fds(self) -> list[int]:
         """Descriptors that the one worker has sent."""
@@ -392,13 +390,13 @@ class FakeDaemon:
             elif not self._held:
                 self._to_worker(identity, header, Ok())
         elif isinstance(message, Cancel):
-            for held in self._take_held():
-                self._done(*held, JobStatus.CANCELLED)
+            self._finish(JobStatus.CANCELLED)
             self._to_worker(identity, header, Ok())
 
-    def _take_held(self) -> list[tuple[bytes, Header, Job]]:
+    def _finish(self, status: JobStatus) -> None:
         held, self._held = self._held, []
-        return held
+        for job in held:
+            self._done(*job, status)
 
     def _done(self, identity: bytes, header: Header, job: Job, status: JobStatus) -> None:
         done = Done(job=job.job, status=status, text="", bytes=64, copy_ns=2_000_000)

@@ -45,19 +45,18 @@ def run_program(runtime_dir: Path, deadline: float = DEADLINE) -> str:
 
 
 def test_process_exits_with_a_daemon(daemon: FakeDaemon) -> None:
-    """A process that never closed its sessions exits by itself, quietly, and without torch."""
+    """A process that never closed its sessions exits by itself, quietly, and without torch.
+
+    The same with a daemon that accepts and never answers.
+    """
     assert "True" in run_program(daemon.runtime_dir)
+    daemon.freeze()
+    assert run_program(daemon.runtime_dir, deadline=1.0) == "{}\n"
 
 
 def test_process_exits_without_a_daemon(runtime_dir: Path) -> None:
     """The same while the keepers are trying to connect."""
     assert run_program(runtime_dir) == "{}\n"
-
-
-def test_process_exits_with_a_frozen_daemon(daemon: FakeDaemon) -> None:
-    """The same with a daemon that accepts and never answers."""
-    daemon.freeze()
-    assert run_program(daemon.runtime_dir, deadline=1.0) == "{}\n"
 
 
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -144,29 +144,30 @@ def test_torch_shared_storage_may_be_shared_again() -> None:
     second.close()
 
 
-def test_torch_kv_first_layout_is_two_places() -> None:
-    """Keys first, then values: each block is in two places, never one alias of the other's."""
-    shared = share_torch([BlockTensor(torch.zeros(2, 5, 4, 8, dtype=torch.bfloat16), block_dim=1)])
-    assert shared.parts == ((0, 1),)
-    assert shared.tensors == (
-        TensorSpec(storage=0, offset=0, page_bytes=64, block_stride=64),
-        TensorSpec(storage=0, offset=320, page_bytes=64, block_stride=64),
-    )
-    shared.close()
-
-
-def test_torch_permuted_page_is_dense() -> None:
-    """A page whose inner dimensions are permuted in memory is one run of bytes all the same."""
-    shared = share_torch([torch.zeros(5, 2, 4, dtype=torch.int8).permute(0, 2, 1)])
-    assert shared.tensors == (TensorSpec(storage=0, offset=0, page_bytes=8, block_stride=8),)
-    shared.close()
-
-
-def test_torch_explicit_pages_win() -> None:
-    """Padded pages and blocks of several rows are as the caller says, not as the shape says."""
-    item = BlockTensor(torch.zeros(12, 16, dtype=torch.int8), page_bytes=30, block_stride=32)
-    shared = share_torch([item])
-    assert shared.tensors == (TensorSpec(storage=0, offset=0, page_bytes=30, block_stride=32),)
+@pytest.mark.parametrize(
+    ("given", "offsets", "page", "stride"),
+    [
+        # Keys first, then values: each block is in two places, never one alias of the other's.
+        (BlockTensor(torch.zeros(2, 5, 4, 8, dtype=torch.bfloat16), 1), (0, 320), 64, 64),
+        # A page whose inner dimensions are permuted in memory is one run of bytes all the same.
+        (torch.zeros(5, 2, 4, dtype=torch.int8).permute(0, 2, 1), (0,), 8, 8),
+        # Padded pages and blocks of several rows are as the caller says, not as the shape says.
+        (
+            BlockTensor(torch.zeros(12, 16, dtype=torch.int8), page_bytes=30, block_stride=32),
+            (0,),
+            30,
+            32,
+        ),
+    ],
+    ids=["keys first", "permuted", "explicit"],
+)
+def test_where_a_tensors_blocks_are(
+    given: torch.Tensor | BlockTensor, offsets: tuple[int, ...], page: int, stride: int
+) -> None:
+    """One part for each place that a block is in."""
+    shared = share_torch([given])
+    assert shared.parts == (tuple(range(len(offsets))),)
+    assert shared.tensors == tuple(TensorSpec(0, offset, page, stride) for offset in offsets)
     shared.close()
 
 

@@ -1,7 +1,6 @@
 """The scheduler's side against a fake daemon."""
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     CompleteLoad,
     CompleteStore,
-    Detached,
     Error,
     ErrorCode,
     Hello,
@@ -81,18 +79,6 @@ def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Schedu
     assert by_caller == [Hello]
 
 
-def test_detached_is_a_miss(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """When a rank is lost, what was found is not found any more."""
-    daemon.keys = {b"ready": 2}
-    daemon.attach()
-    assert scheduler.wait_attached(SECONDS)
-    daemon.notify(Detached(reason="rank 0 is gone"))
-    end = time.monotonic() + SECONDS
-    while scheduler.attached:
-        assert time.monotonic() < end
-    assert scheduler.lookup(b"ready") is LookupResult.MISS
-
-
 def test_store_ticket_pairs_keys_and_slots(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """Only accepted keys are on the ticket; every key has its answer."""
     daemon.replies[PrepareStore] = lambda _: StorePrepared(
@@ -137,17 +123,6 @@ def test_absent_daemon_is_a_cache_that_misses(runtime_dir: Path) -> None:
         ask_everything(scheduler)
         assert not scheduler.connected
         assert not scheduler.wait_attached(0.01)
-
-
-def test_daemon_that_comes_later_is_found(runtime_dir: Path) -> None:
-    """A scheduler that started first attaches when the daemon is there."""
-    with (
-        Scheduler(runtime_dir, "engine", deadline=DEADLINE) as scheduler,
-        FakeDaemon(runtime_dir) as daemon,
-    ):
-        daemon.wait_for(Hello)
-        daemon.attach()
-        assert scheduler.wait_attached(SECONDS)
 
 
 def test_restarted_daemon_is_found_again(runtime_dir: Path) -> None:

@@ -242,28 +242,24 @@ def test_a_job_for_a_lane_that_has_just_died_says_so(daemon: FakeDaemon, worker:
 
 
 def test_a_worker_whose_lane_has_died_is_not_attached(daemon: FakeDaemon, worker: Worker) -> None:
-    """The lifeline says so before the daemon does; the next lane is waited for."""
+    """The lifeline says so before the daemon does; the next lane is used without registration."""
     daemon.attach()
     assert worker.wait_attached(SECONDS)
-    daemon.kill_lane()
-    assert not worker.registered
-    assert not worker.wait_attached(0.0)
-    daemon.restart_lane()
-    assert worker.wait_attached(SECONDS)
-
-
-def test_restarted_lane_is_used(daemon: FakeDaemon, worker: Worker) -> None:
-    """Jobs of the old lane fail, the next ones go to the new one, without a new registration."""
     daemon.hold_jobs = True
     worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
+    daemon.kill_lane()
+    assert not worker.registered
+    assert not worker.wait_attached(0.0)
     daemon.hold_jobs = False
     daemon.restart_lane()
+    assert worker.wait_attached(SECONDS)
     assert not results(worker)[0].success
-    until_registered(worker, value=True)
     assert worker.submit(Load, 1, JOB)
     assert results(worker)[0].success
     assert len(daemon.wait_for(Register)) == 1
+    daemon.notify(Detached(reason="rank 1 is gone"))
+    eventually(lambda: not worker.attached)
 
 
 def test_wait_hurries_and_returns_when_done(daemon: FakeDaemon, worker: Worker) -> None:
@@ -376,40 +372,20 @@ def test_stores_that_a_closed_worker_leaves_are_void(daemon: FakeDaemon, worker:
     assert void(daemon, page) == [1]
 
 
-def test_an_answer_that_comes_while_the_lane_is_told_to_hurry_is_seen(
-    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["wait", "get_finished", "cancel"])
+def test_an_answer_that_comes_while_the_lane_is_told_something_is_seen(
+    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Sending takes in what ZeroMQ's descriptor would have told of: it is looked at afterwards."""
     monkeypatch.setattr(jobs, "POLL_SECONDS", 3600.0)
-    daemon.hold_jobs = True
-    worker.submit(Load, 1, JOB)
-    daemon.wait_for(Load)
-    tell = jobs.JobTable._tell_lanes
-
-    def answered_meanwhile(
-        table: jobs.JobTable, kind: type[Wait] | type[Cancel], job_ids: Collection[int]
-    ) -> None:
-        daemon.finish()
-        assert table._lane is not None
-        assert table._lane._dealer.poll(int(SECONDS * 1000))
-        tell(table, kind, job_ids)
-
-    monkeypatch.setattr(jobs.JobTable, "_tell_lanes", answered_meanwhile)
-    assert worker.wait([1], timeout=3600.0) == frozenset()
-    assert worker.get_finished()[0].success
-
-
-@pytest.mark.parametrize("call", ["get_finished", "cancel"])
-def test_an_answer_that_comes_while_the_lane_is_told_something_is_told_of(
-    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """An event loop hears of it, though sending took in what ZeroMQ's descriptor told of."""
-    monkeypatch.setattr(jobs, "ASK_SECONDS", -1.0)
+    monkeypatch.setattr(jobs, "ASK_SECONDS", -1.0 if call == "get_finished" else 3600.0)
     monkeypatch.setattr(jobs.JobTable, "remind", lambda _: None)
     daemon.hold_jobs = True
     worker.fileno()
     worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
+    if call == "cancel":
+        worker.get_finished()
     tell = jobs.JobTable._tell_lanes
 
     def answered_meanwhile(
@@ -421,15 +397,15 @@ def test_an_answer_that_comes_while_the_lane_is_told_something_is_told_of(
         assert table._lane._dealer.poll(int(SECONDS * 1000))
         tell(table, kind, job_ids)
 
-    if call == "cancel":
-        worker.get_finished()
     monkeypatch.setattr(jobs.JobTable, "_tell_lanes", answered_meanwhile)
     got: list[JobResult] = []
-    if call == "cancel":
+    if call == "wait":
+        assert worker.wait([1], timeout=3600.0) == frozenset()
+    elif call == "cancel":
         worker.cancel([1])
     else:
         got = worker.get_finished()
-    while not got:
+    while not got:  # an event loop hears of it
         assert select.select([worker], [], [], SECONDS)[0]
         got = worker.get_finished()
     assert [(result.job_id, result.success) for result in got] == [(1, True)]
@@ -547,17 +523,6 @@ def test_cancelled_job_is_reported(daemon: FakeDaemon, worker: Worker) -> None:
     worker.cancel([1, 99])
     assert results(worker)[0].status is JobStatus.CANCELLED
     assert daemon.wait_for(Cancel)[0].jobs == (1,)
-
-
-def test_attachment_is_known(daemon: FakeDaemon, worker: Worker) -> None:
-    """A worker knows whether its engine is complete."""
-    daemon.attach()
-    assert worker.wait_attached(SECONDS)
-    daemon.notify(Detached(reason="rank 1 is gone"))
-    end = time.monotonic() + SECONDS
-    while worker.attached:
-        assert time.monotonic() < end
-    assert not worker.wait_attached(0.0)
 
 
 def test_a_lane_that_cannot_be_reached_leaves_no_descriptor(
