@@ -34,7 +34,7 @@ from kvd_client.jobs import JobResult
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.session import AttachState
-from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
+from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
 from kvd_proto.blocks import JobBlocks
@@ -59,11 +59,9 @@ __all__ = [
     "LookupResult",
     "RankLayout",
     "RegistrationError",
-    "ResetSummary",
     "Scheduler",
     "Store",
     "StoreAnswer",
-    "StoreSummary",
     "StoreTicket",
     "TensorRef",
     "TensorSpec",

@@ -3,20 +3,7 @@
 Only a caller's own mistakes and registration raise; on the serving path a
 daemon that is absent, slow or broken shows as a miss, never as an exception.
 
-::
-
-    KvdClientError
-    ├── UsageError           an argument of the wrong type, size, dtype or device; a closed session;
-    │                        a ValueError, too
-    ├── RegistrationError    the daemon refused the registration; carries its code and sentence
-    ├── Unavailable          no daemon within the deadline (registration with `required=True` only)
-    ├── UnsupportedMemory    tensors whose memory cannot be shared with another process
-    ├── UnsupportedVllm      vLLM lacks what kvd's connector needs of it
-    ├── CudaError            the CUDA driver refused a call; carries its code and name
-    └── DaemonLost           its end of a connection is closed, its messages are invalid or late
-        └── Refused          it refuses this session, with a reason
-
-The last two never leave the package: they become misses.
+`DaemonLost` and `Refused` never leave the package: they become misses.
 """
 
 from kvd_proto.messages import ErrorCode
@@ -27,7 +14,7 @@ class KvdClientError(Exception):
 
 
 class UsageError(KvdClientError, ValueError):
-    """The caller passed an invalid argument, or used what is closed."""
+    """An argument of the wrong type, size, dtype or device; a closed session."""
 
 
 class RegistrationError(KvdClientError):
@@ -45,7 +32,7 @@ class RegistrationError(KvdClientError):
 
 
 class Unavailable(KvdClientError):
-    """No daemon answered within the deadline."""
+    """No daemon within the deadline: registration with `required=True` only."""
 
 
 class UnsupportedMemory(KvdClientError):

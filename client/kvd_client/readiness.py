@@ -57,22 +57,17 @@ class Readiness:
         return f"<Readiness {'closed' if self._epoll.closed else self.fileno()}>"
 
 
-class ReadyNews:
+class ReadyNews(Readiness):
     """What a scheduler's event loop waits for: the daemon's pipe, and changes of the session.
 
     The pipe comes with each attachment. It is no eventfd, because the two ends of a pipe have flags
-    of their own: whatever a client does to its end, the daemon's write never waits. May be used by
-    any thread.
+    of their own: whatever a client does to its end, the daemon's write never waits.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
-        self._readiness = Readiness()
         self._pipe = -1
-
-    def fileno(self) -> int:
-        """Return the descriptor, readable until `take` once something has happened."""
-        return self._readiness.fileno()
 
     def replace(self, pipe: int) -> None:
         """Watch this pipe, which is owned from now on, in place of the one before; -1: none."""
@@ -80,17 +75,17 @@ class ReadyNews:
             self._drop_pipe()
             self._pipe = pipe
             if pipe >= 0:
-                self._readiness.watch(pipe)
+                self.watch(pipe)
 
-    def tell(self) -> None:
+    def set(self) -> None:
         """Wake up the event loop: something has happened."""
         with self._lock:
-            self._readiness.set()
+            super().set()
 
     def take(self) -> bool:
         """Return whether anything has happened since the last call."""
         with self._lock:
-            news = self._readiness.clear()
+            news = self.clear()
             while self._pipe >= 0:
                 try:
                     written = os.read(self._pipe, 4096)
@@ -104,7 +99,7 @@ class ReadyNews:
     def close(self) -> None:
         """Close the descriptors."""
         with self._lock:
-            self._readiness.close()
+            super().close()
             self._drop_pipe()
 
     def abandon(self) -> None:
@@ -114,9 +109,6 @@ class ReadyNews:
 
     def _drop_pipe(self) -> None:
         if self._pipe >= 0:
-            self._readiness.unwatch(self._pipe)
+            self.unwatch(self._pipe)
             os.close(self._pipe)
             self._pipe = -1
-
-    def __repr__(self) -> str:
-        return f"<ReadyNews {self._readiness!r}, pipe {self._pipe}>"

@@ -1,44 +1,18 @@
 """A worker's registration, checked before it is sent."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvd_client.arguments import declared, shown
-from kvd_client.control import ControlPage
 from kvd_client.errors import UsageError
 from kvd_client.memory import Memory
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import LayoutError, ProtoError
 from kvd_proto.layout import RankLayout, validate_layout
-from kvd_proto.messages import MAX_DESCRIPTORS, Error, Fingerprint, Handle, Register
+from kvd_proto.messages import MAX_DESCRIPTORS, Fingerprint, Handle, Register
 from kvd_proto.printable import unprintable
 
 
-@dataclass(slots=True)
-class Wanted:
-    """A registration to be made with every daemon that is there, until the worker is closed.
-
-    Attributes:
-        control: descriptor number 0 of the message.
-        memory: the descriptors from number 1 on, duplicates that live as long as this does.
-        waited_for: a caller waits for the first answer and gets a refusal.
-        refusal: that answer.
-    """
-
-    message: Register
-    control: ControlPage
-    memory: tuple[Memory, ...]
-    waited_for: bool = True
-    refusal: Error | None = None
-
-    @property
-    def fds(self) -> list[int]:
-        """Descriptors in the order of the message's numbers."""
-        return [self.control.fd, *(part.fd for part in self.memory)]
-
-
-def wanted_registration(
-    control: ControlPage,
+def registration(
     memory: Sequence[Memory],
     layout: RankLayout,
     fingerprint: Fingerprint,
@@ -47,8 +21,11 @@ def wanted_registration(
     world_size: int,
     stage: int,
     temporary: bool,
-) -> Wanted:
+) -> tuple[Register, list[Memory]]:
     """Return the registration of one rank, on the device of its memory.
+
+    Descriptor 0 of the message is to be the control page's. The others are those of the memory
+    that is returned: duplicates.
 
     Raises:
         UsageError: memory that does not fit the layout, or an invalid layout.
@@ -107,7 +84,7 @@ def wanted_registration(
             f"rank {rank}, stage={shown(stage)}, temporary={shown(temporary)}: this cannot be"
             f" registered: {error}"
         ) from error
-    return Wanted(message, control, tuple(kept))
+    return message, kept
 
 
 def _check_memory(memory: Sequence[Memory]) -> None:

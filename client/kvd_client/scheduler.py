@@ -27,7 +27,7 @@ from kvd_client.connection import Notice
 from kvd_client.errors import UsageError
 from kvd_client.readiness import ReadyNews
 from kvd_client.session import M, Session
-from kvd_client.tickets import LoadTicket, ResetSummary, StoreSummary, StoreTicket
+from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_proto.directory import DirectoryView, LookupResult
 from kvd_proto.errors import DirectoryError
 from kvd_proto.messages import (
@@ -58,6 +58,8 @@ RESET_SECONDS = 30.0  # it takes a daemon milliseconds for ten thousands of chun
 MAX_TOKENS = 2**48  # of one request; totals have room for tens of thousands of such
 _ANSWERS = {int(answer): answer for answer in StoreAnswer}
 _MISS, _HIT = LookupResult.MISS, LookupResult.HIT
+
+_NOT_TOLD = StoreCompleted(ready=0, pending=0, dropped=0)
 
 log = logging.getLogger("kvd_client")
 
@@ -217,21 +219,23 @@ class Scheduler(Session):
 
     def complete_store(
         self, stored: StoreTicket | Collection[bytes], success: bool = True
-    ) -> StoreSummary:
+    ) -> StoreCompleted:
         """End these stores; without success what is unfinished is dropped.
 
         Args:
             stored: a ticket, or some of its keys.
             success: whether all ranks have stored their shares.
 
+        Returns:
+            How many of their chunks are ready, pending (still being written) and dropped; all 0
+            where the daemon has not answered.
+
         Raises:
             UsageError: invalid keys; or closed.
         """
         ended = request_keys(stored.keys if isinstance(stored, StoreTicket) else stored)
         reply = self._settle(CompleteStore(keys=ended, success=flag("success", success)))
-        if not isinstance(reply, StoreCompleted):
-            return StoreSummary()
-        return StoreSummary(reply.ready, reply.pending, reply.dropped)
+        return reply if isinstance(reply, StoreCompleted) else _NOT_TOLD
 
     # ------------------------------------------------------------------ loads
 
@@ -336,7 +340,7 @@ class Scheduler(Session):
         reply = self._prepare(RequestFinished(keys=request_keys(keys)), RequestNoted)
         return 0 if reply is None else reply.found
 
-    def reset(self, timeout: float | None = None) -> ResetSummary:
+    def reset(self, timeout: float | None = None) -> ResetDone | None:
         """Drop every chunk of this engine's namespace, for all engines that share it.
 
         A daemon that cannot be asked now or does not answer in time is asked again as soon as
@@ -344,6 +348,10 @@ class Scheduler(Session):
 
         Args:
             timeout: seconds to wait for the answer; None: the deadline.
+
+        Returns:
+            How many chunks are dropped now, and deferred to the end of their leases; None where the
+            daemon has not answered.
 
         Raises:
             UsageError: an invalid timeout; or closed.
@@ -356,7 +364,7 @@ class Scheduler(Session):
             self._choose()
             self._wake()
             self._changed.wait_for(lambda: owed or not self.attached, patience)
-        return ResetSummary(owed[0].dropped, owed[0].deferred, True) if owed else ResetSummary()
+        return owed[0] if owed else None
 
     def _work(self) -> bool:
         """Ask for the reset that is owed, if one is."""
@@ -462,7 +470,7 @@ class Scheduler(Session):
         """Choose what lookups read: the directory, where its chunks can be loaded."""
         attached = None if self._owed is not None else self._attached
         self._find = self._find_nothing if attached is None else attached[1].lookup
-        self._ready_news.tell()  # not before: an event loop that is woken up looks things up
+        self._ready_news.set()  # not before: an event loop that is woken up looks things up
 
     def _prepare(self, message: Message, kind: type[M]) -> M | None:
         """As `_request`, but nothing is asked for while a reset is owed."""

@@ -91,25 +91,3 @@ class LoadTicket(Ticket):
             f"<LoadTicket {len(self.keys)} of {len(self.found)} keys found,"
             f" lease {self.lease} for {self.lease_seconds:g} s>"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSummary:
-    """The state of completed stores' chunks: ready, still being written, dropped."""
-
-    ready: int = 0
-    pending: int = 0
-    dropped: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ResetSummary:
-    """Chunks dropped now, and those that are dropped when their leases end.
-
-    Attributes:
-        served: whether the daemon has answered; otherwise nothing has changed yet.
-    """
-
-    dropped: int = 0
-    deferred: int = 0
-    served: bool = False

@@ -18,7 +18,7 @@ from kvd_client.errors import RegistrationError, Unavailable, UsageError
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
 from kvd_client.memory import Memory
-from kvd_client.registration import Wanted, wanted_registration
+from kvd_client.registration import registration
 from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.timeline import StreamSignals, Timeline
@@ -34,6 +34,7 @@ from kvd_proto.messages import (
     Fingerprint,
     LaneUp,
     Load,
+    Register,
     Registered,
     Store,
     Unregister,
@@ -82,7 +83,10 @@ class Worker(Session):
         self._control = ControlPage()
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
-        self._wanted: Wanted | None = None
+        self._wanted: Register | None = None  # with every daemon that is there, from now on
+        self._memory: list[Memory] = []  # its descriptors
+        self._refusal_raises = False  # while a caller waits for the first answer
+        self._refused_for_good: Error | None = None
         self._registered = False
         self._attached = False
         self._refused = "nothing is registered yet"
@@ -127,8 +131,7 @@ class Worker(Session):
         """
         self._check_open()
         memory = collection("memory", memory, "memories")
-        wanted = wanted_registration(
-            self._control,
+        wanted, kept = registration(
             memory,
             layout,
             fingerprint,
@@ -147,22 +150,22 @@ class Worker(Session):
                 if isinstance(memory[0], DeviceMemory)
                 else None
             )
-            self._wanted = wanted
-            self._refused = ""
+            self._wanted, self._memory = wanted, kept
+            self._refused, self._refused_for_good = "", None
+            self._refusal_raises = True
             self._wake()
             self._changed.wait_for(
                 lambda: (
                     self.registered
-                    or wanted.refusal is not None
+                    or self._refused_for_good is not None
                     or self._closed
                     or not (required or self.connected)
                 ),
                 patience,
             )
-            wanted.waited_for = False
-            if wanted.refusal is not None:
-                self._wanted = None
-                raise RegistrationError(wanted.refusal.code, wanted.refusal.text)
+            self._refusal_raises = False
+            if (refusal := self._refused_for_good) is not None:
+                raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
                 self._wanted = None
                 self._give_up(self._connection, "the registration was given up")
@@ -181,7 +184,7 @@ class Worker(Session):
     def device(self) -> str | None:
         """The device of the memory that was given to `register`; None before."""
         wanted = self._wanted
-        return None if wanted is None else wanted.message.device
+        return None if wanted is None else wanted.device
 
     @property
     def attached(self) -> bool:
@@ -273,7 +276,7 @@ class Worker(Session):
         wanted = self._wanted
         if wanted is not None:
             try:
-                blocks.check(wanted.message.layout)
+                blocks.check(wanted.layout)
             except JobShapeError as error:
                 raise UsageError(str(error)) from error
         return self._jobs.submit(
@@ -290,7 +293,7 @@ class Worker(Session):
         wanted = self._wanted
         if wanted is None:
             raise UsageError("nothing is registered yet; call register first")
-        return pack_chunks(ticket, groups, wanted.message.layout.blocks_per_chunk)
+        return pack_chunks(ticket, groups, wanted.layout.blocks_per_chunk)
 
     def get_finished(self) -> list[JobResult]:
         """Return jobs that have ended since the last call. Never waits.
@@ -379,15 +382,16 @@ class Worker(Session):
         wanted = self._wanted
         if wanted is None or self._registered:
             return True
-        reply = self._ask(wanted.message, REGISTER_SECONDS, wanted.fds)
+        fds = [self._control.fd, *(part.fd for part in self._memory)]
+        reply = self._ask(wanted, REGISTER_SECONDS, fds)
         with self._changed:
             if isinstance(reply, Registered):
                 self._registered = True
                 self._refused = ""
                 log.info("rank %d of %d is registered", self.rank, self.world_size)
             elif isinstance(reply, Error):
-                if wanted.waited_for and reply.code not in TRANSIENT:
-                    wanted.refusal = reply
+                if self._refusal_raises and reply.code not in TRANSIENT:
+                    self._refused_for_good = reply
                     self._wanted = None
                 elif reply.text != self._refused:  # once for each reason: it is tried for ever
                     self._refused = reply.text
@@ -425,13 +429,5 @@ class Worker(Session):
 
 
 def _jobs(job_ids: Iterable[int]) -> frozenset[int]:
-    """The jobs' numbers.
-
-    Raises:
-        UsageError: no collection, or of something else than numbers.
-    """
     numbers = collection("job_ids", job_ids, "job numbers")
-    for number in numbers:
-        if not isinstance(number, int):
-            raise UsageError(f"job_ids has {shown(number)}: numbers of jobs are needed")
-    return frozenset(numbers)
+    return frozenset(whole("job_ids", number, 0) for number in numbers)

@@ -28,10 +28,11 @@ from kvd_client import (
     timeline as timelines,
 )
 from kvd_client.control import ControlPage
-from kvd_client.registration import Wanted, wanted_registration
+from kvd_client.memory import Memory
+from kvd_client.registration import registration
 from kvd_client.timeline import StreamSignals
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint, IpcHandle, VmmHandle
+from kvd_proto.messages import Fingerprint, IpcHandle, Register, VmmHandle
 from tests.fakecuda import cudatensor as cuda
 from tests.fakecuda import harness
 
@@ -96,10 +97,9 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
     assert not missing, f"{missing} not in {refusal.value}"
 
 
-def wanted(*memory: HostMemory | DeviceMemory) -> Wanted:
+def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, list[Memory]]:
     """The registration of this memory."""
-    return wanted_registration(
-        ControlPage(),
+    return registration(
         memory,
         LAYOUT,
         Fingerprint(model="m"),
@@ -135,19 +135,19 @@ def ipc_memory_is_its_allocation_and_an_offset() -> None:
     start()
     base = allocated(3 * SIZE)
     memory = [DeviceMemory.at(base + 512, SIZE), DeviceMemory.at(base + SIZE + 1024, SIZE)]
-    registration = wanted(*memory)
+    message, kept = registered(*memory)
     name = memory[0].ipc
     assert len(name) == 64
-    assert registration.message.handles == (
+    assert message.handles == (
         IpcHandle(handle=name, allocation=3 * SIZE, offset=512),
         IpcHandle(handle=name, allocation=3 * SIZE, offset=SIZE + 1024),
     )
-    assert registration.message.device == "cuda:fa4ecda0000040008000000000000000"
-    assert registration.fds == [registration.control.fd]
+    assert message.device == "cuda:fa4ecda0000040008000000000000000"
+    assert kept == []
     assert "IPC handle" in repr(memory[0])
     memory[0].close()
     with refused(UsageError, "memory[0]", "open HostMemory or DeviceMemory"):
-        wanted(*memory)
+        registered(*memory)
 
 
 def virtual_memory_is_a_descriptor_for_each_allocation() -> None:
@@ -155,16 +155,16 @@ def virtual_memory_is_a_descriptor_for_each_allocation() -> None:
     start()
     base = cuda.VirtualMemory().address
     memory = [DeviceMemory.at(base + at, SIZE) for at in (0, SIZE)]
-    registration = wanted(*memory)
-    assert registration.message.handles == (
+    message, kept = registered(*memory)
+    assert message.handles == (
         VmmHandle(fd_index=1, allocation=cuda.GRANULARITY, offset=0),
         VmmHandle(fd_index=1, allocation=cuda.GRANULARITY, offset=SIZE),
     )
     for part in memory:
         part.close()
         part.close()
-    assert len(registration.fds) == 2
-    assert os.fstat(registration.fds[1])
+    assert len(kept) == 1
+    assert os.fstat(kept[0].fd)
 
 
 def memory_across_allocations_is_refused() -> None:
@@ -202,11 +202,11 @@ def memory_of_one_worker_is_on_one_device() -> None:
     host = HostMemory.allocate(SIZE)
     assert first.device != second.device
     with refused(UsageError, f"memory[1] is on {second.device}, memory[0] on {first.device}"):
-        wanted(first, second)
+        registered(first, second)
     with refused(UsageError, f"memory[1] is on host, memory[0] on {first.device}"):
-        wanted(first, host)
-    assert wanted(host, host).message.device == "host"
-    assert wanted(first, first).message.device == first.device
+        registered(first, host)
+    assert registered(host, host)[0].device == "host"
+    assert registered(first, first)[0].device == first.device
 
 
 def every_failure_of_the_driver_names_what_was_attempted() -> None:

@@ -63,7 +63,7 @@ def test_the_answer_to_a_reset_is_told(daemon: FakeDaemon, quiet: Scheduler) -> 
     found(daemon, quiet)
     quieten(quiet)
     with frozen(daemon, quiet):
-        assert not quiet.reset(0.0).served
+        assert not quiet.reset(0.0)
         quiet.take_ready()
         assert quiet.lookup(b"ready") is LookupResult.MISS
     while quiet.lookup(b"ready") is not LookupResult.HIT:
