@@ -81,20 +81,3 @@ def test_a_ledger_that_finds_no_room_refuses_its_engine(
             other.wait_attached()
             assert other.store(keys_of("late", 2))
         assert daemon.process.poll() is None
-
-
-def test_a_daemon_without_room_for_its_manifest_says_so(
-    start_daemon: StartDaemon, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
-) -> None:
-    """The pool fits, the manifest does not: one sentence with the remedy, and status 1."""
-    small_tmpfs(tmp_path, 4 * 2**20)
-    extra = ("--pool-dir", str(tmp_path), "--keep-pool", "yes")
-    start_daemon(*extra, cpu_bytes="2MiB").stop()
-    (area,) = tmp_path.glob("kvd-*")
-    (area / "manifest.json").unlink()
-    fill_up(tmp_path)
-    daemon = start_daemon(*extra, cpu_bytes="2MiB", ready=False)
-    assert daemon.process.wait(PATIENCE) == 1
-    said = daemon.log.read_text()
-    assert "cannot be written: No space left on device; make room there" in said
-    assert "Traceback" not in said

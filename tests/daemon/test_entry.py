@@ -47,16 +47,6 @@ def test_a_user_who_is_not_on_the_list_is_refused_with_one_error(
 
 
 @needs_root
-def test_a_member_of_an_allowed_group_is_let_in(start_daemon: StartDaemon) -> None:
-    """Any group of the peer suffices."""
-    daemon = start_daemon("--allow-groups", "root")
-    with as_user():
-        client = RawClient(daemon.runtime_dir)
-    client.hello()
-    client.close()
-
-
-@needs_root
 def test_an_engine_that_is_refused_logs_why_and_goes_on(
     start_daemon: StartDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:

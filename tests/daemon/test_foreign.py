@@ -13,10 +13,9 @@ import pytest
 
 from kvd.daemon.receiver import READ, serve
 from kvd_client.memory import sealed_file
-from kvd_proto.messages import ErrorCode, Ping, Pong
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.raw_client import RawClient, code_of, registration, said_at_the_end
+from tests.daemon.raw_client import RawClient, registration, said_at_the_end
 from tests.daemon.users import as_user, needs_root
 from tests.descriptors import open_on
 from tests.processes import children_running
@@ -113,27 +112,6 @@ FOREIGN: dict[str, Callable[[], int]] = {
     "kernel's file": lambda: os.open("/proc/self/maps", os.O_RDONLY),
     "folder": lambda: os.open("/", os.O_RDONLY),
 }
-
-
-@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
-def test_what_is_neither_memory_nor_device_is_named_and_ends_its_session(
-    daemon: Daemon, make: Callable[[], int]
-) -> None:
-    """The error says which one it is, and how to make memory; others go on."""
-    client, other = RawClient(daemon.runtime_dir), RawClient(daemon.runtime_dir)
-    for one in (client, other):
-        one.hello(kind="worker")
-    fds = [os.memfd_create("good"), make()]
-    client.send_with(registration(), fds)
-    said = said_at_the_end(client)
-    assert "descriptor 1 of those that were sent is neither a memory file nor a device" in said
-    assert "F_ADD_SEALS, F_SEAL_SHRINK" in said
-    assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
-    assert isinstance(other.ask(Ping()), Pong)
-    for one in (client, other):
-        one.close()
-    for fd in fds:
-        os.close(fd)
 
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)

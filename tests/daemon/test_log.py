@@ -65,31 +65,25 @@ def test_a_stderr_that_takes_nothing_stops_nothing(runtime_dir: Path, what: str)
                 os.close(fd)
 
 
-def test_json_lines_of_broker_and_lane_parse(start_daemon: StartDaemon) -> None:
-    """Every line is an object with time, level, logger and event; processes are told apart."""
+def test_broker_and_lane_name_a_rank_alike(start_daemon: StartDaemon) -> None:
+    """Every line is an object; the same process has the same identifiers in each about it."""
     daemon = start_daemon("--log-format", "json", "--log-level", "debug")
+    with Engine(daemon.runtime_dir, "llama", world_size=2) as engine:
+        engine.wait_attached()
     assert daemon.stop() == 0
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
     assert all({"time", "level", "logger", "event", "process"} <= set(line) for line in lines)
     events = [line["event"] for line in lines if line["process"] == "broker"]
     assert any(event.startswith("serving ") for event in events)
     assert events[-1] == "stopped"
-
-
-def test_broker_and_lane_name_a_rank_alike(start_daemon: StartDaemon) -> None:
-    """A rank has the same name in every text, and the same identifiers in every line about it."""
-    daemon = start_daemon("--log-format", "json")
-    with Engine(daemon.runtime_dir, "llama", world_size=2) as engine:
-        engine.wait_attached()
-    daemon.stop()
-    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
     about = [line for line in lines if line.get("rank") == 1]
-    assert {line["process"] for line in about} == {"broker", "lane"}
     assert all(line["engine"] == "llama" and line["pid"] == os.getpid() for line in about)
-    assert len({line["session"] for line in about}) == 1
     assert all(f"engine llama rank 1 (pid {os.getpid()})" in line["event"] for line in about)
-    (lane,) = {line["lane"] for line in about if line["process"] == "lane"}
-    assert lane == "host"
+    of_lane = [line for line in about if line["process"] == "lane"]
+    assert {line["lane"] for line in of_lane} == {"host"}
+    # On a busy machine a rank may need a second session; of one at least both have told.
+    of_broker = {line["session"] for line in about if line["process"] == "broker"}
+    assert of_broker & {line["session"] for line in of_lane}
 
 
 @pytest.mark.parametrize("form", ["json", "journal"])

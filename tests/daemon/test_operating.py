@@ -3,9 +3,8 @@
 import json
 import random
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
 
 import pytest
 
@@ -80,71 +79,40 @@ def test_a_wait_that_is_no_duration_is_refused(tmp_path: Path) -> None:
     assert "'soon' is no duration" in done.stderr
 
 
-class Traffic:
-    """An engine that stores and loads without a pause, in a thread, and counts what came back."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.chunks = 0
-        self.wrong = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-    def wait_more(self, chunks: int) -> None:
-        """Until so many more chunks have come back."""
-        wanted = self.chunks + chunks
-        eventually(lambda: self.chunks, lambda loaded: loaded >= wanted)
-
-    def _run(self) -> None:
-        chance = random.Random(1)
-        names = [f"traffic-{number}" for number in range(12)]
-        while not self._stop.is_set():
-            keys = keys_of(chance.choice(names), chance.randint(1, 8))
-            self._store(keys)
-            chunks, wrong = self.engine.load(keys)
-            self.chunks += chunks
-            self.wrong += wrong
-
-    def _store(self, keys: list[bytes]) -> None:
-        engine = self.engine
-        ticket = engine.scheduler.prepare_store(keys)
-        if ticket.keys:
-            blocks = engine.fill(ticket.keys, 1)
-            jobs = engine.submit("store", [0, 1], blocks, ticket.slots, ticket.generations)
-            stored = all(result.success for result in engine.results(jobs).values())
-            engine.scheduler.complete_store(ticket.keys, success=stored)
+def store_and_load(engine: Engine, chance: random.Random) -> tuple[int, int]:
+    """Some of a dozen prompts' chunks: how many came back, and how many bytes were wrong."""
+    keys = keys_of(f"traffic-{chance.randrange(12)}", chance.randint(1, 8))
+    ticket = engine.scheduler.prepare_store(keys)
+    if ticket.keys:
+        blocks = engine.fill(ticket.keys, 1)
+        jobs = engine.submit("store", [0, 1], blocks, ticket.slots, ticket.generations)
+        stored = all(result.success for result in engine.results(jobs).values())
+        engine.scheduler.complete_store(ticket.keys, success=stored)
+    return engine.load(keys)
 
 
 def test_engines_keep_right_bytes_whatever_an_operator_does(start_daemon: StartDaemon) -> None:
     """Clear, evict, drain and resume under load: loads bring the right bytes or are a miss."""
     daemon = start_daemon(cpu_bytes="2MiB")
-    with Engine(daemon.runtime_dir).wait_attached() as engine, Traffic(engine) as traffic:
-        traffic.wait_more(50)
+    chance = random.Random(1)
+    with Engine(daemon.runtime_dir).wait_attached() as engine, ThreadPoolExecutor(1) as operator:
         for command in (
             ["clear", "--yes"],
             ["evict", "--older-than", "0"],
             ["clear", "--namespace", "model", "--yes"],
             ["evict", "--older-than", "10ms", "--namespace", "model"],
             ["drain", "--wait", "20s"],
+            ["clear", "--yes"],
+            ["resume"],
         ):
-            done = kvd(daemon, *command)
+            under_way = operator.submit(kvd, daemon, *command)
+            loaded = 0
+            while loaded < (0 if daemon.status()["drain"] else 20) or not under_way.done():
+                chunks, wrong = store_and_load(engine, chance)
+                assert wrong == 0
+                loaded += chunks
+            done = under_way.result()
             assert (done.returncode, done.stderr) == (0, ""), done
-            traffic.wait_more(10)
-        assert kvd(daemon, "clear", "--yes").returncode == 0
-        # Nothing is stored, and what a load holds yet goes with its lease.
-        eventually(lambda: daemon.status()["namespaces"][0]["chunks"]["ready"] == 0)
-        assert kvd(daemon, "resume").returncode == 0
-        traffic.wait_more(50)
-    assert traffic.wrong == 0
 
 
 def test_clear_and_evict_say_how_many(daemon: Daemon) -> None:

@@ -1,51 +1,30 @@
 """What docs/security.md promises of a running daemon, tried from an engine's place."""
 
-import itertools
 import json
 import logging
 import os
 import socket
 import stat
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import zmq
 
 from kvd.daemon.pool_files import area_name
 from kvd_client import LookupResult
-from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import (
     CompleteLoad,
-    Done,
     Error,
-    ErrorCode,
-    JobStatus,
-    Load,
     LoadCompleted,
-    Message,
-    Ping,
-    Pong,
-    Store,
 )
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit
-from tests.daemon.raw_client import RawClient, code_of
-from tests.daemon.serving import started_daemons
+from tests.daemon.raw_client import RawClient
 from tests.descriptors import open_files
 from tests.http.serving import over_tcp, over_unix
-from tests.waiting import PATIENCE, eventually
-
-Ask = Callable[..., Message]
-
-# Of requests that no client makes: apart from a worker's own, for a lane serves each number once.
-_NUMBERS = itertools.count(1_000_000)
+from tests.waiting import eventually
 
 
 def token_of(engine: Engine) -> bytes:
@@ -55,54 +34,25 @@ def token_of(engine: Engine) -> bytes:
     return connection.token
 
 
-@contextmanager
-def at_the_lane(daemon: Daemon) -> Iterator[Ask]:
-    """Ask the lane by hand, under any token."""
-    (path,) = daemon.runtime_dir.glob("lane-host-*.sock")
-
-    def ask(message: Message, token: bytes) -> Message:
-        dealer.send(WIRE.encode(message, next(_NUMBERS), bytes(16), token))
-        assert dealer.poll(int(PATIENCE * 1000)), "no reply"
-        return WIRE.decode(dealer.recv())[1]
-
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(f"ipc://{path}")
-        yield ask
-
-
-def job_of(engine: Engine, kind: type[Store] | type[Load], **changed: Any) -> Store | Load:
-    """A job for group 0, with forged arrays."""
-    arrays: dict[str, Any] = {
-        "block_ids": [1, 2],
-        "group_sizes": [2, 0],
-        "block_indices": [0, 0],
-        "slots": [0],
-        "generations": [1],
-    }
-    own = {"word": 1, "epoch": engine.workers[0]._control.epoch(1)} if kind is Store else {}
-    return kind(
-        job=999, blocks=JobBlocks.of(**{**arrays, **changed}), after=0, deadline_ms=5000, **own
-    )
-
-
-def test_sockets_and_files_are_for_the_group_only(daemon: Daemon) -> None:
+def test_sockets_and_files_are_for_the_group_only(shared_daemon: Daemon) -> None:
     """Directory 0750, sockets 0660, lock 0640; the pool's place 0700 and its files 0600."""
-    with over_unix(daemon) as client:
+    runtime_dir = shared_daemon.runtime_dir
+    with over_unix(shared_daemon) as client:
         assert client.get("/livez").status_code == 200
-    assert stat.S_IMODE(daemon.runtime_dir.stat().st_mode) == 0o750
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in daemon.runtime_dir.iterdir()}
+    assert stat.S_IMODE(runtime_dir.stat().st_mode) == 0o750
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in runtime_dir.iterdir()}
     assert modes.pop("kvd.lock") == 0o640
     assert {"broker.sock", "control.sock", "http.sock"} < modes.keys()
     assert set(modes.values()) == {0o660}
-    area = Path("/dev/shm") / area_name(daemon.runtime_dir)
+    area = Path("/dev/shm") / area_name(runtime_dir)
     assert stat.S_IMODE(area.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in area.iterdir()} == {0}
 
 
-def test_no_client_has_the_pool_mapped_or_open(daemon: Daemon) -> None:
+def test_no_client_has_the_pool_mapped_or_open(shared_daemon: Daemon, label: str) -> None:
     """An engine at work maps its own memory and the directory; the pool is the lane's alone."""
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
+    daemon = shared_daemon
+    with Engine(daemon.runtime_dir, label, world_size=1, model=label).wait_attached() as engine:
         keys = keys_of("seen", 2)
         engine.store(keys)
         wait_hit(engine, keys)
@@ -114,78 +64,13 @@ def test_no_client_has_the_pool_mapped_or_open(daemon: Daemon) -> None:
         assert place in Path(f"/proc/{lanes[0]['pid']}/maps").read_text()
 
 
-def test_nothing_listens_on_the_network_where_http_is_off(daemon: Daemon) -> None:
+def test_nothing_listens_on_the_network_where_http_is_off(shared_daemon: Daemon) -> None:
     """No process of the daemon has an internet socket: requests and jobs know Unix sockets only."""
-    with over_unix(daemon) as client:
+    with over_unix(shared_daemon) as client:
         assert client.get("/livez").status_code == 200
-    broker = psutil.Process(daemon.process.pid)
+    broker = psutil.Process(shared_daemon.process.pid)
     for process in [broker, *broker.children(recursive=True)]:
         assert not process.net_connections("inet")
-
-
-def test_jobs_without_the_sessions_token_are_refused(daemon: Daemon) -> None:
-    """A lane serves a job only to the session whose memory it is; a token is nothing to guess."""
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-        token = token_of(engine)
-        other = RawClient(daemon.runtime_dir)
-        other.hello()
-        near = bytes([*token[:-1], token[-1] ^ 1])
-        with at_the_lane(daemon) as ask:
-            for forged in (bytes(16), near, other.token, token[::-1]):
-                for kind in (Store, Load):
-                    assert code_of(ask(job_of(engine, kind), forged)) is ErrorCode.BAD_SESSION
-                assert code_of(ask(Ping(), forged)) is ErrorCode.BAD_SESSION
-            assert isinstance(ask(Ping(), token), Pong)
-        other.close()
-
-
-@pytest.mark.parametrize(
-    "forged",
-    [
-        {"block_ids": [1, 64]},
-        {"block_ids": [1, 2**32 - 1]},
-        {"block_ids": [0, 1]},
-        {"group_sizes": [3, 0], "block_ids": [1, 2, 3]},
-        {"group_sizes": [2, 2], "block_ids": [1, 2, 3, 4]},
-        {"group_sizes": [2]},
-        {"group_sizes": [2**32 - 1, 0]},
-        {"block_indices": [0]},
-        {"slots": [2**32 - 1]},
-        {"slots": []},
-        {"generations": []},
-    ],
-    ids=str,
-)
-def test_forged_arrays_are_refused_before_a_byte_moves(
-    daemon_with_engine: tuple[Daemon, Engine], forged: dict[str, Any]
-) -> None:
-    """Blocks, sizes and slots that lie outside: refused, or no message at all; memory stays."""
-    daemon, engine = daemon_with_engine
-    key = keys_of(f"forged {forged}"[:30], 1)
-    ticket = engine.scheduler.prepare_store(key)
-    granted = {"slots": ticket.slots, "generations": ticket.generations} | forged
-    engine.poison(range(64))
-    with at_the_lane(daemon) as ask:
-        for kind in (Store, Load):
-            reply = ask(job_of(engine, kind, **granted), token_of(engine))
-            assert isinstance(reply, Done), reply
-            assert reply.status in (JobStatus.REFUSED, JobStatus.STALE)
-            assert reply.bytes == 0
-    for tensor in range(2):
-        assert (engine.memory[0][tensor].array == POISON).all()
-    assert daemon.wait_ready()["lanes"][0]["counters"]["restarts"] == 0
-
-
-@pytest.fixture(scope="module")
-def daemon_with_engine() -> Iterator[tuple[Daemon, Engine]]:
-    """A daemon and an attached engine of one rank, shared by tests that are all refused."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
-        started_daemons(Path(path) / "run") as start,
-    ):
-        daemon = start()
-        with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-            yield daemon, engine
 
 
 def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> None:
@@ -212,28 +97,9 @@ def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> 
         wait_hit(owner, writing)
 
 
-def test_memory_that_is_shared_cannot_be_shortened(daemon: Daemon) -> None:
-    """The kernel refuses to take pages from under the lane, which serves everybody on."""
-    with (
-        Engine(daemon.runtime_dir, name="quiet", world_size=1).wait_attached() as quiet,
-        Engine(daemon.runtime_dir, name="hostile", model="h", world_size=1) as hostile,
-    ):
-        hostile.wait_attached()
-        keys = keys_of("safe", 4)
-        quiet.store(keys)
-        wait_hit(quiet, keys)
-        ticket = hostile.scheduler.prepare_store(keys_of("trap", 2))
-        for memory in hostile.memory[0]:
-            with pytest.raises(PermissionError):
-                os.ftruncate(memory.fd, 0)
-        jobs = hostile.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
-        assert hostile.results(jobs)[0].success
-        assert quiet.load(keys) == (4, 0)
-        assert daemon.status()["lanes"][0]["counters"]["restarts"] == 0
-
-
-def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(daemon: Daemon) -> None:
+def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(shared_daemon: Daemon) -> None:
     """Its directory is its own namespace's, and slots of another's are refused by its lane."""
+    daemon = shared_daemon
     with (
         Engine(daemon.runtime_dir, name="one", model="a", world_size=1).wait_attached() as one,
         Engine(daemon.runtime_dir, name="two", model="b", world_size=1).wait_attached() as two,
@@ -262,51 +128,6 @@ def directory_of(daemon: Daemon, engine: str) -> bytes:
         os.close(fd)
     client.close()
     return directory
-
-
-def test_what_a_slot_held_before_cannot_be_loaded(start_daemon: StartDaemon) -> None:
-    """Old generations are refused, and so is another group, whose pages lie where old bytes are."""
-    daemon = start_daemon(cpu_bytes="1MiB")
-    with Engine(daemon.runtime_dir, name="before", model="a", world_size=1) as before:
-        before.wait_attached()
-        tickets = []
-        for part in range(4):
-            keys = keys_of(f"secret {part}", 16)
-            before.store(keys)
-            wait_hit(before, keys)
-            ticket = before.scheduler.prepare_load(keys)
-            before.scheduler.complete_load(ticket)
-            tickets.append(ticket)
-        with Engine(daemon.runtime_dir, name="after", model="b", world_size=1) as after:
-            after.wait_attached()
-            small = keys_of("short", 16)
-            taken = after.scheduler.prepare_store(small)
-            assert len(taken.keys) == 16  # room that was another namespace's
-            blocks = after.fill(taken.keys, 1, group=1)
-            done = after.submit("store", [0], blocks, taken.slots, taken.generations, group=1)
-            assert after.results(done)[0].success
-            wait_hit(after, small)
-            ready = after.scheduler.prepare_load(small)
-            after.poison(range(64))
-            jobs = after.submit("load", [0], blocks, ready.slots, ready.generations, group=0)
-            assert not after.results(jobs)[0].success
-            assert (after.memory[0][0].array == POISON).all()
-            assert (after.memory[0][1].array == POISON).all()
-            after.scheduler.complete_load(ready)
-            assert after.load(small, first_block=1, group=1) == (16, 0)
-        evicted = [
-            (slot, generation)
-            for ticket in tickets
-            for slot, generation in zip(ticket.slots, ticket.generations, strict=True)
-            if slot in taken.slots
-        ]
-        assert evicted
-        before.poison(range(64))
-        for slot, generation in evicted[:4]:
-            slots, generations = np.array([slot], "<u4"), np.array([generation], "<u8")
-            jobs = before.submit("load", [0], [1, 2], slots, generations)
-            assert not before.results(jobs)[0].success
-        assert (before.memory[0][0].array == POISON).all()
 
 
 def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(

@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.serving import run_kvd
-from tests.waiting import PATIENCE, eventually
+from tests.waiting import PATIENCE
 
 
 def test_a_ready_daemon_reports_itself(shared_daemon: Daemon) -> None:
@@ -54,31 +53,6 @@ def test_a_second_daemon_refuses_and_names_the_first(
     assert daemon.wait_ready()["pid"] == daemon.process.pid
 
 
-def test_a_killed_daemon_does_not_keep_its_successor_out(
-    daemon: Daemon, start_daemon: StartDaemon
-) -> None:
-    """After SIGKILL a new daemon starts on the same directory, and the old lane is gone."""
-    lane = daemon.wait_ready()["lanes"][0]["pid"]
-    pidfd = os.pidfd_open(lane)
-    daemon.stop(signal.SIGKILL)
-    ended, _, _ = select.select([pidfd], [], [], PATIENCE)
-    os.close(pidfd)
-    assert ended, "the lane outlived its broker"
-    assert start_daemon().wait_ready()["ready"]
-
-
-def test_a_killed_lane_is_replaced(daemon: Daemon) -> None:
-    """SIGKILL of the lane: the broker starts another and is ready again."""
-    before = daemon.wait_ready()["lanes"][0]
-    pidfd = os.pidfd_open(before["pid"])
-    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    os.close(pidfd)
-    after = eventually(lambda: daemon.status()["lanes"][0], lambda it: it["counters"]["restarts"])
-    assert daemon.wait_ready()["lanes"][0]["pid"] != before["pid"]
-    assert after["counters"]["restarts"] == 1
-    assert "signal 9" in after["last_error"]
-
-
 def test_a_frozen_lane_is_killed_and_replaced(start_daemon: StartDaemon, tmp_path: Path) -> None:
     """SIGSTOP of the lane: after its timeout it is killed and another serves."""
     config = tmp_path / "kvd.toml"
@@ -91,13 +65,6 @@ def test_a_frozen_lane_is_killed_and_replaced(start_daemon: StartDaemon, tmp_pat
     os.close(pidfd)
     assert ended, daemon.log.read_text()
     assert daemon.wait_ready()["lanes"][0]["pid"] != before
-
-
-def test_files_are_for_owner_and_group_only(shared_daemon: Daemon) -> None:
-    """Nobody else may enter the directory or use its sockets."""
-    assert stat.S_IMODE(shared_daemon.runtime_dir.stat().st_mode) == 0o750
-    for name in ("broker.sock", "control.sock"):
-        assert stat.S_IMODE((shared_daemon.runtime_dir / name).stat().st_mode) == 0o660
 
 
 @pytest.mark.parametrize(
@@ -118,12 +85,3 @@ def test_bad_settings_name_the_value(
     assert "Traceback" not in done.stderr
     for word in words:
         assert word in done.stderr
-
-
-def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
-    """A runtime directory whose socket paths would not fit says so before anything is made."""
-    path = tmp_path / ("x" * 120)
-    done = run_kvd("serve", "--runtime-dir", str(path), "--cpu-bytes", "1MiB")
-    assert done.returncode == 1
-    assert "/run/kvd" in done.stderr
-    assert not path.exists()

