@@ -96,7 +96,7 @@ def part(text: str = "", prefix: str = "") -> Any:
     return field(metadata={_SHOWN: Shown(text, prefix=prefix)})
 
 
-def listed(items: Items, text: str = "", metric: str = "") -> Any:
+def listed(items: Items = Items(), text: str = "", metric: str = "") -> Any:
     """A list of such parts, whose metrics have labels; `metric` counts them."""
     return field(metadata={_SHOWN: Shown(text, metric=metric, items=items)})
 

@@ -171,7 +171,7 @@ class Engine:
     missing_ranks: list[int] = gauge(
         "Ranks of the engine that are not registered; their number", "kvd_engine_missing_ranks"
     )
-    sessions: list[SessionOfEngine] = listed(Items())
+    sessions: list[SessionOfEngine] = listed()
     counters: LookupCounts = part(prefix="kvd_engine_")
 
 
@@ -264,7 +264,7 @@ class Report:
     )
     drain: Drain | None = part("The operator's drain; null where there is none")
     checks: list[Check] = listed(Items(("check",), lambda check: (check["name"],)))
-    conditions: list[Condition] = listed(Items())
+    conditions: list[Condition] = listed()
     pool: Pool = part()
     namespaces: list[Namespace] = listed(
         Items(("namespace", "model"), lambda space: (space["id"][:12], space["model"]))
@@ -281,7 +281,7 @@ class Report:
     counters: dict[str, Any] = sums(
         ("kvd_", ChunkCounts), ("kvd_", LookupCounts), (None, LaneCounts)
     )
-    events: list[Event] = listed(Items())
+    events: list[Event] = listed()
 
 
 ROWS = tuple(rows(Report))

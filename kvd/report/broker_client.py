@@ -67,7 +67,8 @@ class BrokerClient:
         if task is None:
             task = asyncio.create_task(self._exchange(message, kind))
             self._under_way[type(message)] = task
-            task.add_done_callback(lambda done: self._ended(type(message), done))
+            # Whoever still waits gets its error; the others have gone.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(task)
@@ -80,20 +81,14 @@ class BrokerClient:
             ) from None
 
     async def _exchange(self, message: Message, kind: type[Message]) -> Message:
-        if self.silent_since is None:
-            self.silent_since = time.time()
+        self.silent_since = self.silent_since or time.time()
         loop = asyncio.get_running_loop()
-        reply = await loop.run_in_executor(self._thread, self._talk, message, kind)
-        # Of what was answered in the same turn of the loop, `_ended` may not know yet.
-        others = (task for each, task in self._under_way.items() if each is not type(message))
-        owed = any(not task.done() for task in others)
-        self.silent_since = time.time() if owed else None
+        try:
+            reply = await loop.run_in_executor(self._thread, self._talk, message, kind)
+        finally:
+            del self._under_way[type(message)]
+        self.silent_since = time.time() if self._under_way else None
         return reply
-
-    def _ended(self, kind: type[Message], task: asyncio.Task[Message]) -> None:
-        del self._under_way[kind]
-        if not task.cancelled():
-            task.exception()  # whoever still waited has got it; the others have gone
 
     def _talk(self, message: Message, kind: type[Message]) -> Message:
         """In the thread of its own: one request and its reply, on a connection that works."""
