@@ -35,7 +35,6 @@ class Kind:
     """
 
     name: str
-    level: Level
     find: Find
     text: str
     remedy: str
@@ -45,12 +44,13 @@ class Kind:
 def conditions(span: Span) -> list[schema.Condition]:
     """Return all that is wrong now, the worst first."""
     found = []
-    for kind in CONDITIONS:
-        for part in span.parts(kind.each) if kind.each else [span]:
-            if case := kind.find(part):
-                told = {**part.now, **(case if isinstance(case, Mapping) else {})}
-                texts = kind.text.format_map(told), kind.remedy.format_map(told)
-                found.append(schema.Condition(kind.name, kind.level, *texts))
+    for level, kinds in CONDITIONS.items():
+        for kind in kinds:
+            for part in span.parts(kind.each) if kind.each else [span]:
+                if case := kind.find(part):
+                    told = {**part.now, **(case if isinstance(case, Mapping) else {})}
+                    texts = kind.text.format_map(told), kind.remedy.format_map(told)
+                    found.append(schema.Condition(kind.name, level, *texts))
     return found
 
 
@@ -148,19 +148,19 @@ def _few_hits(span: Span) -> Case:
 
 # -------------------------------------------------------------------- the table
 
-CONDITIONS: tuple[Kind, ...] = (
+ERRORS = (
     Kind(
         "lane down",
-        "error",
         _in_state("down"),
         "Lane {device} is down{error}.",
         "kvd starts it again by itself. If it stays down, run kvd doctor and read the log:"
         " journalctl -u kvd.",
         "lanes",
     ),
+)
+WARNINGS = (
     Kind(
         "not ready",
-        "warning",
         _pool,
         "Pool: {why}.",
         "Wait while the figure grows; what is ready is served already. If it stands still,"
@@ -168,7 +168,6 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "lane starting",
-        "warning",
         _in_state("starting"),
         "Lane {device} is starting{error}.",
         "Wait some seconds; until then engines on this device compute everything themselves.",
@@ -176,7 +175,6 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "pinning",
-        "warning",
         _pinning,
         "Lane {device} cannot pin the pool: {error}. It can use {usable} of {pool}.",
         "Raise the memlock limit (LimitMEMLOCK=infinity in the unit, ulimits.memlock in the"
@@ -185,14 +183,12 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "draining",
-        "warning",
         lambda span: bool(span.now["draining"]),
         "The daemon is draining: it takes no new chunks, and is not ready.",
         "To take chunks again: kvd resume. If it is being stopped, there is nothing to do.",
     ),
     Kind(
         "lane silent",
-        "warning",
         _silent,
         "Lane {device} has not answered for {silence}.",
         "Its device or this machine may hang; when its time is up kvd ends the lane and starts"
@@ -201,7 +197,6 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "lane restarted",
-        "warning",
         _restarted,
         "Lane {device} was lost a moment ago and has been started again{error}.",
         "Nothing now. If it comes back, run kvd doctor and read the log: journalctl -u kvd.",
@@ -209,7 +204,6 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "missing ranks",
-        "warning",
         _missing_ranks,
         "Engine {name} has waited {waiting} for {ranks} of {world_size}; it has no cache till"
         " then.",
@@ -218,7 +212,6 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "old jobs",
-        "warning",
         _old_jobs,
         "The oldest job of lane {device} has waited {age}; {queued} in the queue.",
         "See the stages of its jobs: long in 'stream_wait' is an engine whose stream stands still,"
@@ -227,14 +220,12 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "no room",
-        "warning",
         _rises("counters", "full", word="chunk"),
         "{times} got no room in the last minute: everything in the pool is in use.",
         "Enlarge the pool (cpu_bytes), or let the engines serve fewer requests at a time.",
     ),
     Kind(
         "failed loads",
-        "warning",
         _failed("load"),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "The engine computes what it missed. If this goes on, read the log: journalctl -u kvd.",
@@ -242,7 +233,6 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "failed stores",
-        "warning",
         _failed("store"),
         "{jobs} of lane {device} came to nothing in the last minute ({outcomes}).",
         "These chunks will be computed again. If this goes on, read the log: journalctl -u kvd.",
@@ -250,28 +240,24 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "loop lag",
-        "warning",
         _lag,
         "The broker was held up for {lag} in the last minute.",
         "Look whether the machine is out of CPU or swaps; give kvd a core of its own.",
     ),
     Kind(
         "descriptors",
-        "warning",
         _descriptors,
         "{open_fds} of {max_fds} file descriptors are in use.",
         "Raise LimitNOFILE in the unit (ulimit -n), or end engines that nobody needs.",
     ),
     Kind(
         "sessions",
-        "warning",
         _sessions,
         "{open} of {limit} sessions are open.",
         "Raise max_sessions in the configuration, or end engines that nobody needs.",
     ),
     Kind(
         "replies dropped",
-        "warning",
         _rises("counters", "dropped_replies", word="reply", plural="replies"),
         "Lane {device} dropped {times} in the last minute, because an engine did not read them.",
         "Look for an engine that hangs: kvd engines names the processes.",
@@ -279,35 +265,32 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "messages dropped",
-        "warning",
         _rises("broker", "dropped_frames", word="message"),
         "{times} could not be understood in the last minute.",
         "Look in the log for who sent them; an engine may run another version of kvd's client.",
     ),
     Kind(
         "bad keys",
-        "warning",
         _rises("counters", "bad_key", word="chunk"),
         "{times} with a key that kvd cannot hold came in the last minute.",
         "Look at the engine's connector; docs/protocol.md says what a key may be.",
     ),
     Kind(
         "leases expired",
-        "warning",
         _rises("counters", "leases_expired", word="lease"),
         "{times} ran out in the last minute: an engine did not report the end of its load.",
         "Look whether an engine hangs or was stopped; kvd engines names the processes.",
     ),
     Kind(
         "stores given up",
-        "warning",
         _rises("counters", "tickets_expired", word="chunk"),
         "{times} had room, but their bytes did not come in time.",
         "Look whether an engine hangs or was stopped; kvd engines names the processes.",
     ),
+)
+HINTS = (
     Kind(
         "evicted young",
-        "hint",
         _young,
         "Chunks of {model} are evicted when they are about {age} old: the pool is small for"
         " this load.",
@@ -317,10 +300,14 @@ CONDITIONS: tuple[Kind, ...] = (
     ),
     Kind(
         "few hits",
-        "hint",
         _few_hits,
         "Almost no chunk that engines look for is there ({share} in the last minute).",
         "Right after a start this passes. Else prompts share nothing, or are evicted before"
         " they come back: see the age at eviction.",
     ),
 )
+CONDITIONS: dict[Level, tuple[Kind, ...]] = {
+    "error": ERRORS,
+    "warning": WARNINGS,
+    "hint": HINTS,
+}
