@@ -115,7 +115,6 @@ EXAMPLES: tuple[m.Message, ...] = (
         generations=IntArray.of((1,), "u8"),
     ),
     m.CompleteLoad(lease=5),
-    m.LoadCompleted(released=True),
     m.RequestFinished(keys=_KEYS),
     m.RequestNoted(found=1),
     m.Reset(),

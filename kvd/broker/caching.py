@@ -15,8 +15,8 @@ from kvd_proto.messages import (
     CompleteLoad,
     CompleteStore,
     ErrorCode,
-    LoadCompleted,
     Message,
+    Ok,
     PrepareLoad,
     PrepareStore,
     RequestFinished,
@@ -93,8 +93,8 @@ class Caching:
     @staticmethod
     def _complete_load(request: Request[CompleteLoad]) -> list[Effect]:
         engine, namespace = _attached(request.session)
-        released = namespace.table.complete_load(request.message.lease, engine.number)
-        return [request.reply(LoadCompleted(released=released))]
+        namespace.table.complete_load(request.message.lease, engine.number)
+        return [request.reply(Ok())]
 
     @staticmethod
     def _request_finished(request: Request[RequestFinished]) -> list[Effect]:

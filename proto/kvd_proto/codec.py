@@ -1,20 +1,8 @@
-r"""Bytes ↔ messages. Sans-I/O: no sockets here.
+"""Bytes ↔ messages. Sans-I/O: no sockets here.
 
-A message is one frame: a header of 48 bytes and a msgpack map of fields.
-
-======  ====  ======================================================
-offset  size  field (little-endian)
-======  ====  ======================================================
-0       4     magic ``b"kvd\x00"``
-4       2     protocol version, u16
-6       2     tag, u16 (see ``messages.TAGS``)
-8       8     request id, u64; replies repeat it, notices carry 0
-16      16    boot id of the daemon; zero in HELLO
-32      16    session token from Greeting; zero where there is none
-======  ====  ======================================================
-
-The header has a fixed shape so that a request whose body cannot be decoded
-can still be answered by its id.
+A message is one frame: a header of 48 bytes, as docs/protocol.md has it, and a msgpack map of
+fields. The header has a fixed shape so that a request whose body cannot be decoded can still be
+answered by its id.
 """
 
 import struct

@@ -1,54 +1,17 @@
 """The directory: a table of chunks in shared memory, written by the broker alone.
 
-Little-endian throughout. Three parts, in this order:
+docs/protocol.md has its format: a header page, a record for every slot, and an index with linear
+probing in which deletion shifts entries back, so that there are no tombstones. Only WRITING and
+READY chunks are in the index. A reset raises the floor above all generations so far: whatever was
+there is a miss at once, and leaves records and index piece by piece afterwards.
 
-Header, one page of 4096 bytes, the rest of it zero; only the floor ever changes::
+A chunk at a sliding window's edge holds only some of its blocks; who asks for others has a miss,
+not what the slot held before. The group is recorded because groups lay a slot out differently, so
+that a load for another one would read such bytes too.
 
-    offset  type     field
-         0  8 bytes  magic "kvd-dir" and a zero byte
-         8  u32      version (3)
-        12  u32      record size (80)
-        16  u32      number of slots
-        20  u32      index capacity, a power of two
-        24  u32      probe limit: how far from its home an entry may lie
-        28  u32      blocks of a whole chunk
-        32  u64      offset of the slot records
-        40  u64      offset of the index
-        48  u64      size of the whole directory
-        56  16 bytes namespace id
-        72  16 bytes boot id of the daemon that writes it
-        88  u32      check word: zlib.crc32 of bytes 0..88
-        96  u64      floor: a chunk counts only where its generation is above it
-
-Slot records, one for every slot of the pool, all zero for a slot never used::
-
-    offset  type     field
-         0  u64      generation: grows at every FREE -> WRITING
-         8  u64      ranks done: bit r is set when rank r's share is there
-        16  u32      owner: number of the engine that writes it
-        20  u8       state: FREE 0, WRITING 1, READY 2, DRAINING 3
-        21  u8       key length
-        22  u16      first block of the chunk that holds bytes
-        24  u16      count of blocks that hold bytes (0xffff while no share is there)
-        26  u16      group whose blocks those are
-        28  4 bytes  zero
-        32  48 bytes key, padded with zeros
-
-Index, `index capacity` entries of u64: ``hash32 << 32 | slot + 1``, zero when
-empty, where ``hash32 = zlib.crc32(key)`` and the home of an entry is
-``hash32 % index capacity``. Linear probing, at most `probe limit` entries from
-home on; deletion shifts entries back, so there are no tombstones. Only WRITING
-and READY chunks are in the index. A reset raises the floor above all generations so
-far: whatever was there is a miss at once, and leaves records and index piece by piece
-afterwards. Meanwhile a key may have two entries, of which one is above the floor.
-
-A chunk at a sliding window's edge holds only some of its blocks; who asks for others has a
-miss, not what the slot held before. The group is recorded because groups lay a slot out
-differently, so that a load for another one would read such bytes too.
-
-A reader needs no lock. It compares the key in the record, so it never takes
-one key for another; while the writer shifts entries it may miss a key that is
-there. Lookups are hints: a lease is what makes a chunk safe to read.
+A reader needs no lock. It compares the key in the record, so it never takes one key for another;
+while the writer shifts entries it may miss a key that is there. Lookups are hints: a lease is what
+makes a chunk safe to read.
 """
 
 import struct

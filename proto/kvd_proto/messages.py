@@ -338,15 +338,6 @@ class CompleteLoad(Message, frozen=True):
     lease: Count
 
 
-class LoadCompleted(Message, frozen=True):
-    """The chunks may be evicted again.
-
-    released: false where the lease had run out, or was never this engine's.
-    """
-
-    released: bool
-
-
 class RequestFinished(Message, frozen=True):
     """A request of the engine has finished that loaded, stored or found present these chunks.
 
@@ -453,7 +444,7 @@ class Wait(Message, frozen=True):
 
 
 class Ok(Message, frozen=True):
-    """It is done: memory is the worker's own again, jobs stop, or all of them have ended.
+    """It is done: a lease is given back, memory the worker's own again, jobs stop or have ended.
 
     Done messages of the jobs that a Wait names were sent before this one; a job without a Done by
     then has failed, and does not begin any more.
@@ -703,7 +694,7 @@ _REQUESTS: dict[int, tuple[type[Message], type[Message]]] = {
     0x10: (PrepareStore, StorePrepared),
     0x12: (CompleteStore, StoreCompleted),
     0x14: (PrepareLoad, LoadPrepared),
-    0x16: (CompleteLoad, LoadCompleted),
+    0x16: (CompleteLoad, Ok),
     0x18: (RequestFinished, RequestNoted),
     0x1A: (Reset, ResetDone),
     0x20: (Store, Done),

@@ -278,8 +278,7 @@ static void complete_load(struct engine *engine, uint64_t lease) {
   struct body body;
   body_begin(&body, 1);
   put_number(&body, "lease", lease);
-  struct message reply = exchange(&engine->scheduler, COMPLETE_LOAD, &body, LOAD_COMPLETED);
-  expect(number(&reply, "released") == 1, "the lease held until it was given back");
+  struct message reply = exchange(&engine->scheduler, COMPLETE_LOAD, &body, OK);
   message_free(&reply);
 }
 

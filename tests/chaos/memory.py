@@ -13,18 +13,13 @@ Place = tuple[int, int]  # tensor, block
 
 
 class Memory:
-    """Pages with known content: a key's, or poison.
-
-    Blocks are lent to jobs and come back; while they are lent nothing is known of them.
-    Everything else is expected to stay as it is, whatever the daemon does.
-    """
+    """Pages that are poison, whatever the daemon does, but for blocks that are lent to jobs."""
 
     def __init__(self, spec: Spec, rank: int) -> None:
         self._layout = spec.layout
         self._who = 0 if spec.replicated else rank
         self._page = spec.page
         self.storages = [HostMemory.allocate(size) for size in self._layout.storages]
-        self._seeds: dict[Place, int] = {}  # what is not here is poison
         self._free = list(range(1, BLOCKS))  # block 0 is the engine's null block
         self._lent: set[int] = set()
         for storage in self.storages:
@@ -43,7 +38,6 @@ class Memory:
         """The blocks of a job that can write to them no more: poisoned at once."""
         for block in blocks:
             for tensor in range(len(self.storages)):
-                self._seeds.pop((tensor, block), None)
                 self._view(tensor, block)[:] = POISON
         self._lent.difference_update(blocks)
         self._free += blocks
@@ -52,7 +46,6 @@ class Memory:
         """Compute the chunks' content."""
         for place, seed in self._wanted(keys, blocks, group):
             self._view(*place)[:] = page_content(seed, self._page)
-            self._seeds[place] = seed
 
     def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int], group: int) -> int:
         """Bytes of blocks that are not the chunks', or of other tensors that were touched."""
@@ -62,14 +55,9 @@ class Memory:
 
     def touched_bytes(self) -> tuple[int, int]:
         """Bytes that changed where nothing was to write, and how many were looked at."""
-        places = [
-            (tensor, block)
-            for block in range(BLOCKS)
-            if block not in self._lent
-            for tensor in range(len(self.storages))
-        ]
-        wrong = sum(self._wrong(place, self._seeds.get(place)) for place in places)
-        return wrong, len(places) * self._page
+        home = [block for block in range(BLOCKS) if block not in self._lent]
+        whole = [storage.array.reshape(BLOCKS, self._page)[home] for storage in self.storages]
+        return sum(int((pages != POISON).sum()) for pages in whole), sum(p.size for p in whole)
 
     def _wrong(self, place: Place, seed: int | None) -> int:
         expected = POISON if seed is None else page_content(seed, self._page)

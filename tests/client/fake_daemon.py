@@ -36,7 +36,6 @@ from kvd_proto.messages import (
     Job,
     JobStatus,
     LaneUp,
-    LoadCompleted,
     LoadPrepared,
     Message,
     Ok,
@@ -439,7 +438,7 @@ _REPLIES: dict[type[Message], Callable[[Message], Message | None]] = {
     PrepareStore: _prepare_store,
     CompleteStore: lambda _: StoreCompleted(ready=1, pending=2, dropped=3),
     PrepareLoad: _prepare_load,
-    CompleteLoad: lambda _: LoadCompleted(released=True),
+    CompleteLoad: lambda _: Ok(),
     RequestFinished: lambda m: RequestNoted(
         found=len(m.keys) if isinstance(m, RequestFinished) else 0
     ),

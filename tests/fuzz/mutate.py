@@ -55,20 +55,23 @@ def _flip(frame: bytes, rng: random.Random) -> bytes:
 
 
 def _overwrite(frame: bytes, rng: random.Random) -> bytes:
-    data = bytearray(frame)
-    place = rng.randrange(len(data) + 1)
-    data[place : place + rng.randint(1, 4)] = rng.choice(
-        [b"\xff", b"\0", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xc6\x7f\xff\xff\xff", b"\xdf" * 5]
-    )
-    return bytes(data)
-
-
-def _cut(frame: bytes, rng: random.Random) -> bytes:
-    return frame[: rng.randint(0, len(frame))]
-
-
-def _append(frame: bytes, rng: random.Random) -> bytes:
-    return frame + rng.choice([b"\0", frame, frame[HEADER_BYTES:], rng.randbytes(64)])
+    """Other bytes in place of some, or of the rest, or of nothing at the end."""
+    place = rng.randrange(len(frame) + 1)
+    absurd = [
+        b"\xff",
+        b"\0",
+        b"\xc1",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\x7f\xff\xff\xff",
+        b"\xdf" * 5,
+    ]
+    match rng.randrange(3):
+        case 0:
+            return frame[:place] + rng.choice(absurd) + frame[place + rng.randint(1, 4) :]
+        case 1:
+            return frame[:place]
+        case _:
+            return frame + rng.choice([b"\0", frame, frame[HEADER_BYTES:], rng.randbytes(64)])
 
 
 def _field(frame: bytes, rng: random.Random) -> bytes:
@@ -143,14 +146,13 @@ def _splice(script: Script, rng: random.Random) -> Script:
     return script[:place] + part + script[place:]
 
 
-def _other_socket(script: Script, rng: random.Random) -> Script:
+def _other(script: Script, rng: random.Random) -> Script:
+    """Another socket, or another actor."""
     place = rng.randrange(len(script))
-    return _with(script, place, replace(script[place], where=rng.choice(SOCKETS)))
-
-
-def _other_actor(script: Script, rng: random.Random) -> Script:
-    place = rng.randrange(len(script))
-    return _with(script, place, replace(script[place], actor=rng.choice([0, 1, 2, 9])))
+    step = script[place]
+    if rng.random() < 0.5:
+        return _with(script, place, replace(step, where=rng.choice(SOCKETS)))
+    return _with(script, place, replace(step, actor=rng.choice([0, 1, 2, 9])))
 
 
 def _multipart(script: Script, rng: random.Random) -> Script:
@@ -179,21 +181,16 @@ def _descriptors(script: Script, rng: random.Random) -> Script:
     return _with(script, place, replace(script[place], fds=tuple(fds)))
 
 
-def _leave(script: Script, rng: random.Random) -> Script:
+def _meanwhile(script: Script, rng: random.Random) -> Script:
+    """Somebody leaves, or time passes."""
     place = rng.randint(0, len(script))
-    return (*script[:place], Step(rng.choice([0, 1, 2]), "close"), *script[place:])
-
-
-def _wait(script: Script, rng: random.Random) -> Script:
-    place = rng.randint(0, len(script))
-    return (*script[:place], Step(rng.choice([1, 3, 30]), "time"), *script[place:])
+    left, passed = Step(rng.choice([0, 1, 2]), "close"), Step(rng.choice([1, 3, 30]), "time")
+    return (*script[:place], rng.choice([left, passed]), *script[place:])
 
 
 CHANGES: dict[str, Change] = {
     "flip": _on_frame(_flip),
     "overwrite": _on_frame(_overwrite),
-    "cut": _on_frame(_cut),
-    "append": _on_frame(_append),
     "field": _on_frame(_field),
     "header": _on_frame(_header),
     "large": _on_frame(_large),
@@ -201,14 +198,13 @@ CHANGES: dict[str, Change] = {
     "duplicate": _duplicate,
     "move": _move,
     "splice": _splice,
-    "other socket": _other_socket,
-    "other actor": _other_actor,
+    "other": _other,
     "multipart": _multipart,
     "descriptors": _descriptors,
-    "leave": _leave,
-    "wait": _wait,
+    "meanwhile": _meanwhile,
 }
-COMMON = ["field"] * 12 + ["flip"] * 2 + [name for name in CHANGES if name != "large"]
+COMMON = ["field"] * 14 + ["flip"] * 2
+COMMON += [name for name in CHANGES if name != "large"] + ["overwrite", "other", "meanwhile"]
 
 
 def mutated(script: Script, changes: Sequence[tuple[str, int]]) -> Script:
@@ -223,7 +219,7 @@ def random_script(rng: random.Random) -> Script:
     """A mutated session; now and then two, interleaved, or a frame of absurd size."""
     script = session(rng)
     if rng.random() < 0.2:
-        script = interleaved(script, session(rng), rng)
+        script = interleaved(script, session(rng, base=20), rng)
     names = rng.choices(COMMON, k=rng.choice([0, 1, 1, 2, 3, 6]))
     if rng.random() < 0.02:
         names.append("large")
@@ -231,22 +227,9 @@ def random_script(rng: random.Random) -> Script:
 
 
 def interleaved(one: Script, other: Script, rng: random.Random) -> Script:
-    """Both, each in its own order; the second one's actors are others'."""
-    waiting = [list(one), [replace(step, actor=step.actor + 20) for step in _renamed(other)]]
+    """Both, each in its own order."""
+    waiting = [list(one), list(other)]
     steps: list[Step] = []
     while waiting[0] or waiting[1]:
-        queue = rng.choice([queue for queue in waiting if queue])
-        steps.append(queue.pop(0))
+        steps.append(rng.choice([queue for queue in waiting if queue]).pop(0))
     return tuple(steps)
-
-
-def _renamed(script: Script) -> Script:
-    """The script with tokens of other actors."""
-    return tuple(
-        replace(step, parts=tuple(_retoken(part, step.actor) for part in step.parts))
-        for step in script
-    )
-
-
-def _retoken(frame: bytes, actor: int) -> bytes:
-    return frame.replace(token_mark(actor), token_mark(actor + 20))

@@ -39,25 +39,26 @@ NAMES = 4  # engines, and models, that one run knows
 
 
 class _Writer:
-    """Collects steps; request ids count up."""
+    """Collects steps; request ids count up. Actors' numbers begin at `base`."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: int) -> None:
+        self.base = base
         self.steps: list[Step] = []
         self._ids = count(1)
 
     def ask(self, actor: int, message: Message, where: Where = "broker") -> None:
-        self.steps.append(request(actor, where, message, next(self._ids)))
+        self.steps.append(request(self.base + actor, where, message, next(self._ids)))
 
     def enter(self, actor: int, kind: Kind, engine: str) -> None:
-        self.steps.append(Step(actor, "open"))
+        self.steps.append(Step(self.base + actor, "open"))
         hello = Hello(
             kind=kind, engine=engine, pid=4242, protocol_min=1, protocol_max=1, client="fuzz"
         )
         self.ask(actor, hello)
 
     def register(self, actor: int, message: Register, fds: tuple[str, ...]) -> None:
-        frame = request(actor, "control socket", message, next(self._ids)).parts
-        self.steps.append(Step(actor, "control socket", frame, fds))
+        frame = request(self.base + actor, "control socket", message, next(self._ids)).parts
+        self.steps.append(Step(self.base + actor, "control socket", frame, fds))
 
 
 def random_layout(rng: random.Random) -> RankLayout:
@@ -85,9 +86,9 @@ def random_layout(rng: random.Random) -> RankLayout:
     )
 
 
-def engine_session(rng: random.Random) -> Script:
+def engine_session(rng: random.Random, base: int = 0) -> Script:
     """A scheduler and its ranks: come, register, store, load, and mostly leave properly."""
-    out = _Writer()
+    out = _Writer(base)
     name, model = f"fuzz-{rng.randrange(NAMES)}", f"model-{rng.randrange(NAMES)}"
     world, layout = rng.choice([1, 1, 2]), random_layout(rng)
     out.enter(0, "scheduler", name)
@@ -105,9 +106,9 @@ def engine_session(rng: random.Random) -> Script:
     return tuple(out.steps)
 
 
-def tool_session(rng: random.Random) -> Script:
+def tool_session(rng: random.Random, base: int = 0) -> Script:
     """An operator's tool: looks, drains and resumes, clears."""
-    out = _Writer()
+    out = _Writer(base)
     actor = 9
     out.enter(actor, "tool", "fuzz tool")
     for message in rng.sample(_ORDERS, rng.randint(1, 4)):
@@ -116,9 +117,9 @@ def tool_session(rng: random.Random) -> Script:
     return tuple(out.steps)
 
 
-def session(rng: random.Random) -> Script:
+def session(rng: random.Random, base: int = 0) -> Script:
     """Any of them."""
-    return tool_session(rng) if rng.random() < 0.1 else engine_session(rng)
+    return tool_session(rng, base) if rng.random() < 0.1 else engine_session(rng, base)
 
 
 _ASIDE: list[Message] = [
