@@ -18,7 +18,6 @@ from kvd.broker.effects import (
     Event,
     LifelineFd,
     Notify,
-    SchedulerFds,
     SessionFds,
     ToLane,
 )
@@ -89,6 +88,7 @@ def attached_notice(engine: Engine, session: int) -> Notify:
     if namespace is None:
         raise KvdError(f"{engine!r} is not attached")
     geometry = namespace.geometry
+    schedules = engine.sessions[session].kind == "scheduler"
     return Notify(
         session,
         Attached(
@@ -97,9 +97,7 @@ def attached_notice(engine: Engine, session: int) -> Notify:
             bytes_per_chunk=sum(geometry.slot_bytes),
             num_chunks=geometry.num_slots,
         ),
-        SchedulerFds(namespace.id, engine.number)
-        if engine.sessions[session].kind == "scheduler"
-        else DirectoryFd(namespace.id),
+        DirectoryFd(namespace.id, engine.number if schedules else None),
     )
 
 

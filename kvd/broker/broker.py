@@ -5,7 +5,7 @@ exactly one reply: each handler returns the reply, raises `Refused` (answered
 with its code), or leaves a note in the state that a later event answers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvd.broker.admission import check_descriptors, check_names
@@ -142,11 +142,6 @@ class Broker:
         """Note for how long a turn of the daemon's loop kept it from polling."""
         self.state.counts.loop_lag.observe(seconds)
         self.state.recent_lag.observe(seconds, now)
-
-    def limits_reached(self, times: Mapping[str, int]) -> None:
-        """Count how often limits were reached, by name."""
-        for limit, count in times.items():
-            self.state.counts.limits[limit] += count
 
     def frames_dropped(self, total: int) -> None:
         """Note how many frames were dropped so far."""

@@ -14,17 +14,13 @@ from kvd_proto.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class DirectoryFd:
-    """The read-only descriptor of a namespace's directory."""
+    """The read-only descriptor of a namespace's directory.
+
+    With an engine's number also that of the pipe that tells of its READY chunks.
+    """
 
     namespace: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerFds:
-    """The directory's descriptor, and the pipe that tells of the engine's READY chunks."""
-
-    namespace: bytes
-    engine: int
+    engine: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class SessionFds:
     session: int
 
 
-FdName: TypeAlias = DirectoryFd | SchedulerFds | LifelineFd | SessionFds
+FdName: TypeAlias = DirectoryFd | LifelineFd | SessionFds
 
 
 @dataclass(frozen=True, slots=True)

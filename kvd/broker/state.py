@@ -61,10 +61,10 @@ class BrokerState:
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     progress: Progress = field(default_factory=Progress)
 
-    def reached(self, limit: str) -> None:
-        """Count a refusal because of this limit; an empty one is none."""
+    def reached(self, limit: str, times: int = 1) -> None:
+        """Count how often this limit was reached; an empty one is none."""
         if limit:
-            self.counts.limits[limit] += 1
+            self.counts.limits[limit] += times
 
     @property
     def draining(self) -> bool:
@@ -73,7 +73,7 @@ class BrokerState:
 
     @property
     def ready(self) -> bool:
-        """New work is served: memory is there and every lane is up. See `kvd.broker.readiness`."""
+        """New work is served: memory is there and every lane is up. See `status_report.checks`."""
         missing = any(map(self.is_missing, self.lanes.values()))
         return self.pool_usable and not missing and not self.draining
 

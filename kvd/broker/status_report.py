@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from kvd.broker.lanes import Lane
-from kvd.broker.operations import drain_report
-from kvd.broker.readiness import checks
+from kvd.broker.operations import by, drain_report
 from kvd.broker.sessions import Engine
 from kvd.broker.state import BrokerState
 from kvd.cache.namespaces import Namespace
@@ -18,6 +17,9 @@ from kvd.metrics import schema
 from kvd.metrics.conditions import conditions
 from kvd.metrics.counts import BrokerCounts, ChunkCounts, LaneCounts, ProcessUsage
 from kvd.metrics.history import Report, Span
+from kvd.metrics.schema import Check
+from kvd.metrics.words import duration
+from kvd_proto.sizes import format_size
 
 
 def status_report(
@@ -170,3 +172,74 @@ def _totals(state: BrokerState, namespaces: list[Namespace]) -> dict[str, Any]:
     for counts in (chunks, state.lookups, lanes):
         totals |= msgspec.to_builtins(counts)
     return totals
+
+
+# ----------------------------------------------------------------- readiness
+
+_UNSIZED = "its size is decided by the first engine (cpu_bytes = auto)"
+
+
+def checks(state: BrokerState, now: float) -> list[Check]:
+    """What must hold for the daemon to be ready, in the order in which it comes to hold.
+
+    All are ok exactly where `BrokerState.ready`. An engine that is absent fails nothing: neither
+    a pool whose size the first engine decides, nor a lane that starts with its first worker.
+    """
+    return [
+        _pool_check(state),
+        *(_lane_check(state, lane, now) for lane in state.lanes.values()),
+        Check("drain", not state.draining, _drain_text(state)),
+    ]
+
+
+def _pool_check(state: BrokerState) -> Check:
+    total = state.pool_bytes
+    if total is None:
+        return Check("pool", ok=True, text=_UNSIZED)
+    pinning = state.pinning
+    pinned = f" and pinned by {len(pinning)} lanes" if len(pinning) > 1 else " and pinned"
+    if state.pool_usable:
+        text = f"{format_size(total)} are allocated{pinned if pinning else ''}"
+        return Check("pool", ok=True, text=text, percent=100.0)
+    percent = min(100.0 * state.pinned_bytes / total, 99.9)
+    failed = [lane for lane in pinning if lane.pool_error]
+    if failed:
+        text = f"lane {failed[0].device}: {failed[0].pool_error}"
+        return Check("pool", ok=False, text=text, percent=percent)
+    if not state.pool_ready:
+        text = f"{format_size(state.allocated)} of {format_size(total)} are allocated"
+    else:
+        slowest = min(pinning, key=lambda lane: lane.usable_bytes)
+        text = (
+            f"lane {slowest.device} has pinned {format_size(slowest.usable_bytes)} of"
+            f" {format_size(total)}"
+        )
+    left = state.progress.seconds_left(total)
+    estimate = f", about {duration(left)} left" if left else ""
+    return Check("pool", ok=False, text=f"{text} ({percent:.0f} %{estimate})", percent=percent)
+
+
+def _drain_text(state: BrokerState) -> str:
+    if state.stopping:
+        return "stopping"
+    if state.drain is not None:
+        return f"drained by {by(state.drain.by)}; kvd resume undoes that"
+    return "not draining"
+
+
+def _lane_check(state: BrokerState, lane: Lane, now: float) -> Check:
+    return Check(f"lane {lane.device}", not state.is_missing(lane), _lane_text(state, lane, now))
+
+
+def _lane_text(state: BrokerState, lane: Lane, now: float) -> str:
+    if lane.up:
+        jobs = lane.pong.queued_jobs
+        text = f"up, last heard {max(0.0, now - lane.last_seen):.1f} s ago, {jobs} jobs queued"
+        if jobs:
+            text += f", the oldest for {lane.pong.oldest_job_ns / 1e9:.1f} s"
+        return text
+    if state.pool_bytes is None:
+        return "starts when the pool's size is known"
+    if lane.last_error:
+        return f"lost ({lane.last_error}); it is started again"
+    return "starting"

@@ -113,8 +113,8 @@ class Supervision:
             message.generations.numpy(),
             message.first.numpy(),
             message.count.numpy(),
+            message.groups.numpy(),
             ok=message.ok,
-            groups=message.groups.numpy(),
         )
         effects = self._state.revoke(engine.namespace, dropped)
         return [*effects, ChunksReady(engine.number)] if ready else effects

@@ -195,7 +195,7 @@ class ChunkTable:
         self.counts.offered += keys
         self.counts.draining += keys
 
-    def share_done(  # noqa: PLR0917 a report has these six parts
+    def share_done(  # noqa: PLR0917 a report has these parts
         self,
         owner: int,
         rank: int,
@@ -203,11 +203,11 @@ class ChunkTable:
         generations: Ints,
         first: Ints,
         count: Ints,
+        groups: Ints,
         *,
         ok: bool,
-        groups: Ints | None = None,
     ) -> tuple[Refs, Refs]:
-        """A lane reports one rank's share of these slots, [n] each; `groups` are 0 where left out.
+        """A lane reports one rank's share of these slots, [n] each.
 
         A chunk becomes READY with the last expected rank. One whose share failed, or
         of which no block is there on every rank, can never be READY and is given up.
@@ -219,8 +219,6 @@ class ChunkTable:
         directory, life, ready, stale = self.directory, self.slots, [], 0
         writers = self.space.geometry.writers
         failed: dict[int, None] = {}
-        if groups is None:
-            groups = [0] * len(slots)
         columns = (map(int, column) for column in (slots, generations, first, count, groups))
         for slot, generation, block, blocks, group in zip(*columns, strict=True):
             if (

@@ -5,7 +5,6 @@ orders them. It knows neither pins nor what is being written: the caller says fo
 candidate whether it may go. So a chunk's place does not depend on when its bytes arrive.
 """
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -20,16 +19,17 @@ KeyOf = Callable[[int], bytes]
 MayEvict = Callable[[int], bool]
 
 
-class Policy(ABC):
-    """Which chunks go first. They are in `lists` lists, new ones at the end of the first.
+class LruPolicy:
+    """Which chunks go first: of one list those used longest ago.
+
+    Other policies have more lists, and order them otherwise.
 
     Args:
         num_slots: slots are numbered 0..num_slots - 1.
         key_of: the key of the chunk in a slot, asked only about slots inserted here.
     """
 
-    name: str
-    lists: int
+    lists = 1
 
     def __init__(self, num_slots: int, key_of: KeyOf) -> None:
         self.num_slots = num_slots
@@ -40,9 +40,9 @@ class Policy(ABC):
         """Forget everything, also what was evicted before."""
         self._slots = SlotLists(self.num_slots, self.lists)
 
-    @abstractmethod
     def insert(self, slot: int) -> None:
         """Add a chunk that has got a slot, for a request that is under way."""
+        self._slots.append(1, slot)
 
     def restore(self, slots: npt.NDArray[np.int64]) -> None:
         """Fill an empty policy with chunks of the previous daemon, used longest ago first."""
@@ -52,12 +52,12 @@ class Policy(ABC):
         """A chunk is being used by a request that has not finished: no reference yet."""
         self._slots.append(self._slots.remove(slot), slot)
 
-    @abstractmethod
     def use(self, slot: int) -> None:
         """A request that used or stored the chunk has finished.
 
         One reference, but for the first call after `insert`: that request stored the chunk.
         """
+        self.refresh(slot)
 
     def remove(self, slot: int) -> None:
         """Remove a chunk that goes for a reason that says nothing about its worth."""
@@ -79,12 +79,13 @@ class Policy(ABC):
                 return chosen
         return None
 
-    @abstractmethod
     def _candidates(self, may_evict: MayEvict) -> Iterator[int]:
         """Every chunk that may go, first to go first."""
+        return filter(may_evict, self._slots.walk(1))
 
     def _evict(self, slots: list[int]) -> None:
-        self._slots.remove_all(slots)
+        for slot in slots:
+            self._slots.remove(slot)
 
     def order(self) -> list[int]:
         """All slots, list by list, coldest first in each."""
@@ -104,28 +105,10 @@ class Policy(ABC):
         return f"<{type(self).__name__} {len(self)} of {self.num_slots} slots>"
 
 
-class LruPolicy(Policy):
-    """One list, from the chunk used longest ago to the one used last."""
-
-    name = "lru"
-    lists = 1
-
-    def insert(self, slot: int) -> None:
-        """See Policy."""
-        self._slots.append(1, slot)
-
-    def use(self, slot: int) -> None:
-        """See Policy."""
-        self.refresh(slot)
-
-    def _candidates(self, may_evict: MayEvict) -> Iterator[int]:
-        return filter(may_evict, self._slots.walk(1))
-
-
 _T1, _T2 = 1, 2
 
 
-class ArcPolicy(Policy):
+class ArcPolicy(LruPolicy):
     """ARC: adapts between recency and frequency by what it regrets to have evicted.
 
     Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST
@@ -138,7 +121,6 @@ class ArcPolicy(Policy):
     that stored a chunk only renews its place.
     """
 
-    name = "arc"
     lists = 2
 
     def clear(self) -> None:
@@ -214,7 +196,7 @@ class ArcPolicy(Policy):
             self._b2.popitem(last=False)
 
     def check_integrity(self) -> None:
-        """See Policy; the ghosts are bounded and no key is in two lists."""
+        """See LruPolicy; the ghosts are bounded and no key is in two lists."""
         super().check_integrity()
         capacity, held = self.num_slots, {self.key_of(slot) for slot in self.order()}
         ghosts = [*self._b1, *self._b2]
@@ -236,4 +218,4 @@ class ArcPolicy(Policy):
         )
 
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (LruPolicy, ArcPolicy)}
+POLICIES: dict[str, type[LruPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy}

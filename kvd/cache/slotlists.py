@@ -5,7 +5,7 @@ hot end, iteration starts at the cold end. All operations but iteration take
 constant time. Memory is zero-filled lazily, so unused slots cost nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -83,18 +83,6 @@ class SlotLists:
         self._where[slot] = NOWHERE
         self._sizes[which] -= 1
         return which
-
-    def remove_all(self, slots: Iterable[int]) -> None:
-        """`remove` for many slots that are all in lists."""
-        shift, where, sizes = self._lists, self._where, self._sizes
-        following, previous = self._next, self._prev
-        for slot in slots:
-            place = slot + shift
-            before, after = previous[place], following[place]
-            following[before] = after
-            previous[after] = before
-            sizes[where[slot]] -= 1
-            where[slot] = NOWHERE
 
     def walk(self, which: int) -> Iterator[int]:
         """The slots of a list, coldest first. Do not change the list meanwhile."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.leases import Leases
-from kvd.cache.policies import Policy
+from kvd.cache.policies import LruPolicy
 from kvd.errors import IntegrityError
 from kvd.pool.space import Space
 from kvd_proto.directory import SlotState
@@ -33,7 +33,7 @@ Ints = Sequence[int] | npt.NDArray[np.integer]
 class Slots:
     """The slots of one namespace. `space` is where they come from and go back to."""
 
-    def __init__(self, directory: DirectoryWriter, policy: Policy, space: Space) -> None:
+    def __init__(self, directory: DirectoryWriter, policy: LruPolicy, space: Space) -> None:
         self.directory = directory
         self.policy = policy
         self.space = space
@@ -276,4 +276,4 @@ class Slots:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {what}" for what, count in self.stats().items())
-        return f"<Slots {self.policy.name}: {counts}, {self.space.free_slots} free at hand>"
+        return f"<Slots {self.policy!r}: {counts}, {self.space.free_slots} free at hand>"

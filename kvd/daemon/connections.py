@@ -98,7 +98,7 @@ class Connections:
                 sock = self._listener.accept()
             except NoDescriptor:
                 self._listener.refuse()
-                self._core.limits_reached({"open_files": 1})
+                self._core.state.reached("open_files")
                 return
             if sock is None:
                 return

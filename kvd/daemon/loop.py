@@ -31,7 +31,6 @@ from kvd.broker.effects import (
     Notify,
     OpenPool,
     Reply,
-    SchedulerFds,
     SessionFds,
     StartLane,
     ToLane,
@@ -295,10 +294,9 @@ class Service:
     def _resolve(self, name: FdName | None) -> list[int]:
         match name:
             case DirectoryFd():
-                return [self._directories.fd(name.namespace.hex())]
-            case SchedulerFds():
                 directory = self._directories.fd(name.namespace.hex())
-                return [directory, *self._ready_pipes.read_end(name.engine)]
+                pipe = [] if name.engine is None else self._ready_pipes.read_end(name.engine)
+                return [directory, *pipe]
             case LifelineFd():
                 return [self._lanes.processes[name.device].lifeline]
             case SessionFds():

@@ -38,7 +38,8 @@ class Requests:
                 self._dropped += 1
                 continue
             yield self._received(received.identity, header, received.frame, now)
-        self._core.limits_reached(self.router.limits)
+        for limit, times in self.router.limits.items():
+            self._core.state.reached(limit, times)
         self.router.limits.clear()
         self._core.frames_dropped(self._dropped + self.router.dropped)
 

@@ -37,6 +37,7 @@ from kvd_proto.messages import (
     StatusReport,
 )
 from tests.broker.brokers import PAGE, join, make_broker, refusal, replies
+from tests.cache import tables
 
 OWNER = 1
 OPERATIONS = [
@@ -73,13 +74,10 @@ class Bench:
 
     def store(self, namespace: Namespace, keys: list[bytes], *, finish: bool = True) -> None:
         """Chunks in the namespace, READY or still being written."""
-        table = namespace.table
-        decision = table.prepare_store(keys, OWNER, self.now)
-        count = len(decision.slots)
-        assert count == len(keys)
+        decision = namespace.table.prepare_store(keys, OWNER, self.now)
+        assert len(decision.slots) == len(keys)
         if finish:
-            slots, generations = decision.slots.numpy(), decision.generations.numpy()
-            table.share_done(OWNER, 0, slots, generations, [0] * count, [1] * count, ok=True)
+            tables.finish(namespace.table, decision)
 
     def engine(self, namespace: Namespace) -> None:
         """An engine uses the namespace, so that it stays open."""

@@ -7,8 +7,7 @@ import pytest
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Reply
-from kvd.broker.readiness import checks
-from kvd.broker.status_report import status_report
+from kvd.broker.status_report import checks, status_report
 from kvd.metrics.schema import Check
 from kvd.wire.link import PoolUsable
 from kvd_proto.messages import Status, StatusReport

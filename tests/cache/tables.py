@@ -81,4 +81,4 @@ def finish(
     n, count = len(decision.slots), count or table.directory.blocks_per_chunk
     refs = decision.slots.numpy(), decision.generations.numpy()
     for rank in range(table.space.geometry.world_size):
-        table.share_done(1, rank, *refs, [first] * n, [count] * n, ok=True)
+        table.share_done(1, rank, *refs, [first] * n, [count] * n, [0] * n, ok=True)

@@ -227,6 +227,7 @@ class TableMachine(RuleBasedStateMachine):
             np.array([chunk.generation for chunk in chunks], "u8"),
             [first] * len(keys),
             [max(1, count)] * len(keys),
+            [0] * len(keys),
             ok=count > 0,
         )
         ready, failed = [], []
@@ -279,6 +280,7 @@ class TableMachine(RuleBasedStateMachine):
                 [generation - (what == "gen")],
                 [0],
                 [8],
+                [0],
                 ok=data.draw(st.booleans()),
             )
             assert outcome == ([], [])

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.cache.offers import ReuseFilter
-from kvd.cache.policies import POLICIES, ArcPolicy, LruPolicy, Policy
+from kvd.cache.policies import POLICIES, ArcPolicy, LruPolicy
 from kvd.cache.slotlists import SlotLists
 from kvd.errors import IntegrityError
 
-Make = Callable[[int], Policy]
+Make = Callable[[int], LruPolicy]
 
 
 def key_of(slot: int) -> bytes:
@@ -32,7 +32,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda num_slots: POLICIES[request.param](num_slots, key_of)
 
 
-def filled(make: Make, num_slots: int, count: int) -> Policy:
+def filled(make: Make, num_slots: int, count: int) -> LruPolicy:
     """A policy holding slots 0..count - 1, inserted in this order."""
     policy = make(num_slots)
     for slot in range(count):
@@ -75,7 +75,7 @@ def test_clear(make: Make) -> None:
 class PolicyMachine(RuleBasedStateMachine):
     """Any policy against a set: nothing appears, nothing is lost, pinned chunks stay."""
 
-    policy_type: type[Policy]
+    policy_type: type[LruPolicy]
     slots = 10
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class PolicyMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.keys)))
         order = self.policy.order()
         data.draw(st.sampled_from([self.policy.use, self.policy.refresh]))(slot)
-        if isinstance(self.policy, LruPolicy):
+        if self.policy_type is LruPolicy:
             order.remove(slot)
             assert self.policy.order() == [*order, slot]
 
@@ -123,7 +123,7 @@ class PolicyMachine(RuleBasedStateMachine):
         assert victims is not None
         assert len(set(victims)) == len(victims) == n
         assert set(victims) <= set(free)
-        if isinstance(self.policy, LruPolicy):
+        if self.policy_type is LruPolicy:
             assert victims == free[:n]
         for slot in victims:
             del self.keys[slot]
@@ -156,7 +156,7 @@ TestArc = ArcMachine.TestCase
 def test_arc_resists_a_scan() -> None:
     """Chunks used again survive a run of new ones twice as long as the pool; LRU loses them."""
 
-    def survivors(policy: Policy) -> int:
+    def survivors(policy: LruPolicy) -> int:
         for slot in range(8):
             policy.insert(slot)
         for slot in range(4):

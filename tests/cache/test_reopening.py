@@ -153,9 +153,8 @@ class Reopening(RuleBasedStateMachine):
         generations = table.directory.generations(slots)
         count = data.draw(st.integers(1, 4))
         for rank in ranks:
-            table.share_done(
-                1, rank, slots, generations, [1] * len(slots), [count] * len(slots), ok=ok
-            )
+            n = len(slots)
+            table.share_done(1, rank, slots, generations, [1] * n, [count] * n, [0] * n, ok=ok)
 
     @rule(space=space_strategy)
     def drain(self, space: int) -> None:

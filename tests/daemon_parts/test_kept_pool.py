@@ -156,7 +156,7 @@ def store(table: ChunkTable, keys: list[bytes], now: float = 0.0, *, ranks: int 
     slots, generations = decision.slots.numpy(), decision.generations.numpy()
     for rank in range(min(ranks, 3)):
         ones, threes = [1] * len(slots), [3] * len(slots)
-        table.share_done(1, rank, slots, generations, ones, threes, ok=True)
+        table.share_done(1, rank, slots, generations, ones, threes, [0] * len(ones), ok=True)
     return [int(slot) for slot in slots]
 
 
@@ -225,7 +225,7 @@ def test_generations_and_stamps_grow_over_restarts(start: Start) -> None:
         last = max(generation for _, generation in pairs)
         seen |= pairs
         for rank in range(2):
-            table.share_done(1, rank, slots, generations, [0] * 10, [1] * 10, ok=True)
+            table.share_done(1, rank, slots, generations, [0] * 10, [1] * 10, [0] * 10, ok=True)
         ledger = table.directory.ledger
         assert ledger is not None
         stamps = ledger.stamps[slots]
