@@ -68,7 +68,7 @@ def _steps(ranks: int) -> dict[str, float]:
     """Milliseconds of each step for the last of `ranks` ranks."""
     settings = Settings(runtime_dir="/nowhere", cpu_bytes=2**33)
     broker = Broker(Loaded(settings), boot_id=bytes(16), version="bench", pid=1, devices=["host"])
-    broker.pool_opened(
+    broker.registration.pool_opened(
         Namespaces(2**33, settings, boot_id=bytes(16), make_buffer=lambda _, size: bytearray(size))
     )
     ready = LaneReady(incarnation=1, pid=2, endpoint="ipc://lane", usable_bytes=2**62)
@@ -85,7 +85,7 @@ def _steps(ranks: int) -> dict[str, float]:
         _, message = WIRE.decode(frame)
         broker.request(session, 2, message, 0.0, 2)
         arrived = time.process_time()
-        _write(broker.work())
+        _write(broker.background.work())
         looked_at = time.process_time()
         if session.pending is None or session.pending.step is not RegisterStep.IMPORTING:
             raise RuntimeError(f"not under way: {session!r}")

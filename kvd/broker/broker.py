@@ -22,7 +22,6 @@ from kvd.broker.sessions import Peer, Registry, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.broker.status_report import status_report
 from kvd.broker.supervision import Supervision
-from kvd.cache.namespaces import Namespaces
 from kvd.config.sources import Loaded
 from kvd.errors import Refused
 from kvd.metrics import schema
@@ -87,36 +86,22 @@ class Broker:
         self._history = History()
         self._next_sample = 0.0
         self.pid = pid
-        self._background = Background(self.state)
-        self._registration = Registration(self.state, self._background)
-        self.supervision = Supervision(self.state, self._registration)
+        self.background = Background(self.state)
+        self.registration = Registration(self.state, self.background)
+        self.supervision = Supervision(self.state, self.registration)
         self.reloading = Reloading(self.state, loaded)
         self._handlers: dict[type[Message], Handler] = {
             Hello: self._hello,
-            Register: self._registration.register,
-            Unregister: self._registration.unregister,
+            Register: self.registration.register,
+            Unregister: self.registration.unregister,
             Ping: self._ping,
             Status: self._status,
             **Caching(self.state).handlers(),
-            **Operations(self.state, self._background).handlers(),
+            **Operations(self.state, self.background).handlers(),
             **self.reloading.handlers(),
         }
 
     # ----------------------------------------------------------- the daemon
-
-    def pool_opened(self, namespaces: Namespaces, explanation: str = "") -> list[Effect]:
-        """Go on with a pool that is open; its memory is being allocated.
-
-        Args:
-            namespaces: over the pool.
-            explanation: of the size, where `OpenPool` asked for it.
-        """
-        self.state.namespaces = namespaces
-        return self._registration.pool_opened(explanation)
-
-    def pool_refused(self, refusal: Refused) -> list[Effect]:
-        """Refuse who waits for the pool that `OpenPool` asked for: it cannot be had."""
-        return self._registration.pool_refused(refusal)
 
     def pool_allocated(self, nbytes: int) -> list[Effect]:
         """Note how much of the pool is allocated, in the order of `kvd.pool.filling`."""
@@ -177,7 +162,7 @@ class Broker:
         if session.number not in self.state.registry.sessions:
             return []
         who = session.who  # with its rank
-        effects, freed = self._registration.session_lost(session)
+        effects, freed = self.registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
             dropped = engine.namespace.table.drop_owner(engine.number)
@@ -270,18 +255,9 @@ class Broker:
 
     # ----------------------------------------------------------------- time
 
-    @property
-    def busy(self) -> bool:
-        """Whether there is `work` to do, with or without news from outside."""
-        return self._background.busy
-
-    def work(self) -> list[Effect]:
-        """Do a piece of what takes long: a few milliseconds at most."""
-        return self._background.work()
-
     def tick(self, now: float) -> list[Effect]:
         """Do what is due: deadlines of leases, stores and registrations; lanes that are silent."""
-        effects = self._registration.expire(now)
+        effects = self.registration.expire(now)
         if now >= self._next_sample:
             self._next_sample = now + SAMPLE_SECONDS
             self._history.add(self._report(now))

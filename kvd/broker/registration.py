@@ -23,6 +23,7 @@ from kvd.broker.sessions import (
     Session,
 )
 from kvd.broker.state import BrokerState
+from kvd.cache.namespaces import Namespaces
 from kvd.config.quota import quota_contradictions
 from kvd.errors import KvdError, Refused
 from kvd.wire.link import Imported, ReleaseWorker
@@ -43,12 +44,18 @@ class Registration:
 
     # ---------------------------------------------------------------- pool
 
-    def pool_opened(self, explanation: str) -> list[Effect]:
-        """Go on with the registrations that waited for the pool."""
+    def pool_opened(self, namespaces: Namespaces, explanation: str = "") -> list[Effect]:
+        """Go on with a pool that is open; its memory is being allocated.
+
+        Args:
+            namespaces: over the pool.
+            explanation: of the size, where `OpenPool` asked for it.
+        """
         state, effects = self._state, list[Effect]()
-        if self._opening is not None and state.pool_bytes is not None:
+        state.namespaces, nbytes = namespaces, namespaces.cpu_bytes
+        if self._opening is not None:
             self._opening = None
-            wrong = quota_contradictions(state.settings.quotas(state.pool_bytes), state.pool_bytes)
+            wrong = quota_contradictions(state.settings.quotas(nbytes), nbytes)
             effects.append(Event(f"cpu_bytes auto: {explanation}"))
             effects += [Event(f"quota: {text}", "warning") for text in wrong]
         for session in state.registry.sessions.values():
@@ -56,7 +63,7 @@ class Registration:
         return effects
 
     def pool_refused(self, refusal: Refused) -> list[Effect]:
-        """Refuse the registrations of the engine whose ranks decided the pool's size."""
+        """Refuse who waits for the pool that `OpenPool` asked for: it cannot be had."""
         engine, self._opening = self._opening, None
         ranks = engine.waiting.values() if engine is not None else ()
         return [effect for rank in ranks for effect in self.give_up(rank, refusal)]
@@ -87,7 +94,6 @@ class Registration:
             raise Refused(ErrorCode.BAD_STATE, "a registration of this session is under way")
         check_names(ErrorCode.BAD_LAYOUT, names_of(message))
         check_device(state, message.device, request.now)
-        check_rank(engine, message, self._others(engine))
         if state.namespaces is None and message.temporary:
             raise Refused(
                 ErrorCode.BAD_STATE,
@@ -96,35 +102,27 @@ class Registration:
             )
         pending = session.pending = PendingRegister(request, request.now + REGISTER_SECONDS)
         if len(message.layout.tensors) + len(message.layout.groups) > AT_ONCE:
-            self._background.start("registrations", self._check_later(session, engine, pending))
+            self._background.start("registrations", self._check(session, engine, pending))
             return self._want_lane(message.device)
-        try:
-            return self._check(session, engine, pending)
-        except Refused:
-            session.pending = None
-            raise
+        return next(self._check(session, engine, pending))
 
-    def _check_later(self, session: Session, engine: Engine, pending: PendingRegister) -> Task:
-        """Check a large layout: to decode it was enough for the turn in which it came."""
-        if session.pending is pending:
-            try:
-                yield self._check(session, engine, pending)
-            except Refused as refusal:
-                yield self.give_up(session, refusal)
-
-    def _check(self, session: Session, engine: Engine, pending: PendingRegister) -> list[Effect]:
+    def _check(self, session: Session, engine: Engine, pending: PendingRegister) -> Task:
         """Check the layout, and move the registration on.
 
-        Raises:
-            Refused: it can never be served.
+        A large layout comes here in the next turn: to decode it was enough for its own.
         """
-        others = self._others(engine)
-        check_rank(engine, pending.message, others)
-        check_layout(pending.message, others, self._state.settings.pool_bytes)
+        if session.pending is not pending:
+            return
+        others, unsized = self._others(engine), self._state.namespaces is None
+        try:
+            check_rank(engine, pending.message, others)
+            check_layout(pending.message, others, self._state.settings.pool_bytes)
+        except Refused as refusal:
+            yield self.give_up(session, refusal)
+            return
         pending.step = RegisterStep.WAITING
         effects = self._want_lane(pending.device)
-        unsized = self._state.namespaces is None
-        return effects + (self._open_pool(engine) if unsized else self.advance(session))
+        yield effects + (self._open_pool(engine) if unsized else self.advance(session))
 
     def _others(self, engine: Engine) -> dict[int, Session]:
         """Return the ranks that a new one is held against."""

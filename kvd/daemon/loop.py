@@ -118,7 +118,7 @@ class Service:
             usage=self._usage.read,
         )
         if settings.pool_bytes is not None:
-            self.core.pool_opened(self._open_pool(settings.pool_bytes))
+            self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._lanes = Lanes(self._runtime.path, self.core, self._poller, self._carry_out)
         for device in DEVICES:
             self._lanes.add(device)
@@ -163,7 +163,7 @@ class Service:
         if self._polled:
             self.core.loop_turned(time.monotonic() - self._polled, now)
         patience = HELD_UP_SECONDS if held_up else TICK_SECONDS
-        if self.core.busy or router.pending:
+        if self.core.background.busy or router.pending:
             patience = 0.0
         self._standstill.waits(time.monotonic(), patience)
         ready = dict(self._poller.poll(int(patience * 1000)))
@@ -184,7 +184,7 @@ class Service:
             self._next_tick = now + TICK_SECONDS / 2
             self._carry_out(self.core.tick(now))
             self._carry_out(self._config.turn(self.core.reloading))
-        self._carry_out(self.core.work())
+        self._carry_out(self.core.background.work())
         self._connections.flush()
         self._http.turn(ready, now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
@@ -228,17 +228,19 @@ class Service:
     def _open_sized(self, effect: OpenPool) -> None:
         """Open a pool whose size the ranks of an engine decide."""
         available = available_bytes(Path(self._settings.pool_dir)) + self._kept_pool.held_bytes()
+        registration = self.core.registration
         try:
             cpu_bytes, explanation = auto_size(
                 self._settings, effect.layouts, available, self._kept_pool.kept_bytes()
             )
             namespaces = self._open_pool(cpu_bytes)
         except Refused as refusal:
-            self._carry_out(self.core.pool_refused(refusal))
+            self._carry_out(registration.pool_refused(refusal))
         except PoolError as error:
-            self._carry_out(self.core.pool_refused(Refused(ErrorCode.NOT_READY, str(error))))
+            refusal = Refused(ErrorCode.NOT_READY, str(error))
+            self._carry_out(registration.pool_refused(refusal))
         else:
-            self._carry_out(self.core.pool_opened(namespaces, explanation))
+            self._carry_out(registration.pool_opened(namespaces, explanation))
 
     def _pool_turn(self, pool: PoolMemory) -> None:
         if pool.error:

@@ -57,7 +57,7 @@ def open_pool(
         make_buffer=make_buffer,
         drop_buffers=drop_buffers,
     )
-    return broker.pool_opened(namespaces, explanation)
+    return broker.registration.pool_opened(namespaces, explanation)
 
 
 def size_pool(
@@ -68,7 +68,7 @@ def size_pool(
         try:
             size, explanation = auto_size(broker.state.settings, effect.layouts, available, kept)
         except Refused as refusal:
-            effects = effects + broker.pool_refused(refusal)
+            effects = effects + broker.registration.pool_refused(refusal)
         else:
             effects = effects + open_pool(broker, size, explanation)
     return effects

@@ -409,7 +409,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def turn(self, turns: int) -> None:
         """The broker's loop turns."""
         for _ in range(turns):
-            self.carry_out(self.broker.work())
+            self.carry_out(self.broker.background.work())
 
     @rule(seconds=st.floats(0.1, 8), silent=st.sampled_from([False, False, False, True]))
     def time_passes(self, seconds: float, silent: bool = False) -> None:
@@ -459,7 +459,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         """The lanes and the broker do all that is to be done."""
         self.lanes_work()
-        while self.broker.busy:
+        while self.broker.background.busy:
             self.turn(turns=1)
             self.lanes_work()
 

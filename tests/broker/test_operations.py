@@ -94,9 +94,9 @@ class Bench:
     def ask(self, message: Message, session: Session | None = None) -> Message:
         """The one reply; events are noted."""
         effects = self.broker.request(session or self.tool, 7, message, self.now)
-        while self.broker.busy:
+        while self.broker.background.busy:
             self.turns += 1
-            effects += self.broker.work()
+            effects += self.broker.background.work()
             self.broker.state.check_integrity()
         self.events += [effect.text for effect in effects if isinstance(effect, Event)]
         (reply,) = [each.message for each in replies(effects) if each.request_id == 7]
@@ -280,8 +280,8 @@ def test_a_sweep_goes_on_in_pieces(policy: str) -> None:
     keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
     bench.store(namespace, keys)
     assert bench.broker.request(bench.tool, 8, Clear(unused_seconds=0), bench.now) == []
-    assert bench.broker.busy
-    assert bench.broker.work() == []
+    assert bench.broker.background.busy
+    assert bench.broker.background.work() == []
     assert namespace.table.slots.stats()["ready"] == 2 * PIECE_SLOTS
     assert isinstance(bench.ask(Status()), StatusReport)
     assert bench.turns >= 2
@@ -297,7 +297,7 @@ def test_a_namespace_that_is_closed_under_a_sweep_ends_it(bench: Bench) -> None:
     assert namespaces is not None
     bench.broker.request(bench.tool, 8, Clear(unused_seconds=0), bench.now)
     namespaces.close(namespace)
-    effects = bench.broker.work() + bench.broker.work()
+    effects = bench.broker.background.work() + bench.broker.background.work()
     assert [e.message for e in replies(effects)] == [Cleared(chunks=0, bytes=0, deferred=0)]
 
 
@@ -312,8 +312,8 @@ def test_too_many_sweeps_at_a_time_are_refused(bench: Bench, kind: str, message:
     assert error.code is ErrorCode.LIMIT
     assert bench.broker.state.counts.limits[kind] == 1
     answered = []
-    while bench.broker.busy:
-        answered += [reply.request_id for reply in replies(bench.broker.work())]
+    while bench.broker.background.busy:
+        answered += [reply.request_id for reply in replies(bench.broker.background.work())]
     assert answered == list(range(100, 100 + MAX_TASKS[kind]))
 
 
@@ -339,7 +339,7 @@ def test_a_check_goes_in_pieces(bench: Bench) -> None:
     bench.broker.request(bench.tool, 8, Check(), bench.now)
     found: list[Reply] = []
     while not found:
-        found = replies(bench.broker.work())
+        found = replies(bench.broker.background.work())
     (reply,) = [each.message for each in found]
     assert isinstance(reply, Checked)
     assert "slot 2000 is READY" in reply.violation
@@ -366,8 +366,8 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     new = [b"new", b"2"]  # one of them under a key that was there before
     bench.store(namespace, new)
     turns = 0
-    while bench.broker.busy:
-        bench.broker.work()
+    while bench.broker.background.busy:
+        bench.broker.background.work()
         turns += 1
         assert table.directory.lookup_many(new) == [LookupResult.HIT] * 2
         assert isinstance(bench.broker.request(bench.tool, 9, Status(), bench.now)[0], Reply)

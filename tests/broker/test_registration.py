@@ -241,8 +241,8 @@ def test_a_large_registration_takes_a_turn_for_each_step(monkeypatch: pytest.Mon
         assert not imports(broker.request(session, 2, large(rank, 2), 0.0, 2))
     assert not looks
     for rank, session in enumerate(sessions):
-        assert broker.busy
-        assert imports(broker.work()) == [session.number]
+        assert broker.background.busy
+        assert imports(broker.background.work()) == [session.number]
         assert looks == list(range(rank + 1))
 
 
@@ -256,14 +256,14 @@ def test_a_large_registration_that_cannot_be_served_is_refused_in_its_turn() -> 
     for each in (gone, session):
         assert not replies(broker.request(each, 2, wrong, 0.0, 2))
     broker.lost(gone)
-    error = refusal(broker.work())
+    error = refusal(broker.background.work())
     assert "no multiple of the hash block size 7" in error.text
     assert session.pending is None
-    while broker.busy:
-        assert not broker.work()
+    while broker.background.busy:
+        assert not broker.background.work()
     broker.request(session, 3, large(), 0.0, 2)
     assert broker.state.namespaces is None
-    assert opened(broker.work())
+    assert opened(broker.background.work())
 
 
 def test_a_temporary_engine_does_not_decide_the_pools_size() -> None:

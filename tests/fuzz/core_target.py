@@ -103,8 +103,8 @@ class _Play:
         self.now += seconds
         self.broker.state.lanes[HOST].last_seen = self.now
         self._carry_out(self.broker.tick(self.now))
-        while self.broker.busy:
-            self._carry_out(self.broker.work())
+        while self.broker.background.busy:
+            self._carry_out(self.broker.background.work())
 
     def _control_socket(self, step: Step) -> None:
         """As `kvd.daemon.connections` has it."""
