@@ -237,8 +237,8 @@ class Service:
         except Refused as refusal:
             self._carry_out(registration.pool_refused(refusal))
         except PoolError as error:
-            refusal = Refused(ErrorCode.NOT_READY, str(error))
-            self._carry_out(registration.pool_refused(refusal))
+            lack = Refused(ErrorCode.NOT_READY, str(error))
+            self._carry_out(registration.pool_refused(lack))
         else:
             self._carry_out(registration.pool_opened(namespaces, explanation))
 

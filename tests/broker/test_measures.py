@@ -27,45 +27,28 @@ def test_the_recent_maximum_is_that_of_the_last_minute(steps: list[tuple[int, in
     assert recent.get(now + 60) == 0.0
 
 
-def test_seconds_left_follow_the_measured_rate() -> None:
-    """Unknown at first; then what is left by the rate; zero at the end."""
+@pytest.mark.parametrize(
+    ("samples", "total", "left"),
+    [
+        ([], 100, None),
+        ([(0, 0)], 100, None),
+        ([(0, 0), (2, 20)], 100, 8.0),
+        ([(0, 0), (2, 20), (4, 100)], 100, 0.0),
+        ([(0, 0), (1, 50), (2, 10)], 100, None),  # it began anew
+        ([(0, 0), (1, 50), (2, 10), (3, 20)], 100, 8.0),
+        ([(second, 7) for second in range(30)], 100, None),
+        ([(s, s + 9 * max(0, s - 100)) for s in range(121)], 400, 10.0),  # a slow beginning
+    ],
+)
+def test_seconds_left_follow_the_rate_of_the_last_seconds(
+    samples: list[tuple[int, int]], total: int, left: float | None
+) -> None:
+    """Unknown without a rate; then what is left by the rate; zero at the end."""
     progress = Progress()
-    assert progress.seconds_left(100) is None
-    progress.record(0.0, 0)
-    assert progress.seconds_left(100) is None
-    progress.record(2.0, 20)
-    assert progress.seconds_left(100) == pytest.approx(8.0)
-    progress.record(4.0, 100)
-    assert progress.seconds_left(100) == 0.0
-
-
-def test_the_rate_is_that_of_the_last_seconds() -> None:
-    """A slow beginning does not count for ever."""
-    progress = Progress()
-    for second in range(100):
-        progress.record(float(second), second)
-    for second in range(100, 121):
-        progress.record(float(second), 100 + 10 * (second - 100))
-    assert progress.seconds_left(400) == pytest.approx(10.0, rel=0.1)
-
-
-def test_progress_that_falls_begins_anew() -> None:
-    """A lane that pins from the start makes the old rate worthless."""
-    progress = Progress()
-    progress.record(0.0, 0)
-    progress.record(1.0, 50)
-    progress.record(2.0, 10)
-    assert progress.seconds_left(100) is None
-    progress.record(3.0, 20)
-    assert progress.seconds_left(100) == pytest.approx(8.0)
-
-
-def test_standing_still_gives_no_estimate() -> None:
-    """Nothing done in the last seconds: nobody knows how long it takes."""
-    progress = Progress()
-    for second in range(30):
-        progress.record(float(second), 7)
-    assert progress.seconds_left(100) is None
+    for now, done in samples:
+        progress.record(float(now), done)
+    found = progress.seconds_left(total)
+    assert found == (left if left is None else pytest.approx(left, rel=0.1))
 
 
 def test_events_are_numbered_and_bounded() -> None:

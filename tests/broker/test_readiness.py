@@ -1,9 +1,6 @@
 """Readiness, check by check, and the estimate while the pool is being pinned."""
 
-from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Reply
@@ -11,7 +8,6 @@ from kvd.broker.status_report import checks, status_report
 from kvd.metrics.schema import Check
 from kvd.wire.link import PoolUsable
 from kvd_proto.messages import Status, StatusReport
-from kvd_proto.sizes import parse_size
 from tests.broker import brokers
 from tests.broker.brokers import CUDA
 
@@ -104,27 +100,6 @@ def test_a_lost_lane_is_named_with_its_end() -> None:
     check = named(broker, "lane host")
     assert (check.ok, report(broker)["lanes"][0]["state"]) == (False, "down")
     assert check.text == "lost (killed by signal 9); it is started again"
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda broker: broker.pool_allocated(0),
-        lambda broker: broker.stop(),
-        lambda broker: broker.supervision.lost("host", "exit status 1"),
-    ],
-    ids=["pool", "drain", "lane"],
-)
-def test_one_check_that_fails_ends_readiness(spoil: Callable[[Broker], object]) -> None:
-    """Ready is exactly that all checks are ok; the one that is not is the reason."""
-    broker = make_broker()
-    lane_comes(broker, "host")
-    broker.pool_allocated(parse_size("64MiB"))
-    assert report(broker)["ready"]
-    spoil(broker)
-    failed = [check for check in checks(broker.state, 1.0) if not check.ok]
-    assert len(failed) == 1
-    assert not report(broker)["ready"]
 
 
 def test_totals_are_there_from_the_start() -> None:

@@ -77,35 +77,22 @@ def imports(effects: list[Effect]) -> list[int]:
     return [order.session for order in orders if isinstance(order, ImportWorker)]
 
 
-def test_auto_opens_a_pool_for_all_ranks_of_an_engine() -> None:
-    """Nothing is decided before the last rank has come; then both go on, and the log says why."""
-    broker = unsized()
-    first, last = join(broker), join(broker)
-    early = broker.request(first, 2, register(), 0.0, 2)
-    assert not opened(early)
-    assert not imports(early)
-    assert not replies(early)
-    effects = broker.request(last, 2, register(rank=1), 0.0, 2)
-    assert len(opened(effects)) == 1
-    assert not replies(effects)
-    after = size_pool(broker, effects)
-    assert broker.state.pool_bytes == 2 * BLOCKS * PAGE * 2
-    assert "2 x 256 KiB GPU KV x 2 ranks = 1 MiB" in events(after)[0]
-    assert not replies(after)
-    assert imports(after) == [first.number, last.number]
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_auto_sums_stages_of_different_size_in_any_order(order: tuple[int, int]) -> None:
-    """Stages of one and three layers make one size, whichever registers first."""
+def test_auto_opens_a_pool_for_all_ranks_of_an_engine(order: tuple[int, int]) -> None:
+    """Stages of one and three layers make one size, decided with the last rank; both go on."""
     broker = unsized()
-    effects = [
-        broker.request(join(broker), 2, register(rank=rank, layers=1 + 2 * rank), 0.0, 2)
-        for rank in order
-    ]
-    assert [len(opened(each)) for each in effects] == [0, 1]
-    size_pool(broker, effects[1])
+    sessions = [join(broker), join(broker)]
+    early, last = (
+        broker.request(sessions[i], 2, register(rank=rank, layers=1 + 2 * rank), 0.0, 2)
+        for i, rank in enumerate(order)
+    )
+    assert [len(opened(each)) for each in (early, last)] == [0, 1]
+    assert not imports(early)
+    after = size_pool(broker, last)
     assert broker.state.pool_bytes == 2 * BLOCKS * PAGE * 4
+    assert "GPU KV" in events(after)[0]
+    assert not replies([*early, *after])
+    assert imports(after) == [session.number for session in sessions]
 
 
 def test_a_rank_whose_engine_never_completes_decides_nothing() -> None:

@@ -126,7 +126,11 @@ class Model:
 
     def evictable(self, key: bytes) -> bool:
         """READY and not pinned."""
-        return self.chunks[key].ready and self.chunks[key].slot not in self.pinned()
+        return (
+            key in self.chunks
+            and self.chunks[key].ready
+            and self.chunks[key].slot not in self.pinned()
+        )
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -183,6 +187,9 @@ class TableMachine(RuleBasedStateMachine):
         assert answers[-2:] == [StoreAnswer.BAD_KEY] * 2
         other.forget_yielded()
         assert other.protected_bytes(self.namespaces) >= protected
+        evictable = [k for k in model.order if model.evictable(k) and k not in keys]
+        if self.policy == "lru":
+            assert list(decision.evicted) == evictable[: len(decision.evicted)]
         assert len(set(decision.evicted)) == len(decision.evicted)
         for key in decision.evicted:
             assert model.evictable(key)

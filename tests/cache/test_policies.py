@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.cache.offers import ReuseFilter
 from kvd.cache.policies import POLICIES, ArcPolicy, LruPolicy
@@ -72,85 +71,16 @@ def test_clear(make: Make) -> None:
     policy.check_integrity()
 
 
-class PolicyMachine(RuleBasedStateMachine):
-    """Any policy against a set: nothing appears, nothing is lost, pinned chunks stay."""
-
-    policy_type: type[LruPolicy]
-    slots = 10
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Keys repeat, so that ghosts come back; a slot's key is fixed while it is held.
-        self.keys: dict[int, bytes] = {}
-        self.policy = self.policy_type(self.slots, self.keys.__getitem__)
-
-    @rule(slot=st.integers(0, 9), key=st.binary(min_size=1, max_size=1))
-    def insert(self, slot: int, key: bytes) -> None:
-        """A chunk gets a slot."""
-        if slot not in self.keys and key not in self.keys.values():
-            self.keys[slot] = key
-            self.policy.insert(slot)
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.keys)
-    def use(self, data: st.DataObject) -> None:
-        """A chunk is used, by a request that has finished or not."""
-        slot = data.draw(st.sampled_from(sorted(self.keys)))
-        order = self.policy.order()
-        data.draw(st.sampled_from([self.policy.use, self.policy.refresh]))(slot)
-        if self.policy_type is LruPolicy:
-            order.remove(slot)
-            assert self.policy.order() == [*order, slot]
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.keys)
-    def remove(self, data: st.DataObject) -> None:
-        """A chunk goes for another reason."""
-        slot = data.draw(st.sampled_from(sorted(self.keys)))
-        self.policy.remove(slot)
-        del self.keys[slot]
-
-    @rule(n=st.integers(0, 10), pinned=st.sets(st.integers(0, 9)))
-    def evict(self, n: int, pinned: set[int]) -> None:
-        """Room is needed."""
-        before = self.policy.order()
-        free = [slot for slot in before if slot not in pinned]
-        victims = self.policy.victims(n, lambda slot: slot not in pinned)
-        if n > len(free):
-            assert victims is None
-            assert self.policy.order() == before
-            return
-        assert victims is not None
-        assert len(set(victims)) == len(victims) == n
-        assert set(victims) <= set(free)
-        if self.policy_type is LruPolicy:
-            assert victims == free[:n]
-        for slot in victims:
-            del self.keys[slot]
-
-    @invariant()
-    def agrees(self) -> None:
-        """The policy holds exactly the chunks of the model."""
-        assert sorted(self.policy.order()) == sorted(self.keys)
-        assert len(self.policy) == len(self.keys)
-        self.policy.check_integrity()
-
-
-class LruMachine(PolicyMachine):
-    """The LRU policy."""
-
-    policy_type = LruPolicy
-
-
-class ArcMachine(PolicyMachine):
-    """The ARC policy."""
-
-    policy_type = ArcPolicy
-
-
-del PolicyMachine
-TestLru = LruMachine.TestCase
-TestArc = ArcMachine.TestCase
+def test_room_comes_whole_or_not_at_all(make: Make) -> None:
+    """The coldest that may go are evicted; where fewer may than are needed nothing changes."""
+    policy = filled(make, 8, 6)
+    policy.use(1)
+    order = policy.order()
+    assert policy.victims(5, lambda slot: slot not in {0, 3}) is None
+    assert policy.order() == order
+    assert policy.victims(4, lambda slot: slot not in {0, 3}) == [2, 4, 5, 1]
+    assert sorted(policy.order()) == [0, 3]
+    policy.check_integrity()
 
 
 def test_arc_resists_a_scan() -> None:
