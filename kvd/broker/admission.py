@@ -1,4 +1,4 @@
-"""Checks whether a registration can be served at all, before anything is mapped."""
+"""Whether a registration can be served at all, before anything is mapped; else `Refused`."""
 
 import re
 from collections.abc import Mapping
@@ -18,11 +18,7 @@ FAILED_SECONDS = 10.0  # clients ask every 2 s: not each of them is worth a proc
 
 
 def check_rank(engine: Engine, message: Register, others: Mapping[int, Session]) -> None:
-    """Check that the rank is free, and agrees with `others`, the engine's other ranks.
-
-    Raises:
-        Refused: with both sides' figures.
-    """
+    """Refuse a rank that is taken or contradicts the engine's `others`; with both figures."""
     holder = others.get(message.rank)
     if holder is not None:
         raise Refused(
@@ -50,12 +46,7 @@ def check_rank(engine: Engine, message: Register, others: Mapping[int, Session])
 
 
 def check_device(state: BrokerState, device: str, now: float) -> None:
-    """Check that there is a lane for `device`, or may be one.
-
-    Raises:
-        Refused: no device that a lane could serve, a lane that could not start a moment ago, or
-            too many lanes.
-    """
+    """Refuse a device that no lane serves or could, or whose lane could not start a moment ago."""
     if device in state.lanes:
         return
     failed_at, failure = state.failed_lanes.get(device, (-FAILED_SECONDS, ""))
@@ -78,11 +69,7 @@ def check_device(state: BrokerState, device: str, now: float) -> None:
 
 
 def check_descriptors(message: Register, count: int) -> None:
-    """Check that a control page and every descriptor that the handles name came with it.
-
-    Raises:
-        Refused: some did not.
-    """
+    """Refuse a registration without a descriptor: its control page's, or one a handle names."""
     needed = 1 + max((fd_index(handle) for handle in message.handles), default=0)
     if count < needed:
         raise Refused(
@@ -93,11 +80,7 @@ def check_descriptors(message: Register, count: int) -> None:
 
 
 def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:
-    """Check that `names`, by the field they stand in, can be shown anywhere.
-
-    Raises:
-        Refused: with `code`, naming the field, its value and the character.
-    """
+    """Refuse, with `code`, a name that cannot be shown anywhere; `names` are by their field."""
     for field, name in names.items():
         if found := unprintable(name):
             raise Refused(
@@ -118,12 +101,9 @@ def names_of(message: Register) -> dict[str, str]:
 
 
 def check_layout(message: Register, others: Mapping[int, Session], budget: int | None) -> None:
-    """Check that the layout is sound, agrees with `others`, and a chunk fits `budget` bytes.
+    """Refuse a layout that is unsound, contradicts `others`, or whose chunk exceeds `budget`.
 
     A budget of None is not known yet.
-
-    Raises:
-        Refused: naming the odd figure.
     """
     if len(message.handles) != len(message.layout.storages):
         raise Refused(

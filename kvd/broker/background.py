@@ -29,11 +29,7 @@ class Background:
         self._tasks: deque[tuple[str, Task]] = deque()
 
     def start(self, kind: str, task: Task) -> None:
-        """Begin a task with the next `work`.
-
-        Raises:
-            Refused: LIMIT where too many of its kind are under way.
-        """
+        """Begin a task with the next `work`; refused where too many of its kind are under way."""
         most = MAX_TASKS.get(kind)
         if most is not None and sum(kind == other for other, _ in self._tasks) >= most:
             raise Refused(

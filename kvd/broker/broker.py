@@ -141,11 +141,7 @@ class Broker:
     def connected(
         self, token: bytes, peer: Peer, *, own: bool = False
     ) -> tuple[Session, list[Effect]]:
-        """Open a session for a new connection; the daemon's `own` processes always have room.
-
-        Raises:
-            Refused: there is no room; counted.
-        """
+        """Open a session, or refuse it; the daemon's `own` processes always have room."""
         registry = self.state.registry
         if not own:
             try:

@@ -115,11 +115,7 @@ class Caching:
 
 
 def _attached(session: Session) -> tuple[Engine, Namespace]:
-    """Return the session's engine and its namespace.
-
-    Raises:
-        Refused: NOT_READY where the engine is not complete.
-    """
+    """Return the session's engine and its namespace, or refuse one that is not complete."""
     engine = session.engine
     if engine is None:
         raise Refused(ErrorCode.BAD_STATE, "this session belongs to no engine")
@@ -131,11 +127,7 @@ def _attached(session: Session) -> tuple[Engine, Namespace]:
 
 
 def _served(session: Session) -> tuple[Engine, Namespace]:
-    """Return the same, where bytes can be moved.
-
-    Raises:
-        Refused: LANE_LOST where a rank's lane is not there, besides those above.
-    """
+    """Return the same, or refuse an engine with a rank whose lane is not there."""
     engine, namespace = _attached(session)
     for rank, worker in engine.workers.items():
         if not worker.imported and worker.registration is not None:

@@ -79,11 +79,7 @@ class Registration:
     # ------------------------------------------------------------ requests
 
     def register(self, request: Request[Register]) -> list[Effect]:
-        """Check what can be checked at once; the rest happens when it can.
-
-        Raises:
-            Refused: with the figures, where it can never be served.
-        """
+        """Check what can be checked at once, or refuse; the rest happens when it can."""
         session, message, state = request.session, request.message, self._state
         engine = session.engine
         if engine is None or session.registration is not None:
@@ -149,11 +145,7 @@ class Registration:
         return [lane_up(session, lane), import_worker(session, pending.message)]
 
     def unregister(self, request: Request[Unregister]) -> list[Effect]:
-        """Let go of the session's memory; answered when nothing touches it.
-
-        Raises:
-            Refused: there is nothing registered.
-        """
+        """Let go of the session's memory; answered when nothing touches it."""
         session = request.session
         registration = session.registration
         if registration is None:

@@ -193,11 +193,7 @@ class Registry:
         self._next_engine = 1
 
     def check_room(self, peer: Peer) -> None:
-        """Check that there is room for one more process of this user.
-
-        Raises:
-            Refused: there is none; with the setting.
-        """
+        """Refuse one process more of this user than there is room for; with the setting."""
         of_user = self._by_user[peer.uid]
         for whose, count, limit, most in (
             ("", len(self.sessions), "max_sessions", self.max_sessions),
@@ -221,11 +217,7 @@ class Registry:
         return session
 
     def check_name(self, session: Session, name: str) -> None:
-        """Check that the session may join the engine `name`.
-
-        Raises:
-            Refused: it is another user's, whose chunks and leases could then be named by this one.
-        """
+        """Refuse the name of another user's engine, whose chunks could then be named by this one."""
         engine = self.engines.get(name)
         if engine is not None and engine.uid != session.peer.uid:
             raise Refused(
@@ -259,11 +251,7 @@ class Registry:
                 del self.engines[engine.name]
 
     def check_integrity(self) -> None:
-        """Check that every index names the same objects.
-
-        Raises:
-            IntegrityError: one does not.
-        """
+        """Raise IntegrityError where an index names other objects."""
         if {s.token for s in self.sessions.values()} != set(self.by_token):
             raise IntegrityError("tokens and sessions disagree")
         if Counter(s.peer.uid for s in self.sessions.values()) != self._by_user:

@@ -188,11 +188,7 @@ class BrokerState:
         return effects, len(dropped)
 
     def check_integrity(self) -> None:
-        """Check all that can be checked.
-
-        Raises:
-            IntegrityError: an invariant does not hold.
-        """
+        """Raise IntegrityError where an invariant does not hold."""
         self.registry.check_integrity()
         if self.namespaces is not None:
             self.namespaces.check_integrity()

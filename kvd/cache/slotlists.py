@@ -42,11 +42,7 @@ class SlotLists:
         return sum(self._sizes)
 
     def append(self, which: int, slot: int) -> None:
-        """Put a slot that is in no list at the hot end of one.
-
-        Raises:
-            IntegrityError: the slot is in a list.
-        """
+        """Put a slot that is in no list, or IntegrityError, at the hot end of one."""
         if self._where[slot]:
             raise IntegrityError(f"slot {slot} is in list {self._where[slot]} already")
         head, place = which - 1, slot + self._lists
@@ -68,11 +64,7 @@ class SlotLists:
         self._sizes[which] += len(slots)
 
     def remove(self, slot: int) -> int:
-        """Take a slot out of its list; the list's number.
-
-        Raises:
-            IntegrityError: the slot is in no list.
-        """
+        """Take a slot out of its list, or IntegrityError; the list's number."""
         which = self._where[slot]
         if not which:
             raise IntegrityError(f"slot {slot} is in no list")

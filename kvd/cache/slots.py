@@ -71,11 +71,7 @@ class Slots:
         return keys, slots, generations
 
     def victims(self, n: int, named: set[int]) -> list[int]:
-        """Up to `n` READY slots that are to be evicted: none that is pinned, or in `named`.
-
-        Raises:
-            IntegrityError: the policy has fewer that may go than there should be.
-        """
+        """Up to `n` READY slots that are to be evicted: none that is pinned, or in `named`."""
         pins, policy, state = self.leases.pins, self.policy, self.directory.state
         pinned = len(pins) - len(self._doomed)
         staying = sum(slot not in pins and state(slot) == _READY for slot in named)
@@ -150,10 +146,7 @@ class Slots:
     def forget(self) -> tuple[int, int]:
         """Every READY slot is forgotten, or doomed where pinned: how many of each.
 
-        The time does not depend on how many are not pinned. No slot is WRITING.
-
-        Raises:
-            IntegrityError: one is.
+        The time does not depend on how many are not pinned. No slot may be WRITING.
         """
         if self.tickets:
             raise IntegrityError(f"slots are being written: {self!r}")
@@ -241,11 +234,7 @@ class Slots:
                 raise IntegrityError(f"slot {slot} has all shares and is not READY")
 
     def check_slots(self, first: int, count: int) -> int:
-        """Check each of `count` slots from `first` on; how many hold a chunk.
-
-        Raises:
-            IntegrityError: directory, policy, leases, tickets and space disagree about one.
-        """
+        """How many of `count` slots hold a chunk; IntegrityError where the parts disagree about one."""
         slots = range(first, min(first + count, self.directory.num_slots))
         tickets, chunks = self.tickets, 0
         free = self.space.free_among(slots.start, slots.stop)

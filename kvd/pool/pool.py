@@ -121,8 +121,7 @@ class Pool:
     def restore(self, space: Space, slots: npt.NDArray[np.int64], last: int) -> None:
         """Claim what holds these chunks of the previous daemon, whose last tick is `last`.
 
-        Raises:
-            IntegrityError: another namespace claims the same bytes.
+        IntegrityError says that another namespace claims the same bytes.
         """
         for column in np.unique(slots // space.geometry.column_slots).tolist():
             if not self._is_free_for(space, column):
