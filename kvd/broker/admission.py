@@ -1,19 +1,22 @@
-"""Whether a registration can be served at all, before anything is mapped; else `Refused`."""
+"""Whether a registration can be served at all, or why not; and the size of a pool for it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvd.broker.sessions import Engine, Session
 from kvd.broker.state import BrokerState
+from kvd.config.settings import Settings
 from kvd.errors import Refused
-from kvd_proto.capacity import size_pool
+from kvd_proto.capacity import auto_cpu_bytes, size_pool
 from kvd_proto.errors import LayoutError
-from kvd_proto.layout import compare_ranks, validate_layout
+from kvd_proto.layout import RankLayout, compare_ranks, validate_layout
 from kvd_proto.messages import ErrorCode, Register, fd_index
 from kvd_proto.printable import unprintable
+from kvd_proto.sizes import format_size
 
 CUDA_DEVICE = re.compile(r"cuda:(MIG-)?[0-9a-f]{32}")
 MAX_CUDA_LANES = 64
+KEPT_PART = 10  # a kept pool is used where its size differs by no more than one part in so many
 FAILED_SECONDS = 10.0  # clients ask every 2 s: not each of them is worth a process
 
 
@@ -122,3 +125,37 @@ def check_layout(message: Register, others: Mapping[int, Session], budget: int |
             size_pool([message.layout] * message.world_size, budget)
     except LayoutError as error:
         raise Refused(ErrorCode.BAD_LAYOUT, str(error)) from error
+
+
+def auto_size(
+    settings: Settings, layouts: Sequence[RankLayout], available: int, kept: int | None
+) -> tuple[int, str]:
+    """Return the size of a pool for an engine of these ranks, in bytes, and how it came about.
+
+    Where ``cpu_bytes`` is ``auto`` the first engine of which every rank asks for registration
+    decides, by what all of its ranks report together, in whatever order they came. Until then
+    their registrations wait; a rank whose engine never completes decides nothing.
+
+    Args:
+        settings: of the daemon.
+        layouts: of the ranks.
+        available: bytes of memory that the machine has to give.
+        kept: size of the pool that the daemon before left, if it can be used.
+
+    Raises:
+        Refused: such a pool would hold no chunk.
+    """
+    cpu_bytes, explanation = auto_cpu_bytes(
+        layouts,
+        ratio=settings.host_ratio,
+        available=available,
+        reserve=settings.reserve_bytes,
+    )
+    if kept and kept != cpu_bytes and abs(kept - cpu_bytes) * KEPT_PART <= cpu_bytes:
+        cpu_bytes = kept
+        explanation += f"; the kept pool of {format_size(kept)} is about as large and is used"
+    try:
+        size_pool(layouts, cpu_bytes)
+    except LayoutError as error:
+        raise Refused(ErrorCode.BAD_LAYOUT, f"cpu_bytes auto: {explanation}: {error}") from error
+    return cpu_bytes, explanation

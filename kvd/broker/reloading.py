@@ -6,7 +6,6 @@ reading, which sees what was written before the question.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.operations import Handler, by, for_tools
@@ -26,13 +25,8 @@ from kvd_proto.messages import (
     ShowConfig,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Who wants the configuration read: a request, or a signal where that is None."""
-
-    by: str
-    request: Request[ReloadConfig] | None = None
+Asked = tuple[str, Request[ReloadConfig] | None]
+"""Who wants the configuration read, and the request; a signal has none."""
 
 
 class Reloading:
@@ -41,8 +35,8 @@ class Reloading:
     def __init__(self, state: BrokerState, loaded: Loaded) -> None:
         self._state = state
         self.loaded = loaded
-        self._asked: list[_Asked] = []
-        self._served: list[_Asked] = []  # by the reading that is under way
+        self._asked: list[Asked] = []
+        self._served: list[Asked] = []  # by the reading that is under way
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which request."""
@@ -50,7 +44,7 @@ class Reloading:
 
     def sighup(self) -> None:
         """Have the configuration read again, as SIGHUP asks."""
-        self._asked.append(_Asked("SIGHUP"))
+        self._asked.append(("SIGHUP", None))
 
     @property
     def under_way(self) -> bool:
@@ -67,7 +61,7 @@ class Reloading:
     def read(self, outcome: Loaded | ConfigError) -> list[Effect]:
         """The configuration as it is now, or why it cannot be used."""
         served, self._served = self._served, []
-        who = ", ".join(asked.by for asked in served)
+        who = ", ".join(who for who, _ in served)
         if isinstance(outcome, ConfigError):
             problems = "; ".join(str(outcome).splitlines())
             text = f"reload by {who} refused, the old settings hold: {problems}"
@@ -75,13 +69,13 @@ class Reloading:
             effects: list[Effect] = [Event(text, "error")]
         else:
             effects, answer = self._take_up(outcome, who)
-        effects += [asked.request.reply(answer) for asked in served if asked.request is not None]
+        effects += [request.reply(answer) for _, request in served if request is not None]
         return effects
 
     # --------------------------------------------------------------- helpers
 
     def _reload(self, request: Request[ReloadConfig]) -> list[Effect]:
-        self._asked.append(_Asked(by(request.session.peer), request))
+        self._asked.append((by(request.session.peer), request))
         return []
 
     def _show(self, request: Request[ShowConfig]) -> list[Effect]:

@@ -1,6 +1,5 @@
 """Sessions and engines: who is connected, and what each has registered."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -188,13 +187,12 @@ class Registry:
         self.sessions: dict[int, Session] = {}
         self.by_token: dict[bytes, Session] = {}
         self.engines: dict[str, Engine] = {}
-        self._by_user: Counter[int] = Counter()
         self._next_session = 1
         self._next_engine = 1
 
     def check_room(self, peer: Peer) -> None:
         """Refuse one process more of this user than there is room for; with the setting."""
-        of_user = self._by_user[peer.uid]
+        of_user = sum(session.peer.uid == peer.uid for session in self.sessions.values())
         for whose, count, limit, most in (
             ("", len(self.sessions), "max_sessions", self.max_sessions),
             (f" of uid {peer.uid}", of_user, "max_sessions_per_user", self.max_sessions_per_user),
@@ -211,13 +209,12 @@ class Registry:
         """Return a new session in state CONNECTED."""
         session = Session(self._next_session, token, peer)
         self._next_session += 1
-        self._by_user[peer.uid] += 1
         self.sessions[session.number] = session
         self.by_token[token] = session
         return session
 
     def check_name(self, session: Session, name: str) -> None:
-        """Refuse the name of another user's engine, whose chunks could then be named by this one."""
+        """Refuse the name of another user's engine, whose chunks this one could then name."""
         engine = self.engines.get(name)
         if engine is not None and engine.uid != session.peer.uid:
             raise Refused(
@@ -240,10 +237,6 @@ class Registry:
         """Forget a session, and its engine with the last of them."""
         del self.sessions[session.number]
         del self.by_token[session.token]
-        uid = session.peer.uid
-        self._by_user[uid] -= 1
-        if not self._by_user[uid]:
-            del self._by_user[uid]
         engine = session.engine
         if engine is not None:
             del engine.sessions[session.number]
@@ -254,8 +247,6 @@ class Registry:
         """Raise IntegrityError where an index names other objects."""
         if {s.token for s in self.sessions.values()} != set(self.by_token):
             raise IntegrityError("tokens and sessions disagree")
-        if Counter(s.peer.uid for s in self.sessions.values()) != self._by_user:
-            raise IntegrityError(f"sessions by user are counted as {dict(self._by_user)}")
         for name, engine in self.engines.items():
             if engine.name != name or not engine.sessions:
                 raise IntegrityError(f"{engine!r} is filed under {name!r} or empty")

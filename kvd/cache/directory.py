@@ -288,7 +288,7 @@ class DirectoryWriter(DirectoryView):
         rank = np.arange(len(homes))
         places = np.maximum.accumulate(homes - rank) + rank
         entries = hashes.astype(np.uint64) << np.uint64(32) | (slots + 1).astype(np.uint64)
-        index = np.frombuffer(self._whole, "<u8", head.index_capacity, head.index_offset)
+        index = self._entries()
         around = int(np.searchsorted(places, head.index_capacity))
         index[places[:around]] = entries[:around]
         if (places[:around] - homes[:around] >= self._limit).any():
@@ -345,20 +345,20 @@ class DirectoryWriter(DirectoryView):
                 hole = j
         index[hole] = 0
 
+    def _entries(self) -> npt.NDArray[np.uint64]:
+        head = self.header
+        return np.frombuffer(self._whole, "<u8", head.index_capacity, head.index_offset)
+
     def indexed_slots(self) -> list[int]:
         """The slots that the index has, in no order; reads the whole index."""
-        index = np.frombuffer(
-            self._whole, "<u8", self.header.index_capacity, self.header.index_offset
-        )
+        index = self._entries()
         entries = index[np.flatnonzero(index)]
         slots: list[int] = ((entries & np.uint64(SLOT_MASK)).astype(np.int64) - 1).tolist()
         return slots
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where index and records do not agree."""
-        entries = np.frombuffer(
-            self._whole, "<u8", self.header.index_capacity, self.header.index_offset
-        )
+        entries = self._entries()
         seen: set[int] = set()
         for place in map(int, np.flatnonzero(entries)):
             entry = int(entries[place])

@@ -292,24 +292,22 @@ class Namespaces:
         return len(self._open)
 
     def make_room(self) -> None:
-        """Close the namespace that is longest open and may go, where no more may be open."""
-        if len(self._open) >= self.settings.max_namespaces:
-            for namespace in self.spare()[:1]:
-                self.close(namespace)
+        """Where no more may be open, close the oldest that may go.
 
-    def closable(self) -> list[Namespace]:
-        """Namespaces without engines, with nothing pinned or being written, the oldest first."""
-        return [ns for ns in self if not ns.engines and ns.table.slots.is_idle]
-
-    def spare(self) -> list[Namespace]:
-        """Those of `closable` that may go while every model keeps what it holds of its floor."""
-        spare = []
+        Every model keeps what it holds of its floor.
+        """
+        if len(self._open) < self.settings.max_namespaces:
+            return
         for namespace in self.closable():
             space = namespace.table.space
             group = self.pool.quotas.of(space)
             if group is None or not space.held or group.held - space.held >= group.floor:
-                spare.append(namespace)
-        return spare
+                self.close(namespace)
+                return
+
+    def closable(self) -> list[Namespace]:
+        """Namespaces without engines, with nothing pinned or being written, the oldest first."""
+        return [ns for ns in self if not ns.engines and ns.table.slots.is_idle]
 
     def close(self, namespace: Namespace) -> None:
         """Drop a namespace that is `closable` with its chunks, and release its memory."""

@@ -234,7 +234,7 @@ class Slots:
                 raise IntegrityError(f"slot {slot} has all shares and is not READY")
 
     def check_slots(self, first: int, count: int) -> int:
-        """How many of `count` slots hold a chunk; IntegrityError where the parts disagree about one."""
+        """How many of `count` slots hold a chunk; IntegrityError where parts disagree about one."""
         slots = range(first, min(first + count, self.directory.num_slots))
         tickets, chunks = self.tickets, 0
         free = self.space.free_among(slots.start, slots.stop)

@@ -16,6 +16,7 @@ from types import FrameType
 
 import zmq
 
+from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import (
     ChunksReady,
@@ -35,7 +36,6 @@ from kvd.broker.effects import (
     StartLane,
     ToLane,
 )
-from kvd.broker.sizing import auto_size
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources

@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, OpenPool, Reply
 from kvd.broker.sessions import Peer, Session
-from kvd.broker.sizing import auto_size
 from kvd.cache.namespaces import MakeBuffer, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded
