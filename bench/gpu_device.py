@@ -115,7 +115,7 @@ class Reference:
         self._host = self._pinned.address
         self._device = driver.allocate(2 * nbytes)
         try:
-            self._batch: BatchCopy | None = BatchCopy.find()
+            self._batch: BatchCopy | None = BatchCopy()
         except CudaError:
             self._batch = None
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, started_daemons
+from tests.fakecuda.harness import FakeCuda
 
 __all__ = ["Daemon", "StartDaemon", "started_daemons"]
 
@@ -86,18 +87,9 @@ def small_tmpfs() -> Iterator[Callable[[Path, int], None]]:
 
 
 @pytest.fixture(scope="session")
-def fakecuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fakecuda_folder(fakecuda: FakeCuda) -> Path:
     """Where the test driver is, a double of CUDA's, for LD_LIBRARY_PATH."""
-    if importlib.util.find_spec("cuda") is None:
-        pytest.skip("cuda-bindings is not installed")
-    from tests.fakecuda.build import NoCompiler, build  # noqa: PLC0415  # most tests need none
-
-    folder = tmp_path_factory.mktemp("fakecuda")
-    try:
-        build(folder)
-    except NoCompiler as error:
-        pytest.skip(str(error))
-    return folder
+    return fakecuda.library.parent
 
 
 @pytest.fixture

@@ -13,23 +13,11 @@ GRANULARITY = 2 * 2**20
 POSIX_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-class Failed(Exception):
-    """A driver function failed.
-
-    Attributes:
-        code: the number of the error.
-    """
-
-    def __init__(self, name: str, code: int) -> None:
-        super().__init__(f"{name}: error {code}")
-        self.code = code
-
-
 def call(name: str, *arguments: object) -> Any:
     """Call a driver function; None, its one result, or a tuple."""
     code, *results = getattr(driver, name)(*arguments)
     if int(code):
-        raise Failed(name, int(code))
+        raise RuntimeError(f"{name}: error {int(code)}")
     if len(results) > 1:
         return tuple(results)
     return results[0] if results else None
@@ -86,31 +74,14 @@ class DeviceMemory(DeviceBytes):
         call("cuMemFree", self.address)
 
 
-class OpenedMemory(DeviceBytes):
-    """Another process's allocation, by its handle."""
-
-    def __init__(self, handle: bytes) -> None:
-        wanted = driver.CUipcMemHandle()
-        ctypes.memmove(wanted.getPtr(), handle, 64)
-        address = int(call("cuIpcOpenMemHandle", wanted, 1))
-        super().__init__(address, int(call("cuMemGetAddressRange", address)[1]))
-
-    def close(self) -> None:
-        """Let go of it."""
-        call("cuIpcCloseMemHandle", self.address)
-
-
 class VirtualMemory(DeviceBytes):
-    """Memory of cuMemCreate, or of a descriptor of such memory, mapped.
+    """Memory of cuMemCreate, mapped.
 
     Args:
-        descriptor: another's memory; None makes new memory.
         exportable: whether a descriptor may be asked for.
     """
 
-    def __init__(
-        self, nbytes: int = GRANULARITY, descriptor: int | None = None, *, exportable: bool = True
-    ) -> None:
+    def __init__(self, nbytes: int = GRANULARITY, *, exportable: bool = True) -> None:
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = 0
@@ -120,10 +91,7 @@ class VirtualMemory(DeviceBytes):
         properties.location = access.location
         if exportable:
             properties.requestedHandleTypes = POSIX_FD
-        if descriptor is None:
-            self._allocation = call("cuMemCreate", nbytes, properties, 0)
-        else:
-            self._allocation = call("cuMemImportFromShareableHandle", descriptor, POSIX_FD)
+        self._allocation = call("cuMemCreate", nbytes, properties, 0)
         super().__init__(int(call("cuMemAddressReserve", nbytes, 0, 0, 0)), nbytes)
         call("cuMemMap", self.address, nbytes, 0, self._allocation, 0)
         call("cuMemSetAccess", self.address, nbytes, [access], 1)

@@ -5,26 +5,18 @@ of the lane show as well, because they fail where it is not kept, has none.
 """
 
 import ctypes
-import multiprocessing
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from cuda.bindings import driver
 
 from tests.fakecuda.cudatensor import (
-    GRANULARITY,
     DeviceMemory,
-    Failed,
-    OpenedMemory,
     PinnedBytes,
     Stream,
-    VirtualMemory,
     call,
     code_of,
     device_name,
@@ -68,15 +60,6 @@ def thread_without_context() -> None:
     assert codes == [INVALID_CONTEXT]
 
 
-def forked() -> None:
-    """A forked child cannot use the driver."""
-    use_device()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if code_of("cuMemAlloc", PAGE) == NOT_INITIALIZED else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def allocations() -> None:
     """Copies stay inside one allocation, memory runs out, and fresh memory is not zero."""
     use_device()
@@ -100,76 +83,6 @@ def touched_by_host() -> None:
     """Reads device memory as if it were the host's."""
     use_device()
     ctypes.string_at(DeviceMemory(PAGE).address, 1)
-
-
-def _export(pipe: Connection) -> None:
-    use_device()
-    memory = DeviceMemory(PAGE)
-    memory.write(b"exported")
-    pipe.send(memory.handle())
-    while pipe.recv() != "end":
-        pipe.send(memory.read(8))
-
-
-def ipc() -> None:
-    """A handle opens in another process, once, and not when its memory is gone."""
-    use_device()
-    assert code_of("cuIpcOpenMemHandle", call("cuIpcGetMemHandle", DeviceMemory(1).address), 1) == (
-        INVALID_CONTEXT
-    )
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_export, args=(theirs,), daemon=True)
-    process.start()
-    handle = ours.recv()
-    opened, again = OpenedMemory(handle), OpenedMemory(handle)
-    assert (opened.nbytes, opened.address) == (PAGE, again.address)
-    assert opened.read(8) == b"exported"
-    opened.write(b"imported")
-    ours.send("read")
-    assert ours.recv() == b"imported"
-    opened.close()
-    assert again.read(8) == b"imported"
-    ours.send("end")
-    process.join(PATIENCE)
-    assert again.read(8) == b"imported"
-    again.close()
-    assert code_of("cuIpcCloseMemHandle", again.address) == INVALID_VALUE
-    try:
-        OpenedMemory(handle)
-    except Failed as error:
-        assert error.code == INVALID_HANDLE  # noqa: PT017  # plain asserts: no pytest in here
-    else:
-        raise AssertionError("a dead process's handle was opened")
-
-
-def virtual_memory() -> None:
-    """Exported as a descriptor, imported, mapped twice; legacy handles are refused."""
-    use_device()
-    memory = VirtualMemory()
-    legacy = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-    assert not call("cuPointerGetAttribute", legacy, memory.address)
-    assert call("cuPointerGetAttribute", legacy, DeviceMemory(1).address)
-    assert code_of("cuIpcGetMemHandle", memory.address) == INVALID_VALUE
-    ours, theirs = socket.socketpair()
-    fd = memory.descriptor()
-    socket.send_fds(ours, [b"."], [fd])
-    os.close(fd)
-    received = socket.recv_fds(theirs, 1, 1)[1][0]
-    other = VirtualMemory(GRANULARITY, received)
-    memory.write(b"virtual", 100)
-    assert other.read(7, 100) == b"virtual"
-    memory.free()
-    assert other.read(7, 100) == b"virtual"
-    other.free()
-    assert code_of("cuMemcpyDtoH", 0, other.address, 1) == INVALID_VALUE
-    private = VirtualMemory(exportable=False)
-    try:
-        private.descriptor()
-    except Failed as error:
-        assert error.code == NOT_SUPPORTED  # noqa: PT017  # the same
-    else:
-        raise AssertionError("memory that is not exportable was exported")
 
 
 def registration() -> None:
@@ -288,10 +201,7 @@ def test_of_the_call_log_only_whole_lines_are_read(tmp_path: Path, part: str) ->
 
 SCENARIOS: list[Callable[[], None]] = [
     thread_without_context,
-    forked,
     allocations,
-    ipc,
-    virtual_memory,
     registration,
     stream_order,
     legacy_stream,

@@ -99,7 +99,6 @@ def simple_layout(
     num_blocks: int = 32,
     page: int = 4096,
     blocks_per_chunk: int = 2,
-    replicated: bool = False,
 ) -> RankLayout:
     """One group over equal tensors, each with a storage of its own and blocks back to back."""
     return RankLayout(
@@ -109,18 +108,14 @@ def simple_layout(
         storages=tuple(num_blocks * page for _ in range(tensors)),
         tensors=tuple(TensorSpec(index, 0, page, page) for index in range(tensors)),
         groups=(GroupSpec(tuple(TensorRef(index, page) for index in range(tensors)), 16),),
-        replicated=replicated,
     )
 
 
 class FakeWorker:
     """A worker's memory, and its DEALER to the lane."""
 
-    def __init__(
-        self, layout: RankLayout, *, session: int = 1, rank: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, layout: RankLayout, *, session: int = 1) -> None:
         self.layout, self.session = layout, session
-        self.rank, self.world_size = rank, world_size
         self.token = token_of(session)
         self.page = Memory(CONTROL_BYTES)
         self.words = self.page.bytes.view("<u8")
@@ -261,8 +256,6 @@ def import_message(
     handles: Sequence[Handle] = (),
     *,
     session: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
 ) -> ImportWorker:
     """The order by which a worker's memory is mapped; one descriptor a storage without handles."""
     return ImportWorker(
@@ -270,8 +263,8 @@ def import_message(
         token=token_of(session),
         engine="llama",
         pid=41,
-        rank=rank,
-        world_size=world_size,
+        rank=0,
+        world_size=1,
         layout=layout,
         handles=tuple(handles or (HostHandle(1 + i) for i in range(len(layout.storages)))),
     )
@@ -330,19 +323,12 @@ class Lane:
             self.pool.close()
             raise
 
-    def attach(
-        self,
-        worker: FakeWorker,
-        directory: Directory,
-        *,
-        owner: int = 7,
-        arena_base: int = 0,
-    ) -> FakeWorker:
+    def attach(self, worker: FakeWorker, directory: Directory, arena_base: int = 0) -> FakeWorker:
         """Import and bind a worker, and connect its socket; the lane closes it in the end."""
         self.workers.append(worker)
         worker.connect(self.ready.endpoint)
         assert not self.import_worker(worker).error
-        self.bind(worker, directory, owner=owner, arena_base=arena_base)
+        self.bind(worker, directory, arena_base)
         self.ping()
         return worker
 
@@ -351,17 +337,13 @@ class Lane:
         message = import_message(
             worker.layout,
             session=worker.session,
-            rank=worker.rank,
-            world_size=worker.world_size,
         )
         self.tell(message, fds or worker.fds)
         return self.hear(Imported)
 
-    def bind(
-        self, worker: FakeWorker, directory: Directory, *, owner: int = 7, arena_base: int = 0
-    ) -> None:
+    def bind(self, worker: FakeWorker, directory: Directory, arena_base: int = 0) -> None:
         """Say where the worker's chunks live."""
-        message = bind_message(worker.session, directory, owner, arena_base)
+        message = bind_message(worker.session, directory, arena_base=arena_base)
         self.tell(message, [directory.memory.fd])
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:

@@ -8,7 +8,15 @@ from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import JobStatus, Load, Ok, Store, Wait
-from tests.lane.support import BOOT, SLOTS, Directory, FakeWorker, Lane, make_job, simple_layout
+from tests.lane.support import (
+    BOOT,
+    SLOTS,
+    Directory,
+    FakeWorker,
+    Lane,
+    make_job,
+    simple_layout,
+)
 
 
 def test_what_was_stored_comes_back_into_other_blocks(
@@ -33,16 +41,18 @@ def test_what_was_stored_comes_back_into_other_blocks(
     assert (worker.pages(others) == 0xEE).all()
 
 
-def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, worker: FakeWorker) -> None:
+def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, directory: Directory) -> None:
     """Pool bytes outside the job's slots stay what they were, and inside lie tensor by tensor."""
     lane.pool.bytes[:] = 0xAB
+    base = simple_layout().slot_bytes // 2
+    worker = lane.attach(FakeWorker(simple_layout()), directory, base)
     worker.fill(2)
     worker.job(Store, 1, [7, 8], [3])
     assert worker.done().status is JobStatus.OK
     size = worker.layout.slot_bytes
-    slot = lane.pool.bytes[3 * size : 4 * size].copy()
+    slot = lane.pool.bytes[base + 3 * size : base + 4 * size]
     np.testing.assert_array_equal(slot, worker.pages([7, 8]).reshape(-1))
-    lane.pool.bytes[3 * size : 4 * size] = 0xAB
+    slot[:] = 0xAB
     assert (lane.pool.bytes == 0xAB).all()
 
 
@@ -82,26 +92,6 @@ def test_a_job_that_was_waited_for_before_it_came_does_not_begin(
     assert worker.silent()
 
 
-def test_arenas_of_ranks_do_not_mix(lane: Lane, directory: Directory) -> None:
-    """Two ranks store the same slots, each into its own arena."""
-    layout = simple_layout()
-    arena = SLOTS * layout.slot_bytes
-    ranks = [FakeWorker(layout, session=1 + rank, rank=rank, world_size=2) for rank in range(2)]
-    for worker in ranks:
-        lane.attach(worker, directory, arena_base=worker.rank * arena)
-        worker.fill(10 + worker.rank)
-        worker.job(Store, 1, [1, 2], [4])
-    wanted = [worker.pages([1, 2]) for worker in ranks]
-    assert [worker.done().status for worker in ranks] == [JobStatus.OK] * 2
-    assert {lane.share().rank for _ in ranks} == {0, 1}
-    directory.set([4], SlotState.READY, count=2)
-    for worker, pages in zip(ranks, wanted, strict=True):
-        worker.poison()
-        worker.job(Load, 2, [5, 6], [4])
-        assert worker.done().status is JobStatus.OK
-        np.testing.assert_array_equal(worker.pages([5, 6]), pages)
-
-
 def test_groups_of_one_job_go_where_they_belong(lane: Lane) -> None:
     """A full group, an empty one, and a sliding window that starts with a chunk's last block."""
     page = 512
@@ -136,34 +126,6 @@ def test_groups_of_one_job_go_where_they_belong(lane: Lane) -> None:
     assert (memory[:10] == 0xEE).all()
 
 
-def test_a_replicated_share_is_written_by_the_rank_whose_turn_it_is(lane: Lane) -> None:
-    """Each slot is copied and reported by one rank only; every rank loads all of them."""
-    layout = simple_layout(tensors=1, page=4096, blocks_per_chunk=1, replicated=True)
-    directory = Directory(SLOTS)
-    directory.set(range(SLOTS), SlotState.WRITING)
-    blocks, slots = [1, 2, 3, 4, 5], [2, 3, 4, 5, 6]
-    ranks = [FakeWorker(layout, session=1 + rank, rank=rank, world_size=2) for rank in range(2)]
-    for worker in ranks:
-        lane.attach(worker, directory)
-        worker.fill(20)
-    wanted = ranks[0].pages(blocks)
-    for worker, mine in zip(ranks, ([2, 4, 6], [3, 5]), strict=True):
-        lane.pool.bytes[:] = 0
-        worker.job(Store, 1, blocks, slots)
-        done = worker.done()
-        assert (done.status, done.bytes) == (JobStatus.OK, len(mine) * 4096)
-        assert lane.share().slots.numpy().tolist() == mine
-        written = np.flatnonzero(lane.pool.bytes.reshape(-1, 4096).max(axis=1))
-        assert written.tolist() == mine
-        directory.set(mine, SlotState.READY, count=1)
-    lane.pool.bytes[:] = 0
-    lane.pool.bytes[2 * 4096 : 7 * 4096] = wanted.reshape(-1)
-    for worker in ranks:
-        worker.poison()
-        assert worker.run(Load, 2, [9, 10, 11, 12, 13], slots) is JobStatus.OK
-        np.testing.assert_array_equal(worker.pages([9, 10, 11, 12, 13]), wanted)
-
-
 def test_a_stale_generation_moves_nothing(
     lane: Lane, worker: FakeWorker, directory: Directory
 ) -> None:
@@ -191,45 +153,29 @@ def test_a_failed_store_gives_up_only_what_is_the_engines_own(
     assert (share.ok, share.slots.numpy().tolist()) == (False, [3])
 
 
-def test_blocks_that_were_never_stored_are_not_loaded(
-    worker: FakeWorker, directory: Directory
-) -> None:
-    """A load of a chunk's second block fails where only the first was stored."""
-    directory.set([3], SlotState.READY, first=0, count=1)
-    assert worker.run(Load, 1, [1], [3]) is JobStatus.OK
-    assert worker.run(Load, 2, [1], [3], block_indices=[1]) is JobStatus.STALE
-    assert worker.run(Load, 3, [1, 2], [3]) is JobStatus.STALE
+REFUSED: list[tuple[list[int], list[int], dict[str, list[int]], str]] = [
+    ([0, 1], [3], {}, "null block"),
+    ([1, 32], [3], {}, "block_ids"),
+    ([1, 2], [SLOTS], {}, "slots"),
+    ([1, 2], [3, 4], {}, "slots"),
+    ([1, 2, 3], [3, 3], {}, "twice"),
+    ([1, 2], [3], {"group_sizes": [3]}, "group_sizes"),
+    ([1, 2], [3], {"group_sizes": [1, 1], "block_indices": [0, 0]}, "group_sizes"),
+    ([1, 2], [3], {"group_sizes": [2**32 - 1]}, "group_sizes"),
+]
 
 
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        (([0, 1], [3], {}), "null block"),
-        (([1, 32], [3], {}), "block_ids"),
-        (([1, 2], [SLOTS], {}), "slots"),
-        (([1, 2], [3, 4], {}), "slots"),
-        (([1, 2, 3], [3, 3], {}), "twice"),
-        (([1, 2], [3], {"group_sizes": [3]}), "group_sizes"),
-        (([1, 2], [3], {"group_sizes": [1, 1], "block_indices": [0, 0]}), "group_sizes"),
-        (([1, 2], [3], {"group_sizes": [2**32 - 1]}), "group_sizes"),
-    ],
-)
-def test_a_job_that_does_not_fit_the_layout_is_refused(
-    lane: Lane,
-    worker: FakeWorker,
-    job: tuple[list[int], list[int], dict[str, list[int]]],
-    words: str,
-) -> None:
+def test_a_job_that_does_not_fit_the_layout_is_refused(lane: Lane, worker: FakeWorker) -> None:
     """Wrong blocks, slots or sizes end as REFUSED with the figures, and no byte changes."""
-    blocks, slots, changes = job
     lane.pool.bytes[:] = 0xAB
     worker.poison()
-    worker.job(Store, 1, blocks, slots, **changes)
-    done = worker.done()
-    assert done.status is JobStatus.REFUSED
-    assert words in done.text
-    worker.job(Load, 2, blocks, slots, **changes)
-    assert worker.done().status in {JobStatus.REFUSED, JobStatus.STALE}
+    for number, (blocks, slots, changes, words) in enumerate(REFUSED):
+        worker.job(Store, 2 * number, blocks, slots, **changes)
+        done = worker.done()
+        assert done.status is JobStatus.REFUSED
+        assert words in done.text
+        worker.job(Load, 2 * number + 1, blocks, slots, **changes)
+        assert worker.done().status in {JobStatus.REFUSED, JobStatus.STALE}
     assert (lane.pool.bytes == 0xAB).all()
     assert (worker.pages(range(32)) == 0xEE).all()
 

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvd.errors import LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd.lane.jobs import JobState, LaneJob
 from kvd.lane.queue import Limits
@@ -273,6 +274,13 @@ def test_a_full_queue_sheds_stores() -> None:
         bench.submit(worker, make_job(Store, number, [1], [number], after=9))
     assert bench.ended() == [(0, JobStatus.SHED)]
     bench.close()
+
+
+def test_an_arena_outside_the_pool_is_refused(bench: Bench) -> None:
+    """A worker is not bound to bytes that the pool does not have, by as little as one."""
+    bind, fds = bind_message(1, bench.directory), [bench.directory.memory.fd]
+    with pytest.raises(LaneError, match="does not lie inside the pool"):
+        Binding.of(bind, fds, bench.layout, bench.layout.slot_bytes * SLOTS - 1)
 
 
 class RunnerMachine(RuleBasedStateMachine):

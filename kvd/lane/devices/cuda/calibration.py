@@ -105,7 +105,7 @@ class Scratch:
 def _choose_engine(scratch: Scratch, stream: Stream) -> Copier:
     """Batches if a trial moves the right bytes, else one copy after the other."""
     try:
-        copier = Copier(BatchCopy.find())
+        copier = Copier(BatchCopy())
         if scratch.moved_there_and_back(copier.by_engine, stream):
             return copier
         _log.warning("copies are enqueued one by one: a batch did not move the right bytes")

@@ -10,7 +10,6 @@ import ctypes
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, NewType
@@ -392,46 +391,46 @@ def copy(target: int, source: int, nbytes: int, stream: Stream) -> None:
     call("enqueueing a copy", "cuMemcpyAsync", target, source, nbytes, stream)
 
 
-@dataclass(frozen=True, slots=True)
 class BatchCopy:
     """`cuMemcpyBatchAsync`, called with arrays.
 
     The bindings take lists of address objects, which for a piece of 500 runs cost more than
     the copy; so the function that they resolve is called with pointers to the arrays.
+
+    Attributes:
+        tells_index: whether this driver's form tells which copy was wrong.
+
+    Raises:
+        CudaError: this driver has none.
     """
 
-    function: Callable[..., int]
-    tells_index: bool
-    stream_order: Any
-    any_order: Any
-
-    @classmethod
-    def find(cls) -> "BatchCopy":
-        """The driver's function, in the newest form that it has.
-
-        Raises:
-            CudaError: this driver has none.
-        """
-        cuda = bindings()
-        address, tells_index = _find_batch()
+    def __init__(self) -> None:
+        attempted = "looking for cuMemcpyBatchAsync"
+        cuda, have = bindings(), version()
+        # The newest that the driver has: asked for a newer one, it could answer with an older form.
+        form = next((form for form in _BATCH_FORMS if form[0] <= have), None)
+        if form is None:
+            raise CudaError(-1, f"not in a driver for CUDA {shown(have)}", attempted)
+        wanted, self.tells_index = form
+        flags = cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
+        named = (b"cuMemcpyBatchAsync", wanted, flags)
+        address, status = call(attempted, "cuGetProcAddress", *named)
+        if not int(address):
+            raise CudaError(-1, f"not in this driver ({status.name})", attempted)
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        kind = ctypes.CFUNCTYPE(
+        self._function = ctypes.CFUNCTYPE(
             ctypes.c_int,
             *(pointer, pointer, pointer, size),  # targets, sources, sizes, count
             *(pointer, pointer, size),  # attributes, first indices, their number
-            *((pointer,) if tells_index else ()),
+            *((pointer,) if self.tells_index else ()),
             pointer,  # stream
-        )
-        order = cuda.CUmemcpySrcAccessOrder
-        attributes = []
-        for value in (
-            order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-            order.CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
-        ):
-            attribute = cuda.CUmemcpyAttributes()
-            attribute.srcAccessOrder = value
-            attributes.append(attribute)
-        return cls(kind(address), tells_index, *attributes)
+        )(int(address))
+        orders = cuda.CUmemcpySrcAccessOrder
+        self._attributes = []  # by whether the order is any
+        for order in ("STREAM", "ANY"):
+            attributes = cuda.CUmemcpyAttributes()
+            attributes.srcAccessOrder = getattr(orders, f"CU_MEMCPY_SRC_ACCESS_ORDER_{order}")
+            self._attributes.append(attributes)
 
     def enqueue(
         self,
@@ -452,9 +451,9 @@ class BatchCopy:
             source_in_any_order: sources may be read at any time until the copies have ended;
                 otherwise not before the stream gets there.
         """
-        attributes = self.any_order if source_in_any_order else self.stream_order
+        attributes = self._attributes[source_in_any_order]
         first, wrong = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        code = self.function(
+        code = self._function(
             targets.ctypes.data,
             sources.ctypes.data,
             sizes.ctypes.data,
@@ -466,28 +465,6 @@ class BatchCopy:
             int(stream),  # type: ignore[call-overload]  # the bindings' handles are numbers
         )
         _check(bindings().CUresult(code), f"enqueueing {len(targets)} copies")
-
-
-def _find_batch() -> tuple[int, bool]:
-    """Where it is, and whether it takes one argument more: the index of a copy that is wrong."""
-    attempted = "looking for cuMemcpyBatchAsync"
-    flags = bindings().CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
-    have = version()
-    failures = [CudaError(-1, f"not in a driver for CUDA {shown(have)}", attempted)]
-    for version_wanted, tells_index in _BATCH_FORMS:
-        # An older driver asked for a newer version could answer with the form that it has.
-        if have < version_wanted:
-            continue
-        named = (b"cuMemcpyBatchAsync", version_wanted, flags)
-        try:
-            address, status = call(attempted, "cuGetProcAddress", *named)
-        except CudaError as error:
-            failures.append(error)
-            continue
-        if int(address):
-            return int(address), tells_index
-        failures.append(CudaError(-1, f"not in this driver ({status.name})", attempted))
-    raise failures[-1]
 
 
 # -------------------------------------------------------------------- kernels
