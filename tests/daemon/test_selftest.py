@@ -21,7 +21,7 @@ from kvd_client import (
 )
 from kvd_tools.selftest import bench as bench_module
 from kvd_tools.selftest.bench import Bench, chunk_bytes_for
-from kvd_tools.selftest.steps import STEPS, Outcome, run
+from kvd_tools.selftest.steps import STEPS, run
 from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.daemon.serving import run_kvd
@@ -50,7 +50,7 @@ def shared() -> Iterator[Daemon]:
         yield start()
 
 
-def run_steps(daemon: Daemon) -> list[Outcome]:
+def run_steps(daemon: Daemon) -> list[dict[str, Any]]:
     """The self-test of the host's lane in this process; its memory is given back."""
     with (
         Scheduler(daemon.runtime_dir, "observer", deadline=DEADLINE) as observer,
@@ -77,9 +77,9 @@ NAMES = list(STEPS)
 
 def test_a_sound_daemon_passes_and_is_left_as_it_was(shared: Daemon) -> None:
     """Every step proves something; afterwards nothing of it is there and no room is held."""
-    outcomes = run_steps(shared)
-    assert [outcome.name for outcome in outcomes] == NAMES
-    assert all(outcome.ok and outcome.text for outcome in outcomes), outcomes
+    steps = run_steps(shared)
+    assert [step["name"] for step in steps] == NAMES
+    assert all(step["ok"] and step["text"] for step in steps), steps
     report = shared.status()
     assert report["namespaces"] == []
     assert report["pool"]["free_bytes"] == report["pool"]["cpu_bytes"]
@@ -153,7 +153,7 @@ def test_a_part_that_says_it_was_done_is_found_out(
     monkeypatch.setattr(owner, name, lie)
     last = run_steps(shared)[-1]
     monkeypatch.undo()
-    assert (last.name, last.ok) == (found_by, False), last
+    assert (last["name"], last["ok"]) == (found_by, False), last
 
 
 def test_a_lane_that_copies_nothing_is_found_out(

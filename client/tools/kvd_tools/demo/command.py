@@ -18,12 +18,11 @@ from kvd_tools.demo.engine import Engine
 from kvd_tools.demo.memory import STRIDES
 from kvd_tools.demo.plan import BLOCKS_PER_CHUNK
 from kvd_tools.demo.processes import Daemon, Ranks
-from kvd_tools.demo.rank import Setup
+from kvd_tools.demo.rank import ENGINE, Setup
 from kvd_tools.demo.report import Summary, memcpy_rate, summarize, table
 from kvd_tools.demo.workload import Prompt, conversations, distinct_pieces
 from kvd_tools.errors import check_installed
 
-ENGINE = "demo"
 MAX_WORLD_SIZE = 16
 POOL_SHARE = 0.4  # of the working set, so that chunks are evicted
 MAX_POOL_BYTES = 2**30  # unless --cpu-bytes says otherwise
@@ -122,7 +121,7 @@ def _run(
     memcpy_gbps = memcpy_rate()
     with Daemon(cpu_bytes) as daemon:
         setups = [
-            Setup(daemon.runtime_dir, ENGINE, rank, world_size, num_blocks, corrupt and rank == 0)
+            Setup(daemon.runtime_dir, rank, world_size, num_blocks, corrupt and not rank)
             for rank in range(world_size)
         ]
         with Ranks(setups) as ranks, Scheduler(daemon.runtime_dir, ENGINE) as scheduler:

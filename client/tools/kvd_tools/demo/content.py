@@ -12,7 +12,6 @@ tensor or block, a page shifted by a word, and a single flipped bit all show.
 """
 
 import struct
-from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
 
@@ -42,14 +41,6 @@ def _ramp(words: int) -> npt.NDArray[np.uint64]:
     return np.random.default_rng(8 * words).integers(0, 2**64, words, np.uint64)
 
 
-def chain(pieces: tuple[int, ...]) -> Iterator[bytes]:
-    """Yield prefix-chained hashes, 32 bytes each: a hash names its piece and all before it."""
-    before = b""
-    for piece in pieces:
-        before = blake2b(before + piece.to_bytes(8, "little"), digest_size=32).digest()
-        yield before
-
-
-def chunk_key(chunk_hash: bytes, group: int) -> bytes:
-    """Return the key of one group's chunk, 34 bytes: its hash and the group's index."""
-    return chunk_hash + group.to_bytes(2, "little")
+def chunk_key(piece: int, group: int) -> bytes:
+    """Return the key of one group's chunk, 34 bytes; a piece implies all that is before it."""
+    return piece.to_bytes(32, "little") + group.to_bytes(2, "little")

@@ -17,7 +17,7 @@ from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import StoreAnswer
-from kvd_tools.demo.content import chain, chunk_key
+from kvd_tools.demo.content import chunk_key
 from kvd_tools.demo.plan import (
     BLOCKS_PER_CHUNK,
     FULL,
@@ -40,12 +40,12 @@ _TAKEN = {StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.PENDING}
 
 @dataclass(slots=True)
 class _Request:
-    """A prompt while it is served: its chunks' hashes; block ids by group and logical index.
+    """A prompt while it is served; block ids by group and logical index.
 
     users: serving it, and each of its jobs. It has its blocks until the last has ended.
     """
 
-    hashes: list[bytes]
+    prompt: Prompt
     blocks: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
     users: int = 1
     loaded: bool = False
@@ -56,7 +56,7 @@ class _Request:
             return ChunkBlocks([], [])
         chunks = range(logical.start // BLOCKS_PER_CHUNK, -(-logical.stop // BLOCKS_PER_CHUNK))
         return ChunkBlocks(
-            [chunk_key(self.hashes[chunk], group) for chunk in chunks],
+            [chunk_key(self.prompt[chunk], group) for chunk in chunks],
             [self.blocks[group][index] for index in logical],
             logical.start,
         )
@@ -97,10 +97,10 @@ class Engine:
 
     def serve(self, prompt: Prompt) -> None:
         """Serve one prompt; its stores may still be running afterwards."""
-        request = _Request(list(chain(prompt)))
+        request = _Request(prompt)
         self.counts["requests"] += 1
         position = self._reuse(request)
-        for end in step_ends(position, len(request.hashes)):
+        for end in step_ends(position, len(prompt)):
             full, window = full_blocks(position, end), window_blocks(end)
             fresh = range(max(window.start, full.start), window.stop)
             self._ranks.send_all(Step(self._allocate(request, full, fresh)))
@@ -119,11 +119,11 @@ class Engine:
 
     def _reuse(self, request: _Request) -> int:
         """Load the longest prefix that is there; return how many chunks."""
-        hashes = request.hashes
-        prefix = takewhile(self._is_there, (chunk_key(h, FULL) for h in hashes))
+        prompt = request.prompt
+        prefix = takewhile(self._is_there, (chunk_key(piece, FULL) for piece in prompt))
         hit = longest_hit(
             len(list(prefix)),
-            lambda chunk, first: self._is_there(chunk_key(hashes[chunk], WINDOW), first),
+            lambda chunk, first: self._is_there(chunk_key(prompt[chunk], WINDOW), first),
         )
         if not hit:
             return 0

@@ -22,7 +22,7 @@ from kvd_tools.demo.memory import STRIDES, KvMemory, rank_layout
 from kvd_tools.errors import DemoError
 
 POLL_SECONDS = 100e-6  # an engine's step looks for finished jobs about so often
-MODEL = "kvd-demo"
+ENGINE = "demo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,6 @@ class Setup:
     """Who the rank is, and what it owns. corrupt: flip a bit in what is stored first."""
 
     runtime_dir: Path
-    engine: str
     rank: int
     world_size: int
     num_blocks: int
@@ -82,11 +81,11 @@ def _run(pipe: Connection, setup: Setup) -> None:
     tensors = [torch.empty((setup.num_blocks, stride), dtype=torch.uint8) for stride in STRIDES]
     shared = share_torch(tensors)
     memory = KvMemory(setup.rank, [tensor.numpy() for tensor in tensors])
-    with Worker(setup.runtime_dir, setup.engine, setup.rank, setup.world_size) as worker:
+    with Worker(setup.runtime_dir, ENGINE, setup.rank, setup.world_size) as worker:
         worker.register(
             shared.memory,
             rank_layout(setup.num_blocks),
-            Fingerprint(model=MODEL, dtype="uint8"),
+            Fingerprint(model="kvd-demo", dtype="uint8"),
             required=True,
         )
         pipe.send(shared.device)

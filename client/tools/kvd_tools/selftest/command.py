@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +19,7 @@ from kvd_proto.messages import HOST
 from kvd_proto.sizes import parse_duration
 from kvd_tools.selftest.bench import ANSWER_SECONDS, Bench
 from kvd_tools.selftest.blocks import visible_devices
-from kvd_tools.selftest.steps import STEPS, Outcome, run
+from kvd_tools.selftest.steps import run
 
 
 @click.command()
@@ -113,25 +112,21 @@ def _devices(status: dict[str, Any], wanted: Sequence[str]) -> list[str]:
 def _test_lane(
     runtime_dir: Path, device: str, observer: Scheduler, pool_bytes: int, timeout: float
 ) -> dict[str, Any]:
-    with Bench(runtime_dir, device, observer, pool_bytes, timeout) as bench:
-        return _report(bench, run(bench))
-
-
-def _report(bench: Bench, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return one lane's steps and, where all were done, medians of its jobs.
 
     gbps: 10^9 bytes a second of copying in the lane; latency_seconds: of a whole job, as an
     engine waits for it. Both by "store" and "load".
     """
-    last = outcomes[-1]
-    complete = last.ok and len(outcomes) == len(STEPS)
-    samples = {kind: moved for kind, moved in bench.samples.items() if complete and moved}
+    with Bench(runtime_dir, device, observer, pool_bytes, timeout) as bench:
+        steps = run(bench)
+    last = steps[-1]
+    samples = bench.samples if last["ok"] else {}
     return {
-        "device": bench.device,
-        "ok": last.ok,
-        "failed_step": None if last.ok else last.name,
-        "text": "" if last.ok else last.text,
-        "steps": [asdict(step) for step in outcomes],
+        "device": device,
+        "ok": last["ok"],
+        "failed_step": None if last["ok"] else last["name"],
+        "text": "" if last["ok"] else last["text"],
+        "steps": steps,
         "job_bytes": max((job.bytes for moved in samples.values() for job, _ in moved), default=0),
         "gbps": {
             kind: median(job.bytes / max(job.seconds, 1e-9) for job, _ in moved) / 1e9

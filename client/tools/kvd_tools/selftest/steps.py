@@ -7,7 +7,7 @@ so that what a step calls may do nothing, or do wrong, and is found out.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 from kvd_client.errors import KvdClientError
 from kvd_proto.directory import LookupResult
@@ -18,29 +18,24 @@ from kvd_tools.selftest.bench import Bench
 ROUNDS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a step: in a few words what was seen, or what was wrong."""
+def run(bench: Bench) -> list[dict[str, Any]]:
+    """Do the steps in order, up to the first that fails; that one is the last of the list.
 
-    name: str
-    ok: bool
-    text: str
-    seconds: float
-
-
-def run(bench: Bench) -> list[Outcome]:
-    """The steps in order, up to the first that fails; that one is the last of the list."""
-    outcomes: list[Outcome] = []
+    Returns:
+        Of each its name, whether it is ok, what was seen or was wrong as text, and the seconds.
+    """
+    steps: list[dict[str, Any]] = []
     for name, step in STEPS.items():
         started = time.perf_counter()
         try:
             text, ok = step(bench), True
         except KvdClientError as error:
             text, ok = str(error), False
-        outcomes.append(Outcome(name, ok, text, time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        steps.append({"name": name, "ok": ok, "text": text, "seconds": seconds})
         if not ok:
             break
-    return outcomes
+    return steps
 
 
 def _memory(bench: Bench) -> str:
