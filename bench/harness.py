@@ -137,18 +137,23 @@ class Daemon:
     def __exit__(self, *_: object) -> None:
         if self._keeps:
             self._process.kill()
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process)
         self._log.close()
         if not self._keeps:
             shutil.rmtree(self._place, ignore_errors=True)
 
     def __repr__(self) -> str:
         return f"<Daemon {self.runtime_dir}>"
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Ask it to end, wait, and kill it where that takes too long."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def own_memory(pid: int) -> float:

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Daemon
+from harness import Daemon, end
 
 import kvd_client
 import kvd_proto
@@ -75,7 +75,13 @@ def running(place: Path, cpu_bytes: int, lmcache_python: str | None) -> Iterator
             variants.append(Variant(name, stack.enter_context(engine)))
 
         start(NO_CACHE, None, sys.executable)
-        start(IN_PROCESS, _in_process(cpu_bytes), sys.executable)
+        in_process = {
+            "spec_name": "InProcessSpec",
+            "spec_module_path": "in_process",
+            "blocks_per_chunk": BLOCKS_PER_CHUNK,
+            "bytes": cpu_bytes,
+        }
+        start(IN_PROCESS, _transfer("OffloadingConnector", in_process), sys.executable)
         daemon = stack.enter_context(Daemon(cpu_bytes))
         transfer = kvd_transfer(
             daemon.runtime_dir, blocks_per_chunk=BLOCKS_PER_CHUNK, required=True
@@ -85,7 +91,9 @@ def running(place: Path, cpu_bytes: int, lmcache_python: str | None) -> Iterator
             port = stack.enter_context(
                 lmcache_server(lmcache_python, cpu_bytes, place / "lmcache-server.log")
             )
-            start(LMCACHE, _lmcache(port), lmcache_python)
+            at = {"host": "tcp://localhost", "port": port, "mp_transfer_mode": LMCACHE_MODE}
+            extra = {f"lmcache.mp.{name}": value for name, value in at.items()}
+            start(LMCACHE, _transfer("LMCacheMPConnector", extra), lmcache_python)
         yield variants
 
 
@@ -103,29 +111,8 @@ def _options(model: Path, transfer: Mapping[str, Any] | None) -> EngineOptions:
     )
 
 
-def _in_process(cpu_bytes: int) -> dict[str, Any]:
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "InProcessSpec",
-            "spec_module_path": "in_process",
-            "blocks_per_chunk": BLOCKS_PER_CHUNK,
-            "bytes": cpu_bytes,
-        },
-    }
-
-
-def _lmcache(port: int) -> dict[str, Any]:
-    return {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": "tcp://localhost",
-            "lmcache.mp.port": port,
-            "lmcache.mp.mp_transfer_mode": LMCACHE_MODE,
-        },
-    }
+def _transfer(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 @contextmanager
@@ -145,24 +132,14 @@ def lmcache_server(python: str, cpu_bytes: int, log: Path) -> Iterator[int]:
             _wait_listening(server, port, log)
             yield port
         finally:
-            server.terminate()
-            try:
-                server.wait(10)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            end(server)
 
 
 def _wait_listening(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-    end = time.monotonic() + SERVER_SECONDS
-    while True:
-        try:
+    end_of_patience = time.monotonic() + SERVER_SECONDS
+    while server.poll() is None and time.monotonic() < end_of_patience:
+        with suppress(OSError):
             socket.create_connection(("localhost", port), 1).close()
-        except OSError:
-            if server.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(
-                    f"LMCache's server does not listen: {log.read_text()[-2000:]}"
-                ) from None
-            time.sleep(POLL_SECONDS)
-        else:
             return
+        time.sleep(POLL_SECONDS)
+    raise RuntimeError(f"LMCache's server does not listen: {log.read_text()[-2000:]}")

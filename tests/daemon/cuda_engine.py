@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from kvd_client import LookupResult, Scheduler
-from tests.daemon.cuda_rank import CudaRank, Rank
+from tests.asked import Asked
+from tests.daemon.cuda_rank import Rank
 from tests.daemon.engines import FACTOR, PAGE, wait_boot
 from tests.daemon.serving import Daemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
@@ -23,7 +24,7 @@ class CudaEngine:
     kind: str = "ipc"
     page: int = PAGE
     rank_type: type[Rank] = Rank
-    ranks: dict[int, CudaRank] = field(default_factory=dict)
+    ranks: dict[int, Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.runtime_dir, self.name, deadline=DEADLINE)
@@ -33,15 +34,8 @@ class CudaEngine:
 
     def add(self, rank: int) -> None:
         """Start a rank."""
-        self.ranks[rank] = CudaRank(
-            self.runtime_dir,
-            self.name,
-            rank,
-            self.world_size,
-            kind=self.kind,
-            page=self.page,
-            rank_type=self.rank_type,
-        )
+        make = partial(self.rank_type, kind=self.kind, page=self.page)
+        self.ranks[rank] = Asked(make, self.runtime_dir, self.name, rank, self.world_size)
 
     def register(self) -> str:
         """Register all ranks that are not; the name of their device."""
@@ -76,7 +70,7 @@ class CudaEngine:
 
     def succeeded(self, job: int) -> bool:
         """Wait for a job; whether all ranks did it."""
-        results = [rank.result(job) for rank in self.ranks.values()]
+        results = [rank.ask("result", job) for rank in self.ranks.values()]
         return all(result.success for result in results)
 
     def store(self, keys: list[bytes], first_block: int = 1) -> None:
@@ -108,12 +102,7 @@ class CudaEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for rank in self.ranks.values():
             rank.close()
         self.scheduler.close()

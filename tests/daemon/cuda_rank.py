@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import DeviceMemory, Fingerprint, JobBlocks, JobResult, Load, Store, Worker
-from tests.asked import PATIENCE, Asked
+from tests.asked import PATIENCE
 from tests.daemon.engines import PAGE, POISON, TENSORS, content, make_layout, wait_boot
 from tests.fakecuda import cudatensor
 from tests.waiting import DEADLINE
@@ -17,8 +17,8 @@ from tests.waiting import DEADLINE
 GAP = 512
 
 
-class CudaRank(Asked):
-    """The process, as the test sees it.
+class Rank:
+    """The rank, for `Asked`. Blocks are those of `make_layout`, both storages in one allocation.
 
     Args:
         runtime_dir: the daemon's.
@@ -28,7 +28,6 @@ class CudaRank(Asked):
         kind: of its memory: "ipc", "vmm" (exportable) or "closed" (not exportable).
         device: ordinal of its device.
         page: bytes of a block's part of each tensor.
-        rank_type: what runs there.
     """
 
     def __init__(
@@ -41,30 +40,6 @@ class CudaRank(Asked):
         kind: str = "ipc",
         device: int = 0,
         page: int = PAGE,
-        rank_type: type["Rank"] | None = None,
-    ) -> None:
-        arguments = (str(runtime_dir), engine, rank, world_size, kind, device, page)
-        super().__init__(rank_type or Rank, *arguments)
-
-    def result(self, job: int) -> JobResult:
-        """Wait for a job's end."""
-        result = self.ask("result", job)
-        assert isinstance(result, JobResult)
-        return result
-
-
-class Rank:
-    """The rank itself. Blocks are those of `make_layout`, both storages in one allocation."""
-
-    def __init__(
-        self,
-        runtime_dir: str,
-        engine: str,
-        rank: int,
-        world_size: int,
-        kind: str,
-        device: int,
-        page: int,
     ) -> None:
         self._rank = rank
         self._results: dict[int, JobResult] = {}
@@ -72,7 +47,7 @@ class Rank:
         cudatensor.use_device(device)
         self._stream = int(cudatensor.Stream().handle)
         self._storages = self._make_storages(kind, device)
-        self.worker = Worker(Path(runtime_dir), engine, rank, world_size, deadline=DEADLINE)
+        self.worker = Worker(runtime_dir, engine, rank, world_size, deadline=DEADLINE)
 
     def close(self) -> None:
         """Take the memory back from the daemon."""

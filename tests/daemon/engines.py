@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -78,7 +77,6 @@ class Engine:
     model: str = "model"
     layout: RankLayout = field(default_factory=make_layout)
     ranks: Sequence[int] | None = None
-    temporary: bool = False
     at_once: bool = False
     deadline: float = DEADLINE
 
@@ -97,12 +95,7 @@ class Engine:
             self.runtime_dir, self.name, rank, self.world_size, deadline=self.deadline
         )
         self.memory[rank] = [HostMemory.allocate(size) for size in self.layout.storages]
-        worker.register(
-            self.memory[rank],
-            self.layout,
-            Fingerprint(model=self.model),
-            temporary=self.temporary,
-        )
+        worker.register(self.memory[rank], self.layout, Fingerprint(model=self.model))
 
     def wait_attached(self, to: Daemon | None = None) -> Self:
         """Until every rank is there.
@@ -238,12 +231,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -19,7 +19,6 @@ from kvd.cli import cli
 from kvd.daemon.pool_files import area_name
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
-from kvd_proto.messages import Status, StatusReport
 from tests.waiting import PATIENCE, PAUSE, eventually
 
 
@@ -46,14 +45,11 @@ class Daemon:
         while True:
             try:
                 with Control(self.runtime_dir) as control:
-                    reply = control.request(Status())
-                assert isinstance(reply, StatusReport), reply
+                    return control.status()
             except NotRunning as error:
                 if self.process.poll() is not None or time.monotonic() >= end:
                     raise AssertionError(f"{error}\n{self.log.read_text()}") from None
                 time.sleep(PAUSE)
-            else:
-                return reply.status
 
     def wait_ready(self) -> dict[str, Any]:
         """The status once ready; fails with the daemon's log otherwise."""

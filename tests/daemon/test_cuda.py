@@ -4,14 +4,16 @@ import select
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvd_client import LookupResult
+from tests.asked import Asked
 from tests.conftest import Daemon, StartDaemon, started_daemons
 from tests.daemon.cuda_engine import CudaEngine, blocks_of, lane_of, wait_lane
-from tests.daemon.cuda_rank import CudaRank
+from tests.daemon.cuda_rank import Rank
 from tests.daemon.engines import FACTOR, PAGE, TENSORS, Engine, keys_of, wait_hit
 from tests.fakecuda.harness import calls, write_control
 from tests.processes import kill_and_wait
@@ -148,7 +150,7 @@ def test_wait_voids_a_store_whose_stream_is_not_there(shared: CudaEngine) -> Non
     for rank in shared.ranks.values():
         assert rank.ask("wait", job, 0.2) == []
         rank.ask("switch", "hold=")
-        assert not rank.result(job).success
+        assert not rank.ask("result", job).success
 
     def found() -> set[LookupResult]:
         answers = set(shared.scheduler.lookup_many(keys))
@@ -193,7 +195,7 @@ def test_a_lane_killed_in_a_copy_costs_its_jobs(
     kill_and_wait(lane_of(daemon)["pid"])
     lanes.switch("hold=")
     for rank in engine.ranks.values():
-        assert not rank.result(job).success
+        assert not rank.ask("result", job).success
     daemon.wait_ready()
     wait_lane(daemon, workers=2, restarts=1)
     engine.wait_attached()
@@ -214,7 +216,7 @@ def test_a_lane_that_loses_its_device_or_hangs_is_replaced(
     ticket = engine.scheduler.prepare_load(keys)
     lanes.switch(trouble)
     job = engine.submit("load", ticket, blocks_of(keys, 33))
-    results = [rank.result(job) for rank in engine.ranks.values()]
+    results = [rank.ask("result", job) for rank in engine.ranks.values()]
     assert not all(result.success for result in results)
     lanes.switch(trouble.partition("=")[0] + "=")
     daemon.wait_ready()
@@ -254,7 +256,7 @@ def test_a_device_that_the_daemon_does_not_see_is_refused(
 ) -> None:
     """The lane's own sentence reaches the worker; no lane is left, and the daemon is ready."""
     monkeypatch.setenv("FAKECUDA_DEVICES", "2")
-    rank = CudaRank(daemon.runtime_dir, "engine", 0, 1, device=1)
+    rank = Asked(partial(Rank, device=1), daemon.runtime_dir, "engine", 0, 1)
     try:
         with pytest.raises(RuntimeError, match="RegistrationError: no CUDA device has the UUID"):
             rank.ask("register")
@@ -273,7 +275,7 @@ def test_a_daemon_without_a_driver_says_so_and_serves_the_host(
     daemon = start_daemon()
     with Engine(daemon.runtime_dir, name="host-engine").wait_attached() as host:
         monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
-        rank = CudaRank(daemon.runtime_dir, "engine", 0, 1)
+        rank = Asked(Rank, daemon.runtime_dir, "engine", 0, 1)
         try:
             with pytest.raises(RuntimeError, match=r"RegistrationError: .*libcuda\.so\.1"):
                 rank.ask("register")

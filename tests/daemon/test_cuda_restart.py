@@ -71,7 +71,7 @@ def test_chunks_outlive_the_daemon_that_pinned_them(restarts: Restarts) -> None:
         first.stop(signal.SIGKILL)
         restarts.switch("hold=")
         for rank in engine.ranks.values():
-            assert not rank.result(job).success
+            assert not rank.ask("result", job).success
         second = restarts.start()
         engine.wait_attached(second)
         lane = wait_lane(second, workers=2, usable_bytes=POOL)

@@ -188,42 +188,6 @@ def test_an_odd_rank_is_named(make_engine: MakeEngine) -> None:
             item.close()
 
 
-def test_torch_tensors_are_shared_in_place(make_engine: MakeEngine) -> None:
-    """Two views of one torch storage: bytes written through torch are stored and come back."""
-    torch = pytest.importorskip("torch")
-    from kvd_client.torch_memory import share_torch  # noqa: PLC0415
-
-    base = torch.zeros(2, 16, 4096, dtype=torch.uint8)
-    views = [base[0], base[1]]
-    shared = share_torch(views)
-    layout = make_layout(blocks=16)
-    layout = type(layout)(
-        num_blocks=16,
-        blocks_per_chunk=2,
-        hash_block_size=16,
-        storages=tuple(memory.nbytes for memory in shared.memory),
-        tensors=tuple(shared.tensors),
-        groups=layout.groups,
-    )
-    engine = make_engine(world_size=1, layout=layout, ranks=[])
-    with engine, Worker(engine.runtime_dir, engine.name, 0, 1, deadline=DEADLINE) as worker:
-        worker.register(shared.memory, layout, Fingerprint(model=engine.model))
-        engine.workers[0] = worker
-        engine.wait_attached()
-        views[0][2:4] = 7
-        views[1][2:4] = 9
-        keys = keys_of("torch", 1)
-        ticket = engine.scheduler.prepare_store(keys)
-        engine.results(engine.submit("store", [0], [2, 3], ticket.slots, ticket.generations))
-        wait_hit(engine, keys)
-        found = engine.scheduler.prepare_load(keys)
-        engine.results(engine.submit("load", [0], [8, 9], found.slots, found.generations))
-        assert bool((views[0][8:10] == 7).all())
-        assert bool((base[1, 8:10] == 9).all())
-        assert int(views[0][10:].sum()) == 0
-    shared.close()
-
-
 def shared_files(daemon: Daemon) -> set[str]:
     """Files that this process, the daemon or a lane has mapped."""
     serving = psutil.Process(daemon.process.pid)

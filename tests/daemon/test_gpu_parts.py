@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakecuda.harness import FakeCuda, calls
+from tests.fakecuda.harness import FakeCuda
 from tests.gpu import run as gpu_run
 
 ROOT = Path(__file__).parents[2]
@@ -115,31 +115,6 @@ def test_what_another_process_loses_is_measured_with_one_import_of_torch(
     assert "lane cuda:" in said
     assert "by the kernel: none" in said  # what each lane does
     assert "by the kernel: store below 1048576 bytes, load below 1048576 bytes" in said
-
-
-WARMING = """
-from gpu_device import Gpu
-import gpu_device, gpu_measure
-gpu_device.WARM_BYTES = 2**16
-gpu_measure.main()
-"""
-
-
-def test_clocks_are_warm_before_anything_is_measured(fakecuda: FakeCuda, tmp_path: Path) -> None:
-    """The device computes and copies before the lane tries its ways, and again before rounds."""
-    log = tmp_path / "calls"
-    options = {"--part": "fragments 65536", "--part-out": tmp_path / "out"}
-    options |= {"--log": tmp_path / "log", "--mib": 2, "--rounds": 1, "--jobs": 1}
-    arguments = [text for pair in options.items() for text in pair]
-    run(WARMING, fakecuda.environment(LOG=log), *arguments)
-    lines = [line.split() for line in log.read_text("ascii").splitlines()]
-    mine = lines[0][0]
-    lane = next(i for i, (pid, _) in enumerate(lines) if pid != mine)
-    assert ["cuMemsetD8Async", mine] in [[name, pid] for pid, name in lines[:lane]]
-    names = calls(log, int(mine))
-    # From the engine's registration to its first job.
-    between = names[names.index("cuIpcGetMemHandle") : names.index("cuStreamWriteValue64")]
-    assert "cuMemsetD8Async" in between
 
 
 def test_logs_of_the_tests_daemons_are_kept(fakecuda: FakeCuda, tmp_path: Path) -> None:

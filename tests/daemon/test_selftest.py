@@ -12,20 +12,16 @@ from typing import Any
 import pytest
 
 from kvd_client import (
-    Fingerprint,
-    HostMemory,
     LookupResult,
-    RegistrationError,
     Scheduler,
-    Worker,
 )
 from kvd_tools.selftest import bench as bench_module
 from kvd_tools.selftest.bench import Bench, chunk_bytes_for
 from kvd_tools.selftest.steps import STEPS, run
 from tests.conftest import Daemon, StartDaemon, started_daemons
-from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import run_kvd
-from tests.waiting import DEADLINE, PATIENCE, eventually
+from tests.waiting import DEADLINE, PATIENCE
 
 MIB = 2**20
 LAZY_LANE = """
@@ -222,17 +218,12 @@ def test_a_draining_daemon_refuses_it_and_says_so(shared: Daemon) -> None:
 
 
 def test_a_pool_without_a_size_is_not_given_one(start_daemon: StartDaemon) -> None:
-    """With auto the first engine decides the size; neither the test nor its like does."""
+    """With auto the first engine decides the size; the self-test does not."""
     daemon = start_daemon(cpu_bytes="auto", ready=False)
     daemon.status()
     done = selftest(daemon.runtime_dir)
     assert done.returncode == 1
     assert "cpu_bytes is auto" in done.stderr
-    layout = make_layout()
-    with Worker(daemon.runtime_dir, "temporary", 0, 1, deadline=DEADLINE) as worker:
-        memory = [HostMemory.allocate(size) for size in layout.storages]
-        with pytest.raises(RegistrationError, match="must not decide"):
-            worker.register(memory, layout, Fingerprint(model="m"), temporary=True)
     assert daemon.status()["pool"]["cpu_bytes"] == 0
 
 
@@ -244,24 +235,6 @@ def test_an_absent_daemon_and_an_unknown_device_are_named(shared: Daemon, tmp_pa
     done = selftest(shared.runtime_dir, "--device", "cuda:7")
     assert done.returncode == 1
     assert "--device cuda:7: there are host" in done.stderr
-
-
-def test_temporary_chunks_are_nobody_elses(shared: Daemon) -> None:
-    """Of the same model, neither kind of engine finds the other's chunks; one kind stays."""
-    keys = keys_of("kinds", 3)
-    with Engine(shared.runtime_dir, name="lasting", world_size=1).wait_attached() as lasting:
-        with Engine(
-            shared.runtime_dir, name="passing", world_size=1, temporary=True
-        ).wait_attached() as passing:
-            passing.store(keys)
-            wait_hit(passing, keys)
-            assert set(lasting.scheduler.lookup_many(keys)) == {LookupResult.MISS}
-            lasting.store(keys)
-            assert len(shared.status()["namespaces"]) == 2
-        spaces = eventually(lambda: shared.status()["namespaces"], lambda spaces: len(spaces) == 1)
-        assert [space["chunks"]["ready"] for space in spaces] == [3]
-        assert lasting.load(keys) == (3, 0)
-    assert run_kvd("clear", "--runtime-dir", str(shared.runtime_dir), "--yes").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,11 @@ def busy(engine: CudaEngine, keys: list[bytes]) -> Any:
     for rank in engine.ranks.values():
         rank.ask("submit_many", JOBS, "load", blocks_of(keys, 33), slots, generations)
     for rank in engine.ranks.values():
-        assert rank.result(JOBS[0]).success
+        assert rank.ask("result", JOBS[0]).success
     return ticket
 
 
 def settle(engine: CudaEngine, rank: int) -> bool:
     """Wait for the other loads of `busy` to end, however; whether all succeeded."""
-    results = [engine.ranks[rank].result(job) for job in JOBS[1:]]
+    results = [engine.ranks[rank].ask("result", job) for job in JOBS[1:]]
     return all(result.success for result in results)

@@ -12,18 +12,17 @@ import psutil
 import pytest
 
 from kvd_tools.demo.report import MEANING
-from tests.tools.places import in_use, leftovers
-from tests.waiting import PATIENCE, eventually
+from tests.tools.places import nothing_is_left
+from tests.waiting import PATIENCE
 
 DEMO = [sys.executable, "-m", "kvd", "demo"]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """After every test no directory of its demos is left; others may run on the machine."""
-    before = leftovers()
-    yield
-    eventually(lambda: leftovers() - before - in_use(), lambda left: not left)
+def clean() -> Iterator[None]:
+    """No test leaves a folder of its demos."""
+    with nothing_is_left():
+        yield
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,8 +42,8 @@ def serving() -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
     )
     try:
         parent = psutil.Process(process.pid)
-        # Each rank opens its shared tensors just before it is ready: three storages and a page.
-        while sum(is_rank(child) and has_memory(child) for child in parent.children()) < 2:
+        # Each rank opens its control page just before it is ready.
+        while sum(is_rank(child) for child in parent.children()) < 2:
             assert process.poll() is None, process.communicate()[1]
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.05)
@@ -55,24 +54,12 @@ def serving() -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Whether a child of the demo is one of its ranks."""
-    with contextlib.suppress(psutil.Error):
-        return "--multiprocessing-fork" in process.cmdline()
-    return False
-
-
-def is_daemon(process: psutil.Process) -> bool:
-    """Whether a child of the demo is its daemon."""
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline()[2:5] == ["kvd", "serve", "--runtime-dir"]
-    return False
-
-
-def has_memory(process: psutil.Process) -> bool:
-    """Whether a rank has its control page already."""
-    fds = Path(f"/proc/{process.pid}/fd")
-    with contextlib.suppress(OSError):
-        return any("kvd-control" in str(fd.readlink()) for fd in fds.iterdir())
+    """Whether a child of the demo is one of its ranks, and has its control page."""
+    with contextlib.suppress(psutil.Error, OSError):
+        files = Path(f"/proc/{process.pid}/fd").iterdir()
+        return "--multiprocessing-fork" in process.cmdline() and any(
+            "kvd-control" in str(fd.readlink()) for fd in files
+        )
     return False
 
 
@@ -133,10 +120,10 @@ def test_a_dead_rank_ends_everything() -> None:
 def test_nothing_outlives_a_killed_demo() -> None:
     """SIGKILL leaves no chance to clean up; the processes end all the same."""
     with serving() as (process, started):
-        where = next(Path(child.cmdline()[5]).parent for child in started if is_daemon(child))
+        daemon = next(child.cmdline() for child in started if "serve" in child.cmdline())
         process.kill()
         assert all_ended(started)
-        shutil.rmtree(where)
+        shutil.rmtree(Path(daemon[daemon.index("--runtime-dir") + 1]).parent)
 
 
 @pytest.mark.parametrize(

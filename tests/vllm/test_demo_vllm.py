@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.processes import children_running, has_ended
-from tests.tools.places import in_use, leftovers
+from tests.tools.places import nothing_is_left
 from tests.vllm.support import TEST_SECONDS, wait_for
 from tests.waiting import eventually
 
@@ -28,14 +28,13 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 @pytest.fixture
 def demo() -> Iterator[subprocess.Popen[str]]:
     """The demo, just started; it is ended with the test, and has left no folder then."""
-    before = leftovers()
-    process = subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-    eventually(lambda: leftovers() - before - in_use(), lambda left: not left)
+    with nothing_is_left():
+        process = subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def test_known_prompts_are_found_also_after_a_restart(demo: subprocess.Popen[str]) -> None:
