@@ -9,8 +9,6 @@ import grp
 import os
 import platform
 import resource
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +19,12 @@ import psutil
 from kvd.config.settings import Settings
 from kvd.config.values import parse_listen
 from kvd.daemon.http_process import bind_tcp
-from kvd.doctor.gpus import Gpus, ask_gpus
+from kvd.doctor.gpus import Gpus, ask_gpus, run_python
 from kvd.errors import ConfigError, NotRunning
 from kvd.machine.room import MemoryLimit, memory_limit
 from kvd.wire.tool import Control
 
 _ANSWER_SECONDS = 3.0
-_CHILD_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -87,18 +84,9 @@ class Facts:
     def child_problem(self) -> str:
         """Why this installation cannot start processes of its own; empty where it can."""
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", ""],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_CHILD_SECONDS,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
+            return run_python("-c", "")[1]
+        except OSError as error:
             return str(error)
-        last = done.stderr.strip().rpartition("\n")[2]
-        return (last or f"exit status {done.returncode}") if done.returncode else ""
 
     @cached_property
     def runtime(self) -> RuntimeFacts:

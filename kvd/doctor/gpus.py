@@ -46,28 +46,34 @@ class Gpus:
     problem: str = ""
 
 
+def run_python(*arguments: str) -> tuple[str, str]:
+    """What another process of this Python prints, and why it failed; empty where it did not.
+
+    Raises:
+        OSError: none can be started.
+    """
+    command = [sys.executable, *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {_PATIENCE_SECONDS:.0f} s"
+    last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+    return done.stdout, last if done.returncode else ""
+
+
 def ask_gpus() -> Gpus:
-    """What is here. Never fails and never hangs."""
+    """What is here; it never hangs."""
     nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*")))
     try:
         kernel = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:
         kernel = ""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvd.doctor.gpus"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_PATIENCE_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        text = f"the CUDA driver did not answer within {_PATIENCE_SECONDS:.0f} s"
-        return Gpus(nodes, kernel, problem=text)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return Gpus(nodes, kernel, problem=f"asking the CUDA driver failed: {last}")
-    return replace(msgspec.json.decode(done.stdout, type=Gpus), nodes=nodes, kernel=kernel)
+    said, problem = run_python("-m", "kvd.doctor.gpus")
+    if problem:
+        return Gpus(nodes, kernel, problem=f"asking the CUDA driver failed: {problem}")
+    return replace(msgspec.json.decode(said, type=Gpus), nodes=nodes, kernel=kernel)
 
 
 def main() -> None:

@@ -262,25 +262,18 @@ def test_everything_is_there_and_moves(tab: OpenTab, busy: Daemon, size: dict[st
     assert page.complaints == []
 
 
-def test_pictures_have_tables(tab: OpenTab, busy: Daemon) -> None:
-    """What the charts and the pool's picture show can be read as tables and in words."""
+def test_pictures_have_tables_in_which_names_are_text(tab: OpenTab, busy: Daemon) -> None:
+    """Charts and pool can be read as tables and in words; a name that is markup does nothing."""
     page = tab(busy, DESKTOP)
     page.until("document.querySelectorAll('#pool-table tbody tr').length >= 2")
     for name in ("throughput", "hits"):
         page.page.click(f"#{name}-details summary")
         page.until(f"document.querySelectorAll('#{name}-details tbody tr').length > 0")
-    label = page.ask("document.getElementById('pool-picture').getAttribute('aria-label')")
-    assert "llama-70b" in label
-    assert page.complaints == []
-
-
-def test_names_of_engines_are_text(tab: OpenTab, busy: Daemon) -> None:
-    """A model whose name is markup is shown as it is written, and does nothing."""
-    page = tab(busy, DESKTOP)
-    page.until("document.querySelectorAll('#pool-table tbody tr').length >= 2")
     assert EVIL in page.text("#pool-table")
     assert "evil" not in page.ask("document.title")
     assert page.ask("document.querySelectorAll('main img').length") == 0
+    label = page.ask("document.getElementById('pool-picture').getAttribute('aria-label')")
+    assert "llama-70b" in label
     assert page.complaints == []
 
 
