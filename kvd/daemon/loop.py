@@ -333,14 +333,10 @@ class Service:
         self._connections.close()
         self._requests.close()
         self._lanes.close()
-        self._directories.close()
-        self._ready_pipes.close()
         if self._pool is not None:
             self._pool.close()
         self._kept_pool.close()
         self._runtime.release()  # last: the next daemon may start from here on
-        os.close(self._wake_read)
-        os.close(self._wake_write)
         self._notifier.close()
         log.info("stopped")
 

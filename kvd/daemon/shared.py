@@ -97,10 +97,5 @@ class ReadyPipes:
         for fd in self._pipes.pop(engine, ()):
             os.close(fd)
 
-    def close(self) -> None:
-        """Close all of them."""
-        for engine in list(self._pipes):
-            self.drop(engine)
-
     def __repr__(self) -> str:
         return f"<ReadyPipes of {len(self._pipes)} engines>"

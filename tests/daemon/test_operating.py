@@ -21,32 +21,8 @@ def kvd(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_kvd(command, "--runtime-dir", str(daemon.runtime_dir), *rest)
 
 
-def test_a_drained_daemon_refuses_stores_and_serves_loads(daemon: Daemon) -> None:
-    """Stores come to nothing without an error, loads bring the right bytes, resume ends it."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("kept", 4)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        drained = kvd(daemon, "drain", "--wait", "20s")
-        assert (drained.returncode, drained.stderr) == (0, "")
-        assert drained.stdout == "drained: no new stores; nothing is in flight\n"
-        report = daemon.status()
-        assert not report["ready"]
-        assert report["drain"]["uid"] == report["engines"][0]["sessions"][0]["uid"]
-        assert engine.store(keys_of("refused", 2)) == []
-        assert engine.load(keys) == (4, 0)
-        with Engine(daemon.runtime_dir, name="late").wait_attached() as late:
-            assert late.load(keys) == (4, 0)
-        assert kvd(daemon, "status").returncode == 1
-        assert kvd(daemon, "resume").stdout == "resumed: stores are taken\n"
-        assert kvd(daemon, "resume").stdout == "stores are taken as before\n"
-        assert len(engine.store(keys_of("taken", 2))) == 2
-        daemon.wait_ready()
-    daemon.wait_log(f"drained by uid {report['drain']['uid']} pid ")
-
-
-def test_a_drain_waits_for_what_is_in_flight(daemon: Daemon) -> None:
-    """With a lease and an unfinished store the wait fails and counts them; then it succeeds."""
+def test_a_drained_daemon_ends_what_began_refuses_stores_and_serves_loads(daemon: Daemon) -> None:
+    """A wait counts what is in flight; then nothing is stored, without an error, until resume."""
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         keys = keys_of("kept", 3)
         engine.store(keys)
@@ -61,15 +37,24 @@ def test_a_drain_waits_for_what_is_in_flight(daemon: Daemon) -> None:
         assert all(result.success for result in engine.results(jobs).values())
         engine.scheduler.complete_store(writing.keys)
         engine.scheduler.complete_load(lease)
-        assert kvd(daemon, "drain", "--wait", "20s").returncode == 0
-        assert engine.scheduler.lookup(writing.keys[0]) is LookupResult.HIT
+        drained = kvd(daemon, "drain", "--wait", "20s")
+        assert (drained.returncode, drained.stderr) == (0, "")
+        assert drained.stdout == "drained: no new stores; nothing is in flight\n"
+        report = daemon.status()
+        assert not report["ready"]
+        assert report["drain"]["uid"] == report["engines"][0]["sessions"][0]["uid"]
+        assert engine.store(keys_of("refused", 2)) == []
         assert engine.load(list(writing.keys)) == (2, 0)
-
-
-def test_sigterm_ends_a_drained_daemon(daemon: Daemon) -> None:
-    """An operator's drain does not keep the daemon from its own."""
+        with Engine(daemon.runtime_dir, name="late").wait_attached() as late:
+            assert late.load(keys) == (3, 0)
+        assert kvd(daemon, "status").returncode == 1
+        assert kvd(daemon, "resume").stdout == "resumed: stores are taken\n"
+        assert kvd(daemon, "resume").stdout == "stores are taken as before\n"
+        assert len(engine.store(keys_of("taken", 2))) == 2
+        daemon.wait_ready()
+    daemon.wait_log(f"drained by uid {report['drain']['uid']} pid ")
     assert kvd(daemon, "drain").returncode == 0
-    assert daemon.stop() == 0
+    assert daemon.stop() == 0  # an operator's drain does not keep it from its own
 
 
 def test_a_wait_that_is_no_duration_is_refused(tmp_path: Path) -> None:

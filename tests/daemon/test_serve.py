@@ -70,9 +70,7 @@ def test_a_frozen_lane_is_killed_and_replaced(start_daemon: StartDaemon, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--cpu-bytes", "5"], ["cpu_bytes", "of at least 64 KiB"]),
         (["--cpu-bytes", "900TiB"], ["/dev/shm", "--cpu-bytes"]),
-        (["--config", "/nonexistent/kvd.toml"], ["/nonexistent/kvd.toml"]),
         (["--pool-dir", "/nonexistent"], ["/nonexistent"]),
     ],
 )

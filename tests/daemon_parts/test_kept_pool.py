@@ -464,21 +464,6 @@ def test_a_pool_without_room_for_its_manifest_is_refused(
     assert not list(area(tmp_path).glob("*.damaged-*"))
 
 
-def test_another_pool_dir_leaves_what_is_kept(start: Start, tmp_path: Path) -> None:
-    """A start elsewhere, which works or not, takes nothing away here."""
-    keys = kept_chunks(start)
-    before = contents(area(tmp_path))
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    other = KeptPool(elsewhere, RUNTIME, keeps=True)
-    assert other.kept_bytes() is None
-    pool, _ = other.open(SIZE, maker(DirectoryMemory()))
-    pool.close()
-    other.close()
-    assert contents(area(tmp_path)) == before
-    assert set().union(*start().held) == keys
-
-
 def ledger_of(place: Path) -> Path:
     """The one ledger."""
     (ledger,) = place.glob("*.ledger")
@@ -535,7 +520,6 @@ def empty(file: Path, size: int = 0) -> None:
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "ledger's magic word": (lambda at: flip(ledger_of(at), 0), "no ledger"),
-    "ledger's figures": (lambda at: flip(ledger_of(at), 17), "header is damaged"),
     "ledger's description": (lambda at: flip(ledger_of(at), 60), "header is damaged"),
     "a key": (lambda at: flip(ledger_of(at), b"k 3"), "1 of 9 records are damaged"),
     "a generation": (lambda at: flip(ledger_of(at), b"k 3", -24), "1 of 9 records are damaged"),
@@ -546,7 +530,6 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         "it is that of namespace",
     ),
     "a link": (link_ledger, "cannot be opened"),
-    "a folder for a ledger": (lambda at: replace_by_folder(ledger_of(at)), "cannot be opened"),
     "an empty ledger": (lambda at: empty(ledger_of(at)), "is empty: its namespace starts without"),
     "a zeroed ledger": (
         lambda at: empty(ledger_of(at), ledger_of(at).stat().st_size),
