@@ -114,21 +114,29 @@ FOREIGN: dict[str, Callable[[], int]] = {
 }
 
 
+@contextmanager
+def sent(*fds: int) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A client has sent these, and the receiver at the second end is to read them."""
+    ours, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, link, client, connection:
+        socket.send_fds(client, [b"frame"], fds)
+        socket.send_fds(ours, [READ], [connection.fileno()])
+        ours.shutdown(socket.SHUT_WR)
+        yield ours, link
+
+
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
 def test_the_receiver_says_what_is_foreign_without_a_question_to_its_file_system(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], int]
 ) -> None:
     """It asks for no attributes, by which the owner would learn of it; and it ends, not closes."""
-    ours, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def asked(*_: object, **__: object) -> None:
         raise AssertionError("a file system is asked")
 
     good, foreign = os.memfd_create("good"), make()
-    with ours, link, client, connection, monkeypatch.context() as patch:
-        socket.send_fds(client, [b"frame"], [good, foreign])
-        socket.send_fds(ours, [READ], [connection.fileno()])
+    with sent(good, foreign) as (ours, link), monkeypatch.context() as patch:
         before = open_on(good, foreign)
         for name in ("stat", "fstat", "lstat", "fstatvfs", "close"):
             patch.setattr(os, name, asked)
@@ -143,20 +151,16 @@ def test_the_receiver_says_what_is_foreign_without_a_question_to_its_file_system
 
 def test_memory_and_devices_are_passed_on() -> None:
     """A sealed or loose memory file, shared memory, a device and an object of the kernel's."""
-    ours, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, link, client, connection, tempfile.TemporaryFile(dir="/dev/shm") as shared:
+    with tempfile.TemporaryFile(dir="/dev/shm") as shared:
         fds = [sealed_file("m", 1), os.memfd_create("loose"), os.dup(shared.fileno())]
-        fds += [os.open("/dev/null", os.O_RDONLY), os.eventfd(0)]
-        socket.send_fds(client, [b"frame"], fds)
-        socket.send_fds(ours, [READ], [connection.fileno()])
-        ours.shutdown(socket.SHUT_WR)
+    fds += [os.open("/dev/null", os.O_RDONLY), os.eventfd(0)]
+    with sent(*fds) as (ours, link):
         serve(link)
         frame, passed, _, _ = socket.recv_fds(ours, 100, 10)
-        assert frame == b"+"
-        assert [os.fstat(fd).st_ino for fd in passed] == [os.fstat(fd).st_ino for fd in fds]
-        for fd in (*fds, *passed):
-            os.close(fd)
+    assert frame == b"+"
+    assert [os.fstat(fd).st_ino for fd in passed] == [os.fstat(fd).st_ino for fd in fds]
+    for fd in (*fds, *passed):
+        os.close(fd)
 
 
 def test_what_was_not_read_goes_with_the_process_that_may_wait(daemon: Daemon) -> None:
