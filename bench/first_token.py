@@ -14,7 +14,7 @@ import psutil
 from harness import Figures, median
 from variants import CHUNK_TOKENS, IN_PROCESS, NO_CACHE, Variant
 
-from kvd_tools.demo_vllm.wire import Answer
+from kvd_tools.demo_vllm.engine import Answer
 
 PROMPT_TOKENS = 1900
 HIT_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS  # the last token is computed
@@ -128,8 +128,6 @@ class Rounds:
 
 def _ask(variant: Variant, prompt: list[int]) -> Answer:
     (answer,) = variant.engine.generate([prompt], max_tokens=MAX_TOKENS)
-    if answer.error:
-        raise RuntimeError(f"{variant.name}: {answer.error}")
     return answer
 
 

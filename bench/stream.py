@@ -16,7 +16,7 @@ from first_token import SETTLE_SECONDS, VOCABULARY
 from harness import Figures
 from variants import Variant
 
-from kvd_tools.demo_vllm.wire import Answer
+from kvd_tools.demo_vllm.engine import Answer
 
 DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS, MAX_TOKENS = 12, 1024, 96, 8
 REQUESTS_PER_SECOND = 3.0
@@ -70,20 +70,18 @@ def measure(
 
 
 def _run(variant: Variant, requests: Sequence[Request], streamed: Streamed) -> None:
-    sent: list[tuple[float, Future[Answer]]] = []
+    sent: list[tuple[float, Request, Future[Answer]]] = []
     started = time.perf_counter()
     for request in requests:
         time.sleep(max(0.0, started + request.at - time.perf_counter()))
         moment = time.perf_counter() - started
-        sent.append((moment, variant.engine.submit(request.prompt, MAX_TOKENS)))
+        sent.append((moment, request, variant.engine.submit(request.prompt, MAX_TOKENS)))
     ended = 0.0
-    for moment, future in sent:
+    for moment, request, future in sent:
         answer = future.result(ANSWER_SECONDS)
-        if answer.error:
-            raise RuntimeError(f"{variant.name}: {answer.error}")
         streamed.first_tokens.append(answer.first_token_seconds)
         streamed.cached_tokens += answer.cached_tokens
-        streamed.prompt_tokens += answer.prompt_tokens
+        streamed.prompt_tokens += len(request.prompt)
         ended = max(ended, moment + answer.seconds)
     streamed.seconds += ended - requests[0].at
 

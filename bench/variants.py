@@ -4,6 +4,7 @@ All engines have the same model, memory and settings, and stay up: an engine tha
 costs no CPU (vLLM's processes stop polling a second after the last request).
 """
 
+import os
 import socket
 import subprocess
 import sys
@@ -18,19 +19,19 @@ from harness import Daemon, end
 
 import kvd_client
 import kvd_proto
+import kvd_tools
 from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.models import write_model
+from kvd_tools.demo_vllm.models import LLAMA, write_model
 from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
 
 NO_CACHE, IN_PROCESS, KVD, LMCACHE = "no cache", "in-process", "kvd", "LMCache"
-MODEL = {
-    "layers": 16,
-    "hidden": 512,
-    "intermediate": 1024,
-    "heads": 8,
-    "kv_heads": 8,
+MODEL = LLAMA | {
+    "num_hidden_layers": 16,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab": 2048,
+    "vocab_size": 2048,
 }
 KV_BYTES_PER_TOKEN = 2 * 16 * 8 * 128 * 2  # keys and values, layers, heads, numbers, bfloat16
 BLOCK_TOKENS, BLOCKS_PER_CHUNK, GPU_BLOCKS = 32, 2, 160
@@ -65,7 +66,7 @@ def running(place: Path, cpu_bytes: int, lmcache_python: str | None) -> Iterator
         cpu_bytes: of every cache.
         lmcache_python: of an environment with vLLM and LMCache, or None to leave LMCache out.
     """
-    model = write_model(place / "model", "dense", **MODEL)
+    model = write_model(place / "model", MODEL)
     with ExitStack() as stack:
         variants: list[Variant] = []
 
@@ -98,7 +99,8 @@ def running(place: Path, cpu_bytes: int, lmcache_python: str | None) -> Iterator
 
 
 def _options(model: Path, transfer: Mapping[str, Any] | None) -> EngineOptions:
-    roots = (Path(__file__).parent, *(Path(m.__path__[0]).parent for m in (kvd_client, kvd_proto)))
+    packages = (kvd_client, kvd_proto, kvd_tools)
+    roots = (Path(__file__).parent, *(Path(package.__path__[0]).parent for package in packages))
     return EngineOptions(
         model=model,
         num_gpu_blocks=GPU_BLOCKS,
@@ -107,7 +109,8 @@ def _options(model: Path, transfer: Mapping[str, Any] | None) -> EngineOptions:
         dtype="bfloat16",
         kv_transfer=transfer,
         env={"PYTHONPATH": ":".join(map(str, roots))},
-        args={"max_num_batched_tokens": STEP_TOKENS},
+        threads=len(os.sched_getaffinity(0)),
+        args=["--max-num-batched-tokens", str(STEP_TOKENS)],
     )
 
 

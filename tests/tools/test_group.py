@@ -3,7 +3,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvd_tools.demo_vllm.group import kill_group
+from kvd_tools.demo_vllm.engine import kill_group
 
 # A process with a child of its own, and shared memory that nobody removes.
 OWNER = """

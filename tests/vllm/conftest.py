@@ -26,27 +26,16 @@ def module_dir() -> Iterator[Path]:
 StartEngine = Callable[[EngineOptions], EngineProcess]
 
 
-def _engines(folder: Path) -> Iterator[StartEngine]:
+@pytest.fixture(scope="module")
+def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartEngine]:
+    """Starts engines without waiting for them, and kills what is left at the module's end."""
+    folder = tmp_path_factory.mktemp("engines")
     engines: list[EngineProcess] = []
 
     def start(options: EngineOptions) -> EngineProcess:
-        engine = EngineProcess(options, folder / f"engine-{len(engines)}.log")
-        engines.append(engine)
-        engine.start()
-        return engine
+        engines.append(EngineProcess(options, folder / f"engine-{len(engines)}.log"))
+        return engines[-1]
 
     yield start
     for engine in engines:
         engine.kill()
-
-
-@pytest.fixture
-def start_engine(tmp_path: Path) -> Iterator[StartEngine]:
-    """Starts engines without waiting for them, and kills what is left at the end of the test."""
-    yield from _engines(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def start_module_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartEngine]:
-    """The same for the engines of a whole module."""
-    yield from _engines(tmp_path_factory.mktemp("engines"))

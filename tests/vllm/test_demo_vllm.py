@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import children_running, has_ended
 from tests.tools.places import nothing_is_left
-from tests.vllm.support import TEST_SECONDS, wait_for
+from tests.vllm.support import TEST_SECONDS
 from tests.waiting import eventually
 
 PROMPTS, TOKENS = 4, 200
@@ -20,7 +20,7 @@ DEMO = [
     *(sys.executable, "-m", "kvd", "demo-vllm", "--layers", "2"),
     *("--prompts", str(PROMPTS), "--prompt-tokens", str(TOKENS)),
 ]
-ENGINE = "kvd_tools.demo_vllm.engine_main"
+ENGINE = "kvd_tools.demo_vllm.server"
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
@@ -51,7 +51,7 @@ def test_known_prompts_are_found_also_after_a_restart(demo: subprocess.Popen[str
 def test_ctrl_c_ends_everything(demo: subprocess.Popen[str]) -> None:
     """An interrupt while the engine starts ends it, the daemon and the demo."""
     parent = psutil.Process(demo.pid)
-    wait_for("the engine's process", lambda: children_running(demo.pid, ENGINE))
+    eventually(lambda: children_running(demo.pid, ENGINE))
     started = parent.children(recursive=True)
     assert len(started) >= 3  # daemon, lane, engine
     demo.send_signal(signal.SIGINT)

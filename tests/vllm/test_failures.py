@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvd_client.vllm.metrics import LOAD_FAILURES
 from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.errors import EngineDied
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
@@ -26,33 +26,31 @@ from tests.vllm.support import (
     compute_references,
     far_apart,
     lane_pid,
-    metric,
     numbers,
     pid_of,
     prompts,
     results,
-    wait_for,
     wait_served,
     wait_stored,
     with_kvd,
 )
+from tests.waiting import eventually
 
 DENSE = Setting("dense")
 LOAD_TIMEOUT = 10.0  # some tests are about it, for the others no load may take so long
 CHUNK_TOKENS, CHUNK_BYTES = 64, 128 * 1024  # of two blocks, in four layers of two heads of 32
 HOT_CHUNKS, COLD_CHUNKS, POOL_CHUNKS = 10, 5, 32
-LOAD_FAILURES = "vllm:kv_offload_kvd_load_failures"
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 @pytest.fixture(scope="module")
-def engine(models: Path, module_dir: Path, start_module_engine: StartEngine) -> EngineProcess:
+def engine(models: Path, module_dir: Path, start_engine: StartEngine) -> EngineProcess:
     """One engine for all these failures; when it starts there is no daemon."""
     options = with_kvd(
         DENSE.options(models), module_dir, blocks_per_chunk=2, load_timeout=LOAD_TIMEOUT
     )
-    engine = start_module_engine(options)
+    engine = start_engine(options)
     engine.wait_ready()
     return engine
 
@@ -152,19 +150,6 @@ def test_a_prefix_that_the_engines_own_cache_serves_stays(
     assert hits == [0] + 6 * [0, HOT_CHUNKS * CHUNK_TOKENS]
 
 
-def test_an_engine_that_requires_a_daemon_says_so_and_does_not_start(
-    models: Path, tmp_path: Path, start_engine: StartEngine
-) -> None:
-    """With required=true and no daemon the start ends with one sentence that names the remedy."""
-    options = with_kvd(DENSE.options(models), tmp_path / "nothing", required=True)
-    engine = start_engine(options)
-    with pytest.raises(EngineDied):
-        engine.wait_ready()
-    assert f"at {tmp_path / 'nothing'}; is `kvd serve` running there?" in engine.log.read_text(
-        errors="replace"
-    )
-
-
 @pytest.mark.parametrize(("during", "outage"), [("stores", 1), ("loads", 1), ("nothing", 10)])
 def test_an_engine_serves_through_the_death_of_the_broker(
     during: str,
@@ -188,7 +173,7 @@ def test_an_engine_serves_through_the_death_of_the_broker(
             # A frozen lane has not finished what it was given.
             freeze(lane, thaw)
             state = "writing" if during == "stores" else "pinned"
-            wait_for(f"chunks {state}", lambda: chunks_of(daemon).get(state))
+            eventually(lambda: chunks_of(daemon).get(state))
         daemon.process.kill()
         go_on(lane)
         end = time.monotonic() + outage
@@ -213,7 +198,7 @@ def test_an_engine_serves_through_the_loss_of_a_lane(
     """A lane that is killed or hangs with loads in flight: they are computed, a new lane comes."""
     daemon = new_daemon("--config", str(patient(tmp_path)))
     store_all(engine, daemon, known)
-    before = metric(engine, LOAD_FAILURES)
+    before = engine.metric(LOAD_FAILURES)
     lane = lane_pid(daemon)
     with Traffic(engine, known) as traffic:
         freeze(lane, thaw)
@@ -221,17 +206,17 @@ def test_an_engine_serves_through_the_loss_of_a_lane(
         # the scheduler knows. After the steps of one more answer only what the lane keeps is
         # pinned, or what came meanwhile; and after those of another one the rank has that, too.
         for _ in range(2):
-            wait_for("chunks pinned", lambda: chunks_of(daemon).get("pinned"))
+            eventually(lambda: chunks_of(daemon).get("pinned"))
             engine.generate([SHORT])
         if number == signal.SIGKILL:
             os.kill(lane, number)
         else:  # from now on it is one that hangs
             patient(tmp_path, lane_timeout=5.0)
             daemon.process.send_signal(signal.SIGHUP)
-        wait_for("a new lane", lambda: lane_pid(daemon) not in {lane, 0})
+        eventually(lambda: lane_pid(daemon) not in {lane, 0})
         traffic.wait_answers(len(known.prompts))
     print(traffic.check())
-    assert metric(engine, LOAD_FAILURES) > before
+    assert engine.metric(LOAD_FAILURES) > before
     check_hits(engine, daemon, known)
 
 
@@ -245,7 +230,7 @@ def test_a_load_that_takes_too_long_is_computed(
     """After load_timeout the load is stopped, and its request is computed."""
     daemon = new_daemon("--config", str(patient(tmp_path)))
     store_all(engine, daemon, known)
-    before = metric(engine, LOAD_FAILURES)
+    before = engine.metric(LOAD_FAILURES)
     lane = lane_pid(daemon)
     # The engine says that it stops the load before it asks the lane to, and nothing tells when
     # the lane has been asked: one that has not when it goes on loads, and then the next is tried.
@@ -257,7 +242,7 @@ def test_a_load_that_takes_too_long_is_computed(
         def stops(said: int = said) -> bool:
             return engine.log.read_text(errors="replace").count("load_timeout") > said
 
-        wait_for("the engine stops the load", stops)
+        eventually(stops)
         assert not late.done()  # the lane could still write
         go_on(lane)
         (answer,) = results([late])
@@ -265,7 +250,7 @@ def test_a_load_that_takes_too_long_is_computed(
         if not answer.cached_tokens:
             break
     assert answer.cached_tokens == 0
-    assert metric(engine, LOAD_FAILURES) == before + 1
+    assert engine.metric(LOAD_FAILURES) == before + 1
     check_hits(engine, daemon, known)
 
 
@@ -299,13 +284,12 @@ def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
         freeze(lane, thaw)
         for prompt in others:
             engine.submit(prompt)
-        wait_for("stores in flight", lambda: chunks_of(daemon).get("writing"))
+        eventually(lambda: chunks_of(daemon).get("writing"))
         os.kill(pid, signal.SIGKILL)
         go_on(lane)
-        wait_for("the engine's sessions end", lambda: not daemon.status()["engines"])
-        left = wait_for(
-            "its slots are free",
-            lambda: (c := chunks_of(daemon))["writing"] + c["draining"] + c["pinned"] == 0 and c,
+        eventually(lambda: not daemon.status()["engines"])
+        left = eventually(
+            lambda: chunks_of(daemon), lambda c: not c["writing"] + c["draining"] + c["pinned"]
         )
         assert left["ready"] >= stored
         engine.kill()
@@ -313,34 +297,27 @@ def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
 
 
 def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
-    models: Path,
-    runtime_dir: Path,
-    start_daemon: StartDaemon,
-    start_engine: StartEngine,
-    tmp_path: Path,
-    thaw: list[int],
+    engine: EngineProcess, new_daemon: Callable[..., Daemon], tmp_path: Path, thaw: list[int]
 ) -> None:
     """Preempted with stores in flight: the stores are done or void, never of the new contents."""
-    tight = replace(DENSE.options(models), num_gpu_blocks=44)
-    asked, tokens = prompts(6), 160
-    engine = start_engine(with_kvd(tight, runtime_dir, blocks_per_chunk=2))
-    engine.wait_ready()
+    asked, tokens = prompts(6, seed=4), 160  # with its answer a prompt needs 18 of 63 blocks
+    engine.reset()
     expected = [engine.generate([prompt], tokens)[0] for prompt in asked]
     engine.reset()
+    preemptions = engine.metric("vllm:num_preemptions")
 
-    daemon = start_daemon("--config", str(patient(tmp_path)))
-    wait_served(daemon, engine)
+    daemon = new_daemon("--config", str(patient(tmp_path)))
     lane = lane_pid(daemon)
     freeze(lane, thaw)
     running = [engine.submit(prompt, tokens) for prompt in asked]
-    wait_for("stores in flight", lambda: chunks_of(daemon).get("writing"))
-    wait_for("preemptions", lambda: metric(engine, "vllm:num_preemptions"))
+    eventually(lambda: chunks_of(daemon).get("writing"))
+    eventually(lambda: engine.metric("vllm:num_preemptions") > preemptions)
     go_on(lane)
     for answer, reference in zip(results(running), expected, strict=True):
         assert not far_apart(answer, reference)
 
     wait_served(daemon, engine)
-    wait_for("no store is left", lambda: not chunks_of(daemon)["writing"])
+    eventually(lambda: not chunks_of(daemon)["writing"])
     for _ in range(2):  # what is in the pool now, and then all of it
         engine.reset()
         answers = [engine.generate([prompt], tokens)[0] for prompt in asked]

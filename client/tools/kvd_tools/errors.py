@@ -20,9 +20,5 @@ def check_installed(module: str, command: str, remedy: str) -> None:
         raise DemoError(f"{command} needs {module}, which {sys.prefix} does not have; {remedy}")
 
 
-class EngineDied(DemoError):
-    """The vLLM engine has ended, or did not start in time; shows its log's end."""
-
-
 class StepFailed(KvdClientError):
     """A step of the self-test failed; the sentence says what was seen."""

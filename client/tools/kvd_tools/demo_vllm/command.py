@@ -4,8 +4,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import click
 from rich.console import Console
@@ -13,16 +15,32 @@ from rich.console import Console
 from kvd_client.errors import KvdClientError
 from kvd_proto.sizes import format_size
 from kvd_tools.demo.processes import Daemon
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.models import Kind, write_model
+from kvd_tools.demo_vllm.engine import Answer, EngineProcess
 from kvd_tools.demo_vllm.options import EngineOptions
-from kvd_tools.demo_vllm.rounds import HEAD, Round, ask, warm_up
-from kvd_tools.demo_vllm.scenario import ANSWER_TOKENS, BLOCK_TOKENS, KINDS, Scenario
-from kvd_tools.errors import check_installed
+from kvd_tools.demo_vllm.scenario import ANSWER_TOKENS, BLOCK_TOKENS, Scenario
+from kvd_tools.errors import DemoError, check_installed
 
 ROOM_BYTES = 2**29  # for the model and the logs, beside the pool
 # Fewer prompts might still be in the GPU cache when they come back.
 MIN_PROMPTS = 4
+ATTACH_SECONDS = 30.0
+ATTACHED = "vllm:kv_offload_kvd_attached"
+HITS = "vllm:external_prefix_cache_hits"
+HEAD = f"{'round':<22}{'median':>8}  {'hit tokens':>16}  each prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Every prompt once, one after another: the answers, and how many tokens came from kvd."""
+
+    name: str
+    answers: list[Answer]
+    hits: int
+
+    @property
+    def seconds(self) -> float:
+        """Median of the times to the first token."""
+        return median(answer.first_token_seconds for answer in self.answers)
 
 
 @click.command("demo-vllm")
@@ -41,21 +59,13 @@ MIN_PROMPTS = 4
     help="Length of a prompt.",
 )
 @click.option(
-    "--model",
-    "kind",
-    type=click.Choice(KINDS),
-    default="dense",
-    show_default=True,
-    help="Kind of the generated model: all layers full, or two of three with a sliding window.",
-)
-@click.option(
     "--layers",
     type=click.IntRange(2, 32),
     default=18,
     show_default=True,
     help="Of the model; fewer are faster.",
 )
-def demo_vllm(*, prompts: int, prompt_tokens: int, kind: Kind, layers: int) -> None:
+def demo_vllm(*, prompts: int, prompt_tokens: int, layers: int) -> None:
     """Show what kvd does for vLLM: time to first token of new prompts and of known ones.
 
     Starts a private daemon and vLLM on the CPU with a generated model and a GPU cache too
@@ -65,100 +75,96 @@ def demo_vllm(*, prompts: int, prompt_tokens: int, kind: Kind, layers: int) -> N
     \b
     Examples:
       kvd demo-vllm
-      kvd demo-vllm --model hybrid --prompts 10 --prompt-tokens 1000
+      kvd demo-vllm --prompts 10 --prompt-tokens 1000
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    console = Console(highlight=False, soft_wrap=True)
     try:
         remedy = "`make demo-vllm` makes an environment with it and runs the demo there"
         check_installed("vllm", "kvd demo-vllm", remedy)
-        scenario = Scenario(kind, layers, prompts, prompt_tokens)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        console = Console(highlight=False, soft_wrap=True)
-        rounds = _run(scenario, console)
+        cold, *warm = _run(Scenario(layers, prompts, prompt_tokens), console)
     except KvdClientError as error:
         raise click.ClickException(str(error)) from error
-    if faults := _faults(*rounds):
-        for fault in faults:
-            console.print(f"[bold red]{fault}[/]")
+    good = True
+    for served in warm:
+        pairs = zip(served.answers, cold.answers, strict=True)
+        changed = sum(one.tokens != other.tokens for one, other in pairs)
+        if changed or not served.hits:
+            good = False
+            console.print(
+                f"[bold red]{served.name}: {served.hits:,} tokens found in kvd, {changed} of"
+                f" {prompts} answers have other tokens than in the cold round.[/]"
+            )
+    if not good:
         sys.exit(1)
-    console.print(f"[bold green]{_summary(*rounds)}[/]")
+    again, restarted = (cold.seconds / served.seconds for served in warm)
+    console.print(
+        f"[bold green]First token: cold takes {again:.1f} times as long as warm,"
+        f" {restarted:.1f} times as long as after the restart."
+        f" Every answer has the same {ANSWER_TOKENS} tokens in all rounds.[/]"
+    )
 
 
-def _run(scenario: Scenario, console: Console) -> tuple[Round, Round, Round]:
+def _run(scenario: Scenario, console: Console) -> list[Round]:
     pool = scenario.pool_bytes
     first, *prompts = scenario.make_prompts()
+    rounds = []
     with Daemon(pool, ROOM_BYTES) as daemon:
-        _introduce(scenario, console)
+        place = daemon.place
+        needed = scenario.prompts * scenario.prompt_tokens
+        console.print(
+            f"kvd:    a daemon with a pool of {format_size(pool)}\n"
+            f"model:  {scenario.layers} layers, random weights;"
+            f" {format_size(scenario.token_bytes)} of KV per token, bfloat16\n"
+            f"vLLM:   on the CPU; its own KV cache (the GPU cache) has {scenario.gpu_blocks} blocks"
+            f" of {BLOCK_TOKENS} tokens\n"
+            f"load:   {scenario.prompts} prompts of {scenario.prompt_tokens:,} tokens,"
+            f" {needed:,} in all: they push each other out of the\n"
+            "        GPU cache, so that what is found when they come back comes from kvd\n"
+        )
         with console.status("writing the model"):
-            model = write_model(daemon.place / "model", scenario.kind, **scenario.shape)
-        options = scenario.options(model, daemon.runtime_dir)
-        with _engine(options, daemon.place / "engine-1.log", "an", console) as engine:
-            warm_up(engine, first)
+            options = scenario.write_options(place, daemon.runtime_dir)
+        with _engine("An", options, place / "engine-1.log", first, console) as engine:
             console.print(f"\nTime to first token, of prompts sent one after another:\n{HEAD}")
-            cold = _serve("cold", engine, prompts, console)
-            warm = _serve("warm", engine, prompts, console)
+            rounds += [_serve(name, engine, prompts, console) for name in ("cold", "warm")]
         console.print()
-        with _engine(options, daemon.place / "engine-2.log", "a new", console) as engine:
-            warm_up(engine, first)
+        with _engine("A new", options, place / "engine-2.log", first, console) as engine:
             console.print(f"\n{HEAD}")
-            again = _serve("warm, in a new engine", engine, prompts, console)
+            rounds.append(_serve("warm, in a new engine", engine, prompts, console))
         if not daemon.running:
             raise daemon.lost("the daemon is gone")
     console.print("\nEngine and daemon are stopped.")
-    return cold, warm, again
-
-
-def _introduce(scenario: Scenario, console: Console) -> None:
-    needed = scenario.prompts * scenario.prompt_tokens
-    console.print(
-        f"kvd:    a daemon with a pool of {format_size(scenario.pool_bytes)}\n"
-        f"model:  {scenario.kind}, {scenario.layers} layers, random weights;"
-        f" {format_size(scenario.token_bytes)} of KV per token, bfloat16\n"
-        f"vLLM:   on the CPU; its own KV cache (the GPU cache) has {scenario.gpu_blocks} blocks"
-        f" of {BLOCK_TOKENS} tokens\n"
-        f"load:   {scenario.prompts} prompts of {scenario.prompt_tokens:,} tokens,"
-        f" {needed:,} in all: they push each other out of the\n"
-        "        GPU cache, so that what is found when they come back comes from kvd\n"
-    )
+    return rounds
 
 
 @contextmanager
 def _engine(
-    options: EngineOptions, log: Path, article: str, console: Console
+    article: str, options: EngineOptions, log: Path, first: list[int], console: Console
 ) -> Iterator[EngineProcess]:
-    """An engine that is ready, ended with the context."""
+    """An engine that has done everything once and has the daemon behind it."""
     started = time.monotonic()
-    with ExitStack() as stack:
-        with console.status(f"starting {article} engine"):
-            engine = stack.enter_context(EngineProcess(options, log))
+    status = console.status(f"{article} engine starts")
+    status.start()
+    with EngineProcess(options, log) as engine:
+        status.stop()
         seconds = time.monotonic() - started
-        console.print(f"{article.capitalize()} engine is ready after {seconds:.0f} s.")
+        console.print(f"{article} engine is ready after {seconds:.0f} s.")
+        end = time.monotonic() + ATTACH_SECONDS
+        engine.generate([first], ANSWER_TOKENS)
+        while not engine.metric(ATTACHED):  # vLLM renews it with every step
+            if time.monotonic() > end:
+                raise DemoError(f"the daemon does not serve the engine after {ATTACH_SECONDS:g} s")
+            engine.generate([first], ANSWER_TOKENS)
         yield engine
 
 
 def _serve(name: str, engine: EngineProcess, prompts: list[list[int]], console: Console) -> Round:
+    """Serve a round, and print its line under `HEAD`."""
+    before = engine.metric(HITS)
     with console.status(name):
-        served = ask(name, engine, prompts)
-    console.print(served.line())
+        answers = [engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in prompts]
+    served = Round(name, answers, int(engine.metric(HITS) - before))
+    each = " ".join(f"{answer.first_token_seconds:.2f}" for answer in answers)
+    hits = f"{served.hits:,} of {sum(map(len, prompts)):,}"
+    console.print(f"{name:<22}{served.seconds:>6.3f} s  {hits:>16}  {each}")
     return served
-
-
-def _faults(cold: Round, *warm: Round) -> list[str]:
-    """What must not be, one sentence each."""
-    faults = []
-    for served in warm:
-        if served.hits <= 0:
-            faults.append(f"{served.name}: nothing was found in kvd.")
-        if changed := len(cold.answers) - served.same_answers(cold):
-            faults.append(
-                f"{served.name}: {changed} of {len(cold.answers)} answers have other tokens"
-                " than in the cold round."
-            )
-    return faults
-
-
-def _summary(cold: Round, warm: Round, again: Round) -> str:
-    return (
-        f"First token: cold takes {cold.seconds / warm.seconds:.1f} times as long as warm,"
-        f" {cold.seconds / again.seconds:.1f} times as long as after the restart."
-        f" Every answer has the same {ANSWER_TOKENS} tokens in all rounds."
-    )

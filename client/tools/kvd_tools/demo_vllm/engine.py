@@ -1,139 +1,130 @@
-"""vLLM's engine in a process of its own, as its user sees it; vLLM is not imported here."""
+"""vLLM's HTTP server on a CPU, in processes of its own; vLLM is not imported here."""
 
 import contextlib
-import itertools
+import json
 import os
-import signal
+import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, Self
 
-from kvd_tools.demo_vllm.group import kill_group
+import psutil
+
 from kvd_tools.demo_vllm.options import EngineOptions
-from kvd_tools.demo_vllm.wire import Answer, Command, Method
-from kvd_tools.errors import DemoError, EngineDied
+from kvd_tools.errors import DemoError
 
 START_SECONDS = 300.0  # on a busy machine; it takes a fraction of that on an idle one
 ANSWER_SECONDS = 120.0
-END_SECONDS = 12.0  # longer than the child gives itself
-LOOK_SECONDS = 0.02
+END_SECONDS = 12.0
+RESET_SECONDS = 10.0  # blocks of ended requests are held until their stores have ended
+LOOK_SECONDS, START_LOOK_SECONDS = 0.02, 0.2
 LOG_TAIL_BYTES = 4000
-ENGINE_MAIN = "kvd_tools.demo_vllm.engine_main"
+MAX_REQUESTS = 256  # at once
+SERVER = ("kvd_tools.demo_vllm.server", "--model")
+# It removes shared memory and semaphores whose owners are gone, and then ends by itself.
+RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The engine's complete answer to one prompt.
+
+    tokens: the generated token ids.
+    logprobs: for every generated token the most likely ones and itself, by token id.
+    cached_tokens: of the prompt, how many were not computed: found on the GPU or loaded.
+    first_token_seconds, seconds: from the request on.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    cached_tokens: int
+    first_token_seconds: float
+    seconds: float
 
 
 class EngineProcess:
-    """One engine: starts, serves many prompts at once, ends with all its processes.
+    """One engine, started: serves many prompts at once, ends with all its processes.
 
-    It never outlives its parent: the pipe to it closes then. Thread-safe but for
-    starting and ending it.
+    It is ready when the context is entered. It does not outlive its parent: vLLM's server is then
+    asked to end. Thread-safe but for ending it.
 
     Args:
-        options: how to build it.
+        options: how to start it.
         log: the file that takes what it prints.
         python: of an environment with vLLM.
+        server: the module and its arguments up to the model's folder.
     """
 
-    def __init__(self, options: EngineOptions, log: Path, python: str = sys.executable) -> None:
-        self.options = options
+    def __init__(
+        self,
+        options: EngineOptions,
+        log: Path,
+        python: str = sys.executable,
+        server: Sequence[str] = SERVER,
+    ) -> None:
         self.log = log
-        self._python = python
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()  # of what follows, and of writing
-        self._pending: dict[int, Future[Any]] = {}
-        self._commands: Connection | None = None
-        self._ready: Future[Any] | None = None
-        self._ended = False
-
-    # ------------------------------------------------------------ life
-
-    def start(self) -> None:
-        """Start the process; `wait_ready` says when it serves."""
-        if self._process is not None:
-            raise DemoError(f"{self!r} was started before; make a new one")
-        their_commands, self._commands = Pipe(duplex=False)
-        replies, their_replies = Pipe(duplex=False)
-        with their_commands, their_replies, self.log.open("wb") as sink:
-            fds = [their_commands.fileno(), their_replies.fileno()]
+        self._gone = False
+        self._requests = ThreadPoolExecutor(MAX_REQUESTS, "engine request")
+        # Paths of sockets are short.
+        self._folder = tempfile.TemporaryDirectory(prefix="kvd-vllm-", ignore_cleanup_errors=True)
+        self._socket = f"{self._folder.name}/http"
+        command = [python, "-m", "kvd_tools.demo.tether", str(os.getpid()), *server]
+        with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                [self._python, "-m", ENGINE_MAIN, *map(str, fds)],
+                [*command, *options.arguments(), "--uds", self._socket],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                pass_fds=fds,
-                env=self.options.environment(),
+                env=options.environment(),
                 start_new_session=True,
             )
-        self._reader = threading.Thread(
-            target=self._read, args=[replies], name="engine replies", daemon=True
-        )
-        self._reader.start()
-        transfer = None if self.options.kv_transfer is None else dict(self.options.kv_transfer)
-        arguments = self.options.engine_arguments()
-        self._ready = self._send("start", engine=arguments, kv_transfer=transfer)
+        self.pid = self._process.pid
 
-    def wait_ready(self, timeout: float = START_SECONDS) -> None:
+    # ------------------------------------------------------------ life
+
+    def wait_ready(self) -> None:
         """Wait until it serves.
 
         Raises:
-            EngineDied: it ended, or is not ready after so many seconds and was killed.
+            DemoError: it ended, or is not ready after START_SECONDS.
         """
-        if self._ready is None:
-            raise DemoError("the engine was not started; call start() first")
-        try:
-            self._ready.result(timeout)
-        except TimeoutError:
-            error = self._died(f"the engine was not ready after {timeout:g} s")
-            self.kill()
-            raise error from None
+        end = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(DemoError):
+                self._text("GET", "/health")
+                return
+            if self._process.poll() is not None:
+                raise self._died("the engine ended")
+            if time.monotonic() > end:
+                raise self._died(f"the engine was not ready after {START_SECONDS:g} s")
+            time.sleep(START_LOOK_SECONDS)
 
     def kill(self) -> None:
         """Kill all its processes, as a crash would; returns when none is left."""
-        if self._process is None or self._ended:
-            return
-        group = self._process.pid
-        kill_group(group)
-        self._process.wait()
-        end = time.monotonic() + END_SECONDS
-        while kill_group(group) and time.monotonic() < end:
+        while not self._gone and kill_group(self.pid):
             time.sleep(LOOK_SECONDS)  # nothing tells the end of a process that is no child
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        self._finish()
+        self._gone = True  # from now on the number may be another's
+        self._process.wait()
+        self._requests.shutdown()
+        self._folder.cleanup()
 
     def close(self) -> None:
         """End it in order, and kill what is left. May be called again."""
-        if self._process is None or self._ended:
-            return
-        with self._lock:
-            self._close_commands()
+        self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         self.kill()
 
-    def _finish(self) -> None:
-        self._ended = True
-        with self._lock:
-            self._close_commands()
-        if self._reader is not None:
-            self._reader.join(END_SECONDS)
-
-    def _close_commands(self) -> None:
-        if self._commands is not None:
-            self._commands.close()
-            self._commands = None
-
     def __enter__(self) -> Self:
         try:
-            self.start()
             self.wait_ready()
         except BaseException:
             self.kill()
@@ -143,19 +134,19 @@ class EngineProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------ commands
+    # ------------------------------------------------------------ requests
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int = 8, logprobs: int = 3
     ) -> Future[Answer]:
-        """Send a prompt; its answer comes later. Fails with EngineDied when the engine ends.
+        """Send a prompt; its answer comes later. Fails with DemoError where there is none.
 
         Args:
             prompt: token ids.
             max_tokens: so many are generated, always.
             logprobs: for each of them, so many of the most likely ones are told.
         """
-        return self._send("generate", prompt=list(prompt), max_tokens=max_tokens, logprobs=logprobs)
+        return self._requests.submit(self._answer, list(prompt), max_tokens, logprobs)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, logprobs: int = 3
@@ -163,63 +154,121 @@ class EngineProcess:
         """Answers to prompts that are sent at once, in their order.
 
         Raises:
-            EngineDied: it ended meanwhile.
+            DemoError: one of them has no complete answer.
         """
         answers = [self.submit(prompt, max_tokens, logprobs) for prompt in prompts]
-        return [answer.result(ANSWER_SECONDS) for answer in answers]
+        return [answer.result() for answer in answers]
 
-    def reset(self) -> None:
-        """Drop the GPU's prefix cache, so that nothing is found there again.
+    def reset(self, *, external: bool = False) -> None:
+        """Drop the GPU's prefix cache, and what the connector has if asked.
 
         Raises:
             DemoError: blocks are still in use, by a running request or its stores.
         """
-        self._send("reset").result(ANSWER_SECONDS)
+        end = time.monotonic() + RESET_SECONDS
+        path = f"/reset_prefix_cache?reset_external={external}"
+        while not json.loads(self._text("POST", path))["success"]:
+            if time.monotonic() > end:
+                raise DemoError(
+                    f"blocks are still in use after {RESET_SECONDS:g} s;"
+                    " reset when no request is running"
+                )
+            time.sleep(LOOK_SECONDS)
 
-    def metrics(self) -> dict[str, float]:
-        """Return its metrics, by vLLM's names: value by name{label="value",...}."""
-        values: dict[str, float] = self._send("metrics").result(ANSWER_SECONDS)
-        return values
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric of vLLM's, over all labels but these."""
+        total = 0.0
+        for line in self._text("GET", "/metrics").splitlines():
+            key, _, value = line.rpartition(" ")
+            wanted = all(f'{label}="{text}"' in key for label, text in labels.items())
+            if wanted and key.partition("{")[0] in {name, f"{name}_total"}:
+                total += float(value)
+        return total
 
-    def _send(self, method: Method, **arguments: Any) -> Future[Any]:
-        """Send a command; the future has its result."""
-        command = Command(next(self._numbers), method, arguments)
-        result: Future[Any] = Future()
-        with self._lock:
-            gone = self._commands is None
-            if self._commands is not None:
-                self._pending[command.number] = result
-                with contextlib.suppress(OSError):  # it is gone; the reader says so
-                    self._commands.send(command)
-        if gone:
-            result.set_exception(self._died("the engine is not there"))
-        return result
+    def _answer(self, prompt: list[int], max_tokens: int, logprobs: int) -> Answer:
+        request = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": logprobs,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        started = time.perf_counter()
+        tokens: list[int] = []
+        likely: list[dict[int, float]] = []
+        first, cached = 0.0, 0
+        with self._reply("POST", "/v1/completions", request) as reply:
+            for line in reply:
+                event = line.removeprefix(b"data: ").strip()
+                if event in {b"", b"[DONE]"}:
+                    continue
+                first = first or time.perf_counter() - started
+                read = json.loads(event)
+                if "error" in read:
+                    raise DemoError(f"the engine gave no answer: {event.decode()}")
+                for choice in read["choices"]:
+                    tokens += map(_token, choice["logprobs"]["tokens"])
+                    likely += [
+                        {_token(name): value for name, value in top.items()}
+                        for top in choice["logprobs"]["top_logprobs"]
+                    ]
+                if usage := read.get("usage"):
+                    cached = usage["prompt_tokens_details"]["cached_tokens"]
+        if len(tokens) != max_tokens:
+            raise DemoError(f"the engine ended the request after {len(tokens)} tokens")
+        return Answer(tokens, likely, cached, first, time.perf_counter() - started)
 
-    # ------------------------------------------------------------ replies
+    def _text(self, method: str, path: str) -> str:
+        with self._reply(method, path) as reply:
+            text = reply.read().decode()
+        if reply.status != 200:
+            raise DemoError(f"{method} {path}: {reply.status} {text}")
+        return text
 
-    def _read(self, replies: Connection) -> None:
-        with replies, contextlib.suppress(EOFError, OSError):  # its end, or in the midst of one
-            while True:
-                number, result, error = replies.recv()
-                with self._lock:
-                    future = self._pending.pop(number)
-                if error:
-                    future.set_exception(DemoError(error))
-                else:
-                    future.set_result(result)
-        with self._lock:
-            self._close_commands()  # from now on nothing is taken
-            pending, self._pending = self._pending, {}
-        error = self._died("the engine ended")
-        for future in pending.values():
-            future.set_exception(error)
+    @contextmanager
+    def _reply(self, method: str, path: str, body: Any = None) -> Iterator[HTTPResponse]:
+        connection = HTTPConnection("vllm")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(ANSWER_SECONDS)
+        try:
+            connection.sock.connect(self._socket)
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            yield connection.getresponse()
+        except (OSError, HTTPException) as error:
+            raise self._died(f"the engine does not answer: {error!r}") from error
+        finally:
+            connection.close()
 
-    def _died(self, why: str) -> EngineDied:
+    def _died(self, why: str) -> DemoError:
         tail = b""
         with contextlib.suppress(OSError):
             tail = self.log.read_bytes()[-LOG_TAIL_BYTES:]
-        return EngineDied(f"{why}; the end of {self.log}:\n{tail.decode(errors='replace')}")
+        return DemoError(f"{why}; the end of {self.log}:\n{tail.decode(errors='replace')}")
 
-    def __repr__(self) -> str:
-        pid = None if self._process is None else self._process.pid
-        return f"<EngineProcess pid {pid}, {len(self._pending)} commands in flight>"
+
+def _token(name: str) -> int:
+    return int(name.removeprefix("token_id:"))
+
+
+def kill_group(group: int) -> bool:
+    """Kill every process of a process group but Python's resource trackers.
+
+    Returns:
+        Whether the group had a process left, a resource tracker among others.
+    """
+    members = [process for process in psutil.process_iter() if _is_member(process, group)]
+    for process in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any(RESOURCE_TRACKER in word for word in process.cmdline()):
+                process.kill()
+    return bool(members)
+
+
+def _is_member(process: psutil.Process, group: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,7 +1,8 @@
-"""How an engine is built: vLLM's arguments, its process's environment, and kvd behind it or not."""
+"""How an engine is started: its server's command line and environment, with kvd or without."""
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -9,16 +10,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to build an engine.
+    """How to start an engine.
 
     model: a folder that `write_model` made.
     num_gpu_blocks: blocks of KV memory that the engine has.
     max_model_len: tokens of the longest prompt with its answer.
-    threads: of every worker, on any core; None: one on each of the cores, which workers share out.
-        A model of few layers computes fastest with one: several wait longer for each other.
-    kv_transfer: keywords of vLLM's KVTransferConfig, see `kvd_transfer`; None for none.
+    threads: of every worker, on any core. A model of few layers computes fastest with one:
+        several wait longer for each other.
+    kv_transfer: vLLM's --kv-transfer-config, see `kvd_transfer`; None for none.
     env: environment variables, on top of those an engine needs here.
-    args: further keywords of vLLM's AsyncEngineArgs.
+    args: further arguments of the server.
     """
 
     model: Path
@@ -27,27 +28,24 @@ class EngineOptions:
     block_size: int = 32
     tensor_parallel: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: int | None = None
+    threads: int = 1
     kv_transfer: Mapping[str, Any] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Sequence[str] = ()
 
     def environment(self) -> dict[str, str]:
         """The environment of the engine's process."""
-        if self.threads is None:
-            threads = {"VLLM_CPU_OMP_THREADS_BIND": _cores(self.tensor_parallel)}
-        else:
-            threads = {
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": str(self.threads),
-            }
         return {
             **os.environ,
-            **threads,
+            # The same with and without a connector: vLLM's own choice of cores is not, and with
+            # another number of threads answers would not be comparable.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(self.threads),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_SERVER_DEV_MODE": "1",  # for `reset`
             # A limit in GiB, not what is allocated; with it vLLM need not measure by a trial run.
             "VLLM_CPU_KVCACHE_SPACE": "2",
             # Without it vLLM's processes wait for each other in a loop of sched_yield, which on
@@ -56,37 +54,17 @@ class EngineOptions:
             **self.env,
         }
 
-    def engine_arguments(self) -> dict[str, Any]:
-        """Keywords of vLLM's AsyncEngineArgs, without the KV transfer."""
-        return {
-            "model": str(self.model),
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "seed": 0,
-            "dtype": self.dtype,
-            "block_size": self.block_size,
-            "num_gpu_blocks_override": self.num_gpu_blocks,
-            "max_model_len": self.max_model_len,
-            "tensor_parallel_size": self.tensor_parallel,
-            "enable_prefix_caching": True,
-            "disable_log_stats": False,
-            **self.args,
-        }
-
-
-def _cores(workers: int) -> str:
-    """The cores of every worker, such as "0|1". The same with and without a connector.
-
-    Left to itself vLLM chooses other cores where a connector is configured, and
-    computes with another number of threads: answers would not be comparable.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // workers)
-    parts = [
-        [cores[index % len(cores)] for index in range(worker * share, (worker + 1) * share)]
-        for worker in range(workers)
-    ]
-    return "|".join(",".join(map(str, part)) for part in parts)
+    def arguments(self) -> list[str]:
+        """The server's command line, from the model's folder on."""
+        arguments = f"{self.model} --skip-tokenizer-init --enforce-eager --seed 0".split()
+        arguments += f"--dtype {self.dtype} --block-size {self.block_size}".split()
+        arguments += f"--num-gpu-blocks-override {self.num_gpu_blocks}".split()
+        arguments += f"--max-model-len {self.max_model_len}".split()
+        arguments += f"--tensor-parallel-size {self.tensor_parallel}".split()
+        arguments += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        if self.kv_transfer is not None:
+            arguments += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
+        return [*arguments, *self.args]
 
 
 def kvd_transfer(runtime_dir: Path | str, **extra: Any) -> dict[str, Any]:

@@ -5,14 +5,13 @@ computes these last tokens in a step of their own as well, and with the same rou
 takes as many tokens as can be found.
 """
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from kvd_tools.demo_vllm.models import Kind
+from kvd_tools.demo_vllm.models import LLAMA, write_model
 from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
-from kvd_tools.errors import DemoError
 
 BLOCK_TOKENS = 32
 BLOCKS_PER_CHUNK = 2
@@ -20,19 +19,15 @@ CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
 ANSWER_TOKENS = 8
 MAX_SEQUENCES = 4  # one is asked at a time; a step must not be smaller than this
 NUMBER_BYTES = 2  # bfloat16
-# Not "mla": on a CPU without AMX vLLM turns its prefix cache and prompts in steps off for it. A
-# found prompt is then computed in other steps than a cold one; answers were seen to differ.
-KINDS: tuple[Kind, ...] = ("dense", "hybrid")
-WINDOW_PATTERN = 3  # hybrid: one layer of three attends to everything, and makes one group of three
 POOL_MARGIN = 1.1
 # Little to compute with, much to remember: loading is cheap, computing is not, on two cores.
-SHAPE = {
-    "hidden": 512,
-    "intermediate": 1024,
-    "heads": 8,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "vocab": 2048,
+KV_HEADS, HEAD_DIM, VOCAB = 8, 128, 2048
+MODEL = LLAMA | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "vocab_size": VOCAB,
 }
 
 
@@ -44,32 +39,14 @@ class Scenario:
     prompt_tokens: of each.
     """
 
-    kind: Kind
     layers: int
     prompts: int
     prompt_tokens: int
 
-    def __post_init__(self) -> None:
-        if self.kind == "hybrid" and self.layers % WINDOW_PATTERN:
-            raise DemoError(
-                f"{self.layers} layers do not make a hybrid model, of which every third attends"
-                f" to everything; give --layers a multiple of {WINDOW_PATTERN}"
-            )
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """The fields of `ModelShape` that the demo chooses."""
-        return SHAPE | {"layers": self.layers, "window_pattern": WINDOW_PATTERN}
-
     @property
     def token_bytes(self) -> int:
         """KV bytes of one token in all layers."""
-        return self.layers * 2 * SHAPE["kv_heads"] * SHAPE["head_dim"] * NUMBER_BYTES
-
-    @property
-    def findable_tokens(self) -> int:
-        """Of one prompt, those that can be found: whole chunks; its last token is computed."""
-        return (self.prompt_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+        return self.layers * 2 * KV_HEADS * HEAD_DIM * NUMBER_BYTES
 
     @property
     def longest(self) -> int:
@@ -78,14 +55,8 @@ class Scenario:
 
     @property
     def gpu_blocks(self) -> int:
-        """The GPU cache's blocks, with vLLM's null block.
-
-        Room for two prompts: one is served, one is still being stored. A hybrid model's every
-        group needs its own blocks while a prompt is computed, one more where its window is cut;
-        behind the window they are free again, so that room for one is room for more.
-        """
-        blocks = -(-self.longest // BLOCK_TOKENS)
-        return 1 + (WINDOW_PATTERN * (blocks + 1) if self.kind == "hybrid" else 2 * blocks)
+        """Of the GPU cache: two prompts, one served and one still stored, and a null block."""
+        return 1 + 2 * -(-self.longest // BLOCK_TOKENS)
 
     @property
     def pool_bytes(self) -> int:
@@ -95,21 +66,18 @@ class Scenario:
     def make_prompts(self) -> list[list[int]]:
         """Random prompts that share nothing, the first one to warm up with."""
         source = random.Random(0)
-        vocabulary = range(SHAPE["vocab"])
-        return [source.choices(vocabulary, k=self.prompt_tokens) for _ in range(self.prompts + 1)]
+        return [source.choices(range(VOCAB), k=self.prompt_tokens) for _ in range(self.prompts + 1)]
 
-    def options(self, model: Path, runtime_dir: Path) -> EngineOptions:
-        """An engine with this GPU cache and the daemon at `runtime_dir` behind it."""
-        args: dict[str, Any] = {
-            "max_num_batched_tokens": self.findable_tokens,
-            "max_num_seqs": MAX_SEQUENCES,
-        }
+    def write_options(self, place: Path, runtime_dir: Path) -> EngineOptions:
+        """Write the model; an engine with this GPU cache and the daemon at `runtime_dir`."""
+        findable = (self.prompt_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS  # the last is computed
         return EngineOptions(
-            model=model,
+            model=write_model(place / "model", MODEL | {"num_hidden_layers": self.layers}),
             num_gpu_blocks=self.gpu_blocks,
             max_model_len=self.longest,
             block_size=BLOCK_TOKENS,
             dtype="bfloat16",
+            threads=len(os.sched_getaffinity(0)),
             kv_transfer=kvd_transfer(runtime_dir, blocks_per_chunk=BLOCKS_PER_CHUNK, required=True),
-            args=args,
+            args=f"--max-num-batched-tokens {findable} --max-num-seqs {MAX_SEQUENCES}".split(),
         )
