@@ -23,25 +23,13 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd_client.vllm.ranges import BlockRanges
+from kvd_tools.demo_vllm.models import LLAMA
 
 BLOCK = 16  # tokens
 PAGE = 4096  # bytes of a `full` or `window` layer's block
 BLOCKS = 16
 _KV_HEADS = 2
 _HEAD_SIZE = 32
-_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "dtype": "bfloat16",
-}
 
 
 class WholeChunks(BlockRanges):
@@ -70,7 +58,7 @@ def engine_config(
     layout: str = "LBHNC",
 ) -> VllmConfig:
     """A whole configuration of an engine that uses kvd; `folder` gets the model's config.json."""
-    (folder / "config.json").write_text(json.dumps(_MODEL))
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     cache_config = CacheConfig(block_size=BLOCK, prefix_caching_hash_algo=hash_algorithm)
     cache_config.kv_cache_layout = layout  # as the engine's core does when it starts
     return VllmConfig(
@@ -123,12 +111,19 @@ def latent(layers: Sequence[str], block_size: int = BLOCK) -> KVCacheGroupSpec:
     return KVCacheGroupSpec(list(layers), spec)
 
 
-def sized(
-    vllm_config: VllmConfig, *groups: KVCacheGroupSpec, blocks: int = BLOCKS
-) -> KVCacheConfig:
-    """The KV cache of these groups as vLLM places it in memory, with so many blocks."""
+def configured(
+    folder: Path, *groups: KVCacheGroupSpec, blocks: int = BLOCKS, **engine: Any
+) -> tuple[VllmConfig, KVCacheConfig, OffloadingConfig]:
+    """What vLLM makes for a connector: `engine_config`, its KV cache as it is placed, and both.
+
+    The cache has these groups (by default one of two layers) and so many blocks.
+    """
+    vllm_config = engine_config(folder, **engine)
     vllm_config.cache_config.num_gpu_blocks_override = blocks
-    return get_kv_cache_config_from_groups(vllm_config, list(groups), available_memory=0)
+    kv_cache_config = get_kv_cache_config_from_groups(
+        vllm_config, list(groups) or [full(["a", "b"])], available_memory=0
+    )
+    return vllm_config, kv_cache_config, build_offloading_config(vllm_config, kv_cache_config)
 
 
 def canonical(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CanonicalKVCaches:
@@ -147,8 +142,3 @@ def canonical(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Canoni
     storage = caches.tensors[0].tensor.untyped_storage()
     torch.tensor([], dtype=torch.int8).set_(storage).random_(-128, 128)
     return caches
-
-
-def offloading_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> OffloadingConfig:
-    """What vLLM makes of both for a connector."""
-    return build_offloading_config(vllm_config, kv_cache_config)

@@ -1,12 +1,15 @@
 """Which engines share chunks: what makes their identities differ."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from kvd_client import Fingerprint
 from kvd_client.vllm import identity
-from tests.vllm.configs import engine_config, full, offloading_config, sized
+from tests.vllm.configs import configured
 
 HUB_MODEL = "org/name"
 
@@ -30,12 +33,11 @@ def of_hub_model(
     folder: Path, revision: str | None = None, download_dir: Path | None = None
 ) -> Fingerprint:
     """The identity of an engine with a model of the hub's."""
-    vllm_config = engine_config(folder)
+    vllm_config, _, config = configured(folder)
     vllm_config.model_config.model = HUB_MODEL
     vllm_config.model_config.revision = revision
     vllm_config.load_config.download_dir = download_dir and str(download_dir)
-    kv_cache_config = sized(vllm_config, full(["a", "b"]))
-    return identity.fingerprint(offloading_config(vllm_config, kv_cache_config), vllm_config, "")
+    return identity.fingerprint(config, vllm_config, "")
 
 
 def test_another_commit_of_a_hubs_model_is_another_model(tmp_path: Path, cache: Path) -> None:
@@ -47,6 +49,28 @@ def test_another_commit_of_a_hubs_model_is_another_model(tmp_path: Path, cache: 
     assert of_hub_model(tmp_path) != before
     move(cache, "a" * 40)
     assert of_hub_model(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: setattr(config.model_config.hf_config, "rope_theta", 7.0),
+        lambda config: setattr(config.model_config, "quantization", "fp8"),
+        lambda config: setattr(config.model_config, "dtype", torch.float32),
+        lambda config: setattr(config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
+        lambda config: setattr(config.load_config, "load_format", "dummy"),
+    ],
+    ids=["architecture", "quantization", "dtype", "hashes", "random weights"],
+)
+def test_engines_that_compute_otherwise_share_nothing(
+    tmp_path: Path, change: Callable[[Any], None]
+) -> None:
+    """Whatever the KV's bytes or the keys depend on is in the identity; so is the label."""
+    vllm_config, _, config = configured(tmp_path)
+    before = identity.fingerprint(config, vllm_config, "")
+    assert identity.fingerprint(config, vllm_config, "label") != before
+    change(vllm_config)
+    assert identity.fingerprint(config, vllm_config, "") != before
 
 
 def test_a_revision_has_its_own_commit(tmp_path: Path, cache: Path) -> None:

@@ -1,8 +1,6 @@
 """From the KV caches that vLLM hands over to the layout that a daemon serves."""
 
 import dataclasses
-import mmap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +12,17 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
-from vllm.v1.kv_offload.config import OffloadingCacheConfig
 
-from kvd_client import RankLayout, TensorRef, TensorSpec
-from kvd_client.torch_memory import SharedTensors
+from kvd_client import RankLayout, TensorRef, TensorSpec, UnsupportedMemory
 from kvd_client.vllm.layout import rank_layout, share_caches
-from kvd_proto.errors import LayoutError
-from kvd_proto.layout import (
-    validate_layout,
-)
+from kvd_proto.layout import validate_layout
 from tests.vllm.configs import (
     BLOCKS,
     PAGE,
     canonical,
-    engine_config,
+    configured,
     full,
     latent,
-    offloading_config,
-    sized,
     window,
 )
 
@@ -39,34 +30,27 @@ from tests.vllm.configs import (
 def laid_out(
     folder: Path,
     *groups: KVCacheGroupSpec,
-    extra: dict[str, Any] | None = None,
-    layout: str = "LBHNC",
+    caches: CanonicalKVCaches | None = None,
+    changed: dict[str, Any] | None = None,
+    **engine: Any,
 ) -> RankLayout:
-    """What a rank with these groups registers; a daemon would take it."""
-    vllm_config = engine_config(folder, extra, layout=layout)
-    kv_cache_config = sized(vllm_config, *groups)
-    caches = canonical(vllm_config, kv_cache_config)
+    """What a rank with these groups registers; a daemon would take it.
+
+    Args:
+        folder: for the model.
+        groups: of its layers.
+        caches: instead of those that vLLM hands over.
+        changed: fields of the offloading configuration.
+        engine: see `configured`.
+    """
+    vllm_config, kv_cache_config, config = configured(folder, *groups, **engine)
+    caches = caches or canonical(vllm_config, kv_cache_config)
     shared = share_caches(caches)
-    registered = rank_layout(
-        caches, shared, offloading_config(vllm_config, kv_cache_config), kv_cache_config
-    )
     shared.close()
-    validate_layout(registered)
-    return registered
-
-
-def by_hand(tensors: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]) -> CanonicalKVCaches:
-    """Canonical caches of whole rows; `groups[g]` lists the tensors of a group."""
-    pages = [tensor.shape[1] * tensor.element_size() for tensor in tensors]
-    return CanonicalKVCaches(
-        [CanonicalKVCacheTensor(t, page) for t, page in zip(tensors, pages, strict=True)],
-        [[CanonicalKVCacheRef(index, pages[index]) for index in group] for group in groups],
-    )
-
-
-def seen_by_others(shared: SharedTensors) -> list[mmap.mmap]:
-    """Each storage as a process maps it that was given the descriptor."""
-    return [mmap.mmap(memory.fd, memory.nbytes) for memory in shared.memory]
+    config = dataclasses.replace(config, **(changed or {}))
+    layout = rank_layout(caches, shared, config, kv_cache_config)
+    validate_layout(layout)
+    return layout
 
 
 def test_layers_of_two_groups_that_lie_over_each_other(tmp_path: Path) -> None:
@@ -82,14 +66,6 @@ def test_layers_of_two_groups_that_lie_over_each_other(tmp_path: Path) -> None:
     assert [group.kind for group in layout.groups] == ["FullAttentionSpec", "SlidingWindowSpec"]
     assert [group.sliding_window for group in layout.groups] == [None, 64]
     assert layout.share_bytes == layout.group_bytes(0) == layout.group_bytes(1) == 2 * PAGE
-
-
-def test_a_group_with_fewer_layers_uses_fewer_tensors(tmp_path: Path) -> None:
-    """Of three tensors the second group refers to the one that it lies over."""
-    layout = laid_out(tmp_path, full(["a", "b", "c"]), window(["d"]))
-    assert len(layout.tensors) == 3
-    assert layout.groups[1].refs == (TensorRef(0, PAGE),)
-    assert layout.group_bytes(1) == PAGE < layout.share_bytes == 3 * PAGE
 
 
 def test_padding_is_counted_and_not_moved(tmp_path: Path) -> None:
@@ -111,33 +87,12 @@ def test_packed_blocks_are_one_page(tmp_path: Path) -> None:
     assert layout.share_bytes == layout.group_bytes(1) == 2 * PAGE
 
 
-@pytest.mark.parametrize("replicated", [False, True])
-def test_replicas_are_passed_on(tmp_path: Path, replicated: bool) -> None:
+def test_replicas_are_passed_on(tmp_path: Path) -> None:
     """Whether all ranks hold the same bytes is vLLM's to know, and the daemon's to use."""
-    vllm_config = engine_config(tmp_path)
-    kv_cache_config = sized(vllm_config, latent(["a", "b"]))
-    caches = canonical(vllm_config, kv_cache_config)
-    config = offloading_config(vllm_config, kv_cache_config)
-    shared = share_caches(caches)
-    layout = rank_layout(
-        caches,
-        shared,
-        dataclasses.replace(config, replicated_layout=replicated),
-        kv_cache_config,
-    )
-    shared.close()
-    validate_layout(layout)
-    assert layout.replicated is replicated
+    layout = laid_out(tmp_path, latent(["a", "b"]), changed={"replicated_layout": True})
+    assert layout.replicated
     assert layout.groups[0].kind == "MLAAttentionSpec"
     assert layout.group_bytes(0) == layout.share_bytes == 2 * 16 * 128 * 2
-
-
-def test_groups_with_different_block_sizes(tmp_path: Path) -> None:
-    """Each group has its own tokens per block; hashes cover what divides them all."""
-    layout = laid_out(tmp_path, full(["a", "b"]), window(["c", "d"], block_size=32, head_size=16))
-    assert [group.block_size for group in layout.groups] == [16, 32]
-    assert layout.hash_block_size == 16
-    assert len(layout.tensors) == 2
 
 
 @pytest.mark.parametrize(
@@ -152,55 +107,21 @@ def test_chunks_of_several_blocks(tmp_path: Path, extra: dict[str, Any], factor:
 
 def test_blocks_are_as_many_as_configured_not_as_a_tensor_has_rows(tmp_path: Path) -> None:
     """With num_gpu_blocks_override below what was allocated the configured number counts."""
-    vllm_config = engine_config(tmp_path)
-    kv_cache_config = sized(vllm_config, full(["a", "b"]), blocks=BLOCKS - 3)
     rows = torch.zeros(2, BLOCKS, PAGE, dtype=torch.int8)
-    caches = by_hand(list(rows), [[0, 1]])
-    shared = share_caches(caches)
-    config = offloading_config(vllm_config, kv_cache_config)
-    layout = rank_layout(caches, shared, config, kv_cache_config)
-    shared.close()
-    validate_layout(layout)
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, PAGE) for tensor in rows],
+        [[CanonicalKVCacheRef(index, PAGE) for index in range(2)]],
+    )
+    layout = laid_out(tmp_path, caches=caches, blocks=BLOCKS - 3)
     assert layout.num_blocks == BLOCKS - 3
     assert layout.used_bytes == rows.nbytes
     assert layout.share_bytes == rows.nbytes // (BLOCKS - 3)
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
-def test_the_engine_and_the_daemon_see_the_same_bytes(tmp_path: Path, layout: str) -> None:
-    """Contents survive the move, and what is written on either side the other one reads."""
-    vllm_config = engine_config(tmp_path, layout=layout)
-    kv_cache_config = sized(vllm_config, full(["a", "b"]), window(["c", "d"]))
+def test_caches_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
+    """Layers that vLLM does not hand over would never be restored."""
+    vllm_config, kv_cache_config, _ = configured(tmp_path)
     caches = canonical(vllm_config, kv_cache_config)
-    before = [cache.tensor.clone() for cache in caches.tensors]
-    shared = share_caches(caches)
-    maps = seen_by_others(shared)
-    shared.close()
-    for cache, kept, spec in zip(caches.tensors, before, shared.tensors, strict=True):
-        assert torch.equal(cache.tensor, kept)
-        other = maps[spec.storage]
-        for block in range(BLOCKS):
-            start = spec.offset + block * spec.block_stride
-            page = bytes(kept[block].view(torch.uint8).tolist())
-            assert other[start : start + spec.page_bytes] == page
-            other[start : start + spec.page_bytes] = page[::-1]
-            assert bytes(cache.tensor[block].view(torch.uint8).tolist()) == page[::-1]
-            cache.tensor[block].fill_(block)
-            assert other[start : start + spec.page_bytes] == bytes([block]) * spec.page_bytes
-
-
-def test_kvd_refuses_it_where_vllm_does_not(tmp_path: Path) -> None:
-    """The same in kvd's own check, which names the remedy."""
-    vllm_config = engine_config(tmp_path)
-    kv_cache_config = sized(vllm_config, full(["a", "b"]))
-    caches = canonical(vllm_config, kv_cache_config)
-    config = dataclasses.replace(
-        offloading_config(vllm_config, kv_cache_config),
-        cache=OffloadingCacheConfig(tokens_per_hash=24, blocks_per_chunk=1),
-    )
-    shared = share_caches(caches)
-    layout = rank_layout(caches, shared, config, kv_cache_config)
-    shared.close()
-    with pytest.raises(LayoutError, match=r"block size 16 .* hash block size 24") as refused:
-        validate_layout(layout)
-    assert "--enable-prefix-caching" in str(refused.value)
+    caches.group_data_refs[0].pop()
+    with pytest.raises(UnsupportedMemory, match=f"{PAGE} bytes a block, its 2 layers have"):
+        laid_out(tmp_path, caches=caches)

@@ -1,19 +1,30 @@
 """What an engine may be told about its daemon, and what is refused before it starts."""
 
+import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvd_client.vllm import KvdConnector, KvdOffloadingSpec, Options, OptionsError
+from kvd_client.vllm import KvdConnector, Options, OptionsError
 from kvd_client.vllm.identity import random_hash_seed
 from kvd_client.vllm.options import VLLM_KEYS, read_options
-from tests.vllm.configs import engine_config, full, offloading_config, sized
+from kvd_client.vllm.versions import TESTED, release, untested
+from tests.vllm.configs import configured, engine_config
+from tests.vllm.support import ROOT
+
+DOCUMENTS = (
+    "docs/vllm.md",
+    "docker/compose.yaml",
+    "deploy/kubernetes/engine.yaml",
+    "deploy/kubernetes/sidecar.yaml",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +113,11 @@ def test_a_bad_setting_is_refused_in_one_sentence(extra: dict[str, Any], named: 
 
 
 def connector(
-    vllm_config: VllmConfig, role: KVConnectorRole = KVConnectorRole.SCHEDULER
+    folder: Path, role: KVConnectorRole = KVConnectorRole.SCHEDULER, **engine: Any
 ) -> KvdConnector:
-    """A connector as vLLM makes it."""
-    return KvdConnector(vllm_config, role, sized(vllm_config, full(["a", "b"])))
+    """A connector as vLLM makes it, of such an engine."""
+    vllm_config, kv_cache_config, _ = configured(folder, **engine)
+    return KvdConnector(vllm_config, role, kv_cache_config)
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
@@ -114,21 +126,20 @@ def test_a_bad_setting_stops_the_engine_in_every_process(
 ) -> None:
     """Scheduler and ranks both refuse an unknown setting."""
     with pytest.raises(OptionsError, match="deadlines"):
-        connector(engine_config(tmp_path, {"deadlines": 1.0}), role)
+        connector(tmp_path, role, extra={"deadlines": 1.0})
 
 
 def test_failing_requests_on_a_miss_is_refused(tmp_path: Path) -> None:
     """kv_load_failure_policy="fail" would turn a cache miss into a failed request."""
     with pytest.raises(OptionsError, match="fail") as refused:
-        connector(engine_config(tmp_path, failure_policy="fail"))
+        connector(tmp_path, failure_policy="fail")
     assert 'set kv_load_failure_policy="recompute"' in str(refused.value)
 
 
 def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
     """OffloadingConnector makes the spec without vllm_config, and would stop at a failed job."""
     spec = {"spec_name": "KvdOffloadingSpec", "spec_module_path": "kvd_client.vllm"}
-    vllm_config = engine_config(tmp_path, spec)
-    kv_cache_config = sized(vllm_config, full(["a", "b"]))
+    vllm_config, kv_cache_config, _ = configured(tmp_path, extra=spec)
     with pytest.raises(OptionsError, match="OffloadingConnector") as refused:
         OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
     assert 'kv_connector="KvdConnector"' in str(refused.value)
@@ -136,45 +147,44 @@ def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
 
 def test_the_canonical_layout_is_refused(tmp_path: Path) -> None:
     """A layout of the pool's bytes that kvd does not write is not silently ignored."""
-    vllm_config = engine_config(tmp_path, {"canonical_layout": True})
-    kv_cache_config = sized(vllm_config, full(["a", "b"]))
-    config = offloading_config(vllm_config, kv_cache_config)
     with pytest.raises(OptionsError, match="canonical_layout=true"):
-        KvdOffloadingSpec(config, vllm_config, kv_cache_config)
-
-
-def test_random_block_hashes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without PYTHONHASHSEED xxhash differs from process to process: one sentence, two remedies."""
-    vllm_config = engine_config(tmp_path, hash_algorithm="xxhash")
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    text = random_hash_seed(vllm_config)
-    assert "prefix_caching_hash_algo=xxhash" in text
-    assert "sha256" in text
-    assert "PYTHONHASHSEED" in text
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert not random_hash_seed(vllm_config)
+        connector(tmp_path, extra={"canonical_layout": True})
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "warned"), [("sha256", False), ("xxhash", True), ("xxhash_cbor", True)]
+    ("algorithm", "version", "warned"),
+    [
+        ("sha256", vllm.__version__, []),
+        ("xxhash", vllm.__version__, ["prefix_caching_hash_algo=xxhash is seeded anew"]),
+        ("sha256", "0.33.1", ["not tested with vLLM 0.33.1, only with vLLM 0.32"]),
+    ],
 )
-def test_the_scheduler_starts_without_a_daemon(
+def test_the_scheduler_starts_with_a_line_for_each_thing_that_is_not_as_it_should_be(
     tmp_path: Path,
     runtime_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     algorithm: str,
-    warned: bool,
+    version: str,
+    warned: list[str],
 ) -> None:
-    """An absent daemon and random hashes are one warning each; the engine starts."""
+    """An absent daemon, random hashes, an untested vLLM; the ranks do not repeat it."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.setattr("kvd_client.vllm.connector._log_as_vllm_does", lambda: None)
+    monkeypatch.setattr(vllm, "__version__", version)
     extra = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": 4}
-    made = connector(engine_config(tmp_path, extra, hash_algorithm=algorithm))
-    texts = [record.getMessage() for record in caplog.records if "kvd" in record.name]
-    assert sum("no kvd daemon answers" in text for text in texts) == 1
-    assert any("PYTHONHASHSEED" in text for text in texts) is warned
-    made.shutdown()
+    for role in KVConnectorRole:
+        connector(tmp_path, role, extra=extra, hash_algorithm=algorithm).shutdown()
+    lines = [record.getMessage() for record in caplog.records if "kvd" in record.name]
+    wanted = [*warned, "no kvd daemon answers at"]
+    assert len(lines) == len(wanted)
+    assert all(words in line for words, line in zip(wanted, lines, strict=True))
+
+
+def test_hashes_with_a_seed_need_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PYTHONHASHSEED xxhash is the same in every process."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert not random_hash_seed(engine_config(tmp_path, hash_algorithm="xxhash_cbor"))
 
 
 def test_kvds_lines_go_where_vllms_go(tmp_path: Path, logger: logging.Logger) -> None:
@@ -182,6 +192,39 @@ def test_kvds_lines_go_where_vllms_go(tmp_path: Path, logger: logging.Logger) ->
     logger.handlers.clear()
     for _ in range(2):
         with pytest.raises(OptionsError):
-            connector(engine_config(tmp_path, {"deadlines": 1.0}))
+            connector(tmp_path, extra={"deadlines": 1.0})
     assert logger.handlers == logging.getLogger("vllm").handlers
     assert not logger.propagate
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+g0123456", "0.32.0+cpu"])
+def test_a_tested_release_needs_no_sentence(version: str) -> None:
+    """Patches and builds of a tested release are that release."""
+    assert release(version) in TESTED
+    assert not untested(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.1", "1.32.0", "dev", "0.320.0"])
+def test_an_untested_release_is_named(version: str) -> None:
+    """One sentence: which it is, which are tested, what to do."""
+    text = untested(version)
+    assert f"not tested with vLLM {version}, only with vLLM 0.32;" in text
+    assert "install a tested release" in text
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_the_documents_give_is_three_keys_and_options_that_exist(document: str) -> None:
+    """Every configuration that a reader can copy is one that the connector takes."""
+    text = (ROOT / document).read_text()
+    given = re.findall(
+        r"""--kv-transfer-config[\s'>-]*(\{.*?\})(?:'|\n *[a-z#-])""", text, re.DOTALL
+    )
+    assert given
+    for config in map(json.loads, given):
+        extra = config.pop("kv_connector_extra_config", {})
+        assert config == {
+            "kv_connector": "KvdConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
+        read_options(extra, {})

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -28,18 +27,15 @@ from kvd_client.vllm import (
     KvdOffloadingSpec,
     KvdOffloadingWorker,
 )
-from kvd_client.vllm.manager import ChunkSlots
 from tests.conftest import Daemon
 from tests.vllm.configs import (
     BLOCKS,
     PAGE,
     WholeChunks,
     canonical,
-    engine_config,
+    configured,
     full,
     latent,
-    offloading_config,
-    sized,
     window,
 )
 from tests.waiting import DEADLINE, PATIENCE, eventually
@@ -50,20 +46,16 @@ STORE, LOAD = 1, 2
 
 
 def make_spec(
-    folder: Path,
-    runtime_dir: Path,
-    *groups: KVCacheGroupSpec,
-    layout: str = "LBHNC",
-    **extra: Any,
-) -> tuple[KvdOffloadingSpec, KVCacheConfig, CanonicalKVCaches]:
+    folder: Path, runtime_dir: Path, *groups: KVCacheGroupSpec, layout: str = "LBHNC", **extra: Any
+) -> tuple[KvdOffloadingSpec, CanonicalKVCaches]:
     """A spec as the connector makes it, and the KV cache that vLLM hands over."""
     settings = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": FACTOR, "deadline": DEADLINE}
     settings |= extra
-    vllm_config = engine_config(folder, settings, layout=layout)
-    kv_cache_config = sized(vllm_config, *(groups or (full(["a", "b"]),)))
-    config = offloading_config(vllm_config, kv_cache_config)
+    vllm_config, kv_cache_config, config = configured(
+        folder, *groups, extra=settings, layout=layout
+    )
     spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
-    return spec, kv_cache_config, canonical(vllm_config, kv_cache_config)
+    return spec, canonical(vllm_config, kv_cache_config)
 
 
 def job(count: int, group: int, groups: int, first: int) -> GPULoadStoreSpec:
@@ -112,7 +104,7 @@ def test_every_byte_comes_back_whatever_the_layout(
     tmp_path: Path, daemon: Daemon, groups: list[KVCacheGroupSpec], layout: str
 ) -> None:
     """What each group stored is loaded into other blocks, through manager, daemon and worker."""
-    spec, _, caches = make_spec(tmp_path, daemon.runtime_dir, *groups, layout=layout, required=True)
+    spec, caches = make_spec(tmp_path, daemon.runtime_dir, *groups, layout=layout, required=True)
     with ExitStack() as ends:
         manager, worker = spec.get_manager(), spec.get_worker(caches)
         ends.callback(manager.shutdown)
@@ -153,36 +145,30 @@ def elsewhere(caches: CanonicalKVCaches) -> CanonicalKVCaches:
 def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
     tmp_path: Path, daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line says why; the rank runs, and its jobs fail, each reported once."""
-    spec, _, caches = make_spec(tmp_path, daemon.runtime_dir)
+    """One line says why; the rank runs with nothing to serve its jobs."""
+    spec, caches = make_spec(tmp_path, daemon.runtime_dir)
     worker = spec.get_worker(elsewhere(caches))
     (line,) = [record for record in caplog.records if record.name == "kvd_client.vllm"]
     assert line.levelno == logging.ERROR
     assert line.getMessage().startswith("tensors[0] is on meta: ")
     assert line.getMessage().endswith("; the engine runs without offload")
     assert "\n" not in line.getMessage()
-    two = ChunkSlots(chunks={0: 2})
-    assert worker.submit_store(STORE, job(2, 0, 1, 1), two)
-    assert worker.submit_load(LOAD, two, job(2, 0, 1, 1))
-    worker.wait({STORE, LOAD})
-    results = worker.get_finished()
-    assert [(result.job_id, result.success) for result in results] == [(1, False), (2, False)]
-    assert not worker.get_finished()
-    worker.shutdown()
+    assert isinstance(worker, KvdOffloadingWorker)
+    assert worker.worker is None
 
 
 def test_memory_that_cannot_be_shared_stops_an_engine_that_requires_kvd(
     tmp_path: Path, daemon: Daemon
 ) -> None:
     """With required=true the same sentence ends the start."""
-    spec, _, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
+    spec, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
     with pytest.raises(UnsupportedMemory, match=r"tensors\[0\] is on meta: only tensors"):
         spec.get_worker(elsewhere(caches))
 
 
 def test_an_engine_that_may_sleep_is_not_served(tmp_path: Path, daemon: Daemon) -> None:
     """Sleep mode gives the KV cache other memory while the daemon still has the old."""
-    spec, _, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
+    spec, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
     spec._vllm_config.model_config.enable_sleep_mode = True
     with pytest.raises(UnsupportedMemory, match="turn enable_sleep_mode off"):
         spec.get_worker(caches)
@@ -192,24 +178,9 @@ def test_an_absent_daemon_stops_an_engine_that_requires_it(
     tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With required=true the start waits for a daemon, and ends with what to do."""
-    spec, _, caches = make_spec(tmp_path, runtime_dir, required=True)
+    spec, caches = make_spec(tmp_path, runtime_dir, required=True)
     defaults = Worker.register.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "timeout", 0.2)  # seconds instead of half a minute
     with pytest.raises(Unavailable, match="is `kvd serve` running there"):
         spec.get_worker(caches)
-
-
-def test_an_absent_daemon_is_a_cache_that_misses(tmp_path: Path, runtime_dir: Path) -> None:
-    """The rank runs at once; its jobs fail until a daemon is there."""
-    spec, _, caches = make_spec(tmp_path, runtime_dir)
-    worker = spec.get_worker(caches)
-    assert isinstance(worker, KvdOffloadingWorker)
-    assert worker.worker is not None
-    assert not worker.worker.registered
-    two = ChunkSlots(np.arange(2, dtype="<u4"), np.ones(2, "<u8"), {0: 2})
-    assert worker.submit_store(STORE, job(2, 0, 1, 1), two)
-    assert worker.submit_load(LOAD, two, job(2, 0, 1, 1))
-    results = {result.job_id: result.success for result in worker.get_finished()}
-    assert results == {STORE: False, LOAD: False}
-    worker.shutdown()

@@ -184,8 +184,12 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             for job_id in meta.failed_jobs:
                 self.manager.mark_failed(self._store_keys(job_id))
         super().update_connector_output(connector_output)
+        # After a failed load the request is computed, and all its chunks are offered again.
         for req_id in connector_output.failed_recving or ():
-            self._compute(req_id)
+            if req_id in self._req_status:  # it was not aborted meanwhile
+                for group in self._req_status[req_id].group_states:
+                    group.next_stored_chunk_idx = 0
+                self.manager.stop_loading(req_id)
 
     def reset_cache(self) -> None:
         """Drop every chunk; running requests offer again the blocks that are still theirs.
@@ -207,14 +211,6 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         """Return the keys of this store; none of a load, or of a job that was dropped."""
         job = self._jobs.get(job_id)
         return job.keys if job is not None and job.is_store else ()
-
-    def _compute(self, req_id: str) -> None:
-        """After a failed load: the request is computed, and all its chunks are offered again."""
-        status = self._req_status.get(req_id)
-        if status is not None:  # it was not aborted meanwhile
-            for group in status.group_states:
-                group.next_stored_chunk_idx = 0
-            self.manager.stop_loading(req_id)
 
 
 class KvdConnector(OffloadingConnector):

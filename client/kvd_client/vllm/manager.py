@@ -59,10 +59,6 @@ class ChunkSlots(LoadStoreSpec):
     chunks: dict[int, int] = field(default_factory=dict)
     missing: int = 0
 
-    def __repr__(self) -> str:
-        gone = f", {self.missing} missing" if self.missing else ""
-        return f"<ChunkSlots {len(self.slots)} chunks{gone}>"
-
 
 class KvdOffloadingManager(OffloadingManager):
     """Answers what vLLM's scheduler asks about chunks.
@@ -275,12 +271,6 @@ class KvdOffloadingManager(OffloadingManager):
     def _report(self, keys: list[OffloadKey], *, removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed))
-
-    def __repr__(self) -> str:
-        return (
-            f"<KvdOffloadingManager {len(self._tickets)} loads,"
-            f" {len(self._no_loads)} requests that load no more, {self.scheduler!r}>"
-        )
 
 
 def _per_group(keys: Iterable[Any]) -> dict[int, int]:

@@ -3,6 +3,7 @@
 from kvd_client.errors import UnsupportedVllm
 
 TESTED = ("0.32",)
+_NAMES = ", ".join(f"vLLM {name}" for name in TESTED)
 
 
 def release(version: str) -> str:
@@ -15,7 +16,7 @@ def untested(version: str) -> str:
     if release(version) in TESTED:
         return ""
     return (
-        f"kvd's connector was not tested with vLLM {version}, only with {_names()};"
+        f"kvd's connector was not tested with vLLM {version}, only with {_NAMES};"
         " compare answers with and without it before you rely on it, or install a tested release"
     )
 
@@ -29,9 +30,5 @@ def unsupported(version: str, lacks: str) -> UnsupportedVllm:
     """
     return UnsupportedVllm(
         f"kvd's connector cannot work with vLLM {version}: {lacks}; it was tested with"
-        f" {_names()}: install that, or leave --kv-transfer-config out"
+        f" {_NAMES}: install that, or leave --kv-transfer-config out"
     )
-
-
-def _names() -> str:
-    return ", ".join(f"vLLM {name}" for name in TESTED)
