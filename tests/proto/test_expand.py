@@ -204,31 +204,6 @@ def test_a_chunk_at_the_window_edge_counts_what_was_appended() -> None:
         replace(job, group_sizes=[8]).expand()
 
 
-def test_an_unaligned_start_in_a_later_group_is_its_own() -> None:
-    """Regression: with several groups each one enters its first chunk at its own offset."""
-    layout = one_group(factor=4, tensors=2)
-    groups = (GroupSpec((TensorRef(0, PAGE),), 16), GroupSpec((TensorRef(1, PAGE),), 16))
-    layout = RankLayout(64, 4, 16, layout.storages, layout.tensors, groups)
-    job = Job(layout, [1, 2, 3, 4, 30, 31], [4, 2], [8, 3], [5, 6, 7])
-    copies = job.expand()
-    size = layout.slot_bytes
-    assert copies.storage.tolist() == [0, 1, 1]
-    assert copies.arena_offset.tolist() == [5 * size, 6 * size + 3 * PAGE, 7 * size]
-    assert copies.tensor_offset.tolist() == [PAGE, 30 * PAGE, 31 * PAGE]
-    assert copies.nbytes.tolist() == [4 * PAGE, PAGE, PAGE]
-
-
-def test_layers_packed_into_a_block_are_one_run() -> None:
-    """With one block a chunk, pages that follow each other on both sides make one copy."""
-    tensors = tuple(TensorSpec(0, i * 1024, 1024, 4096) for i in range(4))
-    refs = tuple(TensorRef(i, 1024) for i in range(4))
-    layout = RankLayout(8, 1, 16, (4096 * 8,), tensors, (GroupSpec(refs, 16),))
-    copies = Job(layout, [5, 3], [2], [0], [1, 0]).expand()
-    assert copies.tensor_offset.tolist() == [5 * 4096, 3 * 4096]
-    assert copies.arena_offset.tolist() == [4096, 0]
-    assert copies.nbytes.tolist() == [4096, 4096]
-
-
 def test_offsets_beyond_four_gibibytes_do_not_wrap() -> None:
     """Arrays of 32 bits on the wire still give 64-bit offsets."""
     page = 2**20

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -39,7 +38,6 @@ KEYS = 160
 BATCH = 12
 LONGEST = 0.6
 GENTLE = 0.1  # of the ends are SIGTERM
-PATIENCE = 60.0
 KEPT = ("generation", "ranks_done", "first", "count", "group")
 """Of a slot's record, what the next daemon has as it was."""
 Record = tuple[int, ...]
@@ -82,18 +80,11 @@ class Client:
         ranks = len(self.engine.workers)
         self.chunk_bytes = 2 * 2 * page * ranks
 
-    def attach(self) -> None:
-        """Until a directory of another daemon than before is here."""
-        deadline = time.monotonic() + PATIENCE
-        before = self.directory.boot_id if self.directory is not None else b""
-        while time.monotonic() < deadline:
-            attached = self.engine.scheduler._attached
-            if attached is not None and attached[1].boot_id != before:
-                self.engine.wait_attached()
-                self.directory = attached[1]
-                return
-            self.engine.scheduler.wait_attached(0.01)
-        raise TimeoutError(f"{self.engine.name} finds no daemon")
+    def attach(self, daemon: Daemon) -> None:
+        """Until the directory of this daemon is here."""
+        attached = self.engine.wait_attached(daemon).scheduler._attached
+        assert attached is not None
+        self.directory = attached[1]
 
     def records(self, state: SlotState) -> dict[bytes, Record]:
         """The chunks in this state, by key, as the directory has them."""
@@ -121,7 +112,7 @@ class Loop:
         ]
         self.asking = False
         for client in self.clients:
-            client.attach()
+            client.attach(self.daemon)
 
     def begin(self) -> Daemon:
         """The next daemon; nobody waits for it here."""
@@ -140,16 +131,12 @@ class Loop:
             timer.join()
         self.tally.stops += number == signal.SIGTERM
         self.tally.kills += number == signal.SIGKILL
-        self.meet(self.begin)
-
-    def meet(self, begin: Callable[[], Daemon]) -> None:
-        """The daemon has ended: hold what `begin` gives against it."""
         ready = [client.records(SlotState.READY) for client in self.clients]
         writing = [client.records(SlotState.WRITING) for client in self.clients]
-        self.daemon = begin()
+        self.daemon = self.begin()
         began = time.monotonic()
         for client in self.clients:
-            client.attach()
+            client.attach(self.daemon)
         self.tally.ready_ms.append(int((time.monotonic() - began) * 1000))
         for client, were, wrote in zip(self.clients, ready, writing, strict=True):
             self.look(client, were, wrote)
