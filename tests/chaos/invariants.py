@@ -12,6 +12,7 @@ from kvd.errors import NotRunning, Refused
 from kvd_proto.messages import Check, Checked
 from tests.chaos.shared import Count, Phase
 from tests.chaos.world import World
+from tests.daemon.serving import left_over
 
 RECOVERY_SECONDS = 45.0
 REST_SECONDS = 30.0
@@ -87,7 +88,7 @@ class Invariants:
         while time.monotonic() < end:
             report = self.world.daemon.report()
             if report:
-                left = _left(report)
+                left = left_over(report)
                 if not left:
                     return report
             time.sleep(NAP_SECONDS)
@@ -141,18 +142,6 @@ class Invariants:
             if TROUBLE.search(said):
                 self.world.violated(f"{client.name} failed: {said[-1500:]}")
                 client.log.write_text("")
-
-
-def _left(report: dict[str, Any]) -> dict[str, Any]:
-    """What is more than there may be when all is quiet."""
-    left: dict[str, int] = {"leases": report["leases"]}
-    for namespace in report["namespaces"]:
-        for state in ("writing", "draining", "pinned"):
-            left[state] = left.get(state, 0) + namespace["chunks"][state]
-    for lane in report["lanes"]:
-        for name in ("queued_jobs", "bytes_in_flight"):
-            left[name] = left.get(name, 0) + lane[name]
-    return {name: value for name, value in left.items() if value}
 
 
 def _news(path: Path, begin: int) -> tuple[list[str], int]:

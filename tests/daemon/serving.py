@@ -117,18 +117,25 @@ def daemon_left_clean(*extra: str, cpu_bytes: str = "64MiB") -> Iterator[Daemon]
         eventually(lambda: _left_behind(daemon), lambda found: found == {})
 
 
+def left_over(report: dict[str, Any]) -> dict[str, int]:
+    """What nobody holds or waits for in a daemon at rest: chunks by state, leases, jobs."""
+    left = {"leases": report["leases"]}
+    for namespace in report["namespaces"]:
+        for state in ("pinned", "doomed", "writing", "draining"):
+            left[state] = left.get(state, 0) + namespace["chunks"][state]
+    for lane in report["lanes"]:
+        for name in ("queued_jobs", "bytes_in_flight"):
+            left[name] = left.get(name, 0) + lane[name]
+    return {name: value for name, value in left.items() if value}
+
+
 def _left_behind(daemon: Daemon) -> dict[str, object]:
     """What a daemon that nobody uses does not have."""
     report = daemon.status()
-    sums: dict[str, int] = {"pinned": 0, "doomed": 0, "writing": 0, "draining": 0}
-    for namespace in report["namespaces"]:
-        for state in sums:
-            sums[state] += namespace["chunks"][state]
     found: dict[str, object] = {
-        **sums,
+        **left_over(report),
         "not ready": [check for check in report["checks"] if not check["ok"]],
         "engines": report["engines"],
-        "leases": report["leases"],
         # This question's is one, the HTTP process may have another.
         "sessions": max(0, report["sessions"]["open"] - 2),
         "lanes lost": sum(lane["counters"]["restarts"] for lane in report["lanes"]),

@@ -27,7 +27,7 @@ from kvd_proto.messages import (
     StatusReport,
 )
 from tests.daemon.raw_client import RawClient
-from tests.daemon.serving import Daemon, started_daemons
+from tests.daemon.serving import Daemon, left_over, started_daemons
 from tests.fuzz.neighbour import Neighbour
 from tests.fuzz.raw import Actor
 from tests.fuzz.script import Marks, Script, Step
@@ -202,17 +202,11 @@ class LiveTarget:
 
     def _left(self, status: dict[str, Any]) -> dict[str, Any]:
         """What is more than there should be when all is quiet."""
-        chunks: Counter[str] = Counter()
-        for namespace in status["namespaces"]:
-            chunks.update({k: namespace["chunks"][k] for k in ("writing", "draining", "pinned")})
         lane = status["lanes"][0]
         figures = {
-            **chunks,
-            "leases": status["leases"],
+            **left_over(status),
             "sessions": status["sessions"]["open"] - 3,
             "engines": len(status["engines"]) - 1,
-            "queued": lane["queued_jobs"],
-            "in flight": lane["bytes_in_flight"],
             "workers": lane["workers"] - 1,
         }
         if self._before is not None:
