@@ -38,16 +38,10 @@ class Codec:
 
     Args:
         tags: tag → message type. The wire's own table is `messages.TAGS`.
-        limits: bytes of a frame, for types that are costly to decode; else `MAX_MESSAGE_BYTES`.
     """
 
-    def __init__(
-        self,
-        tags: Mapping[int, type[Message]],
-        limits: Mapping[type[Message], int] | None = None,
-    ) -> None:
+    def __init__(self, tags: Mapping[int, type[Message]]) -> None:
         self._decoders = {tag: msgspec.msgpack.Decoder(kind) for tag, kind in tags.items()}
-        self._limits = dict(limits or {})
         self._tags = {kind: tag for tag, kind in tags.items()}
 
     def encode(
@@ -105,7 +99,7 @@ class Codec:
         if decoder is None:
             raise DecodeError(f"tag 0x{header.tag:02x} names no message here")
         name = decoder.type.__name__
-        limit = self._limits.get(decoder.type, MAX_MESSAGE_BYTES)
+        limit = MAX_REGISTER_BYTES if decoder.type is Register else MAX_MESSAGE_BYTES
         if len(frame) > limit:
             raise DecodeError(f"a {name} of {len(frame)} bytes, the limit is {limit}")
         try:
@@ -114,11 +108,9 @@ class Codec:
             raise DecodeError(f"{name}: {error}") from error
 
 
-WIRE = Codec(TAGS, {Register: MAX_REGISTER_BYTES})
+WIRE = Codec(TAGS)
 """The codec of the wire between clients and daemon."""
 
-REQUESTS = Codec(
-    {tag: kind for tag, kind in TAGS.items() if kind in REPLY_OF}, {Register: MAX_REGISTER_BYTES}
-)
+REQUESTS = Codec({tag: kind for tag, kind in TAGS.items() if kind in REPLY_OF})
 """What the daemon decodes: requests alone. Their fields are of declared types, so that no body
 makes more objects than its fields hold; a StatusReport may be any tree, which takes seconds."""

@@ -1,6 +1,7 @@
 """Valid sessions, made from a seed: an engine's whole life, and an operator's tool."""
 
 import random
+from dataclasses import replace
 from itertools import count
 
 from msgspec.structs import fields
@@ -38,16 +39,20 @@ from tests.fuzz.script import GENERATION, LEASE, NAMESPACE, SLOT, Script, Step, 
 NAMES = 4  # engines, and models, that one run knows
 
 
-class _Writer:
+class _Session:
     """Collects steps; request ids count up. Actors' numbers begin at `base`."""
 
-    def __init__(self, base: int) -> None:
+    def __init__(self, rng: random.Random, base: int) -> None:
+        self.rng = rng
         self.base = base
         self.steps: list[Step] = []
         self._ids = count(1)
 
-    def ask(self, actor: int, message: Message, where: Where = "broker") -> None:
-        self.steps.append(request(self.base + actor, where, message, next(self._ids)))
+    def ask(
+        self, actor: int, message: Message, where: Where = "broker", fds: tuple[str, ...] = ()
+    ) -> None:
+        step = request(self.base + actor, where, message, next(self._ids))
+        self.steps.append(replace(step, fds=fds))
 
     def enter(self, actor: int, kind: Kind, engine: str) -> None:
         self.steps.append(Step(self.base + actor, "open"))
@@ -56,9 +61,64 @@ class _Writer:
         )
         self.ask(actor, hello)
 
-    def register(self, actor: int, message: Register, fds: tuple[str, ...]) -> None:
-        frame = request(self.base + actor, "control socket", message, next(self._ids)).parts
-        self.steps.append(Step(self.base + actor, "control socket", frame, fds))
+
+class _Engine(_Session):
+    """A scheduler, actor 0, and its ranks, from actor 1 on."""
+
+    def __init__(self, rng: random.Random, base: int) -> None:
+        super().__init__(rng, base)
+        self.name, self.model = f"fuzz-{rng.randrange(NAMES)}", f"model-{rng.randrange(NAMES)}"
+        self.ranks, self.layout = range(rng.choice([1, 1, 2])), random_layout(rng)
+
+    def register(self, rank: int) -> None:
+        self.enter(1 + rank, "worker", self.name)
+        storages = self.layout.storages
+        message = Register(
+            rank=rank,
+            world_size=len(self.ranks),
+            device="host",
+            fingerprint=Fingerprint(model=self.model, dtype="bfloat16"),
+            layout=self.layout,
+            handles=tuple(HostHandle(fd_index=i + 1) for i in range(len(storages))),
+            temporary=self.rng.random() < 0.05,
+        )
+        fds = (f"mem:{CONTROL_BYTES}", *(f"mem:{size}" for size in storages))
+        self.ask(1 + rank, message, "control socket", fds)
+
+    def job(self, kind: type[Store | Load], number: int, chunks: int) -> None:
+        """On every rank."""
+        blocks = range(1, 1 + chunks * self.layout.blocks_per_chunk)  # block 0 is the null block
+        others = [0] * (len(self.layout.groups) - 1)
+        message = kind(
+            job=number,
+            blocks=JobBlocks.of(
+                blocks,
+                [len(blocks), *others],
+                [0, *others],
+                range(SLOT, SLOT + chunks),
+                range(GENERATION, GENERATION + chunks),
+            ),
+            after=0,
+            deadline_ms=5000,
+            **({"word": 1, "epoch": 0} if kind is Store else {}),
+        )
+        for rank in self.ranks:
+            self.ask(1 + rank, message, "lane")
+
+    def store(self, keys: tuple[bytes, ...], number: int) -> None:
+        self.ask(0, PrepareStore(keys=keys))
+        self.job(Store, number, len(keys))
+        if self.rng.random() < 0.3:
+            self.ask(1, Cancel(jobs=(number,)), "lane")
+        self.ask(1, Wait(jobs=(number,)), "lane")
+        self.ask(0, CompleteStore(keys=keys, success=self.rng.random() < 0.9))
+
+    def load(self, keys: tuple[bytes, ...], number: int) -> None:
+        self.ask(0, PrepareLoad(keys=keys, lease_ms=5000))
+        self.job(Load, number, len(keys))
+        self.ask(1, Ping(), "lane")
+        if self.rng.random() < 0.8:
+            self.ask(0, CompleteLoad(lease=LEASE))
 
 
 def random_layout(rng: random.Random) -> RankLayout:
@@ -88,33 +148,29 @@ def random_layout(rng: random.Random) -> RankLayout:
 
 def engine_session(rng: random.Random, base: int = 0) -> Script:
     """A scheduler and its ranks: come, register, store, load, and mostly leave properly."""
-    out = _Writer(base)
-    name, model = f"fuzz-{rng.randrange(NAMES)}", f"model-{rng.randrange(NAMES)}"
-    world, layout = rng.choice([1, 1, 2]), random_layout(rng)
-    out.enter(0, "scheduler", name)
-    for rank in range(world):
-        _register(out, rng, rank, world, layout, name, model)
+    engine = _Engine(rng, base)
+    engine.enter(0, "scheduler", engine.name)
+    for rank in engine.ranks:
+        engine.register(rank)
     for turn in range(rng.randint(1, 3)):
         some = tuple(b"key-%08x" % rng.getrandbits(32) for _ in range(rng.randint(1, 4)))
-        _store(out, rng, some, layout, world, 10 * turn)
-        out.steps.append(Step(1, "time"))  # until the lane has told the broker
-        _load(out, rng, some, layout, world, 10 * turn + 5)
-        out.ask(0, rng.choice(_ASIDE))
+        engine.store(some, 10 * turn)
+        engine.steps.append(Step(1, "time"))  # until the lane has told the broker
+        engine.load(some, 10 * turn + 5)
+        engine.ask(0, rng.choice(_ASIDE))
     if rng.random() < 0.5:
-        for rank in range(world):
-            out.ask(1 + rank, Unregister())
-    return tuple(out.steps)
+        for rank in engine.ranks:
+            engine.ask(1 + rank, Unregister())
+    return tuple(engine.steps)
 
 
 def tool_session(rng: random.Random, base: int = 0) -> Script:
     """An operator's tool: looks, drains and resumes, clears."""
-    out = _Writer(base)
-    actor = 9
-    out.enter(actor, "tool", "fuzz tool")
-    for message in rng.sample(_ORDERS, rng.randint(1, 4)):
-        out.ask(actor, message)
-    out.ask(actor, Resume())
-    return tuple(out.steps)
+    tool = _Session(rng, base)
+    tool.enter(9, "tool", "fuzz tool")
+    for message in (*rng.sample(_ORDERS, rng.randint(1, 4)), Resume()):
+        tool.ask(9, message)
+    return tuple(tool.steps)
 
 
 def session(rng: random.Random, base: int = 0) -> Script:
@@ -136,80 +192,3 @@ _ORDERS: list[Message] = [
     Clear(unused_seconds=3600.0),
     Clear(unused_seconds=0.0, namespace=NAMESPACE),
 ]
-
-
-def _register(
-    out: _Writer,
-    rng: random.Random,
-    rank: int,
-    world: int,
-    layout: RankLayout,
-    name: str,
-    model: str,
-) -> None:
-    actor = 1 + rank
-    out.enter(actor, "worker", name)
-    out.register(
-        actor,
-        Register(
-            rank=rank,
-            world_size=world,
-            device="host",
-            fingerprint=Fingerprint(model=model, dtype="bfloat16"),
-            layout=layout,
-            handles=tuple(HostHandle(fd_index=i + 1) for i in range(len(layout.storages))),
-            temporary=rng.random() < 0.05,
-        ),
-        (f"mem:{CONTROL_BYTES}", *(f"mem:{size}" for size in layout.storages)),
-    )
-
-
-def _job(kind: type[Store | Load], number: int, chunks: int, layout: RankLayout) -> Message:
-    blocks = range(1, 1 + chunks * layout.blocks_per_chunk)  # block 0 is the null block
-    others = [0] * (len(layout.groups) - 1)
-    return kind(
-        job=number,
-        blocks=JobBlocks.of(
-            blocks,
-            [len(blocks), *others],
-            [0, *others],
-            range(SLOT, SLOT + chunks),
-            range(GENERATION, GENERATION + chunks),
-        ),
-        after=0,
-        deadline_ms=5000,
-        **({"word": 1, "epoch": 0} if kind is Store else {}),
-    )
-
-
-def _store(
-    out: _Writer,
-    rng: random.Random,
-    keys: tuple[bytes, ...],
-    layout: RankLayout,
-    world: int,
-    job: int,
-) -> None:
-    out.ask(0, PrepareStore(keys=keys))
-    for rank in range(world):
-        out.ask(1 + rank, _job(Store, job, len(keys), layout), "lane")
-    if rng.random() < 0.3:
-        out.ask(1, Cancel(jobs=(job,)), "lane")
-    out.ask(1, Wait(jobs=(job,)), "lane")
-    out.ask(0, CompleteStore(keys=keys, success=rng.random() < 0.9))
-
-
-def _load(
-    out: _Writer,
-    rng: random.Random,
-    keys: tuple[bytes, ...],
-    layout: RankLayout,
-    world: int,
-    job: int,
-) -> None:
-    out.ask(0, PrepareLoad(keys=keys, lease_ms=5000))
-    for rank in range(world):
-        out.ask(1 + rank, _job(Load, job, len(keys), layout), "lane")
-    out.ask(1, Ping(), "lane")
-    if rng.random() < 0.8:
-        out.ask(0, CompleteLoad(lease=LEASE))
