@@ -1,4 +1,4 @@
-"""Checks of what callers pass; an error names the value and what is needed.
+"""Checks of what callers pass: a `UsageError` names the value and what is needed.
 
 They come before anything is done, so that a refused call has changed nothing and no
 background thread meets a value that it cannot send.
@@ -31,11 +31,7 @@ def shown(value: object) -> str:
 def seconds(
     name: str, value: object, highest: float = MAX_SECONDS, *, positive: bool = False
 ) -> float:
-    """Check a duration.
-
-    Raises:
-        UsageError: not a number, below 0, 0 where it must be positive, or above `highest`.
-    """
+    """Check a duration."""
     if not isinstance(value, (int, float)) or not 0 <= value <= highest or (positive and not value):
         lowest = "above 0" if positive else "0"
         raise UsageError(f"{name}={shown(value)}: seconds are needed, {lowest} to {highest:g}")
@@ -43,33 +39,21 @@ def seconds(
 
 
 def whole(name: str, value: object, low: int, high: int = 2**63 - 1) -> int:
-    """Check an integer; as on the wire a truth value is none.
-
-    Raises:
-        UsageError: not an integer, or out of bounds.
-    """
+    """Check an integer; as on the wire a truth value is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise UsageError(f"{name}={shown(value)}: a whole number is needed, {low} to {high}")
     return value
 
 
 def flag(name: str, value: object) -> bool:
-    """Check a truth value.
-
-    Raises:
-        UsageError: not a bool.
-    """
+    """Check a truth value."""
     if not isinstance(value, (bool, np.bool_)):
         raise UsageError(f"{name}={shown(value)}: True or False is needed")
     return bool(value)
 
 
 def collection(name: str, value: object, of: str) -> tuple[Any, ...]:
-    """Return the items of an iterable as a tuple; text and bytes are no collections.
-
-    Raises:
-        UsageError: not an iterable.
-    """
+    """Return the items of an iterable as a tuple; text and bytes are no collections."""
     if isinstance(value, (bytes, bytearray, memoryview, str)) or not isinstance(value, Iterable):
         raise UsageError(f"{name}={shown(value)}: a collection of {of} is needed, such as a list")
     try:
@@ -79,11 +63,7 @@ def collection(name: str, value: object, of: str) -> tuple[Any, ...]:
 
 
 def check_key(key: object) -> None:
-    """Check a chunk's key.
-
-    Raises:
-        UsageError: not bytes, empty or too long.
-    """
+    """Check a chunk's key."""
     if not isinstance(key, bytes):
         raise UsageError(f"key={shown(key)}: bytes are needed, not {type(key).__name__}")
     if not 0 < len(key) <= MAX_KEY_BYTES:
@@ -93,11 +73,7 @@ def check_key(key: object) -> None:
 
 
 def request_keys(values: object) -> tuple[bytes, ...]:
-    """Check the keys of one request.
-
-    Raises:
-        UsageError: as `check_key`; or too many for one message.
-    """
+    """Check the keys of one request."""
     wanted = collection("keys", values, "keys")
     if len(wanted) > MAX_KEYS:
         raise UsageError(f"{len(wanted)} keys in one call: {MAX_KEYS} at most; split the call")
@@ -107,22 +83,14 @@ def request_keys(values: object) -> tuple[bytes, ...]:
 
 
 def check_blocks(first: object, count: object) -> None:
-    """Check a range of blocks within a chunk; without a count it has all that follow.
-
-    Raises:
-        UsageError: no such blocks.
-    """
+    """Check a range of blocks within a chunk; without a count it has all that follow."""
     begin = whole("first", first, 0, MAX_BLOCKS - 1)
     if count is not None:
         whole("count", count, 1, MAX_BLOCKS - begin)
 
 
 def pack_blocks(blocks: object, number: int) -> tuple[IntArray, IntArray]:
-    """Return first blocks and counts, one for each key; empty arrays for None: all blocks.
-
-    Raises:
-        UsageError: not `number` pairs, or as `check_blocks`.
-    """
+    """Return first blocks and counts, one for each key; empty arrays for None: all blocks."""
     pairs = [] if blocks is None else collection("blocks", blocks, "pairs (first block, count)")
     if blocks is not None and len(pairs) != number:
         raise UsageError(f"{len(pairs)} blocks with {number} keys: one pair for each is needed")
@@ -134,11 +102,7 @@ def pack_blocks(blocks: object, number: int) -> tuple[IntArray, IntArray]:
 
 
 def declared(name: str, value: object, kind: type[T]) -> T:
-    """Check that all fields of a struct have the types that they are declared with.
-
-    Raises:
-        UsageError: another class, or naming the field that has another type.
-    """
+    """Check that all fields of a struct have the types that they are declared with."""
     if not isinstance(value, kind):
         raise UsageError(f"{name}={shown(value)}: a {kind.__name__} is needed")
     try:

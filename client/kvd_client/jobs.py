@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvd_client.control import ControlPage
 from kvd_client.errors import UsageError
 from kvd_client.lane_link import LaneLink
+from kvd_client.memory import ControlPage
 from kvd_client.readiness import Readiness
 from kvd_proto.control import CONTROL_WORDS, TIMELINE_WORD
 from kvd_proto.errors import ProtoError
@@ -87,7 +87,6 @@ class JobTable:
         self._running: dict[int, _Running] = {}
         self._finished: list[JobResult] = []
         self.readiness = Readiness()  # readable when `finished` has work to do
-        self._watched = False  # an event loop has its descriptor
         self._asked = 0.0  # when overdue loads were asked about
 
     # ----------------------------------------------------------------- lanes
@@ -154,30 +153,19 @@ class JobTable:
             if word:
                 self._free_words.pop()
             self._running[job_id] = _Running(lane, request_id, word, time.monotonic())
-            if self._watched:
-                self._collect()  # sending may have processed what the descriptor would show
+            self._collect()  # sending may have processed what the descriptor would show
             return True
 
     def finished(self) -> list[JobResult]:
         """Return what has ended since the last call. Never waits."""
         with self._lock:
-            if self._watched:
-                self.readiness.clear()
-            if self._running or self._watched:
-                self._ask_about_overdue()
-                # After sending, which may process what the descriptor would have shown.
-                self._collect()
-                self._void_overdue()
+            self.readiness.clear()
+            self._ask_about_overdue()
+            # After sending, which may process what the descriptor would have shown.
+            self._collect()
+            self._void_overdue()
             finished, self._finished = self._finished, []
         return finished
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `finished` has results, or work to do."""
-        with self._lock:
-            if not self._watched:
-                self._watched = True
-                self.readiness.set()  # what has arrived until now
-            return self.readiness.fileno()
 
     def remind(self) -> None:
         """Have an event loop call `finished` because of jobs that may be overdue."""

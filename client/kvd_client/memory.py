@@ -6,6 +6,7 @@ that for good, and only files of memfd_create(2) can carry one.
 """
 
 import copy
+import ctypes
 import fcntl
 import mmap
 import os
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.messages import HOST, Handle, HostHandle
 
 
@@ -61,6 +63,27 @@ def seal(fd: int) -> None:
             f" against that ({error.strerror}): use HostMemory.allocate, or a descriptor of"
             " memfd_create with MFD_ALLOW_SEALING"
         ) from error
+
+
+class ControlPage(ControlWords):
+    """A worker's control page, which only this process and its CUDA streams write."""
+
+    nbytes = CONTROL_BYTES
+
+    def __init__(self) -> None:
+        self.fd = sealed_file("kvd-control", CONTROL_BYTES)
+        super().__init__(mmap.mmap(self.fd, CONTROL_BYTES))
+
+    @property
+    def address(self) -> int:
+        """Where word 0 is in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def close(self) -> None:
+        """Close the descriptor; a lane that has mapped the page keeps it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Memory:

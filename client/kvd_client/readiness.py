@@ -53,9 +53,6 @@ class Readiness:
             self._epoll.close()
             os.close(self._flag)
 
-    def __repr__(self) -> str:
-        return f"<Readiness {'closed' if self._epoll.closed else self.fileno()}>"
-
 
 class ReadyNews(Readiness):
     """What a scheduler's event loop waits for: the daemon's pipe, and changes of the session.

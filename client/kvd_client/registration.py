@@ -47,11 +47,19 @@ def registration(
         validate_layout(layout)
     except LayoutError as error:
         raise UsageError(f"the layout cannot be served: {error}") from error
-    _check_memory(memory)
     numbers: dict[object, int] = {}
     kept: list[Memory] = []
     handles: list[Handle] = []
     for index, (part, size) in enumerate(zip(memory, layout.storages, strict=True)):
+        if not isinstance(part, Memory) or part.closed:
+            raise UsageError(
+                f"memory[{index}]={shown(part)}: open HostMemory or DeviceMemory is needed"
+            )
+        if part.device != memory[0].device:
+            raise UsageError(
+                f"memory[{index}] is on {part.device}, memory[0] on {memory[0].device}: the memory"
+                " of one worker is on one device"
+            )
         if part.nbytes < size:
             raise UsageError(
                 f"memory[{index}] has {part.nbytes} bytes, the layout's storage {index} has {size}"
@@ -85,16 +93,3 @@ def registration(
             f" registered: {error}"
         ) from error
     return message, kept
-
-
-def _check_memory(memory: Sequence[Memory]) -> None:
-    for index, part in enumerate(memory):
-        if not isinstance(part, Memory) or part.closed:
-            raise UsageError(
-                f"memory[{index}]={shown(part)}: open HostMemory or DeviceMemory is needed"
-            )
-        if part.device != memory[0].device:
-            raise UsageError(
-                f"memory[{index}] is on {part.device}, memory[0] on {memory[0].device}: the memory"
-                " of one worker is on one device"
-            )

@@ -79,7 +79,8 @@ class Scheduler(Session):
 
     Whatever happens to the daemon, every call returns within `deadline`
     seconds; what could not be done is a miss or an empty ticket. All methods
-    may be called from any thread.
+    may be called from any thread. They raise `UsageError` for invalid arguments,
+    and once it is closed.
 
     Args:
         runtime_dir: the daemon's runtime directory.
@@ -119,11 +120,8 @@ class Scheduler(Session):
     def lookup(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
         """Return HIT, HIT_PENDING (being written) or MISS, from shared memory, without a message.
 
-        A hint; `prepare_load` decides. A chunk that lacks some of the blocks `first`..
-        `first + count - 1` is a MISS; without a count these are all from `first` on.
-
-        Raises:
-            UsageError: an invalid key (1 to 48 bytes) or range of blocks; or closed.
+        A hint; `prepare_load` decides. A key has 1 to 48 bytes. A chunk that lacks some of the
+        blocks `first`..`first + count - 1` is a MISS; without a count these are all from `first` on.
         """
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
             check_key(key)
@@ -137,11 +135,7 @@ class Scheduler(Session):
         return found
 
     def lookup_many(self, keys: Collection[bytes]) -> list[LookupResult]:
-        """Return `lookup` of every key, in order.
-
-        Raises:
-            UsageError: as `lookup`.
-        """
+        """Return `lookup` of every key, in order."""
         if keys.__class__ is not list and keys.__class__ is not tuple:
             keys = collection("keys", keys, "keys")
         for key in keys:
@@ -155,9 +149,6 @@ class Scheduler(Session):
         """Count prompt tokens that were looked up and found, for the daemon's figures.
 
         No request is made: they are part of the next report, once a second at most.
-
-        Raises:
-            UsageError: figures below zero, or more found than asked for.
         """
         numbers = isinstance(asked, int) and isinstance(found, int)
         if not numbers or not 0 <= found <= asked <= MAX_TOKENS:
@@ -183,9 +174,6 @@ class Scheduler(Session):
         `blocks` are the blocks of each key's chunk that will be stored, as pairs (first block,
         count); None: all of them. A cached chunk with fewer blocks may be accepted again; it is
         found until the new one takes its place.
-
-        Raises:
-            UsageError: invalid keys or blocks; or closed.
         """
         wanted = request_keys(keys)
         first, count = pack_blocks(blocks, len(wanted))
@@ -229,9 +217,6 @@ class Scheduler(Session):
         Returns:
             How many of their chunks are ready, pending (still being written) and dropped; all 0
             where the daemon has not answered.
-
-        Raises:
-            UsageError: invalid keys; or closed.
         """
         ended = request_keys(stored.keys if isinstance(stored, StoreTicket) else stored)
         reply = self._settle(CompleteStore(keys=ended, success=flag("success", success)))
@@ -249,9 +234,6 @@ class Scheduler(Session):
 
         `blocks` are the blocks of each key's chunk that will be loaded, as pairs (first block,
         count); None: all of them. A chunk that lacks some of them is not found.
-
-        Raises:
-            UsageError: invalid keys, lease or blocks; or closed.
         """
         wanted = request_keys(keys)
         lease = seconds("lease_seconds", lease_seconds, MAX_LEASE_SECONDS, positive=True)
@@ -280,11 +262,7 @@ class Scheduler(Session):
         return ticket
 
     def complete_load(self, ticket: LoadTicket) -> None:
-        """End a ticket's lease; nothing happens where it had none.
-
-        Raises:
-            UsageError: not a LoadTicket; or closed.
-        """
+        """End a ticket's lease; nothing happens where it had none."""
         if not isinstance(ticket, LoadTicket):
             raise UsageError(f"ticket={shown(ticket)}: pass what prepare_load returned")
         whole("ticket.lease", ticket.lease, 0)
@@ -303,9 +281,6 @@ class Scheduler(Session):
         """Return a descriptor that is readable when `take_ready` has news.
 
         The descriptor is the same until `close`, before which the loop must forget it.
-
-        Raises:
-            UsageError: closed.
         """
         self._check_open()
         return self._ready_news.fileno()
@@ -315,9 +290,6 @@ class Scheduler(Session):
 
         The latter happens when the engine is attached or detached, and when the daemon has answered
         a reset. Since the last call; never waits. Look at what is of interest with `lookup`.
-
-        Raises:
-            UsageError: closed.
         """
         self._check_open()
         return self._ready_news.take()
@@ -333,9 +305,6 @@ class Scheduler(Session):
 
         Returns:
             How many of them are cached.
-
-        Raises:
-            UsageError: invalid keys; or closed.
         """
         reply = self._prepare(RequestFinished(keys=request_keys(keys)), RequestNoted)
         return 0 if reply is None else reply.found
@@ -352,9 +321,6 @@ class Scheduler(Session):
         Returns:
             How many chunks are dropped now, and deferred to the end of their leases; None where the
             daemon has not answered.
-
-        Raises:
-            UsageError: an invalid timeout; or closed.
         """
         patience = self.deadline if timeout is None else seconds("timeout", timeout)
         self._check_open()
@@ -381,11 +347,7 @@ class Scheduler(Session):
         return True
 
     def status(self) -> dict[str, Any]:
-        """Return the daemon's state as `kvd status --json` prints it; empty without a daemon.
-
-        Raises:
-            UsageError: closed.
-        """
+        """Return the daemon's state as `kvd status --json` prints it; empty without a daemon."""
         reply = self._request(Status(), StatusReport)
         return {} if reply is None else reply.status
 

@@ -62,9 +62,6 @@ class Session:
         runtime_dir: the daemon's.
         engine: the engine's name, the same for its scheduler and its workers.
         deadline: seconds that a request may take where it does not say otherwise.
-
-    Raises:
-        UsageError: an invalid argument.
     """
 
     _kind: ClassVar[Kind]
@@ -117,11 +114,7 @@ class Session:
         raise NotImplementedError
 
     def wait_attached(self, timeout: float) -> AttachState:
-        """Wait until `attached`, at most `timeout` seconds; return whether it is, or why not.
-
-        Raises:
-            UsageError: closed.
-        """
+        """Wait until `attached`, at most `timeout` seconds; return whether it is, or why not."""
         self._check_open()
         patience = seconds("timeout", timeout)
         with self._changed:
@@ -157,30 +150,18 @@ class Session:
         return f"<{type(self).__name__} of {self.engine!r} at {self.runtime_dir}: {state}>"
 
     def _check_open(self) -> None:
-        """Refuse to be used after the end.
-
-        Raises:
-            UsageError: closed, or in a forked child.
-        """
+        """Refuse to be used after the end."""
         if self._closed:
             raise UsageError(f"{self._closed}; make a new object")
 
     def _request(self, message: Message, kind: type[M]) -> M | None:
-        """Ask the broker; its reply, or None where there is none of this kind.
-
-        Raises:
-            UsageError: closed.
-        """
+        """Ask the broker; its reply, or None where there is none of this kind."""
         self._check_open()
         reply = self._ask(message, self.deadline)
         return reply if isinstance(reply, kind) else None
 
     def _settle(self, message: Message) -> Message | None:
-        """As `_ask`, but where other requests are under way the keeper does it after them.
-
-        Raises:
-            UsageError: closed.
-        """
+        """As `_ask`, but where other requests are under way the keeper does it after them."""
         self._check_open()
         connection = self._connection
         if connection is None or not self._lock.locked():

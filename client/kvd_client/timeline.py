@@ -9,8 +9,8 @@ import threading
 
 from kvd_client import cuda_driver
 from kvd_client.arguments import shown
-from kvd_client.control import ControlPage
 from kvd_client.errors import KvdClientError, UnsupportedMemory, UsageError
+from kvd_client.memory import ControlPage
 
 _KEPT: list[object] = []
 
@@ -113,11 +113,7 @@ class Timeline:
             return self._last
 
     def signal(self, number: int) -> None:
-        """Reach `number`: everything up to it has finished.
-
-        Raises:
-            UsageError: a number that was not reserved; or streams signal here.
-        """
+        """Reach a reserved number: everything up to it has finished. Not where streams signal."""
         if self._signals is not None:
             raise UsageError(
                 f"signal({shown(number)}): this worker's memory is CUDA memory, where only streams"

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.chunk_blocks import ChunkBlocks, pack_chunks
 from kvd_client.connection import Notice
-from kvd_client.control import ControlPage
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import RegistrationError, Unavailable, UsageError
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
-from kvd_client.memory import Memory
+from kvd_client.memory import ControlPage, Memory
 from kvd_client.registration import registration
 from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, StoreTicket
@@ -48,7 +47,10 @@ log = logging.getLogger("kvd_client")
 
 
 class Worker(Session):
-    """One rank of an engine. All methods may be called from any thread.
+    """One rank of an engine.
+
+    All methods may be called from any thread. They raise `UsageError` for invalid arguments, and
+    once it is closed.
 
     Args:
         runtime_dir: the daemon's runtime directory.
@@ -296,11 +298,7 @@ class Worker(Session):
         return pack_chunks(ticket, groups, wanted.layout.blocks_per_chunk)
 
     def get_finished(self) -> list[JobResult]:
-        """Return jobs that have ended since the last call. Never waits.
-
-        Raises:
-            UsageError: closed.
-        """
+        """Return jobs that have ended since the last call. Never waits."""
         self._check_open()
         return self._jobs.finished()
 
@@ -309,12 +307,9 @@ class Worker(Session):
 
         Call `get_finished` whenever it is; it may return nothing yet. The descriptor is the
         same until `close`, before which the loop must forget it.
-
-        Raises:
-            UsageError: closed.
         """
         self._check_open()
-        return self._jobs.fileno()
+        return self._jobs.readiness.fileno()
 
     def wait(self, job_ids: Iterable[int], timeout: float = 10.0) -> frozenset[int]:
         """Return when the blocks of these jobs may be overwritten; the lane does them first.
@@ -329,19 +324,12 @@ class Worker(Session):
 
         Returns:
             Loads that have not ended, whose blocks must not be touched yet; empty as a rule.
-
-        Raises:
-            UsageError: no numbers of jobs, no seconds; or closed.
         """
         self._check_open()
         return self._jobs.wait(_jobs(job_ids), seconds("timeout", timeout))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
-        """Ask the lane to stop these jobs; each is still reported when it has ended.
-
-        Raises:
-            UsageError: no numbers of jobs; or closed.
-        """
+        """Ask the lane to stop these jobs; each is still reported when it has ended."""
         self._check_open()
         self._jobs.cancel(_jobs(job_ids))
 

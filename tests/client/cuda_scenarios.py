@@ -27,8 +27,7 @@ from kvd_client import (
 from kvd_client import (
     timeline as timelines,
 )
-from kvd_client.control import ControlPage
-from kvd_client.memory import Memory
+from kvd_client.memory import ControlPage, Memory
 from kvd_client.registration import registration
 from kvd_client.timeline import StreamSignals
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec

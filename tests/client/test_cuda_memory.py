@@ -16,7 +16,7 @@ from kvd_client import (
     UsageError,
     cuda_driver,
 )
-from kvd_client.control import ControlPage
+from kvd_client.memory import ControlPage
 from tests.client import cuda_scenarios as scenarios
 from tests.fakecuda.harness import FakeCuda
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kvd_client import DeviceMemory, HostMemory, UnsupportedMemory, UsageError
-from kvd_client.control import ControlPage
-from kvd_client.memory import Memory
+from kvd_client.memory import ControlPage, Memory
 from kvd_client.torch_memory import BlockTensor, share_torch
 from kvd_proto.layout import TensorSpec
 
