@@ -121,7 +121,7 @@ class Scheduler(Session):
         """Return HIT, HIT_PENDING (being written) or MISS, from shared memory, without a message.
 
         A hint; `prepare_load` decides. A key has 1 to 48 bytes. A chunk that lacks some of the
-        blocks `first`..`first + count - 1` is a MISS; without a count these are all from `first` on.
+        blocks `first`..`first + count - 1` is a MISS; without a count, one from `first` on.
         """
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
             check_key(key)

@@ -289,6 +289,8 @@ class Session:
             log.exception("the keeper of %r failed; it goes on", self)
             served = False
         self._give_up(connection, why)
+        with self._changed:
+            self._on_lost()  # also what this thread did after a caller had given it up
         with self._lock:  # a pending request has ended: its daemon is gone, or the stop is set
             connection.close()
         return 0.0 if served else REFUSED_SECONDS

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvd_client import LoadTicket, LookupResult, Scheduler, StoreAnswer, UsageError
+from kvd_client.connection import Notice
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     CompleteLoad,
@@ -317,3 +318,21 @@ def test_calls_from_many_threads(daemon: FakeDaemon, scheduler: Scheduler) -> No
         thread.join()
     assert not wrong
     assert len(daemon.wait_for(PrepareStore, 120)) == 120
+
+
+def test_an_attachment_that_comes_with_the_end_of_its_session_is_forgotten(
+    daemon: FakeDaemon, quiet: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller may give the connection up while its thread handles what came over it."""
+    found(daemon, quiet)
+    handle = quiet._on_notice
+
+    def given_up_meanwhile(notice: Notice) -> None:
+        quiet._give_up(quiet._connection, "a caller was tired of it")
+        handle(notice)
+
+    monkeypatch.setattr(quiet, "_on_notice", given_up_meanwhile)
+    daemon.attach()
+    daemon.wait_for(Hello, 2)
+    eventually(lambda: not quiet.attached)
+    assert quiet.lookup(b"ready") is LookupResult.MISS
