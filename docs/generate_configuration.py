@@ -7,8 +7,7 @@ module would write.
 from pathlib import Path
 
 from kvd.cli.config import toml_value
-from kvd.config.about import About
-from kvd.config.settings import KNOWN
+from kvd.config.settings import KNOWN, About
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "configuration.md"

@@ -24,7 +24,7 @@ from kvd.broker.sessions import (
 )
 from kvd.broker.state import BrokerState
 from kvd.cache.namespaces import Namespaces
-from kvd.config.quota import quota_contradictions
+from kvd.config.values import quota_contradictions
 from kvd.errors import KvdError, Refused
 from kvd.wire.link import Imported, ReleaseWorker
 from kvd_proto.errors import LayoutError

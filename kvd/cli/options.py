@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvd.config.about import About
-from kvd.config.settings import KNOWN
+from kvd.config.settings import KNOWN, About
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_duration

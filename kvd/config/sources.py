@@ -17,9 +17,8 @@ from typing import Any
 
 import msgspec
 
-from kvd.config.about import ENVIRONMENT_PREFIX
-from kvd.config.quota import quota_contradictions
-from kvd.config.settings import KNOWN, Settings
+from kvd.config.settings import ENVIRONMENT_PREFIX, KNOWN, Settings
+from kvd.config.values import quota_contradictions
 from kvd.errors import ConfigError
 from kvd_proto.messages import ConfigChange
 

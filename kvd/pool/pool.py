@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvd.config.quota import Quota
+from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import Extents, Geometry

@@ -8,7 +8,7 @@ floor gets there by taking from others, and they never take what is below it.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvd.config.quota import Quota
+from kvd.config.values import Quota
 from kvd.pool.geometry import Extents
 from kvd.pool.space import Space
 

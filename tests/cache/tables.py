@@ -5,8 +5,8 @@ from typing import Any
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
-from kvd.config.quota import Quota
 from kvd.config.settings import Settings
+from kvd.config.values import Quota
 from kvd.pool.filling import FillOrder
 from kvd_proto.messages import StorePrepared
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
-from kvd.config.quota import Quota
+from kvd.config.values import Quota
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import StoreAnswer
 from tests.cache.tables import add, make_namespaces

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from docs import generate_configuration
 from kvd.cli.config import as_toml, toml_value
-from kvd.config.quota import Quota
 from kvd.config.settings import KNOWN, Settings
 from kvd.config.sources import DEFAULT, Sources
+from kvd.config.values import Quota
 from kvd.errors import ConfigError
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.cache.namespaces import Namespace, Namespaces
-from kvd.config.quota import Quota
+from kvd.config.values import Quota
 from kvd.errors import IntegrityError, Refused
 from kvd.pool.geometry import MAX_EXTENTS, Extents, Geometry
 from kvd_proto.messages import ErrorCode
