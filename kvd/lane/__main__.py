@@ -47,7 +47,6 @@ def main() -> int:
         lifeline = open_lifeline()
         hold_pool(options.pool_fd)
         service = LaneService(
-            name=options.device,
             incarnation=options.incarnation,
             endpoint=endpoint,
             link=link,

@@ -39,7 +39,6 @@ class LaneService:
     """One lane process's life.
 
     Args:
-        name: the device's name.
         incarnation: which lane of this device since the broker started.
         endpoint: where workers send jobs.
         link: to the broker.
@@ -52,7 +51,6 @@ class LaneService:
     def __init__(
         self,
         *,
-        name: str,
         incarnation: int,
         endpoint: str,
         link: Channel,
@@ -61,7 +59,6 @@ class LaneService:
         lifeline: int,
         limits: Limits | None = None,
     ) -> None:
-        self._name = name
         self._incarnation = incarnation
         self._endpoint = endpoint
         self._link = link
@@ -148,7 +145,7 @@ class LaneService:
 
     def _patience(self, nap: float) -> int | None:
         """Milliseconds to wait for messages; None: for ever, there is nothing to do."""
-        if self._reports.waiting_shares:
+        if self._reports.shares:
             return 0
         if not len(self._runner):
             return FILLING_MS if self._usable < self._pool_bytes else None
@@ -195,6 +192,3 @@ class LaneService:
         elif usable > self._usable:
             self._reports.tell_broker(PoolUsable(usable_bytes=usable, error=""))
             self._usable = usable
-
-    def __repr__(self) -> str:
-        return f"<LaneService {self._name}#{self._incarnation} {self._runner!r}>"

@@ -169,6 +169,3 @@ class Orders:
                 counters=self._reports.counted,
             )
         )
-
-    def __repr__(self) -> str:
-        return f"<Orders for {self._workers!r}, {self._runner!r}>"

@@ -31,6 +31,7 @@ class Reports:
         link: to the broker.
         runner: whose jobs are reported.
         counts: since the lane's start; see `counted`.
+        shares: that have not been sent.
     """
 
     def __init__(self, router: Router, link: Channel, runner: Runner) -> None:
@@ -38,7 +39,7 @@ class Reports:
         self.link = link
         self.runner = runner
         self.counts = LaneCounts(limits=router.limits)
-        self._shares: list[ShareDone] = []
+        self.shares: list[ShareDone] = []
         self._since = 0.0
 
     # ---------------------------------------------------------- to workers
@@ -121,24 +122,16 @@ class Reports:
         Raises:
             ChannelFull, EOFError: see `tell_broker`.
         """
-        shares, self._shares = self._shares, []
+        shares, self.shares = self.shares, []
         for share in shares:
             self.link.send(LINK.encode(share))
-
-    @property
-    def waiting_shares(self) -> int:
-        """Messages about shares that have not been sent."""
-        return len(self._shares)
 
     def shares_due(self, *, idle: bool) -> bool:
         """Whether shares wait that are to be sent now: nothing else to do, or waited enough."""
         waited = time.monotonic() - self._since
-        return bool(self._shares) and (idle or waited >= SHARES_WAIT_SECONDS)
+        return bool(self.shares) and (idle or waited >= SHARES_WAIT_SECONDS)
 
     def _add_shares(self, shares: Iterable[ShareDone]) -> None:
-        if not self._shares:
+        if not self.shares:
             self._since = time.monotonic()
-        self._shares += shares
-
-    def __repr__(self) -> str:
-        return f"<Reports of {self.runner!r}, {self.waiting_shares} shares wait>"
+        self.shares += shares

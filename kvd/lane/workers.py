@@ -74,9 +74,6 @@ class RequestNumbers:
         if behind < REQUEST_WINDOW:
             self._seen |= ((1 << REQUEST_WINDOW) - 1) & ~((1 << (behind + 1)) - 1)
 
-    def __repr__(self) -> str:
-        return f"<RequestNumbers up to {self._highest}>"
-
 
 @dataclass(frozen=True, slots=True)
 class Binding:
@@ -193,6 +190,3 @@ class Workers:
 
     def __len__(self) -> int:
         return len(self._by_session)
-
-    def __repr__(self) -> str:
-        return f"<Workers {len(self)}>"

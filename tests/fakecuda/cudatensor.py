@@ -100,12 +100,6 @@ class VirtualMemory(DeviceBytes):
         """A file descriptor of it, the caller's to close."""
         return int(call("cuMemExportToShareableHandle", self._allocation, POSIX_FD, 0))
 
-    def free(self) -> None:
-        """Unmap and give back."""
-        call("cuMemUnmap", self.address, self.nbytes)
-        call("cuMemAddressFree", self.address, self.nbytes)
-        call("cuMemRelease", self._allocation)
-
 
 class PinnedBytes:
     """Registered host memory."""

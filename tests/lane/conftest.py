@@ -48,32 +48,24 @@ def fake_driver(loaded_driver: TestDriver) -> Iterator[TestDriver]:
 
 
 @pytest.fixture(scope="session")
-def ipc_process(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
-    """A process whose device memory has IPC handles."""
+def processes(loaded_driver: TestDriver) -> Iterator[dict[str, CudaWorkers]]:
+    """Two processes: the device memory of one has IPC handles, that of the other descriptors."""
     with switched(loaded_driver.environment):
-        made = CudaWorkers(ipc=True)
+        made = {kind: CudaWorkers(ipc=kind == "ipc") for kind in ("ipc", "vmm")}
     yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def vmm_process(loaded_driver: TestDriver) -> Iterator[CudaWorkers]:
-    """A process whose device memory has descriptors."""
-    with switched(loaded_driver.environment):
-        made = CudaWorkers(ipc=False)
-    yield made
-    made.close()
+    for process in made.values():
+        process.close()
 
 
 @pytest.fixture
-def ipc_workers(ipc_process: CudaWorkers) -> Iterator[CudaWorkers]:
-    """That process; what a test has of its memory is not kept for the tests after it."""
-    yield ipc_process
-    ipc_process.forget()
+def ipc_workers(processes: dict[str, CudaWorkers]) -> Iterator[CudaWorkers]:
+    """Memory with IPC handles; what a test has of it is not kept for the tests after it."""
+    yield processes["ipc"]
+    processes["ipc"].forget()
 
 
 @pytest.fixture
-def vmm_workers(vmm_process: CudaWorkers) -> Iterator[CudaWorkers]:
-    """That process; what a test has of its memory is not kept for the tests after it."""
-    yield vmm_process
-    vmm_process.forget()
+def vmm_workers(processes: dict[str, CudaWorkers]) -> Iterator[CudaWorkers]:
+    """Memory with descriptors, as long."""
+    yield processes["vmm"]
+    processes["vmm"].forget()

@@ -222,13 +222,17 @@ def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
 
 
 def bytes_in_flight_are_bounded(rig: CudaRig) -> None:
-    """However long a job is, the device has no more of it than is allowed, and one piece."""
+    """However long a job is, the device has no more of it than is allowed, and one piece.
+
+    The other direction is open.
+    """
     served = Served(rig, SlotState.WRITING, blocks=64)
     most = rig.cuda.piece_bytes = 2 * PAGE
     rig.driver.set("hold=copies")
     served.submit(make_job(Store, 1, range(1, 64), range(1, 64)))
     flying = rig.driver.calls(served.mark).count(COPY) * most
     assert 0 < flying <= 10_000 + most
+    assert rig.device.has_room(Direction.LOAD)
     rig.driver.set("hold=")
     served.finish()
 

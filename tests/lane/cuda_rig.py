@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.device_contract import Bytes, Rig, Source, drain
 from tests.lane.support import Memory
-from tests.waiting import PATIENCE, eventually
+from tests.waiting import eventually
 
 POOL_BYTES = 2**20
 
@@ -47,10 +46,7 @@ class TestDriver:
 
     def wait_for(self, name: str, count: int, since: int) -> None:
         """Wait until this process has called a function so often."""
-        deadline = time.monotonic() + PATIENCE
-        while self.calls(since).count(name) < count:
-            assert time.monotonic() < deadline, f"{name} is not called {count} times"
-            time.sleep(0.001)
+        eventually(lambda: self.calls(since).count(name) >= count)
 
     @property
     def mark(self) -> int:

@@ -10,7 +10,7 @@ from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.device import Direction
 from kvd_proto.messages import HostHandle, VmmHandle
 from tests.fakecuda.cudatensor import GRANULARITY
-from tests.lane.cuda_checks import by_kernel, engine_only, submit
+from tests.lane.cuda_checks import by_kernel, engine_only
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver
 from tests.lane.device_contract import DeviceContract, Rig, drain, transfer
@@ -60,20 +60,6 @@ def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
     made = CudaRig(fake_driver, ipc_workers, engine_only(bytes_in_flight=10_000))
     yield made
     made.close()
-
-
-def test_directions_have_room_of_their_own(rig: CudaRig) -> None:
-    """Stores that fill their direction leave the other one open, and it opens again."""
-    memory = rig.attach(SIZES)[0]
-    rig.driver.set("hold=copies")
-    submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 6000)])
-    assert rig.device.has_room(Direction.STORE)
-    submit(rig, 2, memory, Direction.STORE, [(0, 6000, 6000, 6000)])
-    assert not rig.device.has_room(Direction.STORE)
-    assert rig.device.has_room(Direction.LOAD)
-    rig.driver.set("hold=")
-    drain(rig.device)
-    assert rig.device.has_room(Direction.STORE)
 
 
 def test_storages_of_one_allocation_are_opened_once(rig: CudaRig) -> None:

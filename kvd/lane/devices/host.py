@@ -149,12 +149,6 @@ class HostDevice(Device):
             for side, begin, end, pool_begin, pool_end in zip(sides, *edges, strict=True):
                 side[begin:end] = pool[pool_begin:pool_end]
 
-    def __repr__(self) -> str:
-        return (
-            f"<HostDevice pool={len(self._pool)} bytes,"
-            f" {len(self._memories)} memories, {len(self._queue)} in flight>"
-        )
-
 
 def _map(fd: int, name: str) -> memoryview:
     size = size_of(fd, name)

@@ -227,9 +227,3 @@ class CudaDevice(Device):
         begins = transfer.copies.arena_offset + transfer.pool_base
         ends = begins + transfer.copies.nbytes
         return all(map(self._pool.holds, begins.tolist(), ends.tolist()))
-
-    def __repr__(self) -> str:
-        return (
-            f"<CudaDevice {self._pool!r}, {len(self._memories)} memories,"
-            f" {self.in_flight} in flight>"
-        )

@@ -102,6 +102,3 @@ class ImportedMemory:
         if start > address or start + have < address + nbytes:
             raise ImportFailed(f"{nbytes} bytes of an allocation are claimed, it has {have}")
         return address, nbytes
-
-    def __repr__(self) -> str:
-        return f"<ImportedMemory {len(self._opened)} allocations>"
