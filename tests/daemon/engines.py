@@ -1,7 +1,7 @@
 """A small engine for tests: two groups, one a sliding window; content derived from the key."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,13 +124,8 @@ class Engine:
     def fill(self, keys: Sequence[bytes], first_block: int, group: int = 0) -> list[int]:
         """Compute: write the keys' content into blocks from `first_block` on; the block ids."""
         blocks = list(range(first_block, first_block + len(keys) * self.layout.blocks_per_chunk))
-        for position, block in enumerate(blocks):
-            key, inside = self._place(keys, position)
-            for rank in self.workers:
-                for ref in self.layout.groups[group].refs:
-                    self.page(rank, ref.tensor, block)[:] = content(
-                        key, self._who(rank), ref.tensor, inside, ref.page_bytes
-                    )
+        for page, wanted in self._pages(keys, blocks, group):
+            page[:] = wanted
         return blocks
 
     def poison(self, blocks: Sequence[int]) -> None:
@@ -142,21 +137,21 @@ class Engine:
 
     def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int], group: int = 0) -> int:
         """Bytes of blocks that are not the keys' content."""
-        wrong = 0
-        for position, block in enumerate(blocks):
-            key, inside = self._place(keys, position)
-            for rank in self.workers:
-                for ref in self.layout.groups[group].refs:
-                    expected = content(key, self._who(rank), ref.tensor, inside, ref.page_bytes)
-                    wrong += int((self.page(rank, ref.tensor, block) != expected).sum())
-        return wrong
+        pages = self._pages(keys, blocks, group)
+        return sum(int((page != wanted).sum()) for page, wanted in pages)
 
-    def _place(self, keys: Sequence[bytes], position: int) -> tuple[bytes, int]:
+    def _pages(
+        self, keys: Sequence[bytes], blocks: Sequence[int], group: int
+    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """Every page of these blocks in each rank, and what it is to hold."""
         factor = self.layout.blocks_per_chunk
-        return keys[position // factor], position % factor
-
-    def _who(self, rank: int) -> int:
-        return 0 if self.layout.replicated else rank
+        for at, block in enumerate(blocks):
+            key, inside = keys[at // factor], at % factor
+            for rank in self.workers:
+                who = 0 if self.layout.replicated else rank
+                for ref in self.layout.groups[group].refs:
+                    wanted = content(key, who, ref.tensor, inside, ref.page_bytes)
+                    yield self.page(rank, ref.tensor, block), wanted
 
     def submit(
         self,
