@@ -7,7 +7,8 @@ and handed to the lane, the lane has mapped the memory. An engine of one rank, a
 
 import time
 
-from harness import Figures, median
+import msgspec
+from harness import Figures, layout, median
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, ToLane
@@ -17,7 +18,7 @@ from kvd.config.settings import Settings
 from kvd.config.sources import Loaded
 from kvd.wire.link import LINK, Imported, LaneReady
 from kvd_proto.codec import WIRE
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.layout import GroupSpec
 from kvd_proto.messages import Fingerprint, Hello, HostHandle, Register
 
 GROUPS, TENSORS, PAGE, BLOCKS = 1024, 8192, 4096, 16
@@ -27,29 +28,16 @@ ROUNDS = 5
 
 def largest(rank: int, world_size: int) -> Register:
     """As many groups, tensors and references as there may be, all tensors in one storage."""
-    refs = [TensorRef(tensor=number, page_bytes=PAGE) for number in range(TENSORS)]
-    each = TENSORS // GROUPS
-    stride = TENSORS * PAGE
-    layout = RankLayout(
-        num_blocks=BLOCKS,
-        blocks_per_chunk=1,
-        hash_block_size=16,
-        storages=(BLOCKS * stride,),
-        tensors=tuple(
-            TensorSpec(storage=0, offset=number * PAGE, page_bytes=PAGE, block_stride=stride)
-            for number in range(TENSORS)
-        ),
-        groups=tuple(
-            GroupSpec(refs=tuple(refs[first : first + each]), block_size=16)
-            for first in range(0, TENSORS, each)
-        ),
-    )
+    shape = layout(TENSORS, PAGE, BLOCKS)
+    each, refs = TENSORS // GROUPS, shape.groups[0].refs
+    starts = range(0, TENSORS, each)
+    groups = tuple(GroupSpec(refs=refs[at : at + each], block_size=16) for at in starts)
     return Register(
         rank=rank,
         world_size=world_size,
         device="host",
         fingerprint=Fingerprint(model="bench-registering"),
-        layout=layout,
+        layout=msgspec.structs.replace(shape, groups=groups),
         handles=(HostHandle(fd_index=1),),
     )
 
