@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -50,7 +50,7 @@ class Notice:
 
     header: Header
     message: Message
-    fds: list[int] = field(default_factory=list)
+    fds: list[int]
 
     def close(self) -> None:
         """Close the descriptors that nobody took."""

@@ -72,7 +72,22 @@ class DeviceMemory(Memory):
         try:
             with context.current():
                 base, allocation = cuda_driver.allocation_of(address)
-                ipc, fd = _share(address, nbytes, base, allocation)
+                ends = base + allocation - address
+                if nbytes > ends:
+                    raise UnsupportedMemory(
+                        f"{nbytes} bytes at {address:#x} lie in several CUDA allocations, the first"
+                        f" ends after {ends}; {_REMEDY}"
+                    )
+                ipc, fd = b"", -1
+                if cuda_driver.has_ipc_handle(address):
+                    ipc = cuda_driver.ipc_handle(base)
+                elif cuda_driver.can_export(address):
+                    fd = cuda_driver.export(base)
+                else:
+                    raise UnsupportedMemory(
+                        f"{nbytes} bytes at {address:#x} lie in CUDA memory that no other process"
+                        f" can map; {_REMEDY}"
+                    )
         finally:
             context.release()
         offset = address - base
@@ -83,21 +98,3 @@ class DeviceMemory(Memory):
         if self.ipc:
             return IpcHandle(handle=self.ipc, allocation=self.allocation, offset=self.offset)
         return VmmHandle(fd_index=fd_index, allocation=self.allocation, offset=self.offset)
-
-
-def _share(address: int, nbytes: int, base: int, allocation: int) -> tuple[bytes, int]:
-    """(IPC handle, -1) or (empty, a descriptor) of the allocation."""
-    ends = base + allocation - address
-    if nbytes > ends:
-        raise UnsupportedMemory(
-            f"{nbytes} bytes at {address:#x} lie in several CUDA allocations, the first ends after"
-            f" {ends}; {_REMEDY}"
-        )
-    if cuda_driver.has_ipc_handle(address):
-        return cuda_driver.ipc_handle(base), -1
-    if cuda_driver.can_export(address):
-        return b"", cuda_driver.export(base)
-    raise UnsupportedMemory(
-        f"{nbytes} bytes at {address:#x} lie in CUDA memory that no other process can map;"
-        f" {_REMEDY}"
-    )

@@ -33,7 +33,6 @@ class LaneLink:
         readiness: Readiness,
     ) -> None:
         self.endpoint = up.endpoint
-        self.incarnation = up.incarnation
         self._boot_id, self._token = identity
         self.pending: dict[int, int] = {}  # request id -> job id of what has not ended
         self._waits: dict[int, frozenset[int]] = {}  # Wait's request id -> those of its jobs
@@ -132,4 +131,4 @@ class LaneLink:
             self._lifeline = -1
 
     def __repr__(self) -> str:
-        return f"<LaneLink {self.endpoint} incarnation {self.incarnation}>"
+        return f"<LaneLink {self.endpoint}>"

@@ -333,11 +333,6 @@ class Worker(Session):
         self._check_open()
         self._jobs.cancel(_jobs(job_ids))
 
-    @property
-    def unfinished(self) -> int:
-        """Jobs that were submitted and have not ended, as far as is known."""
-        return len(self._jobs)
-
     def close(self) -> None:
         """Unregister the memory and end the session. May be called again.
 

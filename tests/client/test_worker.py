@@ -302,7 +302,7 @@ def test_wait_out_of_time_voids_stores_not_loads(daemon: FakeDaemon, worker: Wor
     assert void(daemon, page) == [1]
     (voided,) = worker.get_finished()
     assert (voided.job_id, voided.status) == (1, JobStatus.VOID)
-    assert worker.unfinished == 1
+    assert len(worker._jobs) == 1
     daemon.finish(JobStatus.VOID)
     assert worker.wait([2], timeout=SECONDS) == frozenset()
     assert [r.job_id for r in worker.get_finished()] == [2]
@@ -425,7 +425,7 @@ def test_a_load_whose_answer_is_lost_fails_when_the_lane_says_that_it_has_ended(
     (result,) = worker.get_finished()
     assert (result.job_id, result.status) == (1, JobStatus.FAILED)
     assert "answer was lost" in result.text
-    assert worker.unfinished == 1
+    assert len(worker._jobs) == 1
     check_jobs(worker)
 
 
