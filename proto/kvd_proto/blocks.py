@@ -20,7 +20,6 @@ from kvd_proto.errors import JobShapeError, Oversize, WrongType
 from kvd_proto.layout import RankLayout
 
 NULL_BLOCK = 0
-MAX_SLOTS = 2**32
 DTYPES: dict[str, DType] = {
     "block_ids": "u4",
     "group_sizes": "u4",
@@ -102,7 +101,7 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         indices: list[int] = self.block_indices.numpy().tolist()
         return indices
 
-    def check(self, layout: RankLayout, num_slots: int = MAX_SLOTS) -> None:
+    def check(self, layout: RankLayout, num_slots: int = 2**32) -> None:
         """Check that the arrays fit each other, the layout and an arena of `num_slots`.
 
         Raises:
