@@ -22,10 +22,6 @@ from typing import Generic, TypeVar
 from kvd.errors import IntegrityError
 
 
-def _always(_job: object) -> bool:
-    return True
-
-
 class Urgency(IntEnum):
     """Classes of work, the most urgent first."""
 
@@ -135,7 +131,7 @@ class JobQueue(Generic[J]):
             shed.append(oldest)
         return shed
 
-    def next(self, ready: Callable[[J], bool], fits: Callable[[J], bool] = _always) -> J | None:
+    def next(self, ready: Callable[[J], bool], fits: Callable[[J], bool]) -> J | None:
         """Return the job whose piece is to be moved now, or None where no job may move.
 
         Its engine goes to the back of its tier. Asks once per worker and urgency at most.

@@ -4,17 +4,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.errors import CudaMissing, ImportFailed
+from kvd.errors import ImportFailed
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.backend import CudaDevice, Options
+from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.device import Direction
 from kvd_proto.messages import HostHandle, VmmHandle
 from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import by_kernel, engine_only
 from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver
+from tests.lane.cuda_rig import CudaRig, TestDriver
 from tests.lane.device_contract import DeviceContract, Rig, drain, transfer
-from tests.lane.support import Memory
 
 pytestmark = pytest.mark.fakecuda
 
@@ -119,27 +118,6 @@ def test_an_empty_transfer_ends(rig: CudaRig) -> None:
     memory, _ = rig.attach(SIZES)
     rig.device.submit(transfer(1, memory, Direction.LOAD, []))
     assert drain(rig.device)[1].error == ""
-
-
-def test_an_unknown_device_is_named(fake_driver: TestDriver) -> None:
-    """A UUID that no device has is refused, with those that there are."""
-    pool = Memory(POOL_BYTES)
-    known = fake_driver.device.removeprefix("cuda:")
-    with pytest.raises(CudaMissing, match=known):
-        CudaDevice(f"cuda:{'0' * 32}", pool.fd, POOL_BYTES)
-    pool.close()
-
-
-def test_a_kernel_that_does_not_work_is_done_without(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
-) -> None:
-    """Where the kernel cannot be loaded short runs go by the copy engine."""
-    fake_driver.set("fail=cuModuleLoadData:1:218")
-    rig = CudaRig(fake_driver, ipc_workers, by_kernel(2**20))
-    try:
-        assert rig.cuda.copier.kernel is None
-    finally:
-        rig.close()
 
 
 def test_the_kernel_is_timed_against_the_copy_engine(

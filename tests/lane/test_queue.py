@@ -39,9 +39,9 @@ class Queue:
         self.jobs[name] = job
         return [shed.name for shed in self.inner.push(job)]
 
-    def next(self, ready: Test = lambda _name: True, fits: Test = lambda _name: True) -> str | None:
+    def next(self, ready: Test = lambda _name: True) -> str | None:
         """By name."""
-        job = self.inner.next(lambda job: ready(job.name), lambda job: fits(job.name))
+        job = self.inner.next(lambda job: ready(job.name), lambda _job: True)
         return None if job is None else job.name
 
     def drain(self, ready: Test = lambda _name: True) -> list[str]:
@@ -249,14 +249,3 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-def test_what_the_device_has_no_room_for_lets_others_pass() -> None:
-    """Where loads cannot be taken now a store goes, also past a load that has started."""
-    queue = Queue()
-    queue.push("l1")
-    queue.push("s1")
-    queue.start("l1")
-    assert queue.next(fits=lambda name: name.startswith("s")) == "s1"
-    assert queue.next(fits=lambda _name: False) is None
-    assert queue.next() == "l1"

@@ -1,6 +1,11 @@
-"""Jobs on a device whose transfers stay in flight until the test lets them end."""
+"""Jobs on a device whose transfers stay in flight until the test lets them end.
+
+And what the broker is told meanwhile: nothing too early.
+"""
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -10,13 +15,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvd.errors import LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
 from kvd.lane.jobs import JobState, LaneJob
+from kvd.lane.orders import Orders
 from kvd.lane.queue import Limits
+from kvd.lane.reports import Reports
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Worker, Workers
+from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
+from kvd.wire.seqpacket import Channel
+from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
-from kvd_proto.messages import Handle, Job, JobStatus, Load, Store
+from kvd_proto.messages import Handle, Job, JobStatus, Load, Message, Store
 from tests.lane.support import (
     EPOCH,
+    NAMESPACE,
     Directory,
     FakeWorker,
     bind_message,
@@ -266,16 +277,6 @@ def test_a_deadline_ends_queued_and_copying_jobs(bench: Bench) -> None:
     assert bench.ended() == [(1, JobStatus.TIMEOUT)]
 
 
-def test_a_full_queue_sheds_stores() -> None:
-    """The oldest queued store ends as SHED when the engine's queue overflows."""
-    bench = Bench(Limits(jobs=2))
-    worker = bench.worker()
-    for number in range(3):
-        bench.submit(worker, make_job(Store, number, [1], [number], after=9))
-    assert bench.ended() == [(0, JobStatus.SHED)]
-    bench.close()
-
-
 def test_an_arena_outside_the_pool_is_refused(bench: Bench) -> None:
     """A worker is not bound to bytes that the pool does not have, by as little as one."""
     bind, fds = bind_message(1, bench.directory), [bench.directory.memory.fd]
@@ -386,3 +387,65 @@ def test_directions_fill_on_their_own(bench: Bench) -> None:
     bench.device.closed.clear()
     bench.runner.turn()
     assert bench.device.flying[-1].direction is Direction.LOAD
+
+
+class Link:
+    """Keeps what is sent to the broker."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, frame: bytes) -> None:
+        """Note the message."""
+        self.sent.append(LINK.decode(frame)[1])
+
+    def kinds(self) -> list[type[Message]]:
+        """The types of what was sent."""
+        return [type(message) for message in self.sent]
+
+
+def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
+    """The broker's orders and the reports of ended jobs over the bench's runner and workers."""
+    link = Link()
+    router: Any = SimpleNamespace(limits={}, send=lambda _identity, _frame: True)
+    reports = Reports(router, cast(Channel, link), bench.runner)
+    return Orders(reports, bench.workers, pool_bytes=1), reports, link
+
+
+def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> None:
+    """Revoked is sent after the last transfer of every job that writes there has landed."""
+    orders, reports, link = orders_on(bench)
+    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
+    bench.runner.turn()
+    assert len(bench.device.flying) == 2
+    revoke = Revoke(
+        namespace=NAMESPACE, slots=IntArray.of([4], "u4"), generations=IntArray.of([1], "u8")
+    )
+    orders.carry_out(revoke)
+    for _ in range(2):
+        reports.report_ended()
+        assert Revoked not in link.kinds()
+        bench.device.land()
+        bench.runner.turn()
+    reports.report_ended()
+    answer = Revoked(namespace=NAMESPACE, slots=revoke.slots, generations=revoke.generations)
+    assert link.sent[-1] == answer
+    orders.carry_out(revoke)  # nothing writes there now
+    reports.report_ended()
+    assert link.sent[-2:] == [answer, answer]
+
+
+def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:
+    """Released is sent after the worker's last transfer has landed."""
+    orders, reports, link = orders_on(bench)
+    worker = bench.worker()
+    bench.submit(worker, make_job(Store, 1, [1], [3]))
+    bench.runner.turn()
+    orders.carry_out(ReleaseWorker(session=worker.order.session))
+    reports.report_ended()
+    assert Released not in link.kinds()
+    bench.device.land()
+    bench.runner.turn()
+    reports.report_ended()
+    assert Released in link.kinds()
+    assert bench.workers.by_session(worker.order.session) is None
