@@ -5,6 +5,7 @@ change, and keeps what it was told. Its lane copies no bytes.
 """
 
 import contextlib
+import mmap
 import os
 import queue
 import socket
@@ -13,15 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, Self, TypeVar
-from zlib import crc32
 
 import msgspec
-import numpy as np
 import zmq
 
+from kvd.cache.directory import DirectoryWriter
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE, Header
-from kvd_proto.directory import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader, SlotState
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
     Attached,
@@ -71,21 +71,14 @@ M = TypeVar("M", bound=Message)
 def directory_fd(keys: dict[bytes, int], boot_id: bytes) -> int:
     """A memory file with a directory that holds these keys in these states, in slots 0, 1, ..."""
     header = DirectoryHeader.plan(NUM_SLOTS, NAMESPACE, boot_id)
-    data = bytearray(header.total_bytes)
-    packed = header.pack()
-    data[: len(packed)] = packed
-    index = np.frombuffer(data, "<u8", header.index_capacity, header.index_offset)
-    for slot, (key, state) in enumerate(keys.items()):
-        at = header.records_offset + slot * 80
-        data[at] = 1  # the generation: above the floor
-        data[at + 20 : at + 26] = bytes((state, len(key), 0, 0, 1, 0))  # its only block
-        data[at + 32 : at + 32 + len(key)] = key
-        home = crc32(key) & (header.index_capacity - 1)
-        while index[home]:
-            home = (home + 1) & (header.index_capacity - 1)
-        index[home] = crc32(key) << 32 | slot + 1
     fd = os.memfd_create("directory", os.MFD_CLOEXEC)
-    os.write(fd, data)
+    os.ftruncate(fd, header.total_bytes)
+    directory = DirectoryWriter(mmap.mmap(fd, header.total_bytes), header)
+    directory.begin(list(keys), range(len(keys)), owner=1)
+    for slot, state in enumerate(keys.values()):
+        directory.add_share(slot, 0, 0, 1, 0)  # its only block
+        if state == SlotState.READY:
+            directory.make_ready(slot)
     return fd
 
 
