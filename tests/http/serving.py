@@ -65,7 +65,6 @@ class Scrape:
     """The samples of one answer by name and labels, and the type of each family."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
         self.families: list[Metric] = list(text_string_to_metric_families(text))
         self.samples: Samples = {}
         for family in self.families:
@@ -96,11 +95,8 @@ class Scrape:
             whole = self.total(f"kvd_{total}_total")
             assert whole == self.total(f"kvd_namespace_{total}_total")
         accepted = self.get("kvd_store_answered_chunks_total", answer="accepted")
-        stored, dropped = (
-            self.get("kvd_stored_chunks_total"),
-            self.get("kvd_store_dropped_chunks_total"),
-        )
-        assert accepted == stored + dropped + self.total("kvd_namespace_chunks", state="writing")
+        ended = self.get("kvd_stored_chunks_total") + self.get("kvd_store_dropped_chunks_total")
+        assert accepted == ended + self.total("kvd_namespace_chunks", state="writing")
         for family in self.families:
             if family.type != "histogram":
                 continue
