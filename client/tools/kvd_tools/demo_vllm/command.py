@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -114,7 +114,7 @@ def _run(scenario: Scenario, console: Console) -> list[Round]:
         needed = scenario.prompts * scenario.prompt_tokens
         console.print(
             f"kvd:    a daemon with a pool of {format_size(pool)}\n"
-            f"model:  {scenario.layers} layers, random weights;"
+            f"model:  dense, {scenario.layers} layers, random weights;"
             f" {format_size(scenario.token_bytes)} of KV per token, bfloat16\n"
             f"vLLM:   on the CPU; its own KV cache (the GPU cache) has {scenario.gpu_blocks} blocks"
             f" of {BLOCK_TOKENS} tokens\n"
@@ -143,10 +143,9 @@ def _engine(
 ) -> Iterator[EngineProcess]:
     """An engine that has done everything once and has the daemon behind it."""
     started = time.monotonic()
-    status = console.status(f"{article} engine starts")
-    status.start()
-    with EngineProcess(options, log) as engine:
-        status.stop()
+    with ExitStack() as stack:
+        with console.status(f"{article} engine starts"):
+            engine = stack.enter_context(EngineProcess(options, log))
         seconds = time.monotonic() - started
         console.print(f"{article} engine is ready after {seconds:.0f} s.")
         end = time.monotonic() + ATTACH_SECONDS
