@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, Event, Reply, ToLane
+from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.sessions import Peer
 from kvd.broker.status_report import status_report
 from kvd.config.settings import KNOWN, Settings
@@ -18,12 +18,11 @@ from kvd.wire.link import LaneLog
 from kvd_proto.messages import (
     ConfigReloaded,
     ConfigShown,
-    Error,
     ErrorCode,
     ReloadConfig,
     ShowConfig,
 )
-from tests.broker.brokers import join, make_broker
+from tests.broker.brokers import join, make_broker, refusal, replies
 
 START = Settings(runtime_dir="/nowhere", cpu_bytes=2**20)
 
@@ -51,11 +50,15 @@ def read(**changes: object) -> Loaded:
     return Loaded(settings, origins, Path("kvd.toml"))
 
 
+def reload(broker: Broker, outcome: Loaded | ConfigError) -> list[Effect]:
+    """What a tool's order brings whose reading ends so."""
+    assert ask(broker, tool(broker), ReloadConfig()) == []
+    assert broker.reloading.begin()
+    return broker.reloading.read(outcome)
+
+
 def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
     """Times, limits and the log's level reach every part of the daemon that uses them."""
-    who = tool(broker)
-    assert ask(broker, who, ReloadConfig()) == []
-    assert broker.reloading.begin()
     changed = read(
         lease_seconds=1.0,
         ticket_seconds=2.0,
@@ -63,12 +66,12 @@ def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
         max_sessions_per_user=2,
         log_level="debug",
     )
-    effects = broker.reloading.read(changed)
+    effects = reload(broker, changed)
     assert broker.state.settings == changed.settings
     assert broker.state.registry.max_sessions == 3
     assert broker.state.registry.max_sessions_per_user == 2
     assert ToLane("host", LaneLog(level="debug")) in effects
-    (reply,) = [effect for effect in effects if isinstance(effect, Reply)]
+    (reply,) = replies(effects)
     assert isinstance(reply.message, ConfigReloaded)
     assert all(change.live for change in reply.message.changes)
     (event,) = [effect for effect in effects if isinstance(effect, Event)]
@@ -78,10 +81,7 @@ def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
 
 def test_quotas_change_live(broker: Broker) -> None:
     """A cap that is read from the file holds in the pool at once, and is reported."""
-    who = tool(broker)
-    ask(broker, who, ReloadConfig())
-    broker.reloading.begin()
-    broker.reloading.read(read(quota={"llama": {"floor": "25%", "cap": "512KiB"}}))
+    reload(broker, read(quota={"llama": {"floor": "25%", "cap": "512KiB"}}))
     assert status_report(broker.state, 1, "test", 0.0)["pool"]["quotas"] == [
         {"model": "llama", "floor_bytes": 2**18, "cap_bytes": 2**19, "held_bytes": 0}
     ]
@@ -89,13 +89,9 @@ def test_quotas_change_live(broker: Broker) -> None:
 
 def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:
     """A new pool size is named, changes nothing, and stands beside the value that holds."""
-    who = tool(broker)
-    ask(broker, who, ReloadConfig())
-    broker.reloading.begin()
-    broker.reloading.read(read(cpu_bytes="1GiB"))
+    reload(broker, read(cpu_bytes="1GiB"))
     assert broker.state.settings == START
-    (reply,) = ask(broker, who, ShowConfig())
-    assert isinstance(reply, Reply)
+    (reply,) = replies(ask(broker, tool(broker), ShowConfig()))
     assert isinstance(reply.message, ConfigShown)
     shown = reply.message.config["settings"]["cpu_bytes"]
     assert (shown["value"], shown["from"]) == (2**20, "default")
@@ -108,12 +104,10 @@ def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:
 
 def test_a_file_that_cannot_be_used_changes_nothing(broker: Broker) -> None:
     """The old settings hold, the tool gets all that is wrong, the log says who asked."""
-    who = tool(broker)
-    ask(broker, who, ReloadConfig())
-    broker.reloading.begin()
-    effects = broker.reloading.read(ConfigError("line one\nline two"))
+    effects = reload(broker, ConfigError("line one\nline two"))
     assert broker.state.settings == START
-    assert Reply(who, 9, Error(code=ErrorCode.BAD_CONFIG, text="line one\nline two")) in effects
+    error = refusal(effects)
+    assert (error.code, error.text) == (ErrorCode.BAD_CONFIG, "line one\nline two")
     (event,) = [effect for effect in effects if isinstance(effect, Event)]
     assert event.level == "error"
     assert "uid 5 pid 77" in event.text
@@ -127,10 +121,10 @@ def test_who_asks_during_a_reading_is_answered_from_the_next(broker: Broker) -> 
     ask(broker, second, ReloadConfig())
     ask(broker, third, ReloadConfig())
     assert not broker.reloading.begin()
-    answered = [e.session for e in broker.reloading.read(read()) if isinstance(e, Reply)]
+    answered = [reply.session for reply in replies(broker.reloading.read(read()))]
     assert answered == [first]
     assert broker.reloading.begin()
-    answered = [e.session for e in broker.reloading.read(read()) if isinstance(e, Reply)]
+    answered = [reply.session for reply in replies(broker.reloading.read(read()))]
     assert answered == [second, third]
     assert not broker.reloading.begin()
 
