@@ -7,7 +7,7 @@ candidate whether it may go. So a chunk's place does not depend on when its byte
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -63,21 +63,11 @@ class LruPolicy:
         """Remove a chunk that goes for a reason that says nothing about its worth."""
         self._slots.remove(slot)
 
-    def victims(self, n: int, may_evict: MayEvict) -> list[int] | None:
-        """Remove the `n` chunks to evict, first to go first; all of them or none.
-
-        Returns:
-            The slots, or None, and then nothing has changed, where fewer may go.
-        """
-        if n <= 0:
-            return []
-        chosen: list[int] = []
-        for slot in self._candidates(may_evict):
-            chosen.append(slot)
-            if len(chosen) == n:
-                self._evict(chosen)
-                return chosen
-        return None
+    def victims(self, n: int, may_evict: MayEvict) -> list[int]:
+        """Remove up to `n` chunks, those that go first; who goes first comes first."""
+        chosen = list(islice(self._candidates(may_evict), max(0, n)))
+        self._evict(chosen)
+        return chosen
 
     def _candidates(self, may_evict: MayEvict) -> Iterator[int]:
         """Every chunk that may go, first to go first."""
