@@ -58,7 +58,9 @@ class Background:
 
     @property
     def _unswept(self) -> Namespace | None:
-        return next((each for each in self._state.open_namespaces if not each.table.is_swept), None)
+        return next(
+            (each for each in self._state.open_namespaces if each.table.slots.forgotten), None
+        )
 
     def __repr__(self) -> str:
         return f"<Background {[kind for kind, _ in self._tasks]}>"

@@ -216,7 +216,7 @@ class Broker:
         names = {"engine": message.engine, "client": message.client}
         check_names(ErrorCode.BAD_MESSAGE, names)
         if message.kind != "tool":
-            self.state.registry.check_name(session, message.engine)
+            self.state.registry.join(session, message.engine)
         session.kind = message.kind
         session.since = request.now
         welcome = Welcome(
@@ -225,8 +225,7 @@ class Broker:
             pid=self.pid,
         )
         effects: list[Effect] = [request.reply(welcome)]
-        if message.kind != "tool":
-            engine = self.state.registry.join(session, message.engine)
+        if (engine := session.engine) is not None:
             effects.append(session.event(f"{session.who} is here"))
             if engine.served:
                 effects.append(attached_notice(engine, session.number))

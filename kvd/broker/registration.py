@@ -183,7 +183,9 @@ class Registration:
         try:  # another session may have taken the rank while the lane was busy
             check_rank(engine, pending.message, engine.workers)
             check_layout(pending.message, engine.workers, self._state.settings.pool_bytes)
-            self._enter(session, engine, pending.message)
+            session.registration = pending.message
+            session.imported = True
+            engine.workers[pending.message.rank] = session
             attached = attach(self._state, engine)
         except (LayoutError, KvdError) as error:
             if session.registration is not None:
@@ -199,12 +201,6 @@ class Registration:
         reply = Registered(missing_ranks=missing, lane=lane.endpoint, incarnation=lane.incarnation)
         text = f"{session.who} registered; missing ranks: {list(missing) or 'none'}"
         return [pending.request.reply(reply), session.event(text), *attached]
-
-    @staticmethod
-    def _enter(session: Session, engine: Engine, message: Register) -> None:
-        session.registration = message
-        session.imported = True
-        engine.workers[message.rank] = session
 
     @staticmethod
     def _imported_again(session: Session, message: Imported) -> list[Effect]:

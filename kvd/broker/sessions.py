@@ -213,22 +213,21 @@ class Registry:
         self.by_token[token] = session
         return session
 
-    def check_name(self, session: Session, name: str) -> None:
-        """Refuse the name of another user's engine, whose chunks this one could then name."""
+    def join(self, session: Session, name: str) -> Engine:
+        """Put the session into the engine `name`, made if need be; or refuse another user's.
+
+        Its chunks and leases could be named from within.
+        """
         engine = self.engines.get(name)
-        if engine is not None and engine.uid != session.peer.uid:
+        if engine is None:
+            engine = self.engines[name] = Engine(self._next_engine, name, session.peer.uid)
+            self._next_engine += 1
+        elif engine.uid != session.peer.uid:
             raise Refused(
                 ErrorCode.FORBIDDEN,
                 f"engine {name!r} belongs to uid {engine.uid}, this process to uid"
                 f" {session.peer.uid}; give each engine instance a name of its own",
             )
-
-    def join(self, session: Session, name: str) -> Engine:
-        """Put the session into the engine `name`, made if need be; the engine."""
-        engine = self.engines.get(name)
-        if engine is None:
-            engine = self.engines[name] = Engine(self._next_engine, name, session.peer.uid)
-            self._next_engine += 1
         engine.sessions[session.number] = session
         session.engine = engine
         return engine

@@ -358,7 +358,7 @@ class ChunkTable:
     def drop_owner(self, owner: int) -> Refs:
         """An owner is gone: end its leases, give up its stores; slots to be revoked."""
         self.slots.unpinned(self.slots.leases.drop_owner(owner))
-        return self._give_up(self.slots.written_by(owner))
+        return self._give_up([s for s in self.slots.tickets if self.directory.owner(s) == owner])
 
     def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
@@ -377,17 +377,12 @@ class ChunkTable:
             self.counts.reset += gone + kept
         return ResetDone(dropped=gone + len(revoke), deferred=kept), revoke
 
-    @property
-    def is_swept(self) -> bool:
-        """No slot is held by a chunk that a reset has dropped."""
-        return not self.slots.forgotten
-
     def sweep(self) -> None:
         """Free some of the slots whose chunks a reset has dropped: a few milliseconds at most."""
         for _ in range(EMPTY_PIECES):
             if self.slots.sweep(PIECE_SLOTS):
                 break
-        if self.is_swept:
+        if not self.slots.forgotten:
             self.give_back()
 
     def remove(self, first: int, count: int, unused_for: float) -> int:

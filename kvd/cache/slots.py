@@ -86,10 +86,6 @@ class Slots:
         del self.tickets[slot]
         self.directory.make_ready(slot)
 
-    def written_by(self, owner: int) -> list[int]:
-        """The slots that an owner may write."""
-        return [slot for slot in self.tickets if self.directory.owner(slot) == owner]
-
     def give_up(self, slots: Sequence[int]) -> Refs:
         """WRITING -> DRAINING; what is to be revoked."""
         directory = self.directory

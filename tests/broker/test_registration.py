@@ -286,14 +286,12 @@ def test_an_engines_name_belongs_to_one_user() -> None:
     mine, also_mine, other = (
         registry.connect(bytes([i]) * 16, Peer(i, uid, 0)) for i, uid in ((1, 5), (2, 5), (3, 6))
     )
-    registry.check_name(mine, "llama")
     engine = registry.join(mine, "llama")
-    registry.check_name(also_mine, "llama")
     assert registry.join(also_mine, "llama") is engine
     with pytest.raises(Refused, match="belongs to uid 5, this process to uid 6") as refused:
-        registry.check_name(other, "llama")
+        registry.join(other, "llama")
     assert refused.value.code is ErrorCode.FORBIDDEN
-    registry.check_name(other, "another")
+    assert registry.join(other, "another") is not engine
 
 
 def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
