@@ -219,11 +219,7 @@ class Broker:
             self.state.registry.join(session, message.engine)
         session.kind = message.kind
         session.since = request.now
-        welcome = Welcome(
-            protocol=PROTOCOL_VERSION,
-            daemon=self.version,
-            pid=self.pid,
-        )
+        welcome = Welcome(protocol=PROTOCOL_VERSION, daemon=self.version, pid=self.pid)
         effects: list[Effect] = [request.reply(welcome)]
         if (engine := session.engine) is not None:
             effects.append(session.event(f"{session.who} is here"))
