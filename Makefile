@@ -57,7 +57,7 @@ format: $(STAMP) ## format and fix what can be fixed
 bench: $(STAMP) ## measure the host backend; writes bench/out/host.json
 	$(BIN)/python bench/host.py
 
-docs: $(STAMP) ## write what is generated: protocol, settings
+docs: $(STAMP) ## write what is generated: protocol, settings, status
 	$(BIN)/python docs/generate_protocol.py
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_status.py

@@ -1,4 +1,25 @@
-"""Errors of the daemon: every one is a `KvdError`, those of a lane are `LaneError`."""
+"""Errors of the daemon.
+
+::
+
+    KvdError
+    ├── ConfigError
+    ├── AlreadyRunning
+    ├── NotRunning
+    ├── PoolError
+    ├── LedgerDamaged
+    ├── ChannelFull
+    ├── BadDatagram
+    ├── BadFrame
+    ├── LaneError
+    │   ├── ImportFailed
+    │   ├── CudaMissing
+    │   ├── CudaError
+    │   └── DeviceLost
+    ├── Refused
+    ├── PlanError
+    └── IntegrityError
+"""
 
 from kvd_proto.messages import ErrorCode
 

@@ -3,7 +3,17 @@
 Only a caller's own mistakes and registration raise; on the serving path a
 daemon that is absent, slow or broken shows as a miss, never as an exception.
 
-`DaemonLost` and `Refused` never leave the package: they become misses.
+::
+
+    KvdClientError
+    ├── UsageError (ValueError)
+    ├── RegistrationError
+    ├── Unavailable
+    ├── UnsupportedMemory
+    ├── UnsupportedVllm
+    ├── CudaError
+    └── DaemonLost              becomes a miss, never leaves the package
+        └── Refused
 """
 
 from kvd_proto.messages import ErrorCode

@@ -1,4 +1,17 @@
-"""Errors of the protocol package."""
+"""Errors of the protocol package.
+
+::
+
+    ProtoError
+    ├── DecodeError
+    │   └── VersionMismatch
+    ├── WrongType
+    ├── Oversize
+    ├── LayoutError
+    │   ├── SizeError
+    │   └── JobShapeError
+    └── DirectoryError
+"""
 
 
 class ProtoError(Exception):

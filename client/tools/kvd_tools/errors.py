@@ -1,4 +1,11 @@
-"""Errors of the demos and the self-test."""
+"""Errors of the demos and the self-test.
+
+::
+
+    KvdClientError
+    ├── DemoError
+    └── StepFailed
+"""
 
 import importlib.util
 import sys
