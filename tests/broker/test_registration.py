@@ -272,12 +272,21 @@ def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
 
 
 def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
-    """Temporary ones share with their kind; with share_between_users = no the user counts."""
-    lasting = [register()]
-    passing = [replace(lasting[0], temporary=True)]
-    ids = {namespace_id(lasting, uid) for uid in (None, 5, 6)} | {namespace_id(passing)}
-    assert len(ids) == 4
-    assert namespace_id(lasting, 5) in ids
+    """Model, shape and world size count, being temporary, and the user where users do not share."""
+    lasting = register()
+    others = [
+        lasting,
+        replace(lasting, temporary=True),
+        replace(lasting, fingerprint=Fingerprint(model="another")),
+        replace(lasting, layout=replace(lasting.layout, blocks_per_chunk=4)),
+        register(layers=2),
+        register(world_size=1),
+    ]
+    ids = {namespace_id([each], uid) for each in others for uid in (None, 5, 6)}
+    assert len(ids) == 3 * len(others)
+    assert namespace_id([lasting], 5) in ids
+    more_blocks = replace(lasting, layout=one_tensor(2 * BLOCKS))
+    assert namespace_id([more_blocks]) in ids
 
 
 def test_an_engines_name_belongs_to_one_user() -> None:

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -35,13 +34,11 @@ TENSORS = 2
 POISON = 0xEE
 
 
-def make_layout(
-    *, blocks: int = BLOCKS, page: int = PAGE, factor: int = FACTOR, replicated: bool = False
-) -> RankLayout:
+def make_layout(*, blocks: int = BLOCKS, page: int = PAGE, replicated: bool = False) -> RankLayout:
     """Two tensors in two storages; group 0 uses both, group 1 the second only."""
     return RankLayout(
         num_blocks=blocks,
-        blocks_per_chunk=factor,
+        blocks_per_chunk=FACTOR,
         hash_block_size=16,
         storages=(blocks * page,) * TENSORS,
         tensors=tuple(
@@ -66,10 +63,7 @@ def content(
 
 @dataclass
 class Engine:
-    """A scheduler and its workers in this process, each with memory of its own.
-
-    at_once: no rank waits for the registration of the one before it.
-    """
+    """A scheduler and its workers in this process, each with memory of its own."""
 
     runtime_dir: Path
     name: str = "engine"
@@ -77,7 +71,6 @@ class Engine:
     model: str = "model"
     layout: RankLayout = field(default_factory=make_layout)
     ranks: Sequence[int] | None = None
-    at_once: bool = False
     deadline: float = DEADLINE
 
     def __post_init__(self) -> None:
@@ -86,8 +79,8 @@ class Engine:
         self.memory: dict[int, list[HostMemory]] = {}
         self.job = 0
         ranks = range(self.world_size) if self.ranks is None else self.ranks
-        with ThreadPoolExecutor(len(ranks) if self.at_once else 1) as threads:
-            list(threads.map(self.add, ranks))
+        for rank in ranks:
+            self.add(rank)
 
     def add(self, rank: int) -> None:
         """Register one rank."""

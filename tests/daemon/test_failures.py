@@ -1,22 +1,19 @@
 """Things that die: the worst that follows is a miss, and nothing stays behind."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvd_client import JobBlocks, Load, LookupResult, Store
-from kvd_client.session import ABSENT_SECONDS
+from kvd_client import JobBlocks, LookupResult, Store
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import wait_state
 from tests.processes import kill_and_wait
-from tests.waiting import DEADLINE, PATIENCE, eventually
+from tests.waiting import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,64 +131,6 @@ def test_a_killed_lane_costs_its_jobs_and_nothing_else(
         assert engine.store(keys_of("lost", 2))
 
 
-def test_a_killed_daemon_is_a_cache_that_misses(daemon: Daemon, start_daemon: StartDaemon) -> None:
-    """SIGKILL: calls return at once as misses; a new daemon gets everybody back by itself."""
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("before", 4)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        boot = daemon.status()["boot_id"]
-        daemon.stop(signal.SIGKILL)
-        eventually(lambda: not engine.scheduler.attached and not engine.workers[0].registered)
-        start = time.monotonic()
-        assert engine.scheduler.lookup(keys[0]) is LookupResult.MISS
-        assert not engine.scheduler.prepare_load(keys).keys
-        assert not engine.scheduler.prepare_store(keys).served
-        engine.workers[0].submit(Store, 1000, JobBlocks.of([1, 2], [2, 0], [0, 0], [0], [1]))
-        engine.workers[0].wait([1000], DEADLINE)
-        assert [r.success for r in engine.workers[0].get_finished()] == [False]
-        assert time.monotonic() - start < DEADLINE  # none of them has waited for it
-        again = start_daemon()
-        assert again.status()["boot_id"] != boot
-        engine.wait_attached(again)
-        assert engine.store(keys) == keys
-        wait_hit(engine, keys)
-        assert engine.load(keys) == (4, 0)
-
-
-def test_wait_that_runs_out_of_time_leaves_other_jobs_alone(daemon: Daemon) -> None:
-    """A load and another store of the worker end as they would have without it."""
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-        old, lost, kept = keys_of("old", 2), keys_of("lost", 2), keys_of("kept", 2)
-        engine.store(old, first_block=1)
-        wait_hit(engine, old)
-        worker = engine.workers[0]
-        later = worker.timeline.reserve()
-        shape = ([4, 0], [0, 0])
-        for job, keys, first in ((901, lost, 5), (902, kept, 9)):
-            ticket = engine.scheduler.prepare_store(keys)
-            blocks = engine.fill(keys, first)
-            worker.submit(
-                Store, job, JobBlocks.of(blocks, *shape, ticket.slots, ticket.generations), later
-            )
-        loading = engine.scheduler.prepare_load(old)
-        blocks = list(range(33, 37))
-        engine.poison(blocks)
-        worker.submit(
-            Load, 903, JobBlocks.of(blocks, *shape, loading.slots, loading.generations), later
-        )
-        assert not worker.wait([901], 0.1)
-        engine.poison(range(5, 9))
-        worker.timeline.signal(later)
-        assert not worker.wait([902, 903], PATIENCE)
-        ended = {result.job_id: result.success for result in worker.get_finished()}
-        assert ended == {901: False, 902: True, 903: True}
-        assert engine.wrong_bytes(old, blocks) == 0
-        wait_state(daemon, writing=0, draining=0, ready=4)
-        assert engine.scheduler.lookup_many(lost) == [LookupResult.MISS] * 2
-        assert engine.load(kept) == (2, 0)
-
-
 def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
@@ -212,18 +151,3 @@ def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there
         assert engine.wrong_bytes(keys, blocks) == 0
         engine.scheduler.complete_load(ticket)  # of a lease that has run out: nothing happens
         assert engine.load(keys) == (3, 0)
-
-
-def test_an_engine_may_start_before_its_daemon(
-    runtime_dir: Path, start_daemon: StartDaemon
-) -> None:
-    """Without a daemon registration says no at once; it is made soon after one is ready."""
-    assert ABSENT_SECONDS <= 0.5  # from one look for it to the next; so long it may take, at most
-    with Engine(runtime_dir) as engine:
-        assert not engine.workers[0].registered
-        assert engine.scheduler.lookup(b"key") is LookupResult.MISS
-        start_daemon()
-        ready = time.monotonic()
-        engine.wait_attached()
-        assert time.monotonic() - ready < 20.0  # not one request's deadline later
-        assert engine.store(keys_of("late", 2))

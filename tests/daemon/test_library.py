@@ -1,6 +1,5 @@
 """What the client library saves an engine's author, against a real daemon."""
 
-import asyncio
 import os
 import select
 import signal
@@ -10,7 +9,7 @@ import pytest
 
 from kvd_client import ChunkBlocks, JobResult, LookupResult, Scheduler, Worker
 from tests.conftest import Daemon
-from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
@@ -136,30 +135,6 @@ def test_a_lost_lane_makes_the_descriptor_readable(daemon: Daemon) -> None:
         assert [(result.job_id, result.success) for result in results] == [(70, False)]
         assert engine.scheduler.wait_attached(PATIENCE)
         quieten(worker, worker.get_finished)
-
-
-def test_an_asyncio_loop_waits_for_jobs(engine: Engine) -> None:
-    """With `add_reader` every job's end is seen without a poll, also many at once."""
-
-    async def run() -> list[int]:
-        worker, scheduler = engine.workers[0], engine.scheduler
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(worker.fileno(), changed.set)
-        seen: list[int] = []
-        for job in range(20):
-            keys = keys_of(f"chunk-{job}", 1)
-            ticket = scheduler.prepare_store(keys)
-            worker.store(job, ticket, [ChunkBlocks(keys, [1, 2]), ChunkBlocks([], [])])
-        while len(seen) < 20:
-            await asyncio.wait_for(changed.wait(), PATIENCE)
-            changed.clear()
-            seen += [result.job_id for result in worker.get_finished()]
-        loop.remove_reader(worker.fileno())
-        return seen
-
-    assert make_layout().blocks_per_chunk == 2
-    with engine:
-        assert sorted(asyncio.run(run())) == list(range(20))
 
 
 def test_waiting_says_why_an_engine_is_not_attached(shared_daemon: Daemon) -> None:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.processes import children_running, has_ended
 from tests.soak.restart_loop import run
-from tests.waiting import PATIENCE, eventually
+from tests.waiting import eventually
 
 KEEP = ("--keep-pool", "yes")
 SHM = Path("/dev/shm")
@@ -96,40 +95,20 @@ def test_auto_finds_the_kept_pool(start_daemon: StartDaemon) -> None:
     keys = keys_of("auto", 10)
     options = (*KEEP, "--reserve", "0")
     first = start_daemon(*options, **auto, ready=False)
-    with Engine(first.runtime_dir, at_once=True).wait_attached() as engine:
+    with Engine(first.runtime_dir, world_size=1).wait_attached() as engine:
         stored(engine, keys)
         size = first.status()["pool"]["cpu_bytes"]
         first.stop(signal.SIGKILL)
     second = start_daemon(*options, **auto, ready=False)
-    with Engine(second.runtime_dir, at_once=True).wait_attached() as engine:
+    with Engine(second.runtime_dir, world_size=1).wait_attached() as engine:
         assert hits(engine, keys) == 10
         assert second.status()["pool"]["cpu_bytes"] == size
         second.stop(signal.SIGKILL)
     third = start_daemon(*options, **auto, ready=False)
-    with Engine(
-        third.runtime_dir, layout=make_layout(blocks=256), at_once=True
-    ).wait_attached() as engine:
+    larger = make_layout(blocks=256)
+    with Engine(third.runtime_dir, world_size=1, layout=larger).wait_attached() as engine:
         assert third.status()["pool"]["cpu_bytes"] == 4 * size
         assert hits(engine, keys) == 0
-
-
-def test_a_wrong_size_loses_nothing(
-    start_daemon: StartDaemon, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
-) -> None:
-    """A start that wants more than there is ends with the figures; the right one has all chunks."""
-    small_tmpfs(tmp_path, 70 * 2**20)
-    place = (*KEEP, "--pool-dir", str(tmp_path))
-    keys = keys_of("kept", 20)
-    first = start_daemon(*place)
-    with Engine(first.runtime_dir).wait_attached() as engine:
-        stored(engine, keys)
-        first.stop()
-    wrong = start_daemon(*place, cpu_bytes="80MiB", ready=False)
-    assert wrong.process.wait(timeout=PATIENCE) == 1
-    assert "the kept pool of 64 MiB stays as it was" in wrong.log.read_text()
-    again = start_daemon(*place)
-    with Engine(again.runtime_dir).wait_attached() as engine:
-        assert hits(engine, keys) == 20
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -207,30 +206,6 @@ def test_the_pool_is_whole_at_once(start: Start, tmp_path: Path) -> None:
     pool = PoolMemory(file, SIZE)
     assert not pool.may_be_written
     pool.close()
-
-
-def test_generations_and_stamps_grow_over_restarts(start: Start) -> None:
-    """No generation is ever given twice, whatever was in the slot; stamps go on growing."""
-    seen: set[tuple[int, int]] = set()
-    last = 0
-    for _ in range(3):
-        life = start()
-        table = life.open().table
-        table.reset()
-        decision = table.prepare_store(keys_of("k", 10), 1, 5.0)
-        slots, generations = decision.slots.numpy(), decision.generations.numpy()
-        pairs = set(zip(slots.tolist(), generations.tolist(), strict=True))
-        assert not pairs & seen
-        assert min(generation for _, generation in pairs) > last
-        last = max(generation for _, generation in pairs)
-        seen |= pairs
-        for rank in range(2):
-            table.share_done(1, rank, slots, generations, [0] * 10, [1] * 10, [0] * 10, ok=True)
-        ledger = table.directory.ledger
-        assert ledger is not None
-        stamps = ledger.stamps[slots]
-        assert len(np.unique(stamps)) == 10
-        assert stamps.min() >= 5e6 - 10
 
 
 @pytest.mark.parametrize(
