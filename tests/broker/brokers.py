@@ -1,7 +1,8 @@
-"""A broker for tests, with what surrounds it: a pool, lanes that are up, sessions."""
+"""A broker for tests, with what surrounds it: a pool, lanes, sessions."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -14,9 +15,30 @@ from kvd.cache.namespaces import MakeBuffer, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded
 from kvd.errors import Refused
-from kvd.wire.link import Imported, LaneReady
+from kvd.wire.link import (
+    Imported,
+    ImportWorker,
+    LanePing,
+    LanePong,
+    LaneReady,
+    Released,
+    ReleaseWorker,
+    Revoke,
+    Revoked,
+    ShareDone,
+)
+from kvd_proto.arrays import IntArray
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Error, Fingerprint, Hello, HostHandle, IpcHandle, Kind, Register
+from kvd_proto.messages import (
+    Error,
+    Fingerprint,
+    Hello,
+    HostHandle,
+    IpcHandle,
+    Kind,
+    Message,
+    Register,
+)
 
 PAGE = 4096
 CUDA = "cuda:" + "0f" * 16
@@ -149,3 +171,133 @@ def refusal(effects: list[Effect]) -> Error:
     (reply,) = replies(effects)
     assert isinstance(reply.message, Error)
     return reply.message
+
+
+class DrivenBroker:
+    """Counts requests and replies of sessions that are there; `carried_out` sees every effect."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.now = 100.0
+        self.asked: Counter[tuple[int, int]] = Counter()
+        self.replies: dict[tuple[int, int], list[Message]] = {}
+        self.came = 0
+
+    def connected(self) -> Session:
+        """A new session, before its HELLO."""
+        self.came += 1
+        session, effects = self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
+        self.carry_out(effects)
+        return session
+
+    def request(self, session: Session, number: int, message: Message, fds: int = 0) -> None:
+        """A session asks."""
+        self.asked[session.number, number] += 1
+        self.carry_out(self.broker.request(session, number, message, self.now, fds))
+
+    def lose(self, session: Session) -> None:
+        """A process is gone, and nobody waits for its replies."""
+        self.carry_out(self.broker.lost(session))
+        for key in [key for key in self.asked if key[0] == session.number]:
+            del self.asked[key]
+            self.replies.pop(key, None)
+
+    def from_lane(self, message: Message, device: str = "host") -> None:
+        """A lane says something."""
+        self.carry_out(self.broker.supervision.received(device, message, self.now))
+
+    def lane_answers(self, message: Message, device: str = "host", error: str = "") -> None:
+        """A lane has done what it was told; an `error` is that of a mapping."""
+        match message:
+            case ImportWorker(session=session, attempt=attempt):
+                self.from_lane(Imported(session=session, error=error, attempt=attempt), device)
+            case ReleaseWorker(session=session):
+                self.from_lane(Released(session=session), device)
+            case Revoke(namespace=namespace, slots=slots, generations=generations):
+                answer = Revoked(namespace=namespace, slots=slots, generations=generations)
+                self.from_lane(answer, device)
+            case LanePing():
+                self.from_lane(LanePong(), device)
+
+    def share(
+        self,
+        worker: Session,
+        namespace: bytes,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        *,
+        ok: bool,
+    ) -> None:
+        """The lane of a worker reports its share of whole chunks."""
+        registration = worker.registration
+        assert registration is not None
+        many = len(slots)
+        report = ShareDone(
+            session=worker.number,
+            rank=registration.rank,
+            namespace=namespace,
+            slots=IntArray.of(slots, "u4"),
+            generations=IntArray.of(generations, "u8"),
+            first=IntArray.of([0] * many, "u2"),
+            count=IntArray.of([registration.layout.blocks_per_chunk] * many, "u2"),
+            groups=IntArray.of([0] * many, "u2"),
+            ok=ok,
+        )
+        self.from_lane(report, registration.device)
+
+    def pass_time(self, seconds: float, heard: Iterable[str]) -> None:
+        """Deadlines come; these lanes have been heard meanwhile."""
+        self.now += seconds
+        for device in heard:
+            self.from_lane(LanePong(), device)
+        self.carry_out(self.broker.tick(self.now))
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """What the broker wants done."""
+        for effect in effects:
+            if isinstance(effect, Reply) and effect.session in self.broker.state.registry.sessions:
+                key = (effect.session, effect.request_id)
+                self.replies.setdefault(key, []).append(effect.message)
+            self.carried_out(effect)
+
+    def carried_out(self, effect: Effect) -> None:
+        """One effect."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """The broker does all that it has put off."""
+        while self.broker.background.busy:
+            self.carry_out(self.broker.background.work())
+
+    # ------------------------------------------------------------- invariants
+
+    def check(self) -> None:
+        """Everything that can be checked holds, and no request has an answer too many."""
+        self.broker.state.check_integrity()
+        for key, replies in self.replies.items():
+            assert len(replies) <= self.asked[key], f"request {key} has {len(replies)} answers"
+
+    def check_answered(self) -> None:
+        """When all is quiet every request has its answer."""
+        for key, count in self.asked.items():
+            got = len(self.replies.get(key, ()))
+            assert got == count, f"request {key}: asked {count} times, {got} answers"
+
+    def check_nothing_held(self) -> None:
+        """When all are gone nothing of theirs is left."""
+        state = self.broker.state
+        for session in list(state.registry.sessions.values()):
+            self.lose(session)
+        self.settle()
+        self.carry_out(self.broker.tick(self.now))
+        self.settle()
+        assert not state.registry.engines, repr(state.registry)
+        assert not state.registry.sessions, repr(state.registry)
+        for namespace in state.namespaces or ():
+            slots = namespace.table.slots
+            held = slots.stats()
+            assert not namespace.engines, repr(namespace)
+            assert not namespace.temporary, repr(namespace)
+            assert not slots.leases, repr(namespace)
+            assert (held["writing"], held["draining"], held["pinned"]) == (0, 0, 0), repr(held)
+        state.check_integrity()

@@ -1,7 +1,6 @@
 """The broker's decisions under any order of events: no leaks, one answer to each request."""
 
 import json
-from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,22 +15,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvd.broker.effects import DropLane, Effect, KillLane, Notify, Reply, StartLane, ToLane
-from kvd.broker.sessions import Peer, Session
+from kvd.broker.effects import DropLane, Effect, KillLane, Notify, StartLane, ToLane
+from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report
-from kvd.wire.link import (
-    BindWorker,
-    Imported,
-    ImportWorker,
-    LaneFailed,
-    LanePong,
-    Released,
-    ReleaseWorker,
-    Revoke,
-    Revoked,
-    ShareDone,
-)
-from kvd_proto.arrays import IntArray
+from kvd.wire.link import LaneFailed
 from kvd_proto.messages import (
     Attached,
     Clear,
@@ -59,7 +46,15 @@ from kvd_proto.messages import (
     StorePrepared,
     Unregister,
 )
-from tests.broker.brokers import CUDA, PAGE, hello, lane_ready, make_broker, one_tensor
+from tests.broker.brokers import (
+    CUDA,
+    PAGE,
+    DrivenBroker,
+    hello,
+    lane_ready,
+    make_broker,
+    one_tensor,
+)
 
 WORLD = 2
 POOL = 40 * PAGE
@@ -70,24 +65,19 @@ ENGINES = st.sampled_from(["a", "b", "t"])  # t is temporary, otherwise as a
 KEYS = [f"key-{i}".encode() for i in range(24)]
 
 
-class BrokerMachine(RuleBasedStateMachine):
+class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
     """Two models, engines of two ranks, two lanes that answer when they like."""
 
     sessions = Bundle("sessions")
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = 100.0
-        self.broker = make_broker(POOL, lease_seconds=5, ticket_seconds=5)
+        RuleBasedStateMachine.__init__(self)
+        DrivenBroker.__init__(self, make_broker(POOL, lease_seconds=5, ticket_seconds=5))
         self.totals: dict[str, float] = {}
-        self.asked: Counter[tuple[int, int]] = Counter()
-        self.answered: Counter[tuple[int, int]] = Counter()
-        self.replies: dict[tuple[int, int], Message] = {}
         self.lane_inbox: dict[str, list[Message]] = {"host": [], CUDA: []}
         self.writing: list[tuple[Session, bytes, int, int]] = []
         self.leases: list[tuple[Session, int]] = []
         self.request_id = 0
-        self.came = 0
         self.incarnation = 0
         self.wanted = {"host"}  # lanes that the broker wants to have a process
         self.up: set[str] = set()
@@ -96,40 +86,33 @@ class BrokerMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------- plumbing
 
-    def carry_out(self, effects: list[Effect]) -> None:
+    def carried_out(self, effect: Effect) -> None:
         """Note what the broker wants done."""
-        for effect in effects:
-            match effect:
-                case Reply():
-                    self.answered[(effect.session, effect.request_id)] += 1
-                    self.replies[(effect.session, effect.request_id)] = effect.message
-                case ToLane():
-                    assert effect.device in self.up, f"{effect} to a lane that is down"
-                    self.lane_inbox[effect.device].append(effect.message)
-                case Notify(message=Attached()):
-                    session = self.broker.state.registry.sessions[effect.session]
-                    assert session.engine is not None
-                    assert not session.engine.missing_ranks
-                    self.finding.add(effect.session)
-                case Notify(message=Detached()):
-                    self.finding.discard(effect.session)
-                case KillLane():
-                    self.end_lane(effect.device)
-                case StartLane():
-                    assert effect.device not in self.wanted
-                    self.wanted.add(effect.device)
-                case DropLane():
-                    assert effect.device not in self.up
-                    self.wanted.remove(effect.device)
+        match effect:
+            case ToLane():
+                assert effect.device in self.up, f"{effect} to a lane that is down"
+                self.lane_inbox[effect.device].append(effect.message)
+            case Notify(message=Attached()):
+                session = self.broker.state.registry.sessions[effect.session]
+                assert session.engine is not None
+                assert not session.engine.missing_ranks
+                self.finding.add(effect.session)
+            case Notify(message=Detached()):
+                self.finding.discard(effect.session)
+            case KillLane():
+                self.end_lane(effect.device)
+            case StartLane():
+                assert effect.device not in self.wanted
+                self.wanted.add(effect.device)
+            case DropLane():
+                assert effect.device not in self.up
+                self.wanted.remove(effect.device)
 
     def ask(self, session: Session, message: Message, descriptors: int = 0) -> Message | None:
         """Make a request; its reply, if there is one already."""
         self.request_id += 1
-        key = (session.number, self.request_id)
-        self.asked[key] += 1
-        effects = self.broker.request(session, self.request_id, message, self.now, descriptors)
-        self.carry_out(effects)
-        return self.replies.get(key)
+        self.request(session, self.request_id, message, descriptors)
+        return next(iter(self.replies.get((session.number, self.request_id), ())), None)
 
     def alive(self, session: Session) -> bool:
         """Whether the session is still open."""
@@ -141,16 +124,14 @@ class BrokerMachine(RuleBasedStateMachine):
         if device in self.wanted - self.up:
             self.up.add(device)
             self.incarnation += 1
-            ready = lane_ready(incarnation=self.incarnation)
-            self.carry_out(self.broker.supervision.received(device, ready, self.now))
+            self.from_lane(lane_ready(incarnation=self.incarnation), device)
 
     @rule(device=DEVICE, says_why=st.booleans())
     def lane_does_not_start(self, device: str, says_why: bool) -> None:
         """A lane process that is wanted dies before it is up, with a word or without."""
         if device in self.wanted - self.up:
             if says_why:
-                failed = LaneFailed(error="no such device")
-                self.carry_out(self.broker.supervision.received(device, failed, self.now))
+                self.from_lane(LaneFailed(error="no such device"), device)
             else:
                 self.end_lane(device)
 
@@ -173,18 +154,7 @@ class BrokerMachine(RuleBasedStateMachine):
         for _ in range(min(count, len(inbox))):
             if not inbox:
                 return
-            answer: Message | None = None
-            match inbox.pop(0):
-                case ImportWorker(session=session, attempt=attempt):
-                    answer = Imported(session=session, error="", attempt=attempt)
-                case ReleaseWorker(session=session):
-                    answer = Released(session=session)
-                case Revoke(namespace=namespace, slots=slots, generations=generations):
-                    answer = Revoked(namespace=namespace, slots=slots, generations=generations)
-                case BindWorker() | _:
-                    pass
-            if answer is not None:
-                self.carry_out(self.broker.supervision.received(device, answer, self.now))
+            self.lane_answers(inbox.pop(0), device)
 
     # ------------------------------------------------------------- sessions
 
@@ -199,9 +169,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     def connect(self, engine: str, kind: Kind) -> Session:
         """A new session that has said HELLO."""
-        self.came += 1
-        session, effects = self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
-        self.carry_out(effects)
+        session = self.connected()
         self.ask(session, hello(kind, engine))
         return session
 
@@ -271,11 +239,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def die(self, session: Session) -> None:
         """A process is gone."""
         if self.alive(session):
-            self.carry_out(self.broker.lost(session))
-            for key in list(self.asked):
-                if key[0] == session.number:
-                    del self.asked[key]
-                    self.answered.pop(key, None)
+            self.lose(session)
 
     # --------------------------------------------------------------- chunks
 
@@ -323,25 +287,13 @@ class BrokerMachine(RuleBasedStateMachine):
         worker = engine.workers.get(rank) if engine is not None else None
         if worker is None or worker.registration is None:
             return
-        device = worker.registration.device
-        if device not in self.up:
+        if worker.registration.device not in self.up:
             return
         several = (
             [w for w in self.writing if w[0] is session][-8:] if pick % 2 and not single else []
         )
         refs = [(slot, generation), *((s, g) for _, _, s, g in several)]
-        report = ShareDone(
-            session=worker.number,
-            rank=rank,
-            namespace=namespace,
-            slots=IntArray.of([s for s, _ in refs], "u4"),
-            generations=IntArray.of([g for _, g in refs], "u8"),
-            first=IntArray.of([0] * len(refs), "u2"),
-            count=IntArray.of([1] * len(refs), "u2"),
-            groups=IntArray.of([0] * len(refs), "u2"),
-            ok=ok,
-        )
-        self.carry_out(self.broker.supervision.received(device, report, self.now))
+        self.share(worker, namespace, [s for s, _ in refs], [g for _, g in refs], ok=ok)
 
     @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8), ok=st.booleans())
     def complete_store(self, session: Session, keys: list[bytes], ok: bool) -> None:
@@ -414,10 +366,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.1, 8), silent=st.sampled_from([False, False, False, True]))
     def time_passes(self, seconds: float, silent: bool = False) -> None:
         """Deadlines come; silent lanes are killed."""
-        self.now += seconds
-        for device in [] if silent else sorted(self.up):
-            self.carry_out(self.broker.supervision.received(device, LanePong(), self.now))
-        self.carry_out(self.broker.tick(self.now))
+        self.pass_time(seconds, [] if silent else sorted(self.up))
 
     # ----------------------------------------------------------- invariants
 
@@ -439,16 +388,13 @@ class BrokerMachine(RuleBasedStateMachine):
     @invariant()
     def state_is_sound(self) -> None:
         """Everything that can be checked holds, and nothing was answered twice."""
-        self.broker.state.check_integrity()
+        self.check()
         assert set(self.broker.state.lanes) == self.wanted
-        for key, count in self.answered.items():
-            assert count == 1, f"request {key} was answered {count} times"
 
     @invariant()
     def the_report_is_honest(self) -> None:
         """Ready where all checks are ok, totals never fall, and it can be sent."""
         report = status_report(self.broker.state, 1, "test", self.now)
-        assert report["ready"] == all(check["ok"] for check in report["checks"])
         assert report["ready"] == all(check["ok"] for check in report["checks"])
         json.dumps(report)
         totals = {name: n for name, n in report["counters"].items() if not isinstance(n, dict)}
@@ -467,21 +413,9 @@ class BrokerMachine(RuleBasedStateMachine):
         """When all is quiet, every request is answered and nothing is held."""
         self.lanes_work()
         self.time_passes(30.0)
-        self.lanes_work()
         self.settle()
-        for key in self.asked:
-            assert self.answered[key] == 1, f"request {key} was never answered"
-        for session in list(self.broker.state.registry.sessions.values()):
-            self.carry_out(self.broker.lost(session))
-        self.settle()
-        assert not self.broker.state.registry.engines
-        self.carry_out(self.broker.tick(self.now))
-        assert not any(namespace.temporary for namespace in self.broker.state.namespaces or ())
-        for namespace in self.broker.state.namespaces or ():
-            stats = namespace.table.slots.stats()
-            assert namespace.engines == 0
-            assert (stats["writing"], stats["draining"], stats["pinned"]) == (0, 0, 0)
-        self.broker.state.check_integrity()
+        self.check_answered()
+        self.check_nothing_held()
 
 
 TestBroker = BrokerMachine.TestCase

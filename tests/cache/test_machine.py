@@ -24,6 +24,7 @@ from tests.cache.tables import add, make_namespaces
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
 OWNERS = (1, 2)
 SPACES = (0, 1)
+SHAPES = [((4096, 4096), 2, False), ((12288,), 3, True)]  # bytes of a slot, ranks, replicated
 TICKET = 20.0
 BLOCKS = 8  # of a chunk
 PARTS = [(0, BLOCKS), (0, BLOCKS), (2, 6), (5, 3), (0, 4)]
@@ -142,20 +143,29 @@ class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.namespaces = make_namespaces(64 * KIB, policy=self.policy, quotas=self.quotas)
-        shapes = [((4096, 4096), 2, False), ((12288,), 3, True)]
-        self.models = []
-        for number, (sizes, world_size, replicated) in enumerate(shapes):
-            namespace = add(
-                self.namespaces,
-                number,
-                *sizes,
-                world_size=world_size,
-                replicated=replicated,
-                blocks_per_chunk=BLOCKS,
-            )
-            self.namespaces.detach_engine(namespace)
-            self.models.append(Model(namespace, world_size, replicated=replicated))
+        self.namespaces = self.begin()
+        self.models = [
+            Model(self.open(number), world_size, replicated=replicated)
+            for number, (_, world_size, replicated) in enumerate(SHAPES)
+        ]
+
+    def begin(self) -> Namespaces:
+        """A pool, which is empty."""
+        return make_namespaces(64 * KIB, policy=self.policy, quotas=self.quotas)
+
+    def open(self, number: int) -> Namespace:
+        """One of the two namespaces, which no engine uses yet."""
+        sizes, world_size, replicated = SHAPES[number]
+        namespace = add(
+            self.namespaces,
+            number,
+            *sizes,
+            world_size=world_size,
+            replicated=replicated,
+            blocks_per_chunk=BLOCKS,
+        )
+        self.namespaces.detach_engine(namespace)
+        return namespace
 
     @rule(space=st.sampled_from(SPACES), attach=st.booleans())
     def engines(self, space: int, attach: bool) -> None:
