@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -30,23 +28,14 @@ from kvd_client import (
 from kvd_client.memory import ControlPage, Memory
 from kvd_client.registration import registration
 from kvd_client.timeline import StreamSignals
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint, IpcHandle, Register, VmmHandle
+from tests.daemon.engines import make_layout
 from tests.fakecuda import cudatensor as cuda
 from tests.fakecuda import harness
+from tests.fakecuda.harness import functions_named, switch
+from tests.waiting import eventually
 
 SIZE = 8 * 4096
-LAYOUT = RankLayout(
-    num_blocks=8,
-    blocks_per_chunk=1,
-    hash_block_size=16,
-    storages=(SIZE, SIZE),
-    tensors=tuple(
-        TensorSpec(storage=i, offset=0, page_bytes=4096, block_stride=4096) for i in range(2)
-    ),
-    groups=(GroupSpec(refs=(TensorRef(0, 4096), TensorRef(1, 4096)), block_size=16),),
-)
-
 
 # ---------------------------------------------------------------------- tools
 
@@ -54,11 +43,6 @@ LAYOUT = RankLayout(
 def start(device: int = 0) -> None:
     """Be a process that uses a device, as an engine is."""
     cuda.use_device(device)
-
-
-def switch(text: str) -> None:
-    """Change a switch of the test driver, as `key=value`."""
-    harness.switch(ctypes.CDLL("libcuda.so.1"), text)
 
 
 def allocated(nbytes: int = SIZE) -> int:
@@ -100,7 +84,7 @@ def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, list[Memor
     """The registration of this memory."""
     return registration(
         memory,
-        LAYOUT,
+        make_layout(blocks=8),
         Fingerprint(model="m"),
         rank=0,
         world_size=1,
@@ -111,10 +95,7 @@ def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, list[Memor
 
 def until(timeline: Timeline, number: int) -> None:
     """Wait until the timeline is there."""
-    end = time.monotonic() + 30
-    while timeline.reached < number:
-        assert time.monotonic() < end, timeline
-        time.sleep(0.001)
+    eventually(lambda: timeline.reached, number.__le__)
 
 
 def stays(timeline: Timeline, number: int) -> None:
@@ -217,11 +198,8 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
     assert life(plain, exported, streams) == []  # loads the driver
     before = log.stat().st_size
     assert life(plain, exported, streams) == []
-    with log.open(encoding="ascii") as file:
-        file.seek(before)
-        calls = Counter(line.split()[1] for line in file)
-    named = set(re.findall(r'"(cu[A-Z]\w*)"|driver\.(cu[A-Z]\w*)\(', source_of(cuda_driver)))
-    functions = {name for pair in named for name in pair if name}
+    calls = Counter(harness.calls(log, since=before))
+    functions = functions_named(cuda_driver)
     assert "cuStreamWriteValue64" in functions
     elsewhere = {
         "cuInit",  # when the driver is loaded
@@ -299,11 +277,6 @@ def open_files() -> int:
     """How many descriptors this process has."""
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def source_of(module: ModuleType) -> str:
-    """Its text."""
-    return Path(str(module.__file__)).read_text("utf-8")
 
 
 def a_driver_that_does_not_start_says_so() -> None:

@@ -1,6 +1,5 @@
 """A rank whose KV memory is CUDA memory, in a process of its own: handles do not open at home."""
 
-import ctypes
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvd_client import DeviceMemory, Fingerprint, JobBlocks, JobResult, Load, St
 from tests.asked import PATIENCE
 from tests.daemon.engines import PAGE, POISON, TENSORS, content, make_layout, wait_boot
 from tests.fakecuda import cudatensor
+from tests.fakecuda.harness import switch
 from tests.waiting import DEADLINE
 
 GAP = 512
@@ -69,9 +69,7 @@ class Rank:
         """Until the engine is complete and a lane serves it."""
         return bool(self.worker.wait_attached(PATIENCE / 2))  # `ask` hears of it
 
-    def switch(self, text: str) -> None:
-        """Change a switch of the test driver in this process, as `key=value`."""
-        assert ctypes.CDLL("libcuda.so.1").fakecuda_set(text.encode()) == 0, text
+    switch = staticmethod(switch)  # of the test driver in this process
 
     def fill(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Write the keys' content into blocks, now."""

@@ -1,11 +1,13 @@
 """Engines in CUDA memory, from process to process, on a test driver that is no GPU."""
 
 import select
+import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +25,24 @@ pytestmark = pytest.mark.fakecuda
 
 COMPUTED = 0x5A
 RANK_CHUNK_BYTES = FACTOR * TENSORS * PAGE
+# Pinned in two pieces; the arena of rank 0 is in the first, rank 1's in the second.
+POOL = 128 * 2**20
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Switches of the test driver in the lanes' processes, and the calls that these made."""
+    """Daemons whose lanes obey switches of the test driver, and the calls that these made."""
 
+    start_daemon: StartDaemon
     control: Path
     log: Path
+
+    def start(self, *flags: str, **settings: Any) -> Daemon:
+        """A daemon; of the switches, ranks see nothing."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FAKECUDA_CONTROL", str(self.control))
+            patch.setenv("FAKECUDA_LOG", str(self.log))
+            return self.start_daemon(*flags, **settings)
 
     def switch(self, text: str) -> None:
         """A line of `key=value`; read before the lane's next call of the driver."""
@@ -42,25 +54,25 @@ class Lanes:
 
 
 @pytest.fixture
-def lanes(fakecuda_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lanes:
+def lanes(
+    fakecuda_folder: Path,
+    start_daemon: StartDaemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Lanes:
     """What is started by the test finds the test driver, with unkind timing."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(fakecuda_folder))
     monkeypatch.setenv("FAKECUDA_SEED", "7")
-    found = Lanes(tmp_path / "lanes.switches", tmp_path / "lanes.calls")
+    monkeypatch.delenv("FAKECUDA_LOG", raising=False)
+    found = Lanes(start_daemon, tmp_path / "lanes.switches", tmp_path / "lanes.calls")
     found.log.touch()
-    monkeypatch.setenv("FAKECUDA_CONTROL", str(found.control))
-    monkeypatch.setenv("FAKECUDA_LOG", str(found.log))
     return found
 
 
 @pytest.fixture
-def daemon(lanes: Lanes, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> Daemon:
-    """A daemon whose lanes obey `lanes`; ranks that start later do not."""
-    del lanes
-    running = start_daemon()
-    for name in ("FAKECUDA_CONTROL", "FAKECUDA_LOG"):
-        monkeypatch.delenv(name)
-    return running
+def daemon(lanes: Lanes) -> Daemon:
+    """One of them."""
+    return lanes.start()
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +99,15 @@ def engine(daemon: Daemon) -> Iterator[CudaEngine]:
         yield running
 
 
-def test_two_ranks_on_one_device_get_every_byte_back(shared: CudaEngine) -> None:
-    """Stored, loaded into other poisoned blocks, equal; the source is as it was."""
-    keys = keys_of("cuda", 6)
-    shared.store(keys)
-    assert shared.load(keys) == 0
-    for rank in shared.ranks.values():
-        assert not rank.ask("wrong_bytes", keys, blocks_of(keys, 1))
-
-
 def test_exported_memory_is_served_too(daemon: Daemon) -> None:
-    """Virtual memory travels as a descriptor; one lane serves both ranks."""
+    """Virtual memory travels as a descriptor; one lane serves both ranks, and leaves the source."""
     with CudaEngine(daemon.runtime_dir, kind="vmm") as engine:
         device = engine.register()
         keys = keys_of("exported", 6)
         engine.store(keys)
         assert engine.load(keys) == 0
+        for rank in engine.ranks.values():
+            assert not rank.ask("wrong_bytes", keys, blocks_of(keys, 1))
         lane = wait_lane(daemon, workers=2)
         assert (lane["device"], lane["up"], lane["counters"]["restarts"]) == (device, True, 0)
 
@@ -285,6 +290,54 @@ def test_a_daemon_without_a_driver_says_so_and_serves_the_host(
         host.store(keys)
         wait_hit(host, keys)
         assert host.load(keys) == (3, 0)
+
+
+def test_chunks_outlive_the_daemon_that_pinned_them(lanes: Lanes) -> None:
+    """Killed while a store copies: workers register again by themselves, and hits are right."""
+    first = lanes.start("--keep-pool", "yes", cpu_bytes=str(POOL))
+    kept, lost = keys_of("kept", 6), keys_of("lost", 2)
+    with CudaEngine(first.runtime_dir) as engine:
+        engine.register()
+        engine.store(kept)
+        pid = lane_of(first)["pid"]
+        lanes.switch("hold=copies")
+        ticket = engine.scheduler.prepare_store(lost)
+        job = engine.submit("store", ticket, blocks_of(lost, 20))
+        in_copy(first)
+        first.stop(signal.SIGKILL)
+        lanes.switch("hold=")
+        for rank in engine.ranks.values():
+            assert not rank.ask("result", job).success
+        second = lanes.start("--keep-pool", "yes", cpu_bytes=str(POOL))
+        engine.wait_attached(second)
+        lane = wait_lane(second, workers=2, usable_bytes=POOL)
+        assert lane["pid"] != pid
+        assert engine.scheduler.lookup_many(kept) == [LookupResult.HIT] * 6
+        assert engine.scheduler.lookup_many(lost) == [LookupResult.MISS] * 2
+        assert engine.load(kept) == 0
+        engine.store(lost, first_block=20)
+        assert engine.load(lost) == 0
+
+
+def test_lookups_are_answered_while_the_pool_is_pinned_anew(lanes: Lanes) -> None:
+    """Half pinned: a hit by the directory, a miss where it would be loaded; whole: right bytes."""
+    first = lanes.start("--keep-pool", "yes", cpu_bytes=str(POOL))
+    keys = keys_of("kept", 6)
+    with CudaEngine(first.runtime_dir) as engine:
+        engine.register()
+        engine.store(keys)
+        first.stop(signal.SIGKILL)
+        lanes.switch("hang=cuMemHostRegister:4")  # two for the lane itself, two for the pool
+        second = lanes.start("--keep-pool", "yes", cpu_bytes=str(POOL), ready=False)
+        engine.wait_attached(second)
+        wait_lane(second, workers=2, usable_bytes=POOL // 2)
+        assert not second.status()["ready"]
+        assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT] * 6
+        assert not engine.scheduler.prepare_load(keys).keys
+        lanes.switch("unhang=")
+        wait_lane(second, usable_bytes=POOL)
+        assert engine.load(keys) == 0
+        assert second.wait_ready()["namespaces"][0]["counters"]["restored"] == 6
 
 
 def in_copy(daemon: Daemon, nbytes: int = 1) -> None:

@@ -34,11 +34,6 @@ def use_device(ordinal: int = 0) -> None:
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal)))
 
 
-def device_name(ordinal: int = 0) -> str:
-    """The device as kvd names it: `cuda:` and its UUID."""
-    return f"cuda:{bytes(call('cuDeviceGetUuid', ordinal).bytes).hex()}"
-
-
 class DeviceBytes:
     """Bytes of device memory at `address`."""
 

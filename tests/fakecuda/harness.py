@@ -2,11 +2,15 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+
+from tests.fakecuda.build import LIBRARY
 
 PATIENCE = 60
 LONGEST_LINE = 128  # bytes of the call log
@@ -33,12 +37,12 @@ class FakeCuda:
         clean["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
         return clean | {f"FAKECUDA_{name}": str(value) for name, value in switches.items()}
 
-    def load(self) -> ctypes.CDLL:
+    def load(self) -> None:
         """Load it into this process for good, where cuda-bindings then find it by its name.
 
         Processes that this one starts need `environment` all the same.
         """
-        return ctypes.CDLL(str(self.library), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(self.library), mode=ctypes.RTLD_GLOBAL)
 
     def run(
         self, scenario: Callable[..., None], *arguments: str, **switches: object
@@ -65,10 +69,16 @@ class FakeCuda:
         return done.stdout
 
 
-def switch(library: ctypes.CDLL, text: str) -> None:
-    """Change a switch of this process, `key=value` as README.md lists them."""
-    if code := library.fakecuda_set(text.encode()):
+def switch(text: str) -> None:
+    """Change a switch of this process, which has the library, `key=value` as README.md says."""
+    if code := ctypes.CDLL(LIBRARY).fakecuda_set(text.encode()):
         raise ValueError(f"the test driver does not take '{text}' ({code})")
+
+
+def functions_named(module: ModuleType) -> set[str]:
+    """Functions of the driver that a module calls, by name or as attributes of the bindings."""
+    source = Path(str(module.__file__)).read_text("utf-8")
+    return set(re.findall(r'(?:"|\b(?:cuda|driver)\.)(cu[A-Z]\w*)["(]', source))
 
 
 def write_control(path: Path, *lines: str) -> None:

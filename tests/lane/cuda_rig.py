@@ -1,7 +1,6 @@
 """The CUDA backend on the test driver, with everything that tests look at behind its back."""
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ POOL_BYTES = 2**20
 
 @dataclass(frozen=True)
 class TestDriver:
-    """The library that stands in for the driver, in this process.
+    """The driver's stand-in, in this process.
 
     environment: of processes that are to have it too.
     log: a file with a line for each call of any process.
@@ -31,14 +30,11 @@ class TestDriver:
 
     __test__ = False
 
-    library: ctypes.CDLL
     environment: dict[str, str]
     log: Path
     device: str
 
-    def set(self, text: str) -> None:
-        """Change a switch, as `key=value`."""
-        switch(self.library, text)
+    set = staticmethod(switch)
 
     def calls(self, since: int = 0) -> list[str]:
         """Functions that this process has called since an earlier `mark`."""
@@ -55,15 +51,8 @@ class TestDriver:
 
     def reset(self) -> None:
         """No delays, nothing held, no failures."""
-        for text in (
-            "fail=",
-            "unhang=",
-            "hold=",
-            "any=",
-            "seed=",
-            "driver_version=13000",
-        ):
-            self.set(text)
+        for text in ("fail=", "unhang=", "hold=", "any=", "seed=", "driver_version=13000"):
+            switch(text)
 
 
 def load(fakecuda: FakeCuda, log: Path) -> TestDriver:
@@ -71,10 +60,10 @@ def load(fakecuda: FakeCuda, log: Path) -> TestDriver:
     log.touch()
     environment = fakecuda.environment(LOG=log)
     with switched(environment):
-        library = fakecuda.load()
+        fakecuda.load()
     driver.start()
     (_, uuid), *_ = driver.devices()
-    return TestDriver(library, environment, log, f"cuda:{uuid.hex()}")
+    return TestDriver(environment, log, f"cuda:{uuid.hex()}")
 
 
 @contextlib.contextmanager

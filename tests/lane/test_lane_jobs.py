@@ -19,28 +19,6 @@ from tests.lane.support import (
 )
 
 
-def test_what_was_stored_comes_back_into_other_blocks(
-    lane: Lane, worker: FakeWorker, directory: Directory
-) -> None:
-    """Stored bytes are loaded bit by bit into other, poisoned blocks, and nothing else changes."""
-    worker.fill(1)
-    wanted = worker.pages([3, 9, 4, 20])
-    worker.job(Store, 1, [3, 9, 4, 20], [5, 2])
-    done = worker.done()
-    assert (done.job, done.status, done.bytes) == (1, JobStatus.OK, 2 * 4 * 4096)
-    share = lane.share()
-    assert share.ok
-    assert share.slots.numpy().tolist() == [5, 2]
-    assert (share.first.numpy().tolist(), share.count.numpy().tolist()) == ([0, 0], [2, 2])
-    directory.set([5, 2], SlotState.READY, count=2)
-    worker.poison()
-    worker.job(Load, 2, [10, 11, 30, 1], [5, 2])
-    assert worker.done().status is JobStatus.OK
-    np.testing.assert_array_equal(worker.pages([10, 11, 30, 1]), wanted)
-    others = [block for block in range(32) if block not in {10, 11, 30, 1}]
-    assert (worker.pages(others) == 0xEE).all()
-
-
 def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, directory: Directory) -> None:
     """Pool bytes outside the job's slots stay what they were, and inside lie tensor by tensor."""
     lane.pool.bytes[:] = 0xAB
@@ -113,6 +91,7 @@ def test_groups_of_one_job_go_where_they_belong(lane: Lane) -> None:
     shape = {"group_sizes": [3, 0, 2], "block_indices": [0, 0, 7]}
     assert worker.run(Store, 1, [4, 5, 6, 8, 9], [2, 3, 9], **shape) is JobStatus.OK
     share = lane.share()
+    assert (share.ok, share.slots.numpy().tolist()) == (True, [2, 3, 9])
     assert share.first.numpy().tolist() == [0, 3, 0]
     assert share.count.numpy().tolist() == [3, 1, 1]
     assert share.groups.numpy().tolist() == [0, 2, 2]
@@ -166,7 +145,10 @@ REFUSED: list[tuple[list[int], list[int], dict[str, list[int]], str]] = [
 
 
 def test_a_job_that_does_not_fit_the_layout_is_refused(lane: Lane, worker: FakeWorker) -> None:
-    """Wrong blocks, slots or sizes end as REFUSED with the figures, and no byte changes."""
+    """Wrong blocks, slots or sizes are REFUSED with the figures; no byte changes.
+
+    The broker learns at once which chunks will never be there.
+    """
     lane.pool.bytes[:] = 0xAB
     worker.poison()
     for number, (blocks, slots, changes, words) in enumerate(REFUSED):
@@ -174,20 +156,12 @@ def test_a_job_that_does_not_fit_the_layout_is_refused(lane: Lane, worker: FakeW
         done = worker.done()
         assert done.status is JobStatus.REFUSED
         assert words in done.text
+        given_up = [share.slots.numpy().tolist() for share in lane.heard(ShareDone) if not share.ok]
+        assert given_up == ([slots] if max(slots) < SLOTS else [])
         worker.job(Load, 2 * number + 1, blocks, slots, **changes)
         assert worker.done().status in {JobStatus.REFUSED, JobStatus.STALE}
     assert (lane.pool.bytes == 0xAB).all()
     assert (worker.pages(range(32)) == 0xEE).all()
-
-
-def test_a_refused_store_gives_its_chunks_up(lane: Lane, worker: FakeWorker) -> None:
-    """The broker learns at once that a store that cannot be read will never be there."""
-    assert worker.run(Store, 1, [1, 2, 3], [3]) is JobStatus.REFUSED
-    share = lane.share()
-    assert (share.ok, share.slots.numpy().tolist()) == (False, [3])
-    assert worker.run(Store, 2, [0, 1], [5]) is JobStatus.REFUSED
-    share = lane.share()
-    assert (share.ok, share.slots.numpy().tolist()) == (False, [5])
 
 
 def test_a_job_without_blocks_is_done_at_once(lane: Lane, worker: FakeWorker) -> None:

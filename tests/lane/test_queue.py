@@ -84,19 +84,6 @@ def test_a_worker_whose_timeline_is_behind_holds_up_nobody_else() -> None:
     assert queue.drain(lambda name: name != "late") == ["l of rank 1", "store"]
 
 
-def test_what_is_waited_for_goes_first() -> None:
-    """Prioritized stores precede loads, in their order of arrival, whoever was asked for first."""
-    queue = Queue()
-    for name in ("s1", "s2", "s3"):
-        queue.push(name)
-    queue.push("l1")
-    queue.prioritize("s3")
-    queue.prioritize("s2")
-    queue.remove("s1")
-    queue.prioritize("s1")
-    assert queue.drain() == ["s2", "s3", "l1"]
-
-
 def test_waiting_for_many_stores_does_not_hold_up_another_engines_loads() -> None:
     """An engine that waits for its stores takes turns with others that load."""
     queue = Queue()
