@@ -1,14 +1,36 @@
-"""Processes that may just have ended."""
+"""Processes that tests run, and those that may just have ended."""
 
 import contextlib
 import os
 import select
 import signal
+import subprocess
+import sys
+from collections.abc import Mapping
 from io import FileIO
+from pathlib import Path
 
 import psutil
 
 from tests.waiting import PATIENCE
+
+ROOT = Path(__file__).parents[1]
+LONG = 150.0  # seconds of a whole program on a busy machine
+
+
+def python(
+    *arguments: object, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python in the source tree until it ends."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LONG,
+    )
 
 
 def children_running(pid: int, module: str) -> list[psutil.Process]:

@@ -1,7 +1,6 @@
 """A worker's CUDA memory and its streams, on a test driver that is no GPU."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvd_client import (
 from kvd_client.memory import ControlPage
 from tests.client import cuda_scenarios as scenarios
 from tests.fakecuda.harness import FakeCuda
+from tests.processes import python
 
 NEVER_STARTS = scenarios.a_driver_that_does_not_start_says_so
 
@@ -111,14 +111,9 @@ def test_devices_are_named_by_uuid_whatever_is_hidden(
 def test_without_a_driver_memory_is_unsupported() -> None:
     """No libcuda.so.1: the sentence names it."""
     pytest.importorskip("cuda.bindings")
-    done = subprocess.run(
-        [sys.executable, "-c", "from kvd_client import DeviceMemory; DeviceMemory.at(4096, 1)"],
-        env={key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
+    code = "from kvd_client import DeviceMemory; DeviceMemory.at(4096, 1)"
+    done = python("-c", code, environment=environment)
     assert "UnsupportedMemory: CUDA memory needs the NVIDIA driver, libcuda.so.1" in done.stderr
 
 

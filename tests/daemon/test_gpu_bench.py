@@ -15,12 +15,18 @@ import pytest
 
 from tests.fakecuda.harness import FakeCuda
 from tests.gpu import run as gpu_run
+from tests.processes import LONG, ROOT, python
 from tests.waiting import eventually
 
-ROOT = Path(__file__).parents[2]
-GPU = ROOT / "tests" / "gpu"
 FRAGMENTS = (4096, 65536)
-PATIENCE = 150
+
+
+def run(code: str, *arguments: object, environment: dict[str, str] | None = None) -> str:
+    """Run code with the benchmark's modules at hand; what it prints."""
+    before = f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r})\n"
+    done = python("-c", before + code, *arguments, environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 # The benchmark, in which two parts meet a bad driver; the rest as it is.
@@ -60,7 +66,7 @@ def test_the_gpu_benchmark_runs_and_writes_every_figure(fakecuda: FakeCuda, tmp_
         ) as process,
     ):
         try:
-            status = process.wait(PATIENCE)
+            status = process.wait(LONG)
         finally:
             process.send_signal(signal.SIGINT)
     shown = log.read_text()
@@ -94,6 +100,112 @@ def test_the_gpu_benchmark_runs_and_writes_every_figure(fakecuda: FakeCuda, tmp_
     assert "all 6 MiB of the pool are allocated" in said
 
 
+TORCH = """
+import time, types
+with open({log!r}, "a") as log:
+    log.write("imported\\n")
+bfloat16 = None
+Tensor = object
+cuda = types.SimpleNamespace(is_available=lambda: True, synchronize=lambda: None)
+randn = lambda *shape, **how: object()
+empty_like = lambda other: object()
+def matmul(left, right, out):
+    time.sleep(0.001)
+"""
+
+WAITING = """
+from pathlib import Path
+from gpu_device import Gpu
+from gpu_engine import GpuEngine, pool_bytes
+from harness import Daemon
+from tests.fakecuda.harness import write_control
+
+FRAGMENT, NBYTES = 65536, 96 * 2**20
+control, partly = Path(sys.argv[1]), []
+
+class Watched(Daemon):
+    def status(self):
+        found = super().status()
+        lanes = [lane for lane in found.get("lanes", []) if lane["device"] != "host"]
+        if any(0 < lane["usable_bytes"] < lane["pool_bytes"] for lane in lanes):
+            partly.append(True)
+            write_control(control, "unhang=")
+        return found
+
+with Watched(pool_bytes(FRAGMENT, NBYTES)) as daemon:
+    with GpuEngine(Gpu(), daemon, FRAGMENT, NBYTES) as engine:
+        keys, _ = engine.move(store=True)
+        assert len(keys) == engine.chunks
+        engine.move(keys)
+        engine.check()
+assert partly
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fakecuda
+def test_an_engine_of_the_benchmark_waits_for_the_whole_pool(
+    fakecuda: FakeCuda, tmp_path: Path
+) -> None:
+    """The second piece is not pinned until somebody looks; the first store finds all the room."""
+    control = tmp_path / "switches"
+    # Two registrations for the lane itself, then the pool's pieces.
+    environment = fakecuda.environment(CONTROL=control, HANG="cuMemHostRegister:4")
+    run(WAITING, control, environment=environment)
+
+
+BESIDE = """
+import json
+from pathlib import Path
+import gpu_interference
+from gpu_device import Gpu
+gpu_interference.SECONDS = 0.1
+log, *ways = sys.argv[1:]
+for way in ways:
+    print(json.dumps(gpu_interference.measure(Gpu(), way, 2**21, 1, Path(log))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fakecuda
+def test_what_another_process_loses_is_measured_with_one_import_of_torch(
+    fakecuda: FakeCuda, tmp_path: Path
+) -> None:
+    """Both ways, beside a process that computes; the daemons' and lanes' lines are kept."""
+    package, imports = tmp_path / "torch", tmp_path / "imports"
+    package.mkdir()
+    (package / "__init__.py").write_text(TORCH.format(log=str(imports)))
+    environment = fakecuda.environment() | {"PYTHONPATH": str(tmp_path)}
+    log = tmp_path / "log"
+    found = run(BESIDE, log, "dma", "kernel", environment=environment).splitlines()
+    assert len(found) == 2
+    for figures in map(json.loads, found):
+        assert all(figures[name] > 0 for name in ("alone_tflops", "beside_tflops", "kvd_GBps"))
+    assert len(imports.read_text().splitlines()) == len(found)
+    said = log.read_text()
+    assert "lane cuda:" in said
+    assert "by the kernel: none" in said  # what each lane does
+    assert "by the kernel: store below 1048576 bytes, load below 1048576 bytes" in said
+
+
+@pytest.mark.slow
+@pytest.mark.fakecuda
+def test_logs_of_the_tests_daemons_are_kept(fakecuda: FakeCuda, tmp_path: Path) -> None:
+    """The tests as make gpu runs them: what a daemon and its lanes said goes to one file."""
+    log = tmp_path / "gpu-tests.log"
+    environment = fakecuda.environment() | {
+        "GPU_TESTS_LOG": str(log),
+        "PYTHONPATH": ":".join(map(str, gpu_run.SOURCES)),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    wanted = "test_two_ranks_on_one_gpu_get_every_byte_back[driver_rank-ipc]"
+    done = python(*gpu_run.TESTS, "-k", wanted, environment=environment)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    said = log.read_text()
+    assert said.startswith(f"== {wanted}, run-0.log\n")
+    assert "lane cuda:" in said
+
+
 def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     """Figures beside their goals, met and missed; parts without figures with the reason."""
     rates = {"kvd": 50.0, "raw": 51.0, "batch": None}
@@ -112,8 +224,7 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     }
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps(result))
-    command = [sys.executable, str(ROOT / "bench" / "gpu_transfer.py"), "--show", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    done = python("bench/gpu_transfer.py", "--show", file)
     lines = [" ".join(line.replace("│", " ").split()) for line in done.stdout.splitlines()]
     assert "A GPU, driver 1.2, 2026-01-01" in lines
     assert "store, 2 MiB, GB/s 50.00 51.00 none 0.98 at least 0.95: met" in lines
@@ -128,15 +239,13 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
 def test_a_part_that_dies_while_it_writes_costs_its_own_figures() -> None:
     """Nothing, or half of what was to be written: the part is missing, with how it ended."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import sys\n"
         "from gpu_transfer import run_part\n"
         "for half in ('', '{', '{\"a\": [1'):\n"
         "    dies = f'import sys; open(sys.argv[-1], \"w\").write({half!r}); sys.exit(7)'\n"
         "    print(run_part([sys.executable, '-c', dies], 'dies', 30.0)['error'])\n"
     )
-    command = [sys.executable, "-c", code, str(ROOT / "bench")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
-    assert (done.stdout, done.stderr) == ("it ended with exit status 7\n" * 3, "")
+    assert run(code) == "it ended with exit status 7\n" * 3
 
 
 def test_make_gpu_says_which_wheels_are_missing(
@@ -173,11 +282,10 @@ def test_make_gpu_installs_wheels_without_a_network(
     monkeypatch.setattr(gpu_run, "needed", lambda: {"kvd_two": "kvd-two>=2", "numpy": "numpy"})
     environment = gpu_run._environment(site)
     code = "import kvd_two, kvd.version; print(kvd_two.HERE, kvd.version.__file__)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE
+    assert (
+        python("-c", code, environment=environment).stdout
+        == f"True {ROOT / 'kvd' / 'version.py'}\n"
     )
-    assert done.stdout == f"True {ROOT / 'kvd' / 'version.py'}\n"
 
 
 def test_make_gpu_says_how_to_enlarge_shared_memory(tmp_path: Path) -> None:
@@ -196,7 +304,7 @@ def test_what_make_gpu_starts_has_ended_when_it_goes_on(tmp_path: Path) -> None:
         "open(sys.argv[1], 'w').write(str(left.pid))"
     )
     command = [sys.executable, "-c", code, str(said)]
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + LONG
     assert gpu_run._run("the tests", command, dict(os.environ), end) == 0
     left = int(said.read_text())
     eventually(lambda: runs(left), not_)
@@ -212,8 +320,7 @@ def test_what_make_gpu_starts_can_be_told_to_end() -> None:
         f"command = [sys.executable, '-c', 'import signal, sys; sys.exit(not {heeds})']\n"
         "sys.exit(run._run('it', command, dict(os.environ), time.monotonic() + 60))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=PATIENCE)
-    assert done.returncode == 0
+    assert python("-c", code).returncode == 0
 
 
 def runs(pid: int) -> bool:
@@ -226,7 +333,7 @@ def runs(pid: int) -> bool:
 
 def test_make_gpu_refuses_in_a_sentence_without_a_gpu() -> None:
     """No driver, no device: one line that says so, before anything else is looked at."""
-    if not subprocess.run([sys.executable, str(GPU / "probe.py")], check=False).returncode:
+    if not python("tests/gpu/probe.py").returncode:
         pytest.skip("there is a GPU")
     done = refused()
     assert "it needs a machine with an NVIDIA GPU" in done
@@ -240,10 +347,7 @@ def test_make_gpu_refuses_a_torch_that_cannot_use_the_gpu(fakecuda: FakeCuda) ->
 
 def refused(environment: dict[str, str] | None = None) -> str:
     """The one line that `make gpu` prints."""
-    command = [sys.executable, str(GPU / "run.py")]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
-    )
+    done = python("tests/gpu/run.py", environment=environment)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("make gpu: ")

@@ -4,17 +4,15 @@ import ctypes
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from tests.fakecuda.build import LIBRARY
+from tests.processes import python
 
-PATIENCE = 60
 LONGEST_LINE = 128  # bytes of the call log
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -52,15 +50,7 @@ class FakeCuda:
             f"import sys; from {scenario.__module__} import {scenario.__name__} as scenario;"
             " scenario(*sys.argv[1:])"
         )
-        return subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=self.environment(**switches),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE,
-        )
+        return python("-c", code, *arguments, environment=self.environment(**switches))
 
     def check(self, scenario: Callable[..., None], *arguments: str, **switches: object) -> str:
         """The same, and it must succeed; what it prints."""

@@ -7,7 +7,6 @@ make every call that driver.py names is a test too.
 import logging
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from tests.lane.cuda_checks import SIZES, engine_only, submit
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver, load
 from tests.lane.device_contract import drain, pattern
+from tests.processes import python
 
 pytestmark = pytest.mark.fakecuda
 
@@ -269,14 +269,7 @@ def test_a_machine_without_a_driver_is_told_what_to_do(fakecuda: FakeCuda) -> No
     environment = fakecuda.environment()
     del environment["LD_LIBRARY_PATH"]
     code = "from kvd.lane.devices.cuda import driver; driver.start()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = python("-c", code, environment=environment)
     if done.returncode == 0:
         pytest.skip("this machine has a driver")
     assert "CudaMissing: libcuda.so.1 cannot be loaded" in done.stderr
@@ -296,8 +289,6 @@ def test_a_daemon_without_the_bindings_names_the_package() -> None:
         "from kvd.lane.devices.cuda import driver\n"
         "driver.start()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = python("-c", code)
     assert "CudaMissing: a CUDA device needs the package cuda-bindings" in done.stderr
     assert "kvd-offload[cuda]" in done.stderr
