@@ -12,11 +12,10 @@ import pytest
 from hypothesis import settings
 
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, started_daemons
+from tests.fakecuda.build import NoCompiler, build
 from tests.fakecuda.harness import FakeCuda
 
 __all__ = ["Daemon", "StartDaemon", "started_daemons"]
-
-pytest_plugins = ["tests.fakecuda.plugin"]
 
 # The engine has an environment of its own: make test-vllm.
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
@@ -84,6 +83,17 @@ def small_tmpfs() -> Iterator[Callable[[Path, int], None]]:
     yield mount
     for place in mounted:
         subprocess.run(["umount", "-l", str(place)], check=True, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def fakecuda(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
+    """The test driver; tests are skipped where it cannot be built or used, and say why."""
+    if not importlib.util.find_spec("cuda"):
+        pytest.skip("cuda-bindings is not installed: pip install 'kvd-offload[cuda]'")
+    try:
+        return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
+    except NoCompiler as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="session")

@@ -40,11 +40,6 @@ SIZE = 8 * 4096
 # ---------------------------------------------------------------------- tools
 
 
-def start(device: int = 0) -> None:
-    """Be a process that uses a device, as an engine is."""
-    cuda.use_device(device)
-
-
 def allocated(nbytes: int = SIZE) -> int:
     """The address of new device memory."""
     return cuda.DeviceMemory(nbytes).address
@@ -112,7 +107,7 @@ def stays(timeline: Timeline, number: int) -> None:
 
 def ipc_memory_is_its_allocation_and_an_offset() -> None:
     """Two storages of one allocation have one handle and need no descriptor."""
-    start()
+    cuda.use_device()
     base = allocated(3 * SIZE)
     memory = [DeviceMemory.at(base + 512, SIZE), DeviceMemory.at(base + SIZE + 1024, SIZE)]
     message, kept = registered(*memory)
@@ -132,7 +127,7 @@ def ipc_memory_is_its_allocation_and_an_offset() -> None:
 
 def virtual_memory_is_a_descriptor_for_each_allocation() -> None:
     """Storages of one allocation share a descriptor, which outlives what the caller closes."""
-    start()
+    cuda.use_device()
     base = cuda.VirtualMemory().address
     memory = [DeviceMemory.at(base + at, SIZE) for at in (0, SIZE)]
     message, kept = registered(*memory)
@@ -149,7 +144,7 @@ def virtual_memory_is_a_descriptor_for_each_allocation() -> None:
 
 def memory_across_allocations_is_refused() -> None:
     """A storage that several allocations make up has no one handle."""
-    start()
+    cuda.use_device()
     base = cuda.VirtualMemory().address
     assert DeviceMemory.at(base + cuda.GRANULARITY - SIZE, SIZE).offset == cuda.GRANULARITY - SIZE
     with refused(UnsupportedMemory, "several CUDA allocations", "ends after 4096", "sleep mode"):
@@ -158,14 +153,14 @@ def memory_across_allocations_is_refused() -> None:
 
 def memory_that_is_not_exportable_is_refused() -> None:
     """The sentence says what makes such memory and what to change."""
-    start()
+    cuda.use_device()
     with refused(UnsupportedMemory, "no other process can map", "expandable_segments:True from"):
         DeviceMemory.at(cuda.VirtualMemory(exportable=False).address, SIZE)
 
 
 def what_is_no_device_memory_is_refused() -> None:
     """Host addresses, and numbers that are no address or size."""
-    start()
+    cuda.use_device()
     page = ControlPage()
     with pytest.raises(CudaError) as refusal:
         DeviceMemory.at(page.address, 64)
@@ -175,9 +170,9 @@ def what_is_no_device_memory_is_refused() -> None:
 
 def memory_of_one_worker_is_on_one_device() -> None:
     """Host and device memory, or two devices, are not one registration."""
-    start(1)
+    cuda.use_device(1)
     second = DeviceMemory.at(allocated(), SIZE)
-    start(0)
+    cuda.use_device(0)
     first = DeviceMemory.at(allocated(), SIZE)
     host = HostMemory.allocate(SIZE)
     assert first.device != second.device
@@ -191,7 +186,7 @@ def memory_of_one_worker_is_on_one_device() -> None:
 
 def every_failure_of_the_driver_names_what_was_attempted() -> None:
     """Each call that cuda_driver.py names fails once; errors are typed, nothing is left open."""
-    start()
+    cuda.use_device()
     plain, exported = allocated(), cuda.VirtualMemory().address
     streams = [new_stream() for _ in range(2)]
     log = Path(os.environ["FAKECUDA_LOG"])
@@ -287,7 +282,7 @@ def a_driver_that_does_not_start_says_so() -> None:
 
 def numbers_are_reached_when_the_stream_is_there() -> None:
     """Not before its kernels have finished; in order, whichever streams they are asked for on."""
-    start()
+    cuda.use_device()
     _, timeline = signalled()
     idle = new_stream()
     assert timeline.signal_on(idle) == 1
@@ -313,7 +308,7 @@ def numbers_are_reached_when_the_stream_is_there() -> None:
 
 def a_page_that_is_written_to_later_stays() -> None:
     """Ending while a stream has yet to write neither waits nor takes the memory away."""
-    start()
+    cuda.use_device()
     page, timeline = signalled()
     stream = held_up(allocated())
     number = timeline.signal_on(stream)
@@ -326,7 +321,7 @@ def a_page_that_is_written_to_later_stays() -> None:
 
 def a_page_stays_when_a_write_is_not_marked() -> None:
     """The stream writes, but the event after it failed: that nothing will write is not known."""
-    start()
+    cuda.use_device()
     page, timeline = signalled()
     stream = held_up(allocated())
     switch("fail=cuEventRecord:1:999")
@@ -342,7 +337,7 @@ def a_page_stays_when_a_write_is_not_marked() -> None:
 
 def a_number_after_one_that_was_not_marked_waits_for_it() -> None:
     """On another stream too: the timeline never falls back."""
-    start()
+    cuda.use_device()
     _, timeline = signalled()
     idle, busy = new_stream(), held_up(allocated())
     switch("fail=cuEventRecord:1:999")
@@ -359,7 +354,7 @@ def a_number_after_one_that_was_not_marked_waits_for_it() -> None:
 
 def a_failed_signal_raises_and_the_next_one_counts() -> None:
     """A number that the driver did not take is skipped over by the next."""
-    start()
+    cuda.use_device()
     _, timeline = signalled()
     stream = new_stream()
     switch("fail=cuStreamWriteValue64:1:999")
@@ -371,7 +366,7 @@ def a_failed_signal_raises_and_the_next_one_counts() -> None:
 
 def streams_that_cannot_write_are_refused() -> None:
     """The sentence says what is needed; nothing is left open."""
-    start()
+    cuda.use_device()
     page = ControlPage()
     opened = open_files()
     with refused(UnsupportedMemory, "cannot write 64 bits"):
@@ -415,5 +410,5 @@ def without(rule: str, scenario: str) -> None:
 
 def names_its_memory() -> None:
     """Print the device of new memory."""
-    start()
+    cuda.use_device()
     print(DeviceMemory.at(allocated(), SIZE).device)

@@ -24,7 +24,6 @@ from tests.fakecuda.harness import FakeCuda
 from tests.waiting import eventually
 
 LEVELS = ["ok", "warn", "fail"]
-pytest_plugins = ("tests.fakecuda.plugin",)
 
 
 @pytest.fixture

@@ -1,19 +1,25 @@
 """The CUDA backend keeps the contract of devices, on a test driver that is no GPU."""
 
+import os
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.device import Direction
+from kvd.pool.filling import FillOrder
 from kvd_proto.messages import HostHandle, VmmHandle
 from tests.fakecuda.cudatensor import GRANULARITY
-from tests.lane.cuda_checks import by_kernel, engine_only
+from tests.lane.cuda_checks import PAGE, by_kernel, engine_only, submit
 from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import CudaRig, TestDriver
-from tests.lane.device_contract import DeviceContract, Rig, drain, transfer
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver
+from tests.lane.device_contract import DeviceContract, Rig, Run, drain, pattern
+from tests.lane.support import Memory
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.fakecuda
 
@@ -116,7 +122,7 @@ def test_host_memory_is_refused(rig: CudaRig) -> None:
 def test_an_empty_transfer_ends(rig: CudaRig) -> None:
     """A transfer without runs is reported like any other."""
     memory, _ = rig.attach(SIZES)
-    rig.device.submit(transfer(1, memory, Direction.LOAD, []))
+    submit(rig, 1, memory, Direction.LOAD, [])
     assert drain(rig.device)[1].error == ""
 
 
@@ -127,3 +133,108 @@ def test_the_kernel_is_timed_against_the_copy_engine(
     before = fake_driver.mark
     CudaRig(fake_driver, ipc_workers, Options(registration_bytes=65536)).close()
     assert fake_driver.calls(before).count("cuLaunchKernel") > 2
+
+
+TRANSFERS = 120
+AT_A_TIME = 12
+PAGES, POOL_PAGES = 128, 240
+LENGTHS = (100, 2048, 4000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_and_pool_are_as_a_model_says(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers, seed: int
+) -> None:
+    """Whatever the order in which transfers end, each has moved its bytes when it is reported."""
+    rng = random.Random(seed)
+    fake_driver.set(f"seed={seed}")
+    fake_driver.set("any=random")
+    below = {direction: rng.choice([0, 3000, 10**6]) for direction in Direction}
+    rig = CudaRig(fake_driver, ipc_workers, Options(registration_bytes=65536, kernel_below=below))
+    memory, source = rig.attach((PAGES * PAGE,))
+    device, pool = pattern(PAGES * PAGE, seed), pattern(POOL_BYTES, seed + 100)
+    rig.put(source, 0, 0, device)
+    rig.put_pool(0, pool)
+    device, pool = device.copy(), pool.copy()
+    free, free_in_pool = set(range(PAGES)), set(range(POOL_PAGES))
+    flying: dict[int, tuple[Direction, list[Run]]] = {}
+    for number in range(TRANSFERS):
+        pages = rng.sample(sorted(free), rng.randint(1, 6))
+        slots = rng.sample(sorted(free_in_pool), len(pages))
+        runs = [
+            (0, page * PAGE + skew, slot * PAGE + rng.choice([0, skew]), rng.choice(LENGTHS))
+            for page, slot, skew in (
+                (*pair, rng.randint(0, 40)) for pair in zip(pages, slots, strict=True)
+            )
+        ]
+        direction = rng.choice(list(Direction))
+        submit(rig, number, memory, direction, runs)
+        flying[number] = (direction, runs)
+        free -= set(pages)
+        free_in_pool -= set(slots)
+        while len(flying) >= AT_A_TIME or (number == TRANSFERS - 1 and flying):
+            for finished in rig.device.progress():
+                assert finished.error == ""
+                direction, runs = flying.pop(finished.transfer.job)
+                for _, offset, at, size in runs:
+                    if direction is Direction.STORE:
+                        pool[at : at + size] = device[offset : offset + size]
+                    else:
+                        device[offset : offset + size] = pool[at : at + size]
+                    free.add(offset // PAGE)
+                    free_in_pool.add(at // PAGE)
+    np.testing.assert_array_equal(rig.get_pool(0, POOL_BYTES), pool)
+    np.testing.assert_array_equal(rig.get(source, 0, 0, PAGES * PAGE), device)
+    rig.close()
+
+
+HUGE = 2 * 2**20
+# On hugetlbfs the file is whole pages long, the pool need not be.
+FILE_BYTES, HUGE_POOL_BYTES = 4 * HUGE, 3 * HUGE + 8192
+
+
+@pytest.fixture
+def huge_pool() -> Iterator[Memory]:
+    """A file of four huge pages, none of which is there yet."""
+    try:
+        pool = Memory(FILE_BYTES, os.MFD_HUGETLB)
+        os.posix_fallocate(pool.fd, 0, FILE_BYTES)
+        pool.close()
+        pool = Memory(FILE_BYTES, os.MFD_HUGETLB)
+    except OSError as error:
+        pytest.skip(f"four huge pages are not to be had (vm.nr_hugepages): {error}")
+    yield pool
+    if pool.fd >= 0:
+        pool.close()
+
+
+def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers, huge_pool: Memory
+) -> None:
+    """Pages that are not there yet are not touched, which would end in SIGBUS; then all serves."""
+    options = Options(registration_bytes=HUGE, kernel_below={})
+    rig = CudaRig(
+        fake_driver, ipc_workers, options, pinned=False, pool=huge_pool, pool_bytes=HUGE_POOL_BYTES
+    )
+    try:
+        memory, source = rig.attach((65536,))
+        rig.put(source, 0, 0, pattern(65536, 1))
+        fill = FillOrder(HUGE_POOL_BYTES, HUGE)
+        filled = 0
+        for piece in fill.order:
+            assert rig.cuda.usable_bytes == filled
+            begin, end = fill.span(piece)
+            os.posix_fallocate(huge_pool.fd, begin, end - begin)
+            filled += end - begin
+            eventually(lambda: (rig.cuda.pool_error, rig.cuda.usable_bytes), ("", filled).__eq__)
+        edge = HUGE - 4096
+        submit(rig, 1, memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
+        assert drain(rig.device)[1].error == ""
+        for at in (edge, 3 * HUGE):
+            np.testing.assert_array_equal(rig.get_pool(at, 8192), pattern(65536, 1)[:8192])
+        submit(rig, 2, memory, Direction.LOAD, [(0, 16384, edge, 8192)])
+        assert drain(rig.device)[2].error == ""
+        np.testing.assert_array_equal(rig.get(source, 0, 16384, 8192), rig.get_pool(edge, 8192))
+    finally:
+        rig.close()
+        huge_pool.fd = -1

@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvd.lane.workers import REQUEST_WINDOW, RequestNumbers
 from kvd.wire.link import ShareDone, UnbindWorker
 from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
@@ -53,6 +56,23 @@ def test_a_job_that_comes_twice_is_done_once(
     assert worker.run(Load, 2, [20, 21], [3]) is JobStatus.OK  # after it, in order
     assert (worker.pages([7, 8]) == 0xEE).all()
     assert worker.silent()
+
+
+numbers = st.lists(st.integers(0, 3 * REQUEST_WINDOW), max_size=200)
+
+
+@given(numbers, numbers)
+def test_a_number_is_new_once(before: list[int], after: list[int]) -> None:
+    """Never twice, nor zero, nor once closed; and else always, unless far behind the highest."""
+    once, seen, closed = RequestNumbers(), {0}, before[-1] if before else 0
+    for index, number in enumerate([*before, *after]):
+        if index == len(before):
+            once.close_before(closed)
+        floor = closed if index >= len(before) else 0
+        new = once.is_new(number)
+        assert not (new and (number in seen or number < floor))
+        assert new or number in seen or number < floor or number <= max(seen) - REQUEST_WINDOW
+        seen.add(number)
 
 
 def test_a_job_that_was_waited_for_before_it_came_does_not_begin(
