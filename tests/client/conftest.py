@@ -8,26 +8,16 @@ import pytest
 
 from kvd_client import (
     Fingerprint,
-    GroupSpec,
     HostMemory,
-    RankLayout,
     Scheduler,
-    TensorRef,
-    TensorSpec,
     Worker,
     session,
 )
 from tests.client.fake_daemon import FakeDaemon
+from tests.lane.support import simple_layout
 from tests.waiting import DEADLINE
 
-LAYOUT = RankLayout(
-    num_blocks=8,
-    blocks_per_chunk=2,
-    hash_block_size=16,
-    storages=(8 * 512,),
-    tensors=(TensorSpec(storage=0, offset=0, page_bytes=512, block_stride=512),),
-    groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=512),), block_size=16),),
-)
+LAYOUT = simple_layout(tensors=1, num_blocks=8, page=512)
 FINGERPRINT = Fingerprint(model="tiny")
 
 

@@ -10,18 +10,19 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import msgspec
 import zmq
 
 from kvd.cache.directory import DirectoryWriter
+from kvd_client.session import Session
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE, Header
-from kvd_proto.directory import DirectoryHeader, SlotState
+from kvd_proto.directory import DirectoryHeader
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
     Attached,
@@ -30,7 +31,6 @@ from kvd_proto.messages import (
     CompleteStore,
     Done,
     Error,
-    ErrorCode,
     Greeting,
     Hello,
     Job,
@@ -68,17 +68,16 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 
-def directory_fd(keys: dict[bytes, int], boot_id: bytes) -> int:
-    """A memory file with a directory that holds these keys in these states, in slots 0, 1, ..."""
+def directory_fd(boot_id: bytes) -> int:
+    """A memory file with a directory of two chunks: `ready`, and `writing`, which is not yet."""
     header = DirectoryHeader.plan(NUM_SLOTS, NAMESPACE, boot_id)
     fd = os.memfd_create("directory", os.MFD_CLOEXEC)
     os.ftruncate(fd, header.total_bytes)
     directory = DirectoryWriter(mmap.mmap(fd, header.total_bytes), header)
-    directory.begin(list(keys), range(len(keys)), owner=1)
-    for slot, state in enumerate(keys.values()):
+    directory.begin([b"ready", b"writing"], range(2), owner=1)
+    for slot in range(2):
         directory.add_share(slot, 0, 0, 1, 0)  # its only block
-        if state == SlotState.READY:
-            directory.make_ready(slot)
+    directory.make_ready(0)
     return fd
 
 
@@ -100,7 +99,6 @@ class Connection:
     sock: socket.socket
     token: bytes
     identity: bytes = b""
-    hello: Hello | None = None
     fds: list[int] = field(default_factory=list)
 
 
@@ -110,12 +108,10 @@ class FakeDaemon:
     def __init__(self, runtime_dir: Path) -> None:
         self.runtime_dir = runtime_dir
         self.boot_id = os.urandom(16)
-        self.keys: dict[bytes, int] = {}
         self._received: list[Message] = []
         self.hold_jobs = False
-        self.forgets_workers = False
         self.incarnation = 0
-        self.replies: dict[type[Message], Callable[[Message], Message | None]] = dict(_REPLIES)
+        self.replies = dict(_REPLIES)
         self.connections: dict[int, Connection] = {}
         self._tokens: set[bytes] = set()  # of those that have left, too
         self._seen = threading.Condition()
@@ -187,11 +183,16 @@ class FakeDaemon:
             assert self._seen.wait_for(lambda: len(those()) >= count, SECONDS), kind
             return those()
 
-    @in_its_thread
-    def attach(self) -> None:
-        """Tell every session that the engine is attached."""
-        for connection in self.connections.values():
-            self._attach(connection)
+    def attach(self, *sessions: Session) -> None:
+        """Tell every session that the engine is attached, and wait until these ones know it."""
+        fd = directory_fd(self.boot_id)
+        message = Attached(
+            namespace=NAMESPACE, world_size=1, bytes_per_chunk=4096, num_chunks=NUM_SLOTS
+        )
+        self.notify(message, (fd,))
+        os.close(fd)
+        for session in sessions:
+            assert session.wait_attached(SECONDS)
 
     @in_its_thread
     def notify(self, message: Message, fds: tuple[int, ...] = ()) -> None:
@@ -227,7 +228,7 @@ class FakeDaemon:
         self._close_lane()
         self._open_lane()
         for connection in self.connections.values():
-            if connection.hello is not None and connection.hello.kind == "worker":
+            if connection.fds:
                 self._lane_up(connection)
 
     def worker_fds(self) -> list[int]:
@@ -324,14 +325,6 @@ class FakeDaemon:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has left meanwhile
             socket.send_fds(connection.sock, [frame], list(fds))
 
-    def _attach(self, connection: Connection) -> None:
-        fd = directory_fd(self.keys, self.boot_id)
-        message = Attached(
-            namespace=NAMESPACE, world_size=1, bytes_per_chunk=4096, num_chunks=NUM_SLOTS
-        )
-        self._notify(connection, message, (fd,))
-        os.close(fd)
-
     def _lane_up(self, connection: Connection) -> None:
         message = LaneUp(device="host", incarnation=self.incarnation, endpoint=self._endpoint)
         self._notify(connection, message, (self._lifeline[0],))
@@ -353,8 +346,6 @@ class FakeDaemon:
         self._answer(connection, header, message)
 
     def _answer(self, connection: Connection, header: Header, message: Message) -> None:
-        if isinstance(message, Hello):
-            connection.hello = message
         reply = self.replies[type(message)](message)
         with self._noting(message):
             if isinstance(reply, Registered):
@@ -368,31 +359,22 @@ class FakeDaemon:
         header, message = WIRE.decode(frame)
         assert header.session in self._tokens
         with self._noting(message):
-            self._answer_worker(identity, header, message)
-
-    def _answer_worker(self, identity: bytes, header: Header, message: Message) -> None:
-        if isinstance(message, Job):
-            if self.hold_jobs:
+            if isinstance(message, Job):
                 self._held.append((identity, header, message))
-            else:
-                self._done(identity, header, message, JobStatus.OK)
-        elif isinstance(message, Wait):
-            if self.forgets_workers:
-                self._to_worker(identity, header, Error(code=ErrorCode.BAD_SESSION, text="who?"))
-            elif not self._held:
-                self._to_worker(identity, header, Ok())
-        elif isinstance(message, Cancel):
-            self._finish(JobStatus.CANCELLED)
-            self._to_worker(identity, header, Ok())
+                if not self.hold_jobs:
+                    self._finish(JobStatus.OK)
+                return
+            if isinstance(message, Cancel):
+                self._finish(JobStatus.CANCELLED)
+            reply = self.replies[type(message)](message)
+            if reply is not None and (isinstance(reply, Error) or not self._held):
+                self._to_worker(identity, header, reply)
 
     def _finish(self, status: JobStatus) -> None:
         held, self._held = self._held, []
-        for job in held:
-            self._done(*job, status)
-
-    def _done(self, identity: bytes, header: Header, job: Job, status: JobStatus) -> None:
-        done = Done(job=job.job, status=status, text="", bytes=64, copy_ns=2_000_000)
-        self._to_worker(identity, header, done)
+        for identity, header, job in held:
+            done = Done(job=job.job, status=status, text="", bytes=64, copy_ns=2_000_000)
+            self._to_worker(identity, header, done)
 
     def _to_worker(self, identity: bytes, header: Header, message: Message) -> None:
         assert self.lane is not None
@@ -400,20 +382,18 @@ class FakeDaemon:
         self.lane.send_multipart([identity, frame])
 
 
-def _prepare_store(message: Message) -> Message:
-    assert isinstance(message, PrepareStore)
-    count = len(message.keys)
+def store_prepared(answers: Sequence[int], slots: Sequence[int]) -> StorePrepared:
+    """An answer with these slots granted in generation 5."""
     return StorePrepared(
-        answers=IntArray.of([StoreAnswer.ACCEPTED] * count, "u1"),
-        slots=IntArray.of(range(count), "u4"),
-        generations=IntArray.of([5] * count, "u8"),
+        answers=IntArray.of(answers, "u1"),
+        slots=IntArray.of(slots, "u4"),
+        generations=IntArray.of([5] * len(slots), "u8"),
         evicted=(b"old",),
     )
 
 
-def _prepare_load(message: Message) -> Message:
+def _prepare_load(message: PrepareLoad) -> Message:
     """Every second key is found."""
-    assert isinstance(message, PrepareLoad)
     found = [i % 2 == 0 for i in range(len(message.keys))]
     return LoadPrepared(
         lease=7,
@@ -424,18 +404,20 @@ def _prepare_load(message: Message) -> Message:
     )
 
 
-_REPLIES: dict[type[Message], Callable[[Message], Message | None]] = {
+_REPLIES: dict[type[Message], Callable[[Any], Message | None]] = {
     Hello: lambda _: Welcome(protocol=1, daemon="fake 1", pid=os.getpid()),
     Register: lambda _: Registered(missing_ranks=(), lane="host", incarnation=1),
     Unregister: lambda _: Ok(),
-    PrepareStore: _prepare_store,
+    PrepareStore: lambda m: store_prepared(
+        [StoreAnswer.ACCEPTED] * len(m.keys), range(len(m.keys))
+    ),
     CompleteStore: lambda _: StoreCompleted(ready=1, pending=2, dropped=3),
     PrepareLoad: _prepare_load,
     CompleteLoad: lambda _: Ok(),
-    RequestFinished: lambda m: RequestNoted(
-        found=len(m.keys) if isinstance(m, RequestFinished) else 0
-    ),
+    RequestFinished: lambda m: RequestNoted(found=len(m.keys)),
     Reset: lambda _: ResetDone(dropped=4, deferred=1),
     Ping: lambda _: Pong(pid=os.getpid()),
     Status: lambda _: StatusReport(status={"ready": True}),
+    Wait: lambda _: Ok(),
+    Cancel: lambda _: Ok(),
 }

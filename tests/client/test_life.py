@@ -14,6 +14,7 @@ from kvd_client.connection import Connection
 from kvd_proto.messages import Error, ErrorCode, Register
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.descriptors import open_files
 from tests.waiting import DEADLINE, eventually
 
 PROGRAM = """
@@ -101,22 +102,17 @@ def test_a_daemon_that_refuses_is_asked_less_often(
     memory.close()
 
 
-def descriptors() -> int:
-    """How many descriptors this process has."""
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_close_ends_the_keeper(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """After close() no thread and no descriptor of the session is left."""
     monkeypatch.setattr(session, "CLOSE_SECONDS", SECONDS)
-    before = descriptors()
+    before = len(open_files())
     with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as scheduler:
         keeper = scheduler._keeper
         assert keeper.is_alive()
         assert keeper.daemon
     assert not keeper.is_alive()
     # The daemon's ends are in this process too, and close later.
-    eventually(lambda: descriptors() <= before)
+    eventually(lambda: len(open_files()) <= before)
 
 
 def test_a_keeper_that_is_busy_while_the_session_closes_leaves_nothing(
@@ -132,14 +128,14 @@ def test_a_keeper_that_is_busy_while_the_session_closes_leaves_nothing(
         assert go_on.wait(SECONDS)
 
     monkeypatch.setattr(session.Session, "_watch", busy)
-    before = descriptors()
+    before = len(open_files())
     scheduler = Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE)
     scheduler.close()
     assert scheduler._keeper.is_alive()
     go_on.set()
     scheduler._keeper.join(SECONDS)
     assert scheduler._context.closed
-    eventually(lambda: descriptors() <= before)
+    eventually(lambda: len(open_files()) <= before)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -147,9 +143,7 @@ def test_forked_child_has_a_closed_session(
     daemon: FakeDaemon, scheduler: Scheduler, worker: Worker
 ) -> None:
     """In a fork every call says whose session it is, nothing hangs, and the parent's goes on."""
-    daemon.keys = {b"ready": 2}
-    daemon.attach()
-    assert scheduler.wait_attached(SECONDS)
+    daemon.attach(scheduler)
     child = os.fork()
     if child == 0:
         signal.alarm(int(SECONDS))  # a hang is a failure, not a test that never ends

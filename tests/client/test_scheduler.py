@@ -1,19 +1,21 @@
 """The scheduler's side against a fake daemon."""
 
+import select
 import threading
 from pathlib import Path
 
 import pytest
 
-from kvd_client import LoadTicket, LookupResult, Scheduler, StoreAnswer, UsageError
+from kvd_client import LoadTicket, LookupResult, Scheduler, StoreAnswer, UsageError, Worker, session
 from kvd_client.connection import Notice
-from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     CompleteLoad,
     CompleteStore,
+    Detached,
     Error,
     ErrorCode,
     Hello,
+    Lookups,
     Message,
     Ping,
     PrepareLoad,
@@ -21,10 +23,9 @@ from kvd_proto.messages import (
     RequestFinished,
     Reset,
     ResetDone,
-    StorePrepared,
 )
 from tests.client.conftest import frozen
-from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.client.fake_daemon import SECONDS, FakeDaemon, store_prepared
 from tests.waiting import DEADLINE, eventually
 
 
@@ -45,7 +46,6 @@ def ask_everything(scheduler: Scheduler) -> None:
 
 def found(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """Attach the engine, and wait until it finds a chunk."""
-    daemon.keys = {b"ready": 2}
     daemon.attach()
     eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
 
@@ -60,16 +60,13 @@ def test_handshake_says_who_is_there(daemon: FakeDaemon, scheduler: Scheduler) -
     assert scheduler.connected
     hello = daemon.wait_for(Hello)[0]
     assert (hello.kind, hello.engine) == ("scheduler", "engine")
-    assert "engine" in repr(scheduler)
 
 
 def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """After ATTACHED, lookups answer from shared memory and send nothing."""
-    daemon.keys = {b"ready": 2, b"writing": 1}
     assert not scheduler.attached
     assert scheduler.lookup(b"ready") is LookupResult.MISS
-    daemon.attach()
-    assert scheduler.wait_attached(SECONDS)
+    daemon.attach(scheduler)
     assert scheduler.lookup_many([b"ready", b"writing", b"no"]) == [
         LookupResult.HIT,
         LookupResult.HIT_PENDING,
@@ -82,17 +79,13 @@ def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Schedu
 
 def test_store_ticket_pairs_keys_and_slots(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """Only accepted keys are on the ticket; every key has its answer."""
-    daemon.replies[PrepareStore] = lambda _: StorePrepared(
-        answers=IntArray.of([StoreAnswer.PRESENT, StoreAnswer.ACCEPTED, StoreAnswer.FULL], "u1"),
-        slots=IntArray.of([3], "u4"),
-        generations=IntArray.of([9], "u8"),
-        evicted=(b"gone",),
-    )
+    answers = (StoreAnswer.PRESENT, StoreAnswer.ACCEPTED, StoreAnswer.FULL)
+    daemon.replies[PrepareStore] = lambda _: store_prepared(answers, [3])
     ticket = scheduler.prepare_store([b"a", b"b", b"c"])
     assert ticket.keys == (b"b",)
-    assert (ticket.slots.tolist(), ticket.generations.tolist()) == ([3], [9])
-    assert ticket.answers == (StoreAnswer.PRESENT, StoreAnswer.ACCEPTED, StoreAnswer.FULL)
-    assert ticket.evicted == (b"gone",)
+    assert (ticket.slots.tolist(), ticket.generations.tolist()) == ([3], [5])
+    assert ticket.answers == answers
+    assert ticket.evicted == (b"old",)
     summary = scheduler.complete_store(ticket.keys, success=False)
     assert (summary.ready, summary.pending, summary.dropped) == (1, 2, 3)
     complete = daemon.wait_for(CompleteStore)[0]
@@ -111,8 +104,7 @@ def test_load_ticket_holds_a_lease(daemon: FakeDaemon, scheduler: Scheduler) -> 
 
 def test_small_requests(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """The end of a request, reset and status return what the daemon says."""
-    daemon.attach()
-    assert scheduler.wait_attached(SECONDS)
+    daemon.attach(scheduler)
     assert scheduler.request_finished([b"a", b"b"]) == 2
     assert scheduler.reset() == ResetDone(dropped=4, deferred=1)
     assert scheduler.status() == {"ready": True}
@@ -221,7 +213,6 @@ def test_a_reset_without_a_daemon_is_told_to_the_next_one(runtime_dir: Path) -> 
                 return ResetDone(dropped=0, deferred=0)
 
             daemon.replies[Reset] = answer
-            daemon.keys = {b"ready": 2}
             daemon.wait_for(Hello)
             daemon.attach()
             eventually(lambda: scheduler.lookup(b"ready") is LookupResult.HIT)
@@ -260,17 +251,7 @@ def test_refusal_is_a_miss(daemon: FakeDaemon, scheduler: Scheduler, code: Error
     assert scheduler.request_finished([b"k"]) == 1
 
 
-def nonsense_answers() -> StorePrepared:
-    """An answer of one key's length that names no answer."""
-    return StorePrepared(
-        answers=IntArray.of([99], "u1"),
-        slots=IntArray.of([], "u4"),
-        generations=IntArray.of([], "u8"),
-        evicted=(),
-    )
-
-
-@pytest.mark.parametrize("reply", [nonsense_answers(), Ping()], ids=["contradiction", "type"])
+@pytest.mark.parametrize("reply", [store_prepared([99], []), Ping()], ids=["answer", "type"])
 def test_nonsense_from_the_daemon_is_a_miss(
     daemon: FakeDaemon, scheduler: Scheduler, reply: Message
 ) -> None:
@@ -300,7 +281,6 @@ def test_closed_raises(scheduler: Scheduler) -> None:
     ):
         with pytest.raises(UsageError, match="closed"):
             call()
-    assert "closed" in repr(scheduler)
 
 
 def test_calls_from_many_threads(daemon: FakeDaemon, scheduler: Scheduler) -> None:
@@ -336,3 +316,136 @@ def test_an_attachment_that_comes_with_the_end_of_its_session_is_forgotten(
     daemon.wait_for(Hello, 2)
     eventually(lambda: not quiet.attached)
     assert quiet.lookup(b"ready") is LookupResult.MISS
+
+
+# ------------------------------------- what an event loop is told: every change, and none too early
+
+
+def wait_for_news(scheduler: Scheduler) -> None:
+    """As an event loop does, which looks at nothing before it is told."""
+    assert select.select([scheduler], [], [], SECONDS)[0]
+    assert scheduler.take_ready()
+
+
+def quieten(scheduler: Scheduler) -> None:
+    """Take in what has happened until now."""
+    scheduler.fileno()
+    scheduler.take_ready()
+
+
+def test_news_come_with_what_they_tell_of(
+    daemon: FakeDaemon, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was told of an attachment finds what is there, and of its end, nothing."""
+    quieten(scheduler)
+    choose, early = scheduler._choose, []
+
+    def look_first() -> None:
+        early.append(scheduler.take_ready())
+        choose()
+
+    monkeypatch.setattr(scheduler, "_choose", look_first)
+    for _ in range(3):
+        daemon.attach()
+        wait_for_news(scheduler)
+        assert scheduler.lookup(b"ready") is LookupResult.HIT
+        daemon.notify(Detached(reason="rank 0 is gone"))
+        wait_for_news(scheduler)
+        assert scheduler.lookup(b"ready") is LookupResult.MISS
+    assert early == [False] * 6
+
+
+def test_news_are_kept_for_who_asks_without_a_descriptor(
+    daemon: FakeDaemon, scheduler: Scheduler
+) -> None:
+    """An engine may just call `take_ready` now and then: it is told once."""
+    scheduler.take_ready()
+    daemon.attach(scheduler)
+    assert eventually(scheduler.take_ready)
+    assert not scheduler.take_ready()
+
+
+def test_the_answer_to_a_reset_is_told(daemon: FakeDaemon, quiet: Scheduler) -> None:
+    """A chunk became READY meanwhile, and was a miss to who looked when the pipe said so."""
+    found(daemon, quiet)
+    quieten(quiet)
+    with frozen(daemon, quiet):
+        assert not quiet.reset(0.0)
+        quiet.take_ready()
+        assert quiet.lookup(b"ready") is LookupResult.MISS
+    while quiet.lookup(b"ready") is not LookupResult.HIT:
+        wait_for_news(quiet)
+
+
+# --------------- what the daemon is told of lookups: totals of the session, nothing twice
+
+
+@pytest.fixture
+def told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions tell when they are closed and not before, and wait for the answer."""
+    monkeypatch.setattr(session, "REPORT_SECONDS", 3600.0)
+    monkeypatch.setattr(session, "LAST_REPORT_SECONDS", DEADLINE)
+
+
+def last_told(daemon: FakeDaemon) -> Lookups | None:
+    """What the daemon was told last."""
+    return daemon.wait_for(Ping)[-1].lookups
+
+
+def test_lookups_are_told_while_the_session_lasts(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """The keeper tells the totals by itself; only READY chunks are hits."""
+    daemon.attach(scheduler)
+    scheduler.lookup(b"ready")
+    scheduler.lookup_many([b"ready", b"writing", b"no"])
+    eventually(lambda: last_told(daemon), lambda told: told == Lookups(chunks=4, hit_chunks=2))
+
+
+@pytest.mark.usefixtures("told_at_the_end")
+def test_a_session_tells_before_it_leaves(
+    daemon: FakeDaemon, scheduler: Scheduler, worker: Worker
+) -> None:
+    """The last lookups are told by `close`; without any, as in a worker, there is nothing to."""
+    worker.close()
+    with Scheduler(daemon.runtime_dir, "idle", deadline=DEADLINE):
+        pass
+    scheduler.lookup(b"no")
+    scheduler.close()
+    (ping,) = daemon.wait_for(Ping)
+    assert ping.lookups == Lookups(chunks=1, hit_chunks=0)
+
+
+@pytest.mark.usefixtures("told_at_the_end")
+def test_a_new_session_begins_at_zero(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """After a restart of the daemon only what was looked up since then is told."""
+    scheduler.lookup(b"no")
+    daemon.kill()
+    until(scheduler, connected=False)
+    scheduler.lookup_many([b"no", b"nobody"])
+    with FakeDaemon(daemon.runtime_dir) as other:
+        until(scheduler, connected=True)
+        other.attach(scheduler)
+        scheduler.lookup_many([b"ready", b"no", b"ready"])
+        scheduler.close()
+        assert last_told(other) == Lookups(chunks=3, hit_chunks=2)
+
+
+@pytest.mark.usefixtures("told_at_the_end")
+def test_an_engine_may_count_tokens_itself(daemon: FakeDaemon) -> None:
+    """With `counts_tokens` the tokens are those of `count_tokens`, and nothing else."""
+    with Scheduler(
+        daemon.runtime_dir, "engine", deadline=DEADLINE, counts_tokens=True
+    ) as scheduler:
+        daemon.attach(scheduler)
+        scheduler.lookup(b"ready")
+        scheduler.count_tokens(100, 48)
+        scheduler.count_tokens(20, 0)
+    assert last_told(daemon) == Lookups(chunks=1, hit_chunks=1, tokens=120, hit_tokens=48)
+
+
+def test_impossible_tokens_are_refused(runtime_dir: Path) -> None:
+    """More found than asked for is a mistake of the caller's."""
+    with (
+        Scheduler(runtime_dir, "engine", counts_tokens=True) as scheduler,
+        pytest.raises(UsageError, match="asked=1, found=2"),
+    ):
+        scheduler.count_tokens(1, 2)

@@ -95,7 +95,6 @@ def test_registration_carries_the_memory(
     memory.array[5] = 77
     assert mmap.mmap(storage, memory.nbytes)[5] == 77
     assert worker.registered
-    assert "registered" in repr(worker)
 
 
 @pytest.mark.parametrize("kind", [Store, Load])
@@ -180,13 +179,8 @@ def test_refused_registration_raises(daemon: FakeDaemon, memory: HostMemory) -> 
 def test_transient_refusal_is_tried_again(daemon: FakeDaemon, memory: HostMemory) -> None:
     """A lane that is being replaced delays the registration; it does not fail it."""
     good = daemon.replies[Register]
-
-    def first_not(message: object) -> Error:
-        del message
-        daemon.replies[Register] = good
-        return Error(code=ErrorCode.LANE_LOST, text="wait")
-
-    daemon.replies[Register] = first_not
+    refusals = iter([Error(code=ErrorCode.LANE_LOST, text="wait")])
+    daemon.replies[Register] = lambda message: next(refusals, None) or good(message)
     with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
         assert worker.register([memory], LAYOUT, FINGERPRINT, required=True)
 
@@ -243,8 +237,7 @@ def test_a_job_for_a_lane_that_has_just_died_says_so(daemon: FakeDaemon, worker:
 
 def test_a_worker_whose_lane_has_died_is_not_attached(daemon: FakeDaemon, worker: Worker) -> None:
     """The lifeline says so before the daemon does; the next lane is used without registration."""
-    daemon.attach()
-    assert worker.wait_attached(SECONDS)
+    daemon.attach(worker)
     daemon.hold_jobs = True
     worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
@@ -262,21 +255,31 @@ def test_a_worker_whose_lane_has_died_is_not_attached(daemon: FakeDaemon, worker
     eventually(lambda: not worker.attached)
 
 
-def test_wait_hurries_and_returns_when_done(daemon: FakeDaemon, worker: Worker) -> None:
-    """wait() tells the lane and returns with its answer; the job is still reported afterwards."""
+@pytest.mark.parametrize("polled", [False, True])
+def test_wait_hurries_and_returns_when_done(
+    daemon: FakeDaemon, worker: Worker, polled: bool
+) -> None:
+    """wait() tells the lane and returns with its answer, also where another thread took it in.
+
+    The job is still reported afterwards.
+    """
     daemon.hold_jobs = True
     worker.submit(Store, 1, JOB)
+    got: list[JobResult] = []
 
     def answer() -> None:
         daemon.wait_for(Wait)
         daemon.finish()
+        if polled:
+            got.extend(results(worker))
 
     answering = threading.Thread(target=answer)
     answering.start()
     assert worker.wait([1, 99], timeout=3600.0) == frozenset()
     answering.join()
     assert daemon.wait_for(Wait)[0].jobs == (1,)
-    assert worker.get_finished()[0].success
+    (result,) = got or worker.get_finished()
+    assert (result.job_id, result.success) == (1, True)
 
 
 def words(daemon: FakeDaemon) -> memoryview:
@@ -479,7 +482,8 @@ def test_a_lane_that_does_not_know_the_worker_holds_none_of_its_loads(
     daemon: FakeDaemon, worker: Worker
 ) -> None:
     """It has let go of the worker's memory, which it does after the last job."""
-    daemon.hold_jobs = daemon.forgets_workers = True
+    daemon.replies[Wait] = lambda _: Error(code=ErrorCode.BAD_SESSION, text="who?")
+    daemon.hold_jobs = True
     worker.submit(Load, 1, JOB)
     assert worker.wait([1], timeout=SECONDS) == frozenset()
     (result,) = worker.get_finished()
@@ -496,24 +500,6 @@ def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> No
         worker.submit(Store, 2, JOB)
         (result,) = results(worker)
         assert (result.job_id, result.status) == (2, JobStatus.VOID)
-
-
-def test_wait_beside_another_thread_that_polls(daemon: FakeDaemon, worker: Worker) -> None:
-    """wait() also returns when somebody else took the lane's answer in."""
-    daemon.hold_jobs = True
-    worker.submit(Store, 1, JOB)
-    got: list[JobResult] = []
-
-    def poll() -> None:
-        daemon.wait_for(Wait)
-        daemon.finish()
-        got.extend(results(worker))
-
-    polling = threading.Thread(target=poll)
-    polling.start()
-    assert worker.wait([1], timeout=3600.0) == frozenset()
-    polling.join()
-    assert [r.job_id for r in got] == [1]
 
 
 def test_cancelled_job_is_reported(daemon: FakeDaemon, worker: Worker) -> None:
@@ -611,33 +597,21 @@ def test_wrong_registrations_raise(runtime_dir: Path, memory: HostMemory) -> Non
             worker.register([memory], LAYOUT, FINGERPRINT)
 
 
-def test_storages_in_one_file_send_one_descriptor(daemon: FakeDaemon) -> None:
-    """Two storages at different offsets of one descriptor are sent as one."""
-    first = HostMemory.allocate(2 * 4096)
-    second = HostMemory(os.dup(first.fd), 4096, 4096)
-    layout = msgspec.structs.replace(
-        LAYOUT,
-        storages=(4096, 4096),
-        tensors=(*LAYOUT.tensors, msgspec.structs.replace(LAYOUT.tensors[0], storage=1)),
-    )
-    with Worker(daemon.runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker:
-        assert worker.register([first, second], layout, FINGERPRINT)
-    register = daemon.wait_for(Register)[0]
-    assert register.handles == (HostHandle(fd_index=1), HostHandle(fd_index=1, offset=4096))
-
-
 def test_many_storages_are_sent_at_once(daemon: FakeDaemon) -> None:
-    """Each has its descriptor."""
-    memory = [HostMemory.allocate(512) for _ in range(70)]
+    """Each file has its descriptor; two storages at different offsets of one file share it."""
+    memory = [HostMemory.allocate(1024) for _ in range(70)]
+    memory.insert(1, HostMemory(os.dup(memory[0].fd), 512, 512))
     layout = msgspec.structs.replace(
         LAYOUT,
         num_blocks=1,
-        storages=(512,) * 70,
-        tensors=tuple(msgspec.structs.replace(LAYOUT.tensors[0], storage=i) for i in range(70)),
+        storages=tuple(one.nbytes for one in memory),
+        tensors=tuple(msgspec.structs.replace(LAYOUT.tensors[0], storage=i) for i in range(71)),
     )
     with Worker(daemon.runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker:
         assert worker.register(memory, layout, FINGERPRINT)
         assert len(daemon.worker_fds()) == 71
+    handles = daemon.wait_for(Register)[0].handles
+    assert handles[:3] == (HostHandle(1), HostHandle(1, offset=512), HostHandle(2))
     for one in memory:
         one.close()
 

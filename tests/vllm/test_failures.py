@@ -122,13 +122,6 @@ def check_hits(engine: EngineProcess, daemon: Daemon, known: References) -> None
         assert numbers(answer) == numbers(reference)
 
 
-def test_an_engine_that_starts_without_a_daemon_uses_the_one_that_comes_later(
-    engine: EngineProcess, known: References, new_daemon: Callable[..., Daemon]
-) -> None:
-    """No daemon: it computes; then a daemon: hits, without a restart of the engine."""
-    check_hits(engine, new_daemon(), known)
-
-
 def test_a_prefix_that_the_engines_own_cache_serves_stays(
     engine: EngineProcess, new_daemon: Callable[..., Daemon]
 ) -> None:

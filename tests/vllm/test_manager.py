@@ -69,10 +69,10 @@ def manager_of(
     return manager
 
 
-def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
+def keys_of(name: str, count: int) -> list[OffloadKey]:
     """Keys as vLLM makes them."""
     return [
-        make_offload_key(f"{name}-{index:04d}".encode().ljust(32, b"."), group)
+        make_offload_key(f"{name}-{index:04d}".encode().ljust(32, b"."), 0)
         for index in range(count)
     ]
 
@@ -92,31 +92,26 @@ def looked_up(
 
 
 def store(
-    manager: KvdOffloadingManager, engine: Engine, keys: Sequence[OffloadKey], group: int = 0
+    manager: KvdOffloadingManager, engine: Engine, keys: Sequence[OffloadKey]
 ) -> list[OffloadKey]:
     """A whole store by the only rank; the keys that were stored."""
     output = manager.prepare_store(keys, REQUEST)
     wanted: list[OffloadKey] = output.keys_to_store
     spec = output.store_spec
     assert isinstance(spec, ChunkSlots)
-    blocks = engine.fill(wanted, 1, group)
-    engine.results(engine.submit("store", [0], blocks, spec.slots, spec.generations, group))
+    blocks = engine.fill(wanted, 1)
+    engine.results(engine.submit("store", [0], blocks, spec.slots, spec.generations))
     manager.complete_store(wanted, REQUEST)
     eventually(lambda: looked_up(manager, wanted) == {LookupResult.HIT})
     return wanted
 
 
-def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[type[Message]]:
-    """From now on: the messages that the scheduler's session sends."""
-    sent: list[type[Message]] = []
-    ask = engine.scheduler._ask
-
-    def noting(message: Message, *rest: Any) -> Message | None:
-        sent.append(type(message))
-        return ask(message, *rest)
-
-    monkeypatch.setattr(engine.scheduler, "_ask", noting)
-    return sent
+@pytest.fixture
+def told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:
+    """What the scheduler is told of requests that have finished; it goes no further."""
+    told: list[list[bytes]] = []
+    monkeypatch.setattr(engine.scheduler, "request_finished", told.append)
+    return told
 
 
 def counted(manager: KvdOffloadingManager) -> dict[str, float]:
@@ -128,30 +123,14 @@ def counted(manager: KvdOffloadingManager) -> dict[str, float]:
 # ------------------------------------------------------------- stores and loads
 
 
-def test_what_was_stored_is_a_hit_and_comes_back(engine: Engine) -> None:
-    """Both groups' chunks go through the pool, and every byte is the one that was stored."""
-    manager = manager_of(engine)
-    assert manager.on_new_request(REQUEST).policy is OffloadPolicy.CHUNK_LEVEL
-    for group in (0, 1):
-        keys = keys_of(f"group-{group}", 5, group)
-        assert looked_up(manager, keys) == {LookupResult.MISS}
-        assert store(manager, engine, keys, group) == keys
-        assert manager.get_load_source(keys[0], REQUEST) is CacheHitSource.HOST
-        spec = manager.prepare_load(keys, REQUEST)
-        assert (spec.missing, spec.chunks) == (0, {group: 5})
-        blocks = list(range(33, 43))
-        engine.poison(blocks)
-        jobs = engine.submit("load", [0], blocks, spec.slots, spec.generations, group)
-        assert engine.results(jobs)[0].success
-        manager.complete_load(keys, REQUEST)
-        assert engine.wrong_bytes(keys, blocks, group) == 0
-
-
 def test_a_present_chunk_is_not_stored_again(engine: Engine) -> None:
     """Only new keys are given slots; that is no failure."""
     manager = manager_of(engine)
+    assert manager.on_new_request(REQUEST).policy is OffloadPolicy.CHUNK_LEVEL
     old, new = keys_of("old", 3), keys_of("new", 2)
+    assert looked_up(manager, old) == {LookupResult.MISS}
     store(manager, engine, old)
+    assert manager.get_load_source(old[0], REQUEST) is CacheHitSource.HOST
     output = manager.prepare_store([*old, *new], REQUEST)
     assert output.keys_to_store == new
     assert output.store_spec.chunks == {0: 2}
@@ -304,14 +283,12 @@ def request_of(name: str, keys: Sequence[OffloadKey]) -> ReqContext:
 
 
 def test_requests_that_end_in_a_step_are_one_message(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, told: list[list[bytes]]
 ) -> None:
     """Each key once: of the last one first, and of each its head first, whatever came first."""
     manager = manager_of(engine)
     keys = keys_of("used", 6)
     store(manager, engine, keys[:2])
-    told: list[list[bytes]] = []
-    monkeypatch.setattr(engine.scheduler, "request_finished", told.append)
     first, second = request_of("first", keys), request_of("second", keys)
     for at in (4, 2, 0):
         manager.prepare_store(keys[at : at + 2], first)
@@ -326,16 +303,12 @@ def test_requests_that_end_in_a_step_are_one_message(
     assert told == [[keys[0], keys[1], *keys_of("more", 1), *keys[2:]]]
 
 
-def test_what_others_are_writing_is_not_used(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_are_writing_is_not_used(engine: Engine, told: list[list[bytes]]) -> None:
     """Of what was offered only what is there counts, or what the request itself stores."""
     manager = manager_of(engine)
     keys = keys_of("begun", 4)
     manager.prepare_store(keys[:2], REQUEST)
     manager.prepare_store(keys, OTHER)
-    told: list[list[bytes]] = []
-    monkeypatch.setattr(engine.scheduler, "request_finished", told.append)
     manager.on_request_finished(OTHER)
     manager.tell_finished()
     assert told == [keys[2:]]
@@ -353,7 +326,14 @@ def test_each_call_is_at_most_one_message(engine: Engine, monkeypatch: pytest.Mo
     manager = manager_of(engine)
     keys = keys_of("counted", 20)
     store(manager, engine, keys)
-    sent = watched(engine, monkeypatch)
+    sent: list[type[Message]] = []
+    ask = engine.scheduler._ask
+
+    def noting(message: Message, *rest: Any) -> Message | None:
+        sent.append(type(message))
+        return ask(message, *rest)
+
+    monkeypatch.setattr(engine.scheduler, "_ask", noting)
     looked_up(manager, keys)
     assert manager.prepare_load([], REQUEST).missing == 0
     many = [OffloadKey(b"key")] * (MAX_KEYS + 1)

@@ -13,10 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvd_client.vllm import KvdConnector, Options, OptionsError
-from kvd_client.vllm.identity import random_hash_seed
 from kvd_client.vllm.options import VLLM_KEYS, read_options
 from kvd_client.vllm.versions import TESTED, release, untested
-from tests.vllm.configs import configured, engine_config
+from tests.vllm.configs import configured
 from tests.vllm.support import ROOT
 
 DOCUMENTS = (
@@ -152,11 +151,12 @@ def test_the_canonical_layout_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "version", "warned"),
+    ("algorithm", "seed", "version", "warned"),
     [
-        ("sha256", vllm.__version__, []),
-        ("xxhash", vllm.__version__, ["prefix_caching_hash_algo=xxhash is seeded anew"]),
-        ("sha256", "0.33.1", ["not tested with vLLM 0.33.1, only with vLLM 0.32"]),
+        ("sha256", None, vllm.__version__, []),
+        ("xxhash", None, vllm.__version__, ["prefix_caching_hash_algo=xxhash is seeded anew"]),
+        ("xxhash_cbor", "0", vllm.__version__, []),
+        ("sha256", None, "0.33.1", ["not tested with vLLM 0.33.1, only with vLLM 0.32"]),
     ],
 )
 def test_the_scheduler_starts_with_a_line_for_each_thing_that_is_not_as_it_should_be(
@@ -165,11 +165,14 @@ def test_the_scheduler_starts_with_a_line_for_each_thing_that_is_not_as_it_shoul
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     algorithm: str,
+    seed: str | None,
     version: str,
     warned: list[str],
 ) -> None:
-    """An absent daemon, random hashes, an untested vLLM; the ranks do not repeat it."""
+    """An absent daemon, hashes without a seed, an untested vLLM; the ranks do not repeat it."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
     monkeypatch.setattr("kvd_client.vllm.connector._log_as_vllm_does", lambda: None)
     monkeypatch.setattr(vllm, "__version__", version)
     extra = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": 4}
@@ -179,12 +182,6 @@ def test_the_scheduler_starts_with_a_line_for_each_thing_that_is_not_as_it_shoul
     wanted = [*warned, "no kvd daemon answers at"]
     assert len(lines) == len(wanted)
     assert all(words in line for words, line in zip(wanted, lines, strict=True))
-
-
-def test_hashes_with_a_seed_need_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PYTHONHASHSEED xxhash is the same in every process."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert not random_hash_seed(engine_config(tmp_path, hash_algorithm="xxhash_cbor"))
 
 
 def test_kvds_lines_go_where_vllms_go(tmp_path: Path, logger: logging.Logger) -> None:

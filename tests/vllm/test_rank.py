@@ -38,7 +38,6 @@ class FakeWorker:
     cancels: list[list[int]] = field(default_factory=list)
     refusal: str = ""
     has_lane: bool = True
-    closed: bool = False
     device: str = "host"
     afters: list[int | None] = field(default_factory=list)
 
@@ -84,10 +83,6 @@ class FakeWorker:
     def cancel(self, job_ids: Collection[int]) -> None:
         """See Worker."""
         self.cancels.append(sorted(job_ids))
-
-    def close(self) -> None:
-        """See Worker."""
-        self.closed = True
 
 
 @pytest.fixture
@@ -136,13 +131,17 @@ def outcomes(rank: KvdOffloadingWorker) -> dict[int, bool]:
 
 
 def test_jobs_go_through_and_come_back_once(rank: KvdOffloadingWorker, lane: FakeWorker) -> None:
-    """Arrays reach the worker as they are; bytes and seconds come back with a success."""
+    """Arrays reach the worker as they are; bytes and seconds come back with a success.
+
+    On the CPU nothing is still running: no number of the timeline is waited for.
+    """
     assert rank.submit_store(1, blocks(7, 1), chunks(2))
     assert rank.submit_load(2, chunks(2), blocks(8, 4, first=20))
     assert lane.submitted == [
         ("store", 1, [1, 2, 3, 4, 5, 6, 7], [1], [0, 1]),
         ("load", 2, [20, 21, 22, 23, 24, 25, 26, 27], [4], [0, 1]),
     ]
+    assert lane.afters == [None, None]
     assert not rank.get_finished()
     lane.end(2)
     lane.end(1, success=False)
@@ -151,15 +150,6 @@ def test_jobs_go_through_and_come_back_once(rank: KvdOffloadingWorker, lane: Fak
         TransferResult(1, success=False),
     ]
     assert not rank.get_finished()
-
-
-def test_host_memory_is_ready_when_it_is_submitted(
-    rank: KvdOffloadingWorker, lane: FakeWorker
-) -> None:
-    """On the CPU nothing is still running: no number of the timeline is waited for."""
-    rank.submit_store(1, blocks(), chunks(2))
-    rank.submit_load(2, chunks(2), blocks())
-    assert lane.afters == [None, None]
 
 
 def test_cuda_memory_is_ready_when_the_engines_stream_is_there(
