@@ -6,13 +6,13 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 
 import psutil
 
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[1]
 LONG = 150.0  # seconds of a whole program on a busy machine
@@ -65,6 +65,18 @@ def freeze(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """A process does nothing meanwhile: all that is sent waits for it at the same time."""
+    process = psutil.Process(pid)
+    process.suspend()
+    try:
+        eventually(process.status, lambda status: status == psutil.STATUS_STOPPED)
+        yield
+    finally:
+        process.resume()
 
 
 def kill_and_wait(pid: int, number: int = signal.SIGKILL) -> None:

@@ -3,23 +3,19 @@
 import gc
 import mmap
 import os
-import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from docs.generate_protocol import EXAMPLES, vector
 from kvd_client import (
     GroupSpec,
-    HostMemory,
     RankLayout,
     TensorRef,
     TensorSpec,
-    Worker,
 )
 from kvd_client.memory import sealed_file
 from kvd_proto.codec import HEADER_BYTES, WIRE
@@ -28,7 +24,6 @@ from kvd_proto.messages import (
     Detached,
     Error,
     ErrorCode,
-    Fingerprint,
     Ok,
     Ping,
     Pong,
@@ -44,7 +39,8 @@ from tests.daemon.engines import POISON, Engine, keys_of, make_layout, wait_hit
 from tests.daemon.raw_client import RawClient, code_of, registration, said_at_the_end, text_of
 from tests.daemon.serving import wait_state
 from tests.descriptors import open_files
-from tests.waiting import DEADLINE, eventually
+from tests.processes import frozen
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -184,21 +180,16 @@ def test_a_worker_that_ends_while_it_registers_ends_nothing_else(shared_daemon: 
     raw.hello(kind="worker")
     sizes = (CONTROL_BYTES, *make_layout().storages)
     fds = [sealed_file("kvd-test-going", size) for size in sizes]
-    broker = psutil.Process(shared_daemon.process.pid)
-    shared_daemon.process.send_signal(signal.SIGSTOP)
-    try:
-        eventually(broker.status, lambda status: status == psutil.STATUS_STOPPED)
+    with frozen(shared_daemon.process.pid):
         raw.send_with(registration(), fds)
         raw.close()
-    finally:
-        shared_daemon.process.send_signal(signal.SIGCONT)
-        for fd in fds:
-            os.close(fd)
+    for fd in fds:
+        os.close(fd)
     other = RawClient(shared_daemon.runtime_dir)
     assert isinstance(other.hello(), Welcome)
     other.close()
     going = "/memfd:kvd-test-going (deleted)"
-    eventually(lambda: going not in open_files(broker.pid).values())
+    eventually(lambda: going not in open_files(shared_daemon.process.pid).values())
 
 
 @pytest.mark.parametrize("make", [loose, on_tmpfs])
@@ -289,15 +280,8 @@ def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: Sta
         tensors=(TensorSpec(0, 0, 4096, 4096),),
         groups=(GroupSpec((TensorRef(0, 4096),), 16),),
     )
-    engine = Engine(daemon.runtime_dir, world_size=1, layout=layout, ranks=[])
-    worker = engine.workers[0] = Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE)
-    memory = [HostMemory.allocate(8 * 4096)]
-    worker.register(memory, layout, Fingerprint(model="tiny"))
-    engine.wait_attached()
-    keys = keys_of("many", 20_000)
-    assert len(engine.scheduler.prepare_store(keys)) == 20_000
-    engine.scheduler.close()
-    assert wait_state(daemon, writing=0, draining=0)
-    assert daemon.status()["lanes"][0]["counters"]["restarts"] == 0
-    engine.close()
-    memory[0].close()
+    with Engine(daemon.runtime_dir, world_size=1, layout=layout).wait_attached() as engine:
+        assert len(engine.scheduler.prepare_store(keys_of("many", 20_000))) == 20_000
+        engine.scheduler.close()
+        assert wait_state(daemon, writing=0, draining=0)
+        assert daemon.status()["lanes"][0]["counters"]["restarts"] == 0

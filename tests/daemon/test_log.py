@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from kvd.machine.process import LONGEST_SECONDS
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine
 from tests.daemon.raw_client import RawClient
+from tests.processes import frozen
 
 ALONE = ("--http-listen", "off", "--keep-pool", "no")
 """No port that another daemon may have, and nothing left behind."""
@@ -123,9 +123,8 @@ def test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted(
 
 def test_a_loop_that_stood_still_says_so_once(daemon: Daemon) -> None:
     """Frozen and let go: a line in the log and an event of the report tell for how long."""
-    daemon.process.send_signal(signal.SIGSTOP)
-    time.sleep(2 * LONGEST_SECONDS)  # it is the time that counts
-    daemon.process.send_signal(signal.SIGCONT)
+    with frozen(daemon.process.pid):
+        time.sleep(2 * LONGEST_SECONDS)  # it is the time that counts
     events = [event["text"] for event in daemon.status()["events"]]
     said = [text for text in events if text.startswith("the broker's loop stood still for ")]
     assert said

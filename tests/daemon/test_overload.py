@@ -1,9 +1,5 @@
 """Overload: stores wait, heartbeats and loads do not. Told by the order of answers alone."""
 
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from kvd.wire.zmtp import Incoming
@@ -21,21 +17,12 @@ from kvd_proto.messages import (
 )
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.processes import frozen
 from tests.wire.raw_zmtp import connect, message
 
 PAGE = 64 * 1024
 STORES = 300
 OTHER_IDS = 1_000_000
-
-
-@contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    """The process does nothing meanwhile: all that is sent waits for it at the same time."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 class Speaker:

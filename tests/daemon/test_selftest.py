@@ -4,36 +4,22 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvd_client import (
-    LookupResult,
-    Scheduler,
-)
+from kvd_client import LookupResult, Scheduler
 from kvd_tools.selftest import bench as bench_module
 from kvd_tools.selftest.bench import Bench, chunk_bytes_for
 from kvd_tools.selftest.steps import STEPS, run
-from tests.conftest import Daemon, StartDaemon, started_daemons
+from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import run_kvd
 from tests.waiting import DEADLINE, PATIENCE
 
 MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Daemon]:
-    """A daemon that every self-test finds as the one before has left it."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
-        started_daemons(Path(path) / "run") as start,
-    ):
-        yield start()
 
 
 def run_steps(daemon: Daemon) -> list[dict[str, Any]]:
@@ -61,12 +47,12 @@ def selftest(runtime_dir: Path, *arguments: str) -> subprocess.CompletedProcess[
 NAMES = list(STEPS)
 
 
-def test_a_sound_daemon_passes_and_is_left_as_it_was(shared: Daemon) -> None:
+def test_a_sound_daemon_passes_and_is_left_as_it_was(shared_daemon: Daemon) -> None:
     """Every step proves something; afterwards nothing of it is there and no room is held."""
-    steps = run_steps(shared)
+    steps = run_steps(shared_daemon)
     assert [step["name"] for step in steps] == NAMES
     assert all(step["ok"] and step["text"] for step in steps), steps
-    report = shared.status()
+    report = shared_daemon.status()
     assert report["namespaces"] == []
     assert report["pool"]["free_bytes"] == report["pool"]["cpu_bytes"]
     assert report["engines"] == []
@@ -126,7 +112,7 @@ def _other_order(bench: Bench, kind: str, ticket: Any, blocks: Any) -> None:
     ],
 )
 def test_a_part_that_says_it_was_done_is_found_out(
-    shared: Daemon,
+    shared_daemon: Daemon,
     monkeypatch: pytest.MonkeyPatch,
     owner: type,
     name: str,
@@ -137,14 +123,14 @@ def test_a_part_that_says_it_was_done_is_found_out(
     if found_by in {"store", "leave"}:  # what is waited for does not come
         monkeypatch.setattr(bench_module, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(owner, name, lie)
-    last = run_steps(shared)[-1]
+    last = run_steps(shared_daemon)[-1]
     monkeypatch.undo()
     assert (last["name"], last["ok"]) == (found_by, False), last
 
 
-def test_the_command_reports_every_lane(shared: Daemon) -> None:
+def test_the_command_reports_every_lane(shared_daemon: Daemon) -> None:
     """Exit status 0, rates and latencies in JSON; a table for people."""
-    done = selftest(shared.runtime_dir, "--json")
+    done = selftest(shared_daemon.runtime_dir, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     (lane,) = report["lanes"]
@@ -152,7 +138,7 @@ def test_the_command_reports_every_lane(shared: Daemon) -> None:
     assert [step["name"] for step in lane["steps"]] == NAMES
     assert all(lane["gbps"][kind] > 0 for kind in ("store", "load"))
     assert all(lane["latency_seconds"][kind] > 0 for kind in ("store", "load"))
-    done = selftest(shared.runtime_dir)
+    done = selftest(shared_daemon.runtime_dir)
     assert done.returncode == 0
     assert "lane host" in done.stdout
     assert "GB/s" in done.stdout
@@ -183,11 +169,11 @@ def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemo
             assert engine.load(some) == (len(some), 0)
 
 
-def test_a_draining_daemon_refuses_it_and_says_so(shared: Daemon) -> None:
+def test_a_draining_daemon_refuses_it_and_says_so(shared_daemon: Daemon) -> None:
     """The reason is the drain, and who gave it."""
-    where = ("--runtime-dir", str(shared.runtime_dir))
+    where = ("--runtime-dir", str(shared_daemon.runtime_dir))
     assert run_kvd("drain", *where).returncode == 0
-    done = selftest(shared.runtime_dir)
+    done = selftest(shared_daemon.runtime_dir)
     assert run_kvd("resume", *where).returncode == 0
     assert done.returncode == 1
     assert "store failed: the daemon is draining" in done.stdout
@@ -204,12 +190,14 @@ def test_a_pool_without_a_size_is_not_given_one(start_daemon: StartDaemon) -> No
     assert daemon.status()["pool"]["cpu_bytes"] == 0
 
 
-def test_an_absent_daemon_and_an_unknown_device_are_named(shared: Daemon, tmp_path: Path) -> None:
+def test_an_absent_daemon_and_an_unknown_device_are_named(
+    shared_daemon: Daemon, tmp_path: Path
+) -> None:
     """One sentence, and what there is instead."""
     done = selftest(tmp_path)
     assert done.returncode == 1
     assert f"kvd serve --runtime-dir {tmp_path}" in done.stderr
-    done = selftest(shared.runtime_dir, "--device", "cuda:7")
+    done = selftest(shared_daemon.runtime_dir, "--device", "cuda:7")
     assert done.returncode == 1
     assert "--device cuda:7: there are host" in done.stderr
 

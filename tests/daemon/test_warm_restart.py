@@ -3,8 +3,6 @@
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from kvd.daemon.pool_files import area_name
 from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.daemon.serving import run_kvd
 from tests.processes import children_running, has_ended
 from tests.soak.restart_loop import run
 from tests.waiting import eventually
@@ -122,25 +121,21 @@ def test_killed_at_random_moments_under_load() -> None:
 
 def test_purge_gives_the_memory_back(warm: Daemon) -> None:
     """Not while a daemon runs, and not another user's; afterwards nothing is left."""
-    command = [sys.executable, "-m", "kvd", "purge", "--runtime-dir", str(warm.runtime_dir)]
-
-    def purge() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-    refused = purge()
+    purge = ("purge", "--runtime-dir", str(warm.runtime_dir))
+    refused = run_kvd(*purge)
     assert refused.returncode == 1
     assert f"pid {warm.process.pid}" in refused.stderr
     warm.stop()
     assert area(warm).is_dir()
     if os.geteuid() == 0:
         os.chown(area(warm), 65534, 65534)
-        refused = purge()
+        refused = run_kvd(*purge)
         assert refused.returncode == 1
         assert "belongs to uid 65534" in refused.stderr
         os.chown(area(warm), 0, 0)
-    assert "64 MiB given back" in purge().stdout
+    assert "64 MiB given back" in run_kvd(*purge).stdout
     assert not area(warm).exists()
-    assert "0 B given back" in purge().stdout
+    assert "0 B given back" in run_kvd(*purge).stdout
 
 
 def test_lanes_of_a_dead_daemon_are_waited_for(warm: Daemon, start_daemon: StartDaemon) -> None:

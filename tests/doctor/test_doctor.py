@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,12 @@ from click.testing import CliRunner
 from kvd.cli import cli
 from kvd.config.settings import Settings
 from kvd.doctor.facts import Facts
-from tests.daemon.serving import StartDaemon, started_daemons
+from tests.daemon.serving import StartDaemon
 from tests.fakecuda.harness import FakeCuda
+from tests.processes import frozen
 from tests.waiting import eventually
 
 LEVELS = ["ok", "warn", "fail"]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartDaemon]:
-    """Starts daemons; they end with the test."""
-    with started_daemons(tmp_path / "run") as starter:
-        yield starter
 
 
 @pytest.fixture(autouse=True)
@@ -122,21 +116,20 @@ def test_a_port_in_use_is_found(tmp_path: Path) -> None:
         assert listen in Facts(settings).port_problem
 
 
-def test_a_running_daemon_is_seen_with_its_own_limits(tmp_path: Path, start: StartDaemon) -> None:
+def test_a_running_daemon_is_seen_with_its_own_limits(
+    tmp_path: Path, start_daemon: StartDaemon
+) -> None:
     """The daemon that serves the directory is named, another is a warning; one that hangs fails."""
-    daemon = start()
-    other = start(where=tmp_path / "other")
+    daemon = start_daemon(where=tmp_path / "run")
+    other = start_daemon()
     _, found = eventually(  # the doctor does not wait for long
         lambda: doctor(*quiet(tmp_path)), lambda told: told[1]["daemon"]["level"] == "ok"
     )
     assert f"pid {daemon.process.pid}, ready" in found["daemon"]["text"]
     assert f"the daemon, pid {daemon.process.pid}" in found["memlock"]["text"]
     assert f"pid {other.process.pid}" in found["other daemon"]["text"]
-    os.kill(daemon.process.pid, 19)
-    try:
+    with frozen(daemon.process.pid):
         status, found = doctor(*quiet(tmp_path))
-    finally:
-        os.kill(daemon.process.pid, 18)
     assert (status, found["daemon"]["level"]) == (1, "fail")
     assert f"pid {daemon.process.pid} holds" in found["daemon"]["text"]
 

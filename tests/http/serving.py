@@ -2,21 +2,41 @@
 
 import re
 import socket
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvd.report.broker_client import BrokerClient
+from kvd_proto.messages import Message, Ping, Pong, StatusReport
 from tests.daemon.serving import Daemon
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 SECONDS = 30.0
 # How long the broker may take to answer a probe, in tests that are not about that.
 PATIENT = "timeout=30"
+
+
+class Asked(BrokerClient):
+    """The connection to a broker that gives this report, while `answers` is set."""
+
+    def __init__(self, status: dict[str, Any]) -> None:
+        super().__init__(Path("/run/kvd"))
+        self.status = status
+        self.answers = threading.Event()
+        self.asked: list[Message] = []
+
+    def _talk(self, message: Message, kind: type[Message]) -> Message:
+        del kind
+        self.asked.append(message)
+        assert self.answers.wait(PATIENCE)
+        return Pong(pid=1) if isinstance(message, Ping) else StatusReport(status=self.status)
 
 
 def port_of(daemon: Daemon) -> int:

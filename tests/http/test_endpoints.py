@@ -18,10 +18,8 @@ from kvd.config.values import Listen, parse_listen
 from kvd.daemon.http_process import bind_tcp
 from kvd.errors import ConfigError
 from kvd.report.app import App
-from kvd.report.broker_client import BrokerClient
-from kvd_proto.messages import Message, Ping, Pong, StatusReport
 from tests.daemon.serving import Daemon, StartDaemon
-from tests.http.serving import PATIENT, SECONDS, over_tcp, over_unix, port_of, report_of
+from tests.http.serving import PATIENT, SECONDS, Asked, over_tcp, over_unix, port_of, report_of
 from tests.processes import children_running
 from tests.report.reports import changed, loaded_report
 from tests.waiting import PATIENCE, eventually
@@ -31,23 +29,13 @@ PATHS = "/livez, /healthz, /readyz, /status, /metrics, /events"
 DOCS = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
 
-class Broker(BrokerClient):
-    """The connection to a broker that answers at once, with this report."""
-
-    def __init__(self, status: dict[str, Any]) -> None:
-        super().__init__(Path("/run/kvd"))
-        self.status = status
-
-    def _talk(self, message: Message, kind: type[Message]) -> Message:
-        del kind
-        return Pong(pid=1) if isinstance(message, Ping) else StatusReport(status=self.status)
-
-
 def ask(
     path: str, method: str = "GET", report: dict[str, Any] = READY, **headers: str
 ) -> httpx.Response:
     """What the application answers to a client on TCP."""
-    app = App(Broker(report)).guarded("127.0.0.1")
+    broker = Asked(report)
+    broker.answers.set()
+    app = App(broker).guarded("127.0.0.1")
 
     async def one() -> httpx.Response:
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))

@@ -19,6 +19,7 @@ from kvd_client import LookupResult
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, run_kvd
 from tests.http.serving import port_of
+from tests.processes import frozen
 
 pytestmark = pytest.mark.slow
 
@@ -363,11 +364,8 @@ def test_a_daemon_without_engines_is_not_called_well(tab: OpenTab, web: Daemon) 
 def test_a_wedged_broker_is_told(tab: OpenTab, web: Daemon) -> None:
     """A broker that stands still: the page says that what it shows is old, until it is back."""
     page = tab(web, DESKTOP)
-    web.process.send_signal(signal.SIGSTOP)
-    try:
+    with frozen(web.process.pid):
         page.until(CONTACT.format("does not answer"))
-    finally:
-        web.process.send_signal(signal.SIGCONT)
     page.until("!document.getElementById('contact').checkVisibility()")
 
 
@@ -378,16 +376,12 @@ def test_what_is_wrong_comes_first_with_the_remedy(tab: OpenTab, start_daemon: S
     page.until("/^Nothing is wrong|held up/.test(document.getElementById('verdict').textContent)")
     remedy = "document.getElementById('problems').textContent.includes('kvd resume')"
     assert not page.ask(remedy)
-    operate(daemon, "drain")
+    where = ("--runtime-dir", str(daemon.runtime_dir))
+    assert run_kvd("drain", *where).returncode == 0
     page.until(remedy)
     assert not page.text("#verdict").startswith("All is well")
-    operate(daemon, "resume")
+    assert run_kvd("resume", *where).returncode == 0
     page.until(f"!{remedy}")
-
-
-def operate(daemon: Daemon, command: str) -> None:
-    """An operator's command."""
-    assert run_kvd(command, "--runtime-dir", str(daemon.runtime_dir)).returncode == 0
 
 
 def test_a_picture_for_the_readme(tab: OpenTab, busy: Daemon, tmp_path: Path) -> None:
