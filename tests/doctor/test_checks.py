@@ -99,7 +99,7 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("pool directory", Level.FAIL, "no such directory", pool(exists=False)),
     ("pool directory", Level.FAIL, "no memory", pool(kind="ext4")),
     ("pool directory", Level.FAIL, "not writable", pool(writable=False)),
-    ("pool directory", Level.FAIL, "--shm-size", pool(free=2**26, size=2**26)),
+    ("pool directory", Level.FAIL, "size=65536M /dev/shm; in Docker", pool(free=2**26, size=2**26)),
     ("pool directory", Level.FAIL, "chmod +t /dev/shm", pool(mode=0o777)),
     ("huge pages", Level.FAIL, "vm.nr_hugepages=32768", pool(kind="hugetlbfs")),
     ("memlock", Level.FAIL, "LimitMEMLOCK", {"locked": 2**23}),

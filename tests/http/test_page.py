@@ -8,14 +8,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvd_client import LookupResult
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, run_kvd
 from tests.http.serving import port_of
@@ -161,44 +161,30 @@ OpenTab = Callable[..., Tab]
 def engines_at_work(runtime_dir: Path, *names: str) -> Iterator[None]:
     """An engine for each name, of a model of that name, storing and loading until the end."""
     stop = threading.Event()
-    failures: list[Exception] = []
-    with ExitStack() as stack:
-        threads = []
-        for name in names:
-            layout = make_layout(blocks=BLOCKS, page=65536)
-            engine = stack.enter_context(
-                Engine(runtime_dir, name=f"{name}-0", model=name, layout=layout)
-            )
-            engine.wait_attached()
-            threads.append(
-                threading.Thread(target=_work, args=(engine, stop, failures), daemon=True)
-            )
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join(60)
-    assert not failures, failures
+    layout = make_layout(blocks=BLOCKS, page=65536)
+    with ThreadPoolExecutor() as threads, ExitStack() as stack:
+        engines = [
+            stack.enter_context(Engine(runtime_dir, name=f"{name}-0", model=name, layout=layout))
+            for name in names
+        ]
+        stack.callback(stop.set)
+        working = [threads.submit(work, engine.wait_attached(), stop) for engine in engines]
+        yield
+        stop.set()
+        for each in working:
+            each.result(60)
 
 
-def _work(engine: Engine, stop: threading.Event, failures: list[Exception]) -> None:
+def work(engine: Engine, stop: threading.Event) -> None:
     """The same prompts again and again, of which one in twenty is replaced by a new one."""
-    number = 0
-    try:
-        while not stop.wait(0.1):
-            keys = keys_of(f"prompt-{number % 10 + number // 20}", ROUND)
-            found = [engine.scheduler.lookup(key) for key in keys]
-            if all(result == LookupResult.HIT for result in found):
-                _, wrong = engine.load(keys, first_block=BLOCKS // 2 + 1)
-                assert wrong == 0
-            else:
-                engine.store(keys, first_block=1)
-            number += 1
-    except Exception as error:  # noqa: BLE001  # a thread's failure is the test's
-        failures.append(error)
+    for number in count():
+        if stop.wait(0.1):
+            return
+        keys = keys_of(f"prompt-{number % 10 + number // 20}", ROUND)
+        engine.scheduler.lookup_many(keys)
+        engine.store(keys, first_block=1)
+        _, wrong = engine.load(keys, first_block=BLOCKS // 2 + 1)
+        assert wrong == 0
 
 
 @pytest.fixture(scope="module")

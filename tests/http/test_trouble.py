@@ -36,14 +36,14 @@ def own(start_daemon: StartDaemon) -> Daemon:
 
 
 def http_process(daemon: Daemon) -> psutil.Process:
-    """The child that serves HTTP; it is waited for."""
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        for child in children_running(daemon.process.pid, "kvd.report"):
-            return child
+    """The child that serves HTTP; it is asked for something, which starts it."""
+
+    def found() -> list[psutil.Process]:
         with over_tcp(daemon) as client:
             client.get("/livez")
-    raise AssertionError(daemon.log.read_text())
+        return children_running(daemon.process.pid, "kvd.report")
+
+    return eventually(found)[0]
 
 
 def test_a_wedged_broker_fails_liveness_in_time_and_recovers(start_daemon: StartDaemon) -> None:
