@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 PATIENCE = 60.0
@@ -25,7 +26,7 @@ class Asked:
         theirs.close()
 
     def ask(self, name: str, *arguments: object) -> Any:
-        """Call a method there; what it returns, or the exception that it raised."""
+        """Call a method there, by its dotted name; what it returns, or the exception it raised."""
         self._pipe.send((name, arguments))
         if not self._pipe.poll(PATIENCE):
             raise TimeoutError(f"the process does not do {name}")
@@ -59,7 +60,7 @@ def _serve(make: Callable[..., Any], pipe: Connection, *arguments: object) -> No
         except EOFError:
             break
         try:
-            answer = getattr(made, name)(*given)
+            answer = attrgetter(name)(made)(*given)
         except Exception as error:  # noqa: BLE001  # the test is to see it
             answer = RuntimeError(f"{type(error).__name__}: {error}")
         pipe.send(answer)

@@ -45,14 +45,9 @@ def allocated(nbytes: int = SIZE) -> int:
     return cuda.DeviceMemory(nbytes).address
 
 
-def new_stream() -> int:
-    """A new stream's handle."""
-    return int(cuda.Stream().handle)
-
-
 def held_up(address: int) -> int:
     """A stream with work that does not begin before the kernels are let go, by `hold=`."""
-    stream = new_stream()
+    stream = cuda.new_stream()
     switch("hold=kernels")
     cuda.call("cuMemsetD8Async", address, 1, SIZE, stream)
     return stream
@@ -188,7 +183,7 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
     """Each call that cuda_driver.py names fails once; errors are typed, nothing is left open."""
     cuda.use_device()
     plain, exported = allocated(), cuda.VirtualMemory().address
-    streams = [new_stream() for _ in range(2)]
+    streams = [cuda.new_stream() for _ in range(2)]
     log = Path(os.environ["FAKECUDA_LOG"])
     assert life(plain, exported, streams) == []  # loads the driver
     before = log.stat().st_size
@@ -284,7 +279,7 @@ def numbers_are_reached_when_the_stream_is_there() -> None:
     """Not before its kernels have finished; in order, whichever streams they are asked for on."""
     cuda.use_device()
     _, timeline = signalled()
-    idle = new_stream()
+    idle = cuda.new_stream()
     assert timeline.signal_on(idle) == 1
     until(timeline, 1)
     busy = held_up(allocated())
@@ -339,7 +334,7 @@ def a_number_after_one_that_was_not_marked_waits_for_it() -> None:
     """On another stream too: the timeline never falls back."""
     cuda.use_device()
     _, timeline = signalled()
-    idle, busy = new_stream(), held_up(allocated())
+    idle, busy = cuda.new_stream(), held_up(allocated())
     switch("fail=cuEventRecord:1:999")
     with refused(CudaError, "record an event"):
         timeline.signal_on(busy)
@@ -356,7 +351,7 @@ def a_failed_signal_raises_and_the_next_one_counts() -> None:
     """A number that the driver did not take is skipped over by the next."""
     cuda.use_device()
     _, timeline = signalled()
-    stream = new_stream()
+    stream = cuda.new_stream()
     switch("fail=cuStreamWriteValue64:1:999")
     with refused(CudaError, "write 1 from a stream"):
         timeline.signal_on(stream)

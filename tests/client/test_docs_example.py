@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StartDaemon
-from tests.waiting import DEADLINE, PATIENCE
+from tests.processes import python
+from tests.waiting import DEADLINE
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "writing-a-client.md"
@@ -30,13 +31,7 @@ def block(kind: str) -> str:
 def test_example_engine_runs(start_daemon: StartDaemon) -> None:
     """The example is served from the cache the second time, and prints what the guide says."""
     daemon = start_daemon()
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PATIENTLY + block("python"), str(daemon.runtime_dir)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = python("-W", "error", "-c", PATIENTLY + block("python"), daemon.runtime_dir)
     assert (done.stderr, done.stdout) == ("", block("text"))
 
 

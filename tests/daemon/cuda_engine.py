@@ -1,17 +1,220 @@
-"""An engine in CUDA memory: its scheduler here, its ranks in processes of their own."""
+"""An engine in CUDA memory: its scheduler here, its ranks in processes of their own.
 
+Handles do not open at home.
+"""
+
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from kvd_client import LookupResult, Scheduler
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client import (
+    DeviceMemory,
+    Fingerprint,
+    JobBlocks,
+    JobResult,
+    Load,
+    LookupResult,
+    Scheduler,
+    Store,
+    Worker,
+)
 from tests.asked import Asked
-from tests.daemon.cuda_rank import Rank
-from tests.daemon.engines import FACTOR, PAGE, wait_boot
+from tests.daemon.engines import (
+    FACTOR,
+    PAGE,
+    POISON,
+    TENSORS,
+    content,
+    make_layout,
+    wait_boot,
+)
 from tests.daemon.serving import Daemon
+from tests.fakecuda import cudatensor
+from tests.fakecuda.harness import switch
 from tests.waiting import DEADLINE, PATIENCE, eventually
+
+GAP = 512
+
+
+class Rank:
+    """The rank, for `Asked`. Blocks are those of `make_layout`, both storages in one allocation.
+
+    Args:
+        runtime_dir: the daemon's.
+        engine: the engine's name.
+        rank: from 0.
+        world_size: how many there are.
+        kind: of its memory: "ipc", "vmm" (exportable) or "closed" (not exportable).
+        device: ordinal of its device.
+        page: bytes of a block's part of each tensor.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        engine: str,
+        rank: int,
+        world_size: int,
+        *,
+        kind: str = "ipc",
+        device: int = 0,
+        page: int = PAGE,
+    ) -> None:
+        self._rank = rank
+        self._results: dict[int, JobResult] = {}
+        self._layout = make_layout(page=page)
+        cudatensor.use_device(device)
+        self._stream = cudatensor.new_stream()
+        self._storages = self._make_storages(kind, device)
+        self.worker = Worker(runtime_dir, engine, rank, world_size, deadline=DEADLINE)
+
+    def close(self) -> None:
+        """Take the memory back from the daemon."""
+        self.worker.close()
+
+    def register(self) -> str:
+        """Give the daemon the memory; the device's name."""
+        memory = self._share()
+        self.worker.register(memory, self._layout, Fingerprint(model="model"), required=True)
+        for part in memory:
+            part.close()
+        return memory[0].device
+
+    def wait_boot(self, boot_id: bytes) -> None:
+        """Until its session is one with the daemon of this boot id."""
+        wait_boot(self.worker, boot_id)
+
+    switch = staticmethod(switch)  # of the test driver in this process
+
+    def fill(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Write the keys' content into blocks, now."""
+        for key, inside, block in _places(keys, blocks):
+            for tensor in range(TENSORS):
+                self._put(tensor, block, self._wanted(key, tensor, inside))
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Overwrite blocks, now."""
+        for block in blocks:
+            for tensor in range(TENSORS):
+                self._put(tensor, block, np.full(self._page(tensor), POISON, np.uint8))
+
+    def compute(self, value: int, blocks: Sequence[int]) -> None:
+        """Put on the stream: kernels that set every byte of blocks."""
+        for block in blocks:
+            for tensor in range(TENSORS):
+                at, page = self._address(tensor, block), self._page(tensor)
+                cudatensor.call("cuMemsetD8Async", at, value, page, self._stream)
+
+    def wrong_bytes(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Bytes of blocks that are not the keys' content."""
+        return sum(
+            int((self._get(tensor, block) != self._wanted(key, tensor, inside)).sum())
+            for key, inside, block in _places(keys, blocks)
+            for tensor in range(TENSORS)
+        )
+
+    def values(self, blocks: Sequence[int]) -> set[int]:
+        """The different bytes that there are in blocks."""
+        found: set[int] = set()
+        for block in blocks:
+            for tensor in range(TENSORS):
+                found |= set(np.unique(self._get(tensor, block)).tolist())
+        return found
+
+    def submit(
+        self,
+        kind: str,
+        job: int,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        generations: Sequence[int],
+    ) -> None:
+        """A job on group 0 that comes after all that is on the stream."""
+        after = self.worker.timeline.signal_on(self._stream)
+        arrays = JobBlocks.of(blocks, [len(blocks), 0], [0, 0], slots, generations)
+        self.worker.submit(Store if kind == "store" else Load, job, arrays, after=after)
+
+    def submit_many(
+        self,
+        jobs: Sequence[int],
+        kind: str,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        generations: Sequence[int],
+    ) -> None:
+        """The same job under many numbers, faster than they can be done."""
+        for job in jobs:
+            self.submit(kind, job, blocks, slots, generations)
+
+    def finished(self) -> list[int]:
+        """Jobs that have ended since the last call."""
+        ended = self.worker.get_finished()
+        self._results |= {result.job_id: result for result in ended}
+        return sorted(self._results)
+
+    def result(self, job: int) -> JobResult:
+        """Wait for a job's end."""
+        end = time.monotonic() + PATIENCE
+        while job not in self.finished():
+            assert time.monotonic() < end, f"job {job} does not end"
+            time.sleep(0.002)
+        result: JobResult = self._results.pop(job)
+        return result
+
+    # -------------------------------------------------------------- driver
+
+    def _make_storages(self, kind: str, device: int) -> list[int]:
+        """Their addresses; with gaps, in one allocation."""
+        del device
+        nbytes = sum(self._layout.storages) + TENSORS * GAP
+        if kind == "ipc":
+            self._memory: cudatensor.DeviceBytes = cudatensor.DeviceMemory(nbytes)
+        else:
+            nbytes = -(-nbytes // cudatensor.GRANULARITY) * cudatensor.GRANULARITY
+            self._memory = cudatensor.VirtualMemory(nbytes, exportable=kind == "vmm")
+        base = self._memory.address
+        found = []
+        for size in self._layout.storages:
+            found.append(base + GAP)
+            base += size + GAP
+        return found
+
+    def _share(self) -> Sequence[DeviceMemory]:
+        """The storages as memory to register."""
+        return [
+            DeviceMemory.at(address, size)
+            for address, size in zip(self._storages, self._layout.storages, strict=True)
+        ]
+
+    def _page(self, tensor: int) -> int:
+        return self._layout.tensors[tensor].page_bytes
+
+    def _address(self, tensor: int, block: int) -> int:
+        return self._storages[tensor] + block * self._page(tensor)
+
+    def _wanted(self, key: bytes, tensor: int, inside: int) -> npt.NDArray[np.uint8]:
+        return content(key, self._rank, tensor, inside, self._page(tensor))
+
+    def _put(self, tensor: int, block: int, data: npt.NDArray[np.uint8]) -> None:
+        self._bytes(tensor, block).write(data.tobytes())
+        cudatensor.call("cuStreamSynchronize", 0)  # pageable bytes may arrive later
+
+    def _get(self, tensor: int, block: int) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self._bytes(tensor, block).read(), np.uint8)
+
+    def _bytes(self, tensor: int, block: int) -> cudatensor.DeviceBytes:
+        return cudatensor.DeviceBytes(self._address(tensor, block), self._page(tensor))
+
+
+def _places(keys: Sequence[bytes], blocks: Sequence[int]) -> list[tuple[bytes, int, int]]:
+    factor = len(blocks) // len(keys)
+    return [(keys[at // factor], at % factor, block) for at, block in enumerate(blocks)]
 
 
 @dataclass
@@ -58,7 +261,7 @@ class CudaEngine:
             for rank in self.ranks.values():
                 rank.ask("wait_boot", boot)
         assert self.scheduler.wait_attached(PATIENCE)
-        assert all(rank.ask("wait_attached") for rank in self.ranks.values())
+        assert all(rank.ask("worker.wait_attached", PATIENCE / 2) for rank in self.ranks.values())
 
     def submit(self, kind: str, ticket: Any, blocks: Sequence[int]) -> int:
         """One job of every rank; its number."""

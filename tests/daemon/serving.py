@@ -19,6 +19,7 @@ from kvd.cli import cli
 from kvd.daemon.pool_files import area_name
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
+from tests.processes import python
 from tests.waiting import PATIENCE, PAUSE, eventually
 
 
@@ -158,10 +159,4 @@ def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
         if done.exception and not isinstance(done.exception, SystemExit):
             raise done.exception
         return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
-    return subprocess.run(
-        [sys.executable, "-m", "kvd", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    return python("-m", "kvd", *arguments)

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from kvd_tools.selftest.steps import STEPS, run
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import run_kvd
+from tests.processes import python
 from tests.waiting import DEADLINE, PATIENCE
 
 MIB = 2**20
@@ -34,14 +34,8 @@ def run_steps(daemon: Daemon) -> list[dict[str, Any]]:
 def selftest(runtime_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`kvd selftest` as a command, to its end."""
     program = "from kvd_tools.selftest.command import selftest; selftest()"
-    return subprocess.run(
-        [sys.executable, "-c", program, "--runtime-dir", str(runtime_dir), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"COLUMNS": "200"},
-    )
+    environment = os.environ | {"COLUMNS": "200"}
+    return python("-c", program, "--runtime-dir", runtime_dir, *arguments, environment=environment)
 
 
 NAMES = list(STEPS)

@@ -34,6 +34,11 @@ def use_device(ordinal: int = 0) -> None:
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal)))
 
 
+def new_stream() -> int:
+    """The handle of a new stream that the legacy default stream does not order."""
+    return int(call("cuStreamCreateWithPriority", 1, 0))
+
+
 class DeviceBytes:
     """Bytes of device memory at `address`."""
 
@@ -106,26 +111,6 @@ class PinnedBytes:
         self.address = ctypes.addressof(self._view)
         call("cuMemHostRegister", self.address, nbytes, 3)
 
-    def word(self, offset: int = 0) -> int:
-        """Eight bytes as a number."""
-        return int.from_bytes(self.bytes[offset : offset + 8], "little")
-
     def unregister(self) -> None:
         """Make it ordinary memory again."""
         call("cuMemHostUnregister", self.address)
-
-
-class Stream:
-    """A stream, by default one that the legacy default stream does not order."""
-
-    def __init__(self, *, blocking: bool = False) -> None:
-        self.handle = call("cuStreamCreateWithPriority", 0 if blocking else 1, 0)
-
-    def wait(self) -> None:
-        """Until everything given to it is done."""
-        call("cuStreamSynchronize", self.handle)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether everything given to it is done."""
-        return code_of("cuStreamQuery", self.handle) == 0

@@ -16,9 +16,9 @@ import pytest
 from tests.fakecuda.cudatensor import (
     DeviceMemory,
     PinnedBytes,
-    Stream,
     call,
     code_of,
+    new_stream,
     use_device,
 )
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch
@@ -69,44 +69,24 @@ def touched_by_host() -> None:
 def registration() -> None:
     """Overlaps, and copies that leave a registration or span two, are errors."""
     use_device()
-    device, stream = DeviceMemory(64 * PAGE), Stream()
+    device, stream = DeviceMemory(64 * PAGE), new_stream()
     host = PinnedBytes(8 * PAGE)
     assert code_of("cuMemHostRegister", host.address + PAGE, PAGE, 0) == ALREADY_REGISTERED
     assert int(call("cuMemHostGetDevicePointer", host.address, 0)) == host.address
     assert code_of("cuMemHostRegister", device.address, PAGE, 0) == INVALID_VALUE
     host.unregister()
     assert code_of("cuMemHostUnregister", host.address) == NOT_REGISTERED
-    copy = ("cuMemcpyDtoHAsync", host.address + 3 * PAGE, device.address, 2 * PAGE, stream.handle)
+    copy = ("cuMemcpyDtoHAsync", host.address + 3 * PAGE, device.address, 2 * PAGE, stream)
     assert code_of(*copy) == NOT_REGISTERED
     for start in (0, 4 * PAGE):  # two registrations side by side
         call("cuMemHostRegister", host.address + start, 4 * PAGE, 0)
     assert code_of(*copy) == INVALID_VALUE
 
 
-def legacy_stream() -> None:
-    """The null stream and blocking streams wait for each other; non-blocking ones do not."""
-    use_device()
-    device, host, free, ordered = (
-        DeviceMemory(PAGE),
-        PinnedBytes(PAGE),
-        Stream(),
-        Stream(blocking=True),
-    )
-    switch("hold=kernels")
-    call("cuMemsetD8Async", device.address, 7, PAGE, ordered.handle)
-    call("cuStreamWriteValue64", 0, host.address, 1, 0)
-    call("cuStreamWriteValue64", free.handle, host.address + 8, 2, 0)
-    free.wait()
-    assert (host.word(), host.word(8)) == (0, 2)
-    switch("hold=")
-    call("cuStreamSynchronize", 0)
-    assert host.word() == 1
-
-
 def unmapped_under_a_copy() -> None:
     """Registered shared memory is unmapped by the program while a copy writes to it."""
     use_device()
-    device, stream = DeviceMemory(PAGE), Stream()
+    device, stream = DeviceMemory(PAGE), new_stream()
     device.write(b"\7" * PAGE)
     fd = os.memfd_create("pool")
     os.ftruncate(fd, 2 * PAGE)
@@ -116,10 +96,10 @@ def unmapped_under_a_copy() -> None:
     address = libc.mmap(None, *arguments)
     call("cuMemHostRegister", address, 2 * PAGE, 0)
     switch("hold=copies")
-    call("cuMemcpyDtoHAsync", address + PAGE, device.address, PAGE, stream.handle)
+    call("cuMemcpyDtoHAsync", address + PAGE, device.address, PAGE, stream)
     assert libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(2 * PAGE)) == 0
     switch("hold=")
-    stream.wait()
+    call("cuStreamSynchronize", stream)
     assert os.pread(fd, 2 * PAGE, 0) == bytes(PAGE) + b"\7" * PAGE
 
 
@@ -140,7 +120,6 @@ SCENARIOS: list[Callable[[], None]] = [
     thread_without_context,
     allocations,
     registration,
-    legacy_stream,
     unmapped_under_a_copy,
 ]
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvd_client import LookupResult
-from tests.daemon.cuda_engine import CudaEngine, blocks_of, wait_lane
-from tests.daemon.cuda_rank import Rank
+from tests.daemon.cuda_engine import CudaEngine, Rank, blocks_of, wait_lane
 from tests.daemon.engines import keys_of
 from tests.daemon.serving import StartDaemon
 

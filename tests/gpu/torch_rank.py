@@ -6,7 +6,7 @@ import torch
 
 from kvd_client import DeviceMemory
 from kvd_client.torch_memory import share_torch
-from tests.daemon.cuda_rank import Rank
+from tests.daemon.cuda_engine import Rank
 
 
 class TorchRank(Rank):

@@ -24,6 +24,7 @@ from tests.fakecuda.harness import FakeCuda
 from tests.lane import cuda_checks as checks
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import CudaRig, TestDriver, load
+from tests.lane.device_contract import DeviceContract
 from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.fakecuda
@@ -121,7 +122,7 @@ RULES = [
         setting="fail=cuMemcpyBatchAsync:*:801",
     ),
     Rule(
-        checks.memory_is_unmapped_after_its_copies,
+        DeviceContract().test_memory_in_use_is_not_released,
         ((flow.Flow, "uses", lambda _self, _memory: False),),
     ),
     Rule(checks.no_copy_spans_two_registrations, (NO_SPLIT,)),

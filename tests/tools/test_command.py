@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from kvd_tools.demo.report import MEANING
+from tests.processes import python
 from tests.tools.places import nothing_is_left
 from tests.waiting import PATIENCE
 
@@ -148,13 +149,7 @@ def test_bad_options_are_named_before_anything_runs(arguments: list[str], words:
 )
 def test_without_vllm_it_says_how_to_get_it() -> None:
     """`kvd demo-vllm` in one sentence names the environment and the remedy, exit status 1."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvd", "demo-vllm"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = python("-m", "kvd", "demo-vllm")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert sys.prefix in done.stderr
