@@ -142,16 +142,6 @@ def test_a_stale_generation_moves_nothing(
     assert (worker.pages(range(32)) == 0xEE).all()
 
 
-def test_a_failed_store_gives_up_only_what_is_the_engines_own(
-    lane: Lane, worker: FakeWorker, directory: Directory
-) -> None:
-    """Of a store with one stale slot the others are reported as failed, the stale one is not."""
-    directory.set([4], SlotState.WRITING, owner=8)
-    assert worker.run(Store, 1, [1, 2, 3, 4], [3, 4]) is JobStatus.STALE
-    share = lane.share()
-    assert (share.ok, share.slots.numpy().tolist()) == (False, [3])
-
-
 REFUSED: list[tuple[list[int], list[int], dict[str, list[int]], str]] = [
     ([0, 1], [3], {}, "null block"),
     ([1, 32], [3], {}, "block_ids"),

@@ -149,12 +149,17 @@ def test_a_load_takes_the_next_piece_from_a_running_store(bench: Bench) -> None:
     assert bench.ended() == [(2, JobStatus.OK), (1, JobStatus.OK)]
 
 
-def test_a_slot_that_is_given_up_while_it_is_stored_is_not_reported(bench: Bench) -> None:
-    """A store whose chunk is no longer its own at the end is STALE and names only the others."""
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_slot_that_is_given_up_is_not_reported(bench: Bench, begun: bool) -> None:
+    """A store whose chunk is not its own, or no longer at the end, is STALE, names the others."""
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
+    if begun:
+        bench.runner.turn()
+        bench.directory.set([3], SlotState.DRAINING)
+    else:
+        bench.directory.set([3], SlotState.WRITING, owner=8)
     bench.runner.turn()
-    bench.directory.set([3], SlotState.DRAINING)
-    for _ in range(2):
+    while bench.device.flying:
         bench.device.land()
     bench.runner.turn()
     (job,) = bench.runner.take_ended()
