@@ -28,7 +28,6 @@ from kvd.wire.link import (
     ShareDone,
 )
 from kvd_proto.arrays import IntArray
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     Error,
     Fingerprint,
@@ -39,6 +38,7 @@ from kvd_proto.messages import (
     Message,
     Register,
 )
+from tests.layouts import flat_layout
 
 PAGE = 4096
 CUDA = "cuda:" + "0f" * 16
@@ -126,20 +126,8 @@ def join(
     return session
 
 
-def one_tensor(blocks: int = 8, page_bytes: int = PAGE) -> RankLayout:
-    """Return a layout of one tensor in one storage, one block a chunk."""
-    return RankLayout(
-        num_blocks=blocks,
-        blocks_per_chunk=1,
-        hash_block_size=16,
-        storages=(blocks * page_bytes,),
-        tensors=(TensorSpec(storage=0, offset=0, page_bytes=page_bytes, block_stride=page_bytes),),
-        groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=page_bytes),), block_size=16),),
-    )
-
-
 def register(device: str = "host", rank: int = 0, world_size: int = 1, **fields: Any) -> Register:
-    """Return the registration of a rank with `one_tensor`, but for the `fields`."""
+    """Return the registration of a rank with one tensor, but for the `fields`."""
     memory = HostHandle(fd_index=1)
     ipc = IpcHandle(handle=bytes(64), allocation=8 * PAGE)
     message = Register(
@@ -147,7 +135,7 @@ def register(device: str = "host", rank: int = 0, world_size: int = 1, **fields:
         world_size=world_size,
         device=device,
         fingerprint=Fingerprint(model="m"),
-        layout=one_tensor(),
+        layout=flat_layout(PAGE),
         handles=(memory if device == "host" else ipc,),
     )
     return replace(message, **fields)

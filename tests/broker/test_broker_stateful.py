@@ -53,8 +53,8 @@ from tests.broker.brokers import (
     hello,
     lane_ready,
     make_broker,
-    one_tensor,
 )
+from tests.layouts import flat_layout
 
 WORLD = 2
 POOL = 40 * PAGE
@@ -222,7 +222,7 @@ class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
                 world_size=WORLD,
                 device=device,
                 fingerprint=Fingerprint(model=f"model-{pages}"),
-                layout=one_tensor(page_bytes=pages * PAGE),
+                layout=flat_layout(pages * PAGE),
                 handles=(HostHandle(fd_index=1),),
                 temporary=name == "t",
             ),

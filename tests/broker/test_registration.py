@@ -38,12 +38,12 @@ from tests.broker.brokers import (
     lane_up,
     make_broker,
     mapped,
-    one_tensor,
     open_pool,
     refusal,
     replies,
     size_pool,
 )
+from tests.layouts import flat_layout
 
 BLOCKS = 64
 
@@ -57,7 +57,7 @@ def unsized() -> Broker:
 
 def register(rank: int = 0, world_size: int = 2, layers: int = 1) -> Register:
     """One rank, 64 blocks of one page in each of its layers."""
-    layout = one_tensor(BLOCKS, layers * PAGE)
+    layout = flat_layout(layers * PAGE, blocks=BLOCKS)
     return brokers.register("host", rank, world_size, stage=rank, layout=layout)
 
 
@@ -285,7 +285,7 @@ def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
     ids = {namespace_id([each], uid) for each in others for uid in (None, 5, 6)}
     assert len(ids) == 3 * len(others)
     assert namespace_id([lasting], 5) in ids
-    more_blocks = replace(lasting, layout=one_tensor(2 * BLOCKS))
+    more_blocks = replace(lasting, layout=flat_layout(PAGE, blocks=2 * BLOCKS))
     assert namespace_id([more_blocks]) in ids
 
 

@@ -33,15 +33,6 @@ def test_partial_acceptance_evicts_exactly_what_it_needs() -> None:
     table.check_integrity()
 
 
-def test_the_head_stays_longest() -> None:
-    """When a request has finished its tail is evicted before its head, and others before both."""
-    table = make_table(4)
-    store(table, names(4))
-    assert table.finished([b"key 1", b"key 3", b"unknown"]) == 2
-    order = [store(table, names(1, first=10 + n)).evicted[0] for n in range(4)]
-    assert order == [b"key 2", b"key 0", b"key 3", b"key 1"]
-
-
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) -> None:
     """Its tail goes first, also what was still on its way when the request had finished."""

@@ -14,10 +14,10 @@ from kvd_client import (
     session,
 )
 from tests.client.fake_daemon import FakeDaemon
-from tests.lane.support import simple_layout
+from tests.layouts import flat_layout
 from tests.waiting import DEADLINE
 
-LAYOUT = simple_layout(tensors=1, num_blocks=8, page=512)
+LAYOUT = flat_layout(512, factor=2)
 FINGERPRINT = Fingerprint(model="tiny")
 
 

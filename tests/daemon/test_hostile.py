@@ -11,12 +11,6 @@ from pathlib import Path
 import pytest
 
 from docs.generate_protocol import EXAMPLES, vector
-from kvd_client import (
-    GroupSpec,
-    RankLayout,
-    TensorRef,
-    TensorSpec,
-)
 from kvd_client.memory import sealed_file
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.control import CONTROL_BYTES
@@ -39,6 +33,7 @@ from tests.daemon.engines import POISON, Engine, keys_of, make_layout, wait_hit
 from tests.daemon.raw_client import RawClient, code_of, registration, said_at_the_end, text_of
 from tests.daemon.serving import wait_state
 from tests.descriptors import open_files
+from tests.layouts import flat_layout
 from tests.processes import frozen
 from tests.waiting import eventually
 
@@ -272,14 +267,7 @@ def test_the_directory_cannot_be_written_by_clients(daemon: Daemon) -> None:
 def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: StartDaemon) -> None:
     """A scheduler that dies with 20,000 chunks in writing: all are freed, and the lane lives."""
     daemon = start_daemon(cpu_bytes="96MiB")
-    layout = RankLayout(
-        num_blocks=8,
-        blocks_per_chunk=1,
-        hash_block_size=16,
-        storages=(8 * 4096,),
-        tensors=(TensorSpec(0, 0, 4096, 4096),),
-        groups=(GroupSpec((TensorRef(0, 4096),), 16),),
-    )
+    layout = flat_layout(4096)
     with Engine(daemon.runtime_dir, world_size=1, layout=layout).wait_attached() as engine:
         assert len(engine.scheduler.prepare_store(keys_of("many", 20_000))) == 20_000
         engine.scheduler.close()

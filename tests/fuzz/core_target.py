@@ -21,7 +21,7 @@ QUIET_SECONDS = 60
 
 def play_core(script: Script) -> None:
     """A new broker for each script; a lane that does at once what it is told."""
-    play = _Play()
+    play = CorePlay()
     for number, step in enumerate(script):
         try:
             play.do(step)
@@ -43,7 +43,7 @@ def play_core(script: Script) -> None:
         raise Finding(f"after the end: {error!r}") from error
 
 
-class _Play(DrivenBroker):
+class CorePlay(DrivenBroker):
     """One broker's life."""
 
     def __init__(self) -> None:

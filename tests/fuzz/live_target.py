@@ -5,7 +5,6 @@ import json
 import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,7 +31,6 @@ from tests.fuzz.neighbour import Neighbour
 from tests.fuzz.raw import Actor
 from tests.fuzz.script import Marks, Script, Step
 from tests.fuzz.target import Finding
-from tests.waiting import PATIENCE, eventually
 
 REPLY_MS = 30
 REGISTER_MS = 300
@@ -45,16 +43,10 @@ RSS_SLACK_BYTES = 128 * 2**20
 
 
 class LiveTarget:
-    """A daemon, started with the block that this is used in; see `Play`.
+    """A daemon, started with the block that this is used in, at a short path; see `Play`."""
 
-    Args:
-        runtime_dir: a short path that does not exist yet.
-        valid: every request is one that is answered, and each waits for what it needs.
-    """
-
-    def __init__(self, runtime_dir: Path, *, valid: bool = False) -> None:
+    def __init__(self, runtime_dir: Path) -> None:
         self._runtime_dir = runtime_dir
-        self._valid = valid
         self._stack = ExitStack()
         self._log_read = 0
 
@@ -107,16 +99,11 @@ class LiveTarget:
                     marks.came(step.actor, actors[step.actor].token)
             return
         if step.where == "time":
-            if self._valid:
-                eventually(self._writing, lambda chunks: not chunks)
-            else:
-                time.sleep(MOMENT_SECONDS)
+            time.sleep(MOMENT_SECONDS)
             return
         actor = actors.get(step.actor)
         if actor is None:
             return
-        if self._valid and step.where == "lane":
-            eventually(lambda: actor.knows_lane(marks))
         parts = [marks.resolve(part) for part in step.parts]
         if step.where == "control socket":
             frame = b"".join(parts)
@@ -130,9 +117,7 @@ class LiveTarget:
         """Wait a moment for the reply, if there must be one; some come much later."""
         if len(frame) < HEADER_BYTES or not frame.startswith(MAGIC):
             return
-        slow = frame[6:8] == _REGISTER
-        patience = int(PATIENCE * 1000) if self._valid else REGISTER_MS if slow else REPLY_MS
-        reply = actor.receive(where, patience)
+        reply = actor.receive(where, REGISTER_MS if frame[6:8] == _REGISTER else REPLY_MS)
         while reply is not None:
             marks.learn(reply[1])
             reply = actor.receive(where, 0)
@@ -175,14 +160,6 @@ class LiveTarget:
         if len(status["lanes"]) != 1 or lane["counters"]["restarts"] or lane["pid"] != self._lane:
             raise Finding(f"the lane is not what it was: {lane}")
         self.alive()
-
-    def jobs(self) -> Counter[str]:
-        """Jobs that have ended, by direction and outcome."""
-        return +Counter(self._status()["counters"]["jobs"])
-
-    def _writing(self) -> int:
-        """Chunks of which not every share is stored."""
-        return sum(each["chunks"]["writing"] for each in self._status()["namespaces"])
 
     def _quiet(self) -> dict[str, Any]:
         """The status once nobody but this tool and the neighbour is there and holds anything."""

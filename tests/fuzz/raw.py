@@ -102,11 +102,6 @@ class Actor(RawClient):
                 lane = self._sockets["lane"] = self.context.socket(zmq.DEALER)
                 lane.connect(message.endpoint)
 
-    def knows_lane(self, marks: Marks) -> bool:
-        """Whether a notice has named the lane's endpoint."""
-        self.receive_notices(marks)
-        return "lane" in self._sockets
-
 
 @contextmanager
 def descriptors(kinds: tuple[str, ...], control_socket: socket.socket) -> Iterator[list[int]]:

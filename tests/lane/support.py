@@ -38,8 +38,9 @@ from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Done, Handle, HostHandle, Job, JobStatus, Message, Store
+from tests.layouts import flat_layout
 from tests.waiting import PATIENCE
 
 TIMELINE, EPOCH = 0, 1  # words of a control page; the second is that of stores
@@ -101,14 +102,7 @@ def simple_layout(
     blocks_per_chunk: int = 2,
 ) -> RankLayout:
     """One group over equal tensors, each with a storage of its own and blocks back to back."""
-    return RankLayout(
-        num_blocks=num_blocks,
-        blocks_per_chunk=blocks_per_chunk,
-        hash_block_size=16,
-        storages=tuple(num_blocks * page for _ in range(tensors)),
-        tensors=tuple(TensorSpec(index, 0, page, page) for index in range(tensors)),
-        groups=(GroupSpec(tuple(TensorRef(index, page) for index in range(tensors)), 16),),
-    )
+    return flat_layout(*(page,) * tensors, blocks=num_blocks, factor=blocks_per_chunk)
 
 
 class FakeWorker:

@@ -14,39 +14,17 @@ from kvd_proto.capacity import (
     size_pool,
 )
 from kvd_proto.errors import SizeError
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
+from tests.layouts import flat_layout
 
 GIB = 1024**3
 FULL = LayerGroup((4096,) * 32, 16)
 WINDOW = LayerGroup((4096,) * 32, 16, sliding_window=64)
 
 
-def rank(
-    pages: tuple[int, ...], blocks: int = 100, factor: int = 1, *, replicated: bool = False
-) -> RankLayout:
-    """One group, one storage per page size."""
-    return RankLayout(
-        num_blocks=blocks,
-        blocks_per_chunk=factor,
-        hash_block_size=16,
-        storages=tuple(page * blocks for page in pages),
-        tensors=tuple(TensorSpec(i, 0, page, page) for i, page in enumerate(pages)),
-        groups=(GroupSpec(tuple(TensorRef(i, page) for i, page in enumerate(pages)), 16),),
-        replicated=replicated,
-    )
-
-
-def test_the_formulas_chain() -> None:
-    """Bytes per chunk are those of a block over all layers and ranks times the factor."""
-    sizes = size_pool([rank((16384,) * 32, blocks=1000, factor=4)] * 2, GIB + 5)
-    assert sizes.bytes_per_chunk == 16384 * 32 * 2 * 4
-    assert sizes.num_chunks == 256
-
-
 def test_mixed_page_sizes_are_counted_once() -> None:
     """Regression (Kimi K2.5 at TP 4): the pool is sized by the sum of pages, each one once."""
     pages = (36_864,) * 61 + (4_096,) * 61
-    sizes = size_pool([rank(pages, factor=2)] * 4, 16 * GIB)
+    sizes = size_pool([flat_layout(*pages, factor=2)] * 4, 16 * GIB)
     assert sizes.slot_bytes == (sum(pages) * 2,) * 4
     assert sizes.bytes_per_chunk == sum(pages) * 2 * 4
     assert sizes.num_chunks == 16 * GIB // (sum(pages) * 2 * 4)
@@ -54,7 +32,7 @@ def test_mixed_page_sizes_are_counted_once() -> None:
 
 def test_every_slot_lies_inside_the_pool() -> None:
     """All arenas together stay inside the budget, whatever the shares."""
-    layouts = [rank((5000, 3)), rank((9000,)), rank((1,))]
+    layouts = [flat_layout(5000, 3), flat_layout(9000), flat_layout(1)]
     sizes = size_pool(layouts, 1_000_000)
     assert sizes.slot_bytes == (8192, 12288, 4096)
     assert sum(sizes.slot_bytes) * sizes.num_chunks <= 1_000_000
@@ -62,7 +40,7 @@ def test_every_slot_lies_inside_the_pool() -> None:
 
 def test_replicated_shares_take_one_arena() -> None:
     """Ranks that hold the same bytes store them once."""
-    sizes = size_pool([rank((4096,), replicated=True)] * 8, 4096 * 10)
+    sizes = size_pool([flat_layout(4096, replicated=True)] * 8, 4096 * 10)
     assert sizes.slot_bytes == (4096,)
     assert sizes.num_chunks == 10
 
@@ -70,13 +48,13 @@ def test_replicated_shares_take_one_arena() -> None:
 def test_a_budget_below_one_chunk_is_refused_with_the_remedy() -> None:
     """The refusal names budget, chunk and what to raise, exactly."""
     with pytest.raises(SizeError, match=r"pool of 4095 bytes.*at least 4096"):
-        size_pool([rank((4096,))], 4095)
-    assert size_pool([rank((4096,))], 4096).num_chunks == 1
+        size_pool([flat_layout(4096)], 4095)
+    assert size_pool([flat_layout(4096)], 4096).num_chunks == 1
 
 
 def test_auto_is_the_ratio_capped_by_what_is_there() -> None:
     """`auto` takes ratio x GPU KV x ranks, at most the memory available less the reserve."""
-    ten, one = rank((4096,), blocks=10 * GIB // 4096), rank((4096,), blocks=GIB // 4096)
+    ten, one = flat_layout(4096, blocks=10 * GIB // 4096), flat_layout(4096, blocks=GIB // 4096)
     size, why = auto_cpu_bytes([ten, ten], available=100 * GIB, reserve=4 * GIB)
     assert size == 40 * GIB
     assert "2 x 10 GiB GPU KV x 2 ranks = 40 GiB" in why
@@ -89,12 +67,12 @@ def test_auto_is_the_ratio_capped_by_what_is_there() -> None:
 
 def test_auto_counts_each_rank_once_and_replicated_shares_once() -> None:
     """Stages of different size are summed, in any order; ranks that hold the same are one."""
-    stages = [rank((4096,) * layers, blocks=100) for layers in (1, 3)]
+    stages = [flat_layout(*(4096,) * layers, blocks=100) for layers in (1, 3)]
     for layouts in (stages, stages[::-1]):
         size, why = auto_cpu_bytes(layouts, available=GIB, reserve=0)
         assert size == 2 * 4 * 4096 * 100
         assert "2 x 1.56 MiB GPU KV of 2 ranks = 3.12 MiB" in why
-    same = [rank((4096,), blocks=100, replicated=True)] * 8
+    same = [flat_layout(4096, blocks=100, replicated=True)] * 8
     assert auto_cpu_bytes(same, available=GIB, reserve=0)[0] == 2 * 4096 * 100
 
 

@@ -86,6 +86,7 @@ def test_generated_documentation_is_current() -> None:
         frame_of(0x16, {"lease": 2**63}),
         frame_of(0x16, {"lease": 1.0}),
         frame_of(0x14, {"keys": [], "lease_ms": 0}),
+        frame_of(0x33, b"\x81\xa6status\x81\xa1a" + b"\x91" * 5000 + b"\xc0"),
     ],
 )
 def test_a_malformed_frame_is_refused(frame: bytes) -> None:
@@ -106,12 +107,6 @@ def test_nested_fields_are_checked_as_strictly() -> None:
     fields["layout"]["tensors"][0] |= {"offset": 0, "color": 1}
     with pytest.raises(DecodeError, match=r"layout.tensors"):
         WIRE.decode(frame_of(0x03, fields))
-
-
-def test_deep_nesting_is_refused() -> None:
-    """A report nested a thousand deep is malformed, not a crash."""
-    with pytest.raises(DecodeError):
-        WIRE.decode(frame_of(0x33, b"\x81\xa6status\x81\xa1a" + b"\x91" * 5000 + b"\xc0"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: type(e).__name__)

@@ -22,8 +22,10 @@ from kvd_proto.layout import (
     TensorSpec,
     validate_layout,
 )
+from tests.layouts import flat_layout
 
 PAGE = 64
+ONE_GROUP = flat_layout(PAGE, blocks=64, factor=4)
 MIB = 2**20
 Move = tuple[int, int, int]  # storage, byte in the storage, byte in the arena
 
@@ -68,19 +70,10 @@ def oracle(job: Job) -> list[Move]:
     return moves
 
 
-def walk(copies: Copies) -> list[Move]:
-    """Every byte of the runs."""
-    return [
-        (storage, memory + b, arena + b)
-        for storage, memory, arena, size in zip(
-            copies.storage.tolist(),
-            copies.tensor_offset.tolist(),
-            copies.arena_offset.tolist(),
-            copies.nbytes.tolist(),
-            strict=True,
-        )
-        for b in range(size)
-    ]
+def runs_of(copies: Copies) -> list[tuple[int, int, int, int]]:
+    """Storage, byte in the storage, byte in the arena, and length of each run."""
+    columns = (copies.storage, copies.tensor_offset, copies.arena_offset, copies.nbytes)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 @st.composite
@@ -128,7 +121,8 @@ def test_the_expansion_is_the_oracles(job: Job) -> None:
     """Byte by byte the runs are what a walk over blocks and refs gives: none missing or extra."""
     copies = job.expand()
     expected = oracle(job)
-    assert Counter(walk(copies)) == Counter(expected)
+    moved = [(s, m + b, a + b) for s, m, a, size in runs_of(copies) for b in range(size)]
+    assert Counter(moved) == Counter(expected)
     assert copies.total_bytes == len(expected)
 
 
@@ -147,16 +141,7 @@ def test_runs_are_as_long_as_they_can_be(job: Job) -> None:
 
     Nor in the same slot where a chunk is one block: there packed refs are one.
     """
-    copies = job.expand()
-    runs = list(
-        zip(
-            copies.storage.tolist(),
-            copies.tensor_offset.tolist(),
-            copies.arena_offset.tolist(),
-            copies.nbytes.tolist(),
-            strict=True,
-        )
-    )
+    runs = runs_of(job.expand())
     assert all(run[3] > 0 for run in runs)
     for (s0, m0, a0, n0), (s1, m1, a1, _) in itertools.pairwise(runs):
         if (s0, m0 + n0, a0 + n0) == (s1, m1, a1):
@@ -182,21 +167,9 @@ def test_coverage_is_what_was_listed(job: Job) -> None:
     assert len(expected) == len(job.slots)
 
 
-def one_group(factor: int = 4, blocks: int = 64, tensors: int = 1) -> RankLayout:
-    """Tensors of 64-byte pages in storages of their own."""
-    return RankLayout(
-        num_blocks=blocks,
-        blocks_per_chunk=factor,
-        hash_block_size=16,
-        storages=(PAGE * blocks,) * tensors,
-        tensors=tuple(TensorSpec(i, 0, PAGE, PAGE) for i in range(tensors)),
-        groups=(GroupSpec(tuple(TensorRef(i, PAGE) for i in range(tensors)), 16),),
-    )
-
-
 def test_a_chunk_at_the_window_edge_counts_what_was_appended() -> None:
     """Regression: a chunk with skipped blocks counts those listed, not the whole factor."""
-    job = Job(one_group(), [9, 10, 11, 20], [4], [6], [0, 1])  # logical blocks 6, 7 | 8, 9
+    job = Job(ONE_GROUP, [9, 10, 11, 20], [4], [6], [0, 1])  # logical blocks 6, 7 | 8, 9
     assert job.expand().total_bytes == 4 * PAGE
     chunks = job.blocks.chunks(4)
     assert (chunks.first.tolist(), chunks.count.tolist()) == ([2, 0], [2, 2])
@@ -207,14 +180,7 @@ def test_a_chunk_at_the_window_edge_counts_what_was_appended() -> None:
 def test_offsets_beyond_four_gibibytes_do_not_wrap() -> None:
     """Arrays of 32 bits on the wire still give 64-bit offsets."""
     page = 2**20
-    layout = RankLayout(
-        2**16,
-        1,
-        16,
-        (page * 2**16,),
-        (TensorSpec(0, 0, page, page),),
-        (GroupSpec((TensorRef(0, page),), 16),),
-    )
+    layout = flat_layout(page, blocks=2**16)
     copies = Job(layout, [2**16 - 1], [1], [0], [2**31]).expand()
     assert copies.tensor_offset.tolist() == [page * (2**16 - 1)]
     assert copies.arena_offset.tolist() == [page * 2**31]
@@ -236,7 +202,7 @@ def test_offsets_beyond_four_gibibytes_do_not_wrap() -> None:
 )
 def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], figures: str) -> None:
     """Every disagreement is refused with its figures, before anything is moved."""
-    job = Job(one_group(), [1, 2, 3, 4], [4], [2], [0, 1])
+    job = Job(ONE_GROUP, [1, 2, 3, 4], [4], [2], [0, 1])
     job.blocks.check(job.layout, 9)
     with pytest.raises(JobShapeError, match=figures):
         replace(job, **changes).blocks.check(job.layout, 9)
