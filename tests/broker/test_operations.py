@@ -11,7 +11,7 @@ from kvd.broker.background import MAX_TASKS
 from kvd.broker.effects import Event, Reply
 from kvd.broker.sessions import Peer, Session
 from kvd.cache.chunks import PIECE_SLOTS
-from kvd.cache.namespaces import Namespace
+from kvd.cache.namespaces import Namespace, Namespaces
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import (
     Check,
@@ -65,12 +65,15 @@ class Bench:
         """A session that has said HELLO; tools come as uid 5, pid 4211."""
         return join(self.broker, kind, name, peer=Peer(4211, 5, 5), now=self.now)
 
+    @property
+    def namespaces(self) -> Namespaces:
+        """All of the pool."""
+        assert self.broker.state.namespaces is not None
+        return self.broker.state.namespaces
+
     def namespace(self, number: int = 1) -> Namespace:
         """An open namespace of chunks of one page."""
-        assert self.broker.state.namespaces is not None
-        return self.broker.state.namespaces.open(
-            bytes([number]) * 16, (4096,), world_size=1, replicated=False
-        )
+        return self.namespaces.open(bytes([number]) * 16, (4096,), world_size=1, replicated=False)
 
     def store(self, namespace: Namespace, keys: list[bytes], *, finish: bool = True) -> None:
         """Chunks in the namespace, READY or still being written."""
@@ -78,11 +81,6 @@ class Bench:
         assert len(decision.slots) == len(keys)
         if finish:
             tables.finish(namespace.table, decision)
-
-    def engine(self, namespace: Namespace) -> None:
-        """An engine uses the namespace, so that it stays open."""
-        assert self.broker.state.namespaces is not None
-        self.broker.state.namespaces.attach_engine(namespace)
 
     def scheduler(self, namespace: Namespace) -> Session:
         """The scheduler of an engine that uses the namespace."""
@@ -206,7 +204,7 @@ def test_a_load_that_never_ends_pins_no_longer_than_a_lease(bench: Bench) -> Non
 def test_clear_drops_everything(bench: Bench) -> None:
     """READY chunks go, stores under way are given up, pinned ones go with their lease."""
     one, two = bench.namespace(1), bench.namespace(2)
-    bench.engine(one)
+    bench.namespaces.attach_engine(one)
     bench.store(one, [b"a", b"b", b"c"])
     bench.store(one, [b"d"], finish=False)
     bench.store(two, [b"e"])
@@ -216,9 +214,7 @@ def test_clear_drops_everything(bench: Bench) -> None:
     assert one.table.slots.stats()["doomed"] == 2
     one.table.complete_load(lease, OWNER)
     assert set(one.table.slots.stats().values()) == {0}
-    namespaces = bench.broker.state.namespaces
-    assert namespaces is not None
-    assert [space.id for space in namespaces] == [one.id]  # nobody uses the other one
+    assert [space.id for space in bench.namespaces] == [one.id]  # nobody uses the other one
     assert one.table.counts.removed == 3
     assert bench.events[-1] == (
         "all namespaces cleared by uid 5 pid 4211: 3 chunks dropped, 12 KiB;"
@@ -229,14 +225,12 @@ def test_clear_drops_everything(bench: Bench) -> None:
 def test_clear_of_one_namespace_leaves_the_others(bench: Bench) -> None:
     """Only the named one is emptied, and its room is there for others again."""
     one, two = bench.namespace(1), bench.namespace(2)
-    bench.engine(one)
+    bench.namespaces.attach_engine(one)
     bench.store(one, [b"a"])
     bench.store(two, [b"b"])
     assert bench.ask(Clear(namespace=one.id)) == Cleared(chunks=1, bytes=4096, deferred=0)
     assert two.table.slots.stats()["ready"] == 1
-    namespaces = bench.broker.state.namespaces
-    assert namespaces is not None
-    assert namespaces.pool.held_bytes(one.table.space) == 0
+    assert bench.namespaces.pool.held_bytes(one.table.space) == 0
 
 
 def test_an_unknown_namespace_is_named(bench: Bench) -> None:
@@ -276,7 +270,7 @@ def test_a_sweep_goes_on_in_pieces(policy: str) -> None:
     """Thousands of chunks take several turns, in which others are served."""
     bench = Bench(chunks=3 * PIECE_SLOTS, policy=policy)
     namespace = bench.namespace()
-    bench.engine(namespace)
+    bench.namespaces.attach_engine(namespace)
     keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
     bench.store(namespace, keys)
     assert bench.broker.request(bench.tool, 8, Clear(unused_seconds=0), bench.now) == []
@@ -293,10 +287,8 @@ def test_a_namespace_that_is_closed_under_a_sweep_ends_it(bench: Bench) -> None:
     """What is gone need not be dropped; the reply comes all the same."""
     namespace = bench.namespace()
     bench.store(namespace, [b"a"])
-    namespaces = bench.broker.state.namespaces
-    assert namespaces is not None
     bench.broker.request(bench.tool, 8, Clear(unused_seconds=0), bench.now)
-    namespaces.close(namespace)
+    bench.namespaces.close(namespace)
     effects = bench.broker.background.work() + bench.broker.background.work()
     assert [e.message for e in replies(effects)] == [Cleared(chunks=0, bytes=0, deferred=0)]
 
@@ -350,7 +342,7 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     """From the answer on nothing of before is found; what is stored then is, and stays."""
     bench = Bench(chunks=4 * PIECE_SLOTS, policy=policy)
     namespace = bench.namespace()
-    bench.engine(namespace)
+    bench.namespaces.attach_engine(namespace)
     scheduler = bench.scheduler(namespace)
     table = namespace.table
     keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]

@@ -19,16 +19,11 @@ def make_broker(cpu_bytes: str = "64MiB") -> Broker:
     return brokers.make_broker(cpu_bytes, allocated=0)
 
 
-def lane_comes(broker: Broker, device: str, usable: int = POOL, *, pins: bool = False) -> None:
-    """A lane process says that it serves."""
-    brokers.lane_up(broker, device, usable_bytes=usable, pins=pins)
-
-
 def engine_comes(broker: Broker, device: str) -> None:
     """An engine of one rank registers memory of `device`, whose lane comes up and pins."""
     session = brokers.join(broker)
     broker.request(session, 2, brokers.register(device), 0.0, 2)
-    lane_comes(broker, device, usable=POOL // 8, pins=True)
+    brokers.lane_up(broker, device, usable_bytes=POOL // 8, pins=True)
     brokers.mapped(broker, session, device)
     assert broker.state.workers_of(device)
 
@@ -57,7 +52,7 @@ def test_a_daemon_that_waits_for_the_size_of_its_pool_is_ready() -> None:
 def test_the_pool_says_how_far_it_is_and_how_long_it_takes() -> None:
     """Percent and seconds follow from what is allocated, until all of it is."""
     broker = make_broker()
-    lane_comes(broker, "host")
+    brokers.lane_up(broker)
     for second in (1, 2, 3):
         broker.pool_allocated(second * POOL // 8)
         broker.tick(float(second))
@@ -72,7 +67,7 @@ def test_the_pool_says_how_far_it_is_and_how_long_it_takes() -> None:
 def test_a_lane_that_pins_holds_readiness_up_while_it_has_workers() -> None:
     """A CUDA lane's pinning counts from its first worker on; without workers it fails nothing."""
     broker = make_broker()
-    lane_comes(broker, "host")
+    brokers.lane_up(broker)
     broker.pool_allocated(POOL)
     assert broker.state.ready
     engine_comes(broker, CUDA)
@@ -94,7 +89,7 @@ def test_a_lost_lane_is_named_with_its_end() -> None:
     broker = make_broker()
     broker.pool_allocated(POOL)
     assert named(broker, "lane host") == Check("lane host", False, "starting")
-    lane_comes(broker, "host")
+    brokers.lane_up(broker)
     assert named(broker, "lane host").text == "up, last heard 1.0 s ago, 0 jobs queued"
     broker.supervision.lost("host", "killed by signal 9")
     check = named(broker, "lane host")

@@ -34,11 +34,6 @@ def make(num_slots: int) -> tuple[bytearray, DirectoryWriter]:
 
 
 @cache
-def crowd(mask: int, home: int) -> list[bytes]:
-    """A dozen keys of one home."""
-    return colliding_keys(12, mask, home)
-
-
 def colliding_keys(count: int, mask: int, home: int) -> list[bytes]:
     """Keys whose entries all want to be at the same place of the index."""
     found: list[bytes] = []
@@ -223,7 +218,7 @@ def test_the_index_is_a_dict(steps: list[tuple[int, int]]) -> None:
     buffer, writer = make(24)
     view = DirectoryView(buffer)
     mask = writer.header.index_capacity - 1
-    keys = [key for home in (mask, mask - 1, 0, 3) for key in crowd(mask, home)]
+    keys = [key for home in (mask, mask - 1, 0, 3) for key in colliding_keys(12, mask, home)]
     model: dict[bytes, int] = {}
     for number, slot in steps:
         key = keys[number]

@@ -305,11 +305,14 @@ class TableMachine(RuleBasedStateMachine):
     @rule(space=st.sampled_from(SPACES))
     def finish(self, space: int) -> None:
         """Every share that is missing arrives."""
-        model = self.models[space]
+        self.report_missing(self.models[space], 0, BLOCKS)
+
+    def report_missing(self, model: Model, first: int, count: int) -> None:
+        """All ranks report these blocks of every chunk that is being written."""
         for key in model.writing():
             for rank in range(model.world_size):
                 if key in model.chunks and not model.chunks[key].ready:
-                    self.report(model, [key], rank, 0, BLOCKS)
+                    self.report(model, [key], rank, first, count)
 
     @rule(
         space=st.sampled_from(SPACES),
@@ -320,11 +323,7 @@ class TableMachine(RuleBasedStateMachine):
     def store(self, space: int, keys: list[bytes], owner: int, blocks: tuple[int, int]) -> None:
         """Chunks are stored at once, some in part, and nothing is left draining."""
         self.prepare_store(space=space, keys=keys, owner=owner, blocks=blocks)
-        model = self.models[space]
-        for key in model.writing():
-            for rank in range(model.world_size):
-                if key in model.chunks and not model.chunks[key].ready:
-                    self.report(model, [key], rank, *blocks)
+        self.report_missing(self.models[space], *blocks)
         self.drain(space)
 
     @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))

@@ -124,9 +124,9 @@ class Client(Process):
         """The next process."""
         for word in (Count.ATTACHED, Count.RESTS):
             self.counters[word] = 0
-        kind, rank = ("scheduler", []) if self.rank is None else ("rank", [str(self.rank)])
+        rank = [] if self.rank is None else [str(self.rank)]
         seed = str(self._seed + self.starts + 1)
-        self.launch(f"tests.chaos.{kind}_process", *self._arguments, *rank, seed)
+        self.launch("tests.chaos.client_process", *self._arguments, seed, *rank)
 
 
 class Daemon(Process):

@@ -21,10 +21,10 @@ from kvd_client import (
     Scheduler,
     Store,
     TensorRef,
-    TensorSpec,
     Worker,
 )
 from tests.daemon.serving import Daemon
+from tests.layouts import flat_layout
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 PAGE = 4096
@@ -36,20 +36,10 @@ POISON = 0xEE
 
 def make_layout(*, blocks: int = BLOCKS, page: int = PAGE, replicated: bool = False) -> RankLayout:
     """Two tensors in two storages; group 0 uses both, group 1 the second only."""
-    return RankLayout(
-        num_blocks=blocks,
-        blocks_per_chunk=FACTOR,
-        hash_block_size=16,
-        storages=(blocks * page,) * TENSORS,
-        tensors=tuple(
-            TensorSpec(storage=i, offset=0, page_bytes=page, block_stride=page)
-            for i in range(TENSORS)
-        ),
-        groups=(
-            GroupSpec(refs=(TensorRef(0, page), TensorRef(1, page)), block_size=16),
-            GroupSpec(refs=(TensorRef(1, page),), block_size=16, kind="window", sliding_window=64),
-        ),
-        replicated=replicated,
+    refs = (TensorRef(0, page), TensorRef(1, page))
+    groups = (GroupSpec(refs, 16), GroupSpec(refs[1:], 16, "window", 64))
+    return flat_layout(
+        page, page, blocks=blocks, factor=FACTOR, groups=groups, replicated=replicated
     )
 
 

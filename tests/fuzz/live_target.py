@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from kvd_proto.codec import HEADER_BYTES, MAGIC
 from kvd_proto.errors import DecodeError
@@ -43,36 +43,22 @@ RSS_SLACK_BYTES = 128 * 2**20
 
 
 class LiveTarget:
-    """A daemon, started with the block that this is used in, at a short path; see `Play`."""
+    """A daemon, which ends with the stack; see `Play`."""
 
-    def __init__(self, runtime_dir: Path) -> None:
+    def __init__(self, runtime_dir: Path, stack: ExitStack) -> None:
         self._runtime_dir = runtime_dir
-        self._stack = ExitStack()
         self._log_read = 0
-
-    def __enter__(self) -> Self:
-        try:
-            self._begin()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def _begin(self) -> None:
-        start = self._stack.enter_context(started_daemons(self._runtime_dir))
+        start = stack.enter_context(started_daemons(runtime_dir))
         self.daemon: Daemon = start("--log-level", "warning", cpu_bytes=POOL)
-        self._tool = RawClient(self._runtime_dir)
-        self._stack.callback(self._tool.close)
+        self._tool = RawClient(runtime_dir)
+        stack.callback(self._tool.close)
         self._tool.hello("tool", "fuzz")
-        self.neighbour = self._stack.enter_context(Neighbour(self._runtime_dir))
+        self.neighbour = stack.enter_context(Neighbour(runtime_dir))
         self._lane = self._status()["lanes"][0]["pid"]
         self.neighbour.pause()
         self._before: dict[str, int] | None = None
         self._before = self._held(self._quiet())
         self.neighbour.go_on()
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     # ------------------------------------------------------------------ play
 
@@ -226,11 +212,9 @@ class LiveTarget:
 @contextmanager
 def live_target() -> Iterator[LiveTarget]:
     """A daemon in a folder of its own."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as folder,
-        LiveTarget(Path(folder) / "run") as live,
-    ):
-        yield live
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp"))
+        yield LiveTarget(Path(folder) / "run", stack)
 
 
 def play_live(script: Script) -> None:

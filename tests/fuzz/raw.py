@@ -5,8 +5,7 @@ import os
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import zmq
@@ -68,14 +67,13 @@ class Actor(RawClient):
 
     def send_datagram(self, frame: bytes, fds: tuple[str, ...]) -> bool:
         """Send a datagram over the control socket; whether its reply may come from the broker."""
-        with (
-            descriptors(fds, self.control_socket) as numbers,
-            contextlib.suppress(OSError, ValueError),
-        ):
-            socket.send_fds(self.control_socket, [frame], numbers[:MAX_DESCRIPTORS])
-            with contextlib.suppress(DecodeError):
-                self._owed["broker", WIRE.decode_header(frame).request_id] += 1
-                return True
+        with ExitStack() as stack:
+            numbers = [_open(kind, self.control_socket, stack) for kind in fds]
+            with contextlib.suppress(OSError, ValueError):
+                socket.send_fds(self.control_socket, [frame], numbers[:MAX_DESCRIPTORS])
+                with contextlib.suppress(DecodeError):
+                    self._owed["broker", WIRE.decode_header(frame).request_id] += 1
+                    return True
         return False
 
     def receive_notices(self, marks: Marks) -> None:
@@ -101,13 +99,6 @@ class Actor(RawClient):
             if isinstance(message, LaneUp) and "lane" not in self._sockets:
                 lane = self._sockets["lane"] = self.context.socket(zmq.DEALER)
                 lane.connect(message.endpoint)
-
-
-@contextmanager
-def descriptors(kinds: tuple[str, ...], control_socket: socket.socket) -> Iterator[list[int]]:
-    """Open descriptors of these kinds; closed with the block."""
-    with ExitStack() as stack:
-        yield [_open(kind, control_socket, stack) for kind in kinds]
 
 
 def _open(kind: str, control_socket: socket.socket, stack: ExitStack) -> int:

@@ -13,7 +13,7 @@ from kvd.broker.status_report import status_report
 from kvd.cache.chunks import ChunkTable
 from kvd_proto.messages import REPLY_OF, TAGS
 from tests.fuzz.core_target import CorePlay, play_core
-from tests.fuzz.live_target import LiveTarget
+from tests.fuzz.live_target import live_target
 from tests.fuzz.mutate import CHANGES, mutated, random_script
 from tests.fuzz.run import TARGETS
 from tests.fuzz.script import Case
@@ -42,10 +42,10 @@ def test_the_broker_decides_on_anything(seed: int, changes: list[tuple[str, int]
     play_core(mutated(session(random.Random(seed)), changes))
 
 
-def test_a_live_daemon_stands_mutated_sessions(runtime_dir: Path) -> None:
+def test_a_live_daemon_stands_mutated_sessions() -> None:
     """Broker and lane stay the same processes, others are served, nothing is left over."""
     rng = random.Random(20)
-    with LiveTarget(runtime_dir) as live:
+    with live_target() as live:
         for _ in range(LIVE_SCRIPTS):
             live.play(random_script(rng))
         live.look()
