@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, OpenPool, Reply
 from kvd.broker.sessions import Peer, Session
-from kvd.cache.namespaces import MakeBuffer, Namespaces
+from kvd.cache.namespaces import Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded
 from kvd.errors import Refused
@@ -50,34 +50,24 @@ def make_broker(
     *,
     devices: Iterable[str] = ("host",),
     allocated: int = 2**62,
-    make_buffer: MakeBuffer = lambda _name, nbytes: bytearray(nbytes),
-    drop_buffers: Callable[[str], None] = lambda _name: None,
     **settings: Any,
 ) -> Broker:
     """Return a broker whose pool, unless its size is ``auto``, is open and allocated."""
     chosen = Settings(runtime_dir="/nowhere", cpu_bytes=cpu_bytes, **settings)
     broker = Broker(Loaded(chosen), boot_id=bytes(16), version="test", pid=1, devices=devices)
     if chosen.pool_bytes is not None:
-        open_pool(broker, chosen.pool_bytes, make_buffer=make_buffer, drop_buffers=drop_buffers)
+        open_pool(broker, chosen.pool_bytes)
         broker.pool_allocated(allocated)
     return broker
 
 
-def open_pool(
-    broker: Broker,
-    cpu_bytes: int,
-    explanation: str = "",
-    *,
-    make_buffer: MakeBuffer = lambda _name, nbytes: bytearray(nbytes),
-    drop_buffers: Callable[[str], None] = lambda _name: None,
-) -> list[Effect]:
+def open_pool(broker: Broker, cpu_bytes: int, explanation: str = "") -> list[Effect]:
     """Open a pool in plain memory, as the broker's settings say."""
     namespaces = Namespaces(
         cpu_bytes,
         broker.state.settings,
         boot_id=bytes(16),
-        make_buffer=make_buffer,
-        drop_buffers=drop_buffers,
+        make_buffer=lambda _, nbytes: bytearray(nbytes),
     )
     return broker.registration.pool_opened(namespaces, explanation)
 

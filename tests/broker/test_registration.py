@@ -11,6 +11,7 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Event, Notify, OpenPool, Reply, ToLane
 from kvd.broker.registration import AT_ONCE
 from kvd.broker.sessions import Engine, Peer, Registry, Session
+from kvd.cache.namespaces import Namespaces
 from kvd.errors import Refused
 from kvd.pool.filling import MIN_PIECE_BYTES
 from kvd.wire.link import BindWorker, ImportWorker, PoolUsable
@@ -312,10 +313,17 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
             raise Refused(ErrorCode.NOT_READY, missing.pop())
         return bytearray(size)
 
-    broker = make_broker(make_buffer=make_buffer, drop_buffers=dropped.append, max_namespaces=1)
+    broker = make_broker("auto", max_namespaces=1)
+    namespaces = Namespaces(
+        2**20,
+        broker.state.settings,
+        boot_id=bytes(16),
+        make_buffer=make_buffer,
+        drop_buffers=dropped.append,
+    )
+    broker.registration.pool_opened(namespaces, "")
+    broker.pool_allocated(2**20)
     lane_up(broker)
-    namespaces = broker.state.namespaces
-    assert namespaces is not None
     unused, taken = bytes([9]) * 16, missing.pop()
     namespaces.open(unused, (PAGE,), world_size=1, replicated=False)
     missing.append(taken)
