@@ -55,10 +55,9 @@ class LiveTarget:
         self._tool.hello("tool", "fuzz")
         self.neighbour = stack.enter_context(Neighbour(runtime_dir))
         self._lane = self._status()["lanes"][0]["pid"]
-        self.neighbour.pause()
         self._before: dict[str, int] | None = None
-        self._before = self._held(self._quiet())
-        self.neighbour.go_on()
+        with self.neighbour.turn:
+            self._before = self._held(self._quiet())
 
     # ------------------------------------------------------------------ play
 
@@ -135,13 +134,10 @@ class LiveTarget:
         Raises:
             Finding: with what is left.
         """
-        self.neighbour.pause()
-        try:
+        with self.neighbour.turn:
             self._ask(Resume())
             self._ask(Clear())
             status = self._quiet()
-        finally:
-            self.neighbour.go_on()
         lane = status["lanes"][0]
         if len(status["lanes"]) != 1 or lane["counters"]["restarts"] or lane["pid"] != self._lane:
             raise Finding(f"the lane is not what it was: {lane}")
