@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,37 +95,37 @@ JUNK: dict[str, Any] = {
 
 @dataclass
 class Rig:
-    """One of everything, open."""
+    """One of everything, open; `free` closes what a test makes."""
 
     daemon: FakeDaemon
     scheduler: Scheduler
     worker: Worker
     memory: HostMemory
-    free: list[Callable[[], None]] = field(default_factory=list)
+    free: ExitStack
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
 
     def keep(self, made: Any) -> Any:
         """Close it in the end, if it can be closed."""
         if hasattr(made, "close"):
-            self.free.append(made.close)
+            self.free.callback(made.close)
         return made
 
     def make(self, kind: Callable[..., Any]) -> Callable[..., Any]:
         """Calls it, with names of its own for the daemon where none are given."""
         return lambda **arguments: self.keep(kind(**arguments))
 
-    def register(self, **arguments: Any) -> Any:
+    def register(self, memory: Any = None, **arguments: Any) -> Any:
         """Register with a worker of its own: a registration is made once."""
         worker = self.keep(Worker(self.daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE))
-        return worker.register(**arguments)
+        return worker.register(memory=[self.memory] if memory is None else memory, **arguments)
 
-    def submit(self, **arguments: Any) -> Any:
-        """Submit a job under a number that is not in use."""
-        return self.worker.submit(job_id=next(self.numbers), **arguments)
+    def job(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls it, with a number that is not in use where none is given."""
 
-    def load(self, **arguments: Any) -> Any:
-        """Load a ticket's chunks, likewise."""
-        return self.worker.load(**{"job_id": next(self.numbers), **arguments})
+        def run(job_id: Any = None, **arguments: Any) -> Any:
+            return function(job_id=next(self.numbers) if job_id is None else job_id, **arguments)
+
+        return run
 
 
 CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
@@ -165,8 +166,9 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
         {"engine": "e", "rank": 0, "world_size": 1, "deadline": 1.0, "job_timeout": 5.0},
     ),
     "Worker.register": (
-        lambda rig: lambda **a: rig.register(**{"memory": [rig.memory], **a}),
+        lambda rig: rig.register,
         {
+            "memory": None,
             "layout": LAYOUT,
             "fingerprint": FINGERPRINT,
             "stage": 0,
@@ -175,24 +177,14 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
             "timeout": DEADLINE,
         },
     ),
-    "Worker.register memory": (
-        lambda rig: (
-            lambda memory=None: rig.register(
-                memory=[rig.memory] if memory is None else memory,
-                layout=LAYOUT,
-                fingerprint=FINGERPRINT,
-            )
-        ),
-        {"memory": None},
-    ),
-    "Worker.submit": (lambda rig: rig.submit, {"kind": Store, "blocks": JOB, "after": None}),
-    "Worker.submit job_id": (
-        lambda rig: lambda job_id: rig.worker.submit(Store, job_id, JOB),
-        {"job_id": 1},
+    "Worker.submit": (
+        lambda rig: rig.job(rig.worker.submit),
+        {"kind": Store, "job_id": None, "blocks": JOB, "after": None},
     ),
     "Worker.load": (
-        lambda rig: rig.load,
+        lambda rig: rig.job(rig.worker.load),
         {
+            "job_id": None,
             "ticket": StoreTicket((b"key-1",), np.array([0], "<u4"), np.array([5], "<u8")),
             "groups": [ChunkBlocks(KEYS, [3, 4, 5])],
         },
@@ -211,16 +203,14 @@ NAMED_AS = {"keys": "key", "stored": "key"}  # of several things the one that is
 
 
 @pytest.fixture
-def rig(daemon: FakeDaemon, scheduler: Scheduler, worker: Worker) -> Iterator[Rig]:
+def rig(
+    daemon: FakeDaemon, scheduler: Scheduler, worker: Worker, memory: HostMemory
+) -> Iterator[Rig]:
     """One of everything, and nothing of it left."""
-    memory = HostMemory.allocate(LAYOUT.storages[0])
-    one = Rig(daemon, scheduler, worker, memory)
     daemon.attach(scheduler)
     worker.timeline.reserve()
-    yield one
-    memory.close()
-    for close in one.free:
-        close()
+    with ExitStack() as free:
+        yield Rig(daemon, scheduler, worker, memory, free)
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
@@ -271,7 +261,7 @@ def test_layouts_are_checked_to_the_last_field(rig: Rig, what: str) -> None:
     """A field of the wrong type is named, by the worker, before a daemon sees it."""
     layout, named = BAD_LAYOUTS[what]
     with pytest.raises(UsageError, match=named):
-        rig.register(memory=[rig.memory], layout=layout, fingerprint=FINGERPRINT)
+        rig.register(layout=layout, fingerprint=FINGERPRINT)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +278,7 @@ def test_fingerprints_are_checked_too(rig: Rig, fields: dict[str, Any], named: s
     """As layouts are."""
     fingerprint = Fingerprint(**{"model": "tiny", **fields})
     with pytest.raises(UsageError, match=named):
-        rig.register(memory=[rig.memory], layout=LAYOUT, fingerprint=fingerprint)
+        rig.register(layout=LAYOUT, fingerprint=fingerprint)
 
 
 def freed() -> torch.Tensor:
@@ -373,4 +363,4 @@ def test_a_layout_of_lists_is_taken_for_one_of_tuples(rig: Rig) -> None:
     """What is equal on the wire is equal here."""
     layout = RankLayout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__})
     layout = msgspec.structs.replace(layout, storages=list(layout.storages))
-    assert rig.register(memory=[rig.memory], layout=layout, fingerprint=FINGERPRINT)
+    assert rig.register(layout=layout, fingerprint=FINGERPRINT)

@@ -45,19 +45,16 @@ def run_program(runtime_dir: Path, deadline: float = DEADLINE) -> str:
     return done.stdout
 
 
-def test_process_exits_with_a_daemon(daemon: FakeDaemon) -> None:
-    """A process that never closed its sessions exits by itself, quietly, and without torch.
+def test_a_process_that_closes_nothing_exits(runtime_dir: Path) -> None:
+    """By itself, quietly, and without torch, in time for what it asked.
 
-    The same with a daemon that accepts and never answers.
+    While its keepers try to connect, with a daemon, and with one that accepts and never answers.
     """
-    assert "True" in run_program(daemon.runtime_dir)
-    daemon.freeze()
-    assert run_program(daemon.runtime_dir, deadline=1.0) == "{}\n"
-
-
-def test_process_exits_without_a_daemon(runtime_dir: Path) -> None:
-    """The same while the keepers are trying to connect."""
     assert run_program(runtime_dir) == "{}\n"
+    with FakeDaemon(runtime_dir) as daemon:
+        assert "True" in run_program(runtime_dir)
+        daemon.freeze()
+        assert run_program(runtime_dir, deadline=1.0) == "{}\n"
 
 
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -88,18 +85,16 @@ def test_an_absent_daemon_is_looked_for_twice_a_second(
 
 
 def test_a_daemon_that_refuses_is_asked_less_often(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each try costs it a session: after some of them two seconds lie between two."""
     wanted = pauses(monkeypatch)
     daemon.replies[Register] = lambda _: Error(code=ErrorCode.LANE_LOST, text="wait")
-    memory = HostMemory.allocate(4096)
     with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
         worker.register([memory], LAYOUT, FINGERPRINT, timeout=0)
         eventually(lambda: wanted and max(wanted) > 1.5)
         assert max(wanted) <= 2.0
         assert not worker.registered
-    memory.close()
 
 
 def test_close_ends_the_keeper(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +164,8 @@ def test_forked_child_has_a_closed_session(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_fork_does_not_hold_the_control_socket_open(daemon: FakeDaemon) -> None:
+def test_fork_does_not_hold_the_control_socket_open(daemon: FakeDaemon, worker: Worker) -> None:
     """The daemon sees the parent's end although a child that was forked before lives on."""
-    memory = HostMemory.allocate(4096)
-    worker = Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE)
-    worker.register([memory], LAYOUT, FINGERPRINT)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -186,4 +178,3 @@ def test_fork_does_not_hold_the_control_socket_open(daemon: FakeDaemon) -> None:
     eventually(lambda: not daemon.call(lambda: dict(daemon.connections)))
     os.close(write)
     os.waitpid(child, 0)
-    memory.close()

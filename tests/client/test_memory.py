@@ -47,7 +47,7 @@ def cannot_shrink(fd: int) -> bool:
 
 
 def test_memory_that_is_shared_cannot_be_shortened() -> None:
-    """The kernel refuses for new memory, the control page and tensors of torch."""
+    """The kernel refuses for new memory, the control page and tensors of torch, gone ones too."""
     memory, page = HostMemory.allocate(8192), ControlPage()
     shared = share_torch([torch.zeros(4, 8)])
     for fd in (memory.fd, page.fd, shared.memory[0].fd):
@@ -124,13 +124,6 @@ def test_torch_views_follow_in_place() -> None:
     shared.close()
     view[0] = 7
     assert int(tensor[1, 0, 0]) == 7
-
-
-def test_torch_descriptor_outlives_the_tensor() -> None:
-    """The descriptor is our own: it stays open when the tensor is gone."""
-    shared = share_torch([torch.full((2, 8), 3, dtype=torch.uint8)])
-    assert mapped(shared.memory[0])[:] == bytes([3] * 16)
-    shared.close()
 
 
 def test_torch_shared_storage_may_be_shared_again() -> None:

@@ -265,6 +265,8 @@ def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
     """The error says what is possible."""
     with pytest.raises(UsageError, match="49 bytes"):
         scheduler.lookup(b"x" * 49)
+    with pytest.raises(UsageError, match="asked=1, found=2"):
+        scheduler.count_tokens(1, 2)
     with pytest.raises(UsageError, match="shorter"):
         Scheduler(runtime_dir / ("x" * 100), "e")
 
@@ -440,12 +442,3 @@ def test_an_engine_may_count_tokens_itself(daemon: FakeDaemon) -> None:
         scheduler.count_tokens(100, 48)
         scheduler.count_tokens(20, 0)
     assert last_told(daemon) == Lookups(chunks=1, hit_chunks=1, tokens=120, hit_tokens=48)
-
-
-def test_impossible_tokens_are_refused(runtime_dir: Path) -> None:
-    """More found than asked for is a mistake of the caller's."""
-    with (
-        Scheduler(runtime_dir, "engine", counts_tokens=True) as scheduler,
-        pytest.raises(UsageError, match="asked=1, found=2"),
-    ):
-        scheduler.count_tokens(1, 2)

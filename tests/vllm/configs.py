@@ -75,12 +75,10 @@ def engine_config(
     )
 
 
-def full(
-    layers: Sequence[str], block_size: int = BLOCK, padded: int | None = None
-) -> KVCacheGroupSpec:
+def full(layers: Sequence[str], padded: int | None = None) -> KVCacheGroupSpec:
     """A group of layers that attend to everything; a page may be padded to so many bytes."""
     spec = FullAttentionSpec(
-        block_size=block_size,
+        block_size=BLOCK,
         num_kv_heads=_KV_HEADS,
         head_size=_HEAD_SIZE,
         dtype=torch.bfloat16,
@@ -90,24 +88,22 @@ def full(
 
 
 def window(
-    layers: Sequence[str], block_size: int = BLOCK, tokens: int = 64, head_size: int = _HEAD_SIZE
+    layers: Sequence[str], block_size: int = BLOCK, head_size: int = _HEAD_SIZE
 ) -> KVCacheGroupSpec:
-    """A group of layers that attend to the last `tokens`."""
+    """A group of layers that attend to the last 64 tokens."""
     spec = SlidingWindowSpec(
         block_size=block_size,
         num_kv_heads=_KV_HEADS,
         head_size=head_size,
         dtype=torch.bfloat16,
-        sliding_window=tokens,
+        sliding_window=64,
     )
     return KVCacheGroupSpec(list(layers), spec)
 
 
-def latent(layers: Sequence[str], block_size: int = BLOCK) -> KVCacheGroupSpec:
+def latent(layers: Sequence[str]) -> KVCacheGroupSpec:
     """A group of MLA layers."""
-    spec = MLAAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
-    )
+    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=128, dtype=torch.bfloat16)
     return KVCacheGroupSpec(list(layers), spec)
 
 

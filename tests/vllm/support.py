@@ -26,7 +26,7 @@ PROMPT_TOKENS = 400  # twelve blocks and a half: 384 tokens can be cached, whole
 CACHED_TOKENS = 384
 MAX_MODEL_LEN = 1024
 SHORT = list(range(2, 10))  # with its answer less than a block
-# Log-probabilities of the same request in another batch; see test_corruption for what damage does.
+# Log-probabilities of the same request in another batch; test_coverage shows what damage does.
 TOLERANCE = 2e-3
 GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
 # Six layers of which every third is full: groups of two full and twice two window layers.

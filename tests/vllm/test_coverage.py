@@ -3,7 +3,7 @@
 import mmap
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -114,10 +114,8 @@ def test_one_flipped_page_in_the_pool_changes_the_answer(served: Served) -> None
         assert far_apart(answer, reference, 10 * TOLERANCE)
 
 
-def test_warm_answers_are_those_of_the_engines_own_cache(
-    served: Served, start_engine: StartEngine
-) -> None:
-    """Cold, from kvd's pool, and after a restart of one engine: bit for bit as without."""
+def test_warm_answers_are_those_of_the_engines_own_cache(served: Served) -> None:
+    """Cold, and from kvd's pool: bit for bit as without. test_failures restarts an engine."""
     engine, daemon, known = served.engine, served.daemon, served.known
     asked = known.prompts[:ASKED]
     cold = ask_all(engine, asked)
@@ -131,18 +129,7 @@ def test_warm_answers_are_those_of_the_engines_own_cache(
     assert [answer.cached_tokens for answer in warm] == [CACHED_TOKENS] * ASKED
     for answer, reference in zip(warm, known.warm, strict=False):
         assert numbers(answer) == numbers(reference)
-    if served.setting != MLA_TP2:  # test_failures restarts an engine, too
-        return
-
-    engine.close()
-    engine = start_engine(replace(served.options))
-    engine.wait_ready()
-    wait_served(daemon, engine)
-    again = ask_all(engine, asked)
-    assert [answer.cached_tokens for answer in again] == [CACHED_TOKENS] * ASKED
-    for answer, reference in zip(again, known.warm, strict=False):
-        assert numbers(answer) == numbers(reference)
     (namespace,) = daemon.status()["namespaces"]
     assert namespace["chunks"]["ready"] == stored
-    assert (namespace["replicated"], namespace["world_size"]) == (True, 2)
-    engine.kill()
+    assert namespace["replicated"] is (served.setting == MLA_TP2)
+    assert namespace["world_size"] == served.setting.tensor_parallel

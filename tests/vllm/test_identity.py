@@ -40,15 +40,29 @@ def of_hub_model(
     return identity.fingerprint(config, vllm_config, "")
 
 
-def test_another_commit_of_a_hubs_model_is_another_model(tmp_path: Path, cache: Path) -> None:
-    """The same name at a later commit has other weights: nothing is shared."""
-    move(cache, "a" * 40)
-    before = of_hub_model(tmp_path)
-    assert of_hub_model(tmp_path) == before
-    move(cache, "b" * 40)
-    assert of_hub_model(tmp_path) != before
-    move(cache, "a" * 40)
-    assert of_hub_model(tmp_path) == before
+@pytest.mark.parametrize(
+    ("revision", "moved", "changes"),
+    [
+        (None, ("hub", "main"), True),
+        ("refs/pr/7", ("hub", "refs/pr/7"), True),
+        ("refs/pr/7", ("hub", "main"), False),
+        (None, ("weights", "main"), True),  # the weights' folder, download_dir
+    ],
+)
+def test_another_commit_of_a_hubs_model_is_another_model(
+    tmp_path: Path, cache: Path, revision: str | None, moved: tuple[str, str], changes: bool
+) -> None:
+    """The same name at a later commit has other weights; other names' commits change nothing."""
+    weights = tmp_path / "weights"
+    for folder in (cache, weights):
+        for name in ("main", "refs/pr/7"):
+            move(folder, "a" * 40, name)
+    before = of_hub_model(tmp_path, revision, weights)
+    place, name = moved
+    move(tmp_path / place, "b" * 40, name)
+    assert (of_hub_model(tmp_path, revision, weights) != before) is changes
+    move(tmp_path / place, "a" * 40, name)
+    assert of_hub_model(tmp_path, revision, weights) == before
 
 
 @pytest.mark.parametrize(
@@ -71,26 +85,6 @@ def test_engines_that_compute_otherwise_share_nothing(
     assert identity.fingerprint(config, vllm_config, "label") != before
     change(vllm_config)
     assert identity.fingerprint(config, vllm_config, "") != before
-
-
-def test_a_revision_has_its_own_commit(tmp_path: Path, cache: Path) -> None:
-    """What moves under another name changes nothing."""
-    move(cache, "a" * 40, "refs/pr/7")
-    before = of_hub_model(tmp_path, "refs/pr/7")
-    move(cache, "b" * 40)
-    assert of_hub_model(tmp_path, "refs/pr/7") == before
-    move(cache, "c" * 40, "refs/pr/7")
-    assert of_hub_model(tmp_path, "refs/pr/7") != before
-
-
-def test_weights_in_a_folder_of_their_own_count_too(tmp_path: Path, cache: Path) -> None:
-    """With download_dir the weights' commit is there, the configuration's in the hub's cache."""
-    weights = tmp_path / "weights"
-    move(cache, "a" * 40)
-    move(weights, "a" * 40)
-    before = of_hub_model(tmp_path, download_dir=weights)
-    move(weights, "b" * 40)
-    assert of_hub_model(tmp_path, download_dir=weights) != before
 
 
 def test_a_model_that_no_cache_knows_has_an_identity(tmp_path: Path, cache: Path) -> None:

@@ -120,19 +120,22 @@ def connector(
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
-def test_a_bad_setting_stops_the_engine_in_every_process(
-    tmp_path: Path, role: KVConnectorRole
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        ({"extra": {"deadlines": 1.0}}, "deadlines"),
+        # A cache miss would be a failed request.
+        ({"failure_policy": "fail"}, 'set kv_load_failure_policy="recompute"'),
+        # A layout of the pool's bytes that kvd does not write is not silently ignored.
+        ({"extra": {"canonical_layout": True}}, "canonical_layout=true"),
+    ],
+)
+def test_what_kvd_cannot_do_stops_the_engine_in_every_process(
+    tmp_path: Path, role: KVConnectorRole, engine: dict[str, Any], named: str
 ) -> None:
-    """Scheduler and ranks both refuse an unknown setting."""
-    with pytest.raises(OptionsError, match="deadlines"):
-        connector(tmp_path, role, extra={"deadlines": 1.0})
-
-
-def test_failing_requests_on_a_miss_is_refused(tmp_path: Path) -> None:
-    """kv_load_failure_policy="fail" would turn a cache miss into a failed request."""
-    with pytest.raises(OptionsError, match="fail") as refused:
-        connector(tmp_path, failure_policy="fail")
-    assert 'set kv_load_failure_policy="recompute"' in str(refused.value)
+    """Scheduler and ranks both refuse it."""
+    with pytest.raises(OptionsError, match=named):
+        connector(tmp_path, role, **engine)
 
 
 def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
@@ -142,12 +145,6 @@ def test_vllms_own_connector_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="OffloadingConnector") as refused:
         OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
     assert 'kv_connector="KvdConnector"' in str(refused.value)
-
-
-def test_the_canonical_layout_is_refused(tmp_path: Path) -> None:
-    """A layout of the pool's bytes that kvd does not write is not silently ignored."""
-    with pytest.raises(OptionsError, match="canonical_layout=true"):
-        connector(tmp_path, extra={"canonical_layout": True})
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCacheRef,
     CanonicalKVCaches,
-    CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LookupResult,
     OffloadKey,
@@ -131,45 +130,25 @@ def test_every_byte_comes_back_whatever_the_layout(
             assert all(map(torch.equal, before, after))
 
 
-def elsewhere(caches: CanonicalKVCaches) -> CanonicalKVCaches:
-    """The same tensors in memory that cannot be shared."""
-    return CanonicalKVCaches(
-        [CanonicalKVCacheTensor(c.tensor.to("meta"), c.page_size_bytes) for c in caches.tensors],
-        [
-            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
-            for refs in caches.group_data_refs
-        ],
-    )
-
-
 def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
     tmp_path: Path, daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line says why; the rank runs with nothing to serve its jobs."""
+    """Sleep mode gives the KV cache other memory while the daemon still has the old.
+
+    One line says so, and the rank runs with nothing to serve its jobs; with required=true the
+    same sentence ends the start.
+    """
     spec, caches = make_spec(tmp_path, daemon.runtime_dir)
-    worker = spec.get_worker(elsewhere(caches))
+    spec._vllm_config.model_config.enable_sleep_mode = True
+    worker = spec.get_worker(caches)
     (line,) = [record for record in caplog.records if record.name == "kvd_client.vllm"]
     assert line.levelno == logging.ERROR
-    assert line.getMessage().startswith("tensors[0] is on meta: ")
+    assert "turn enable_sleep_mode off" in line.getMessage()
     assert line.getMessage().endswith("; the engine runs without offload")
     assert "\n" not in line.getMessage()
     assert isinstance(worker, KvdOffloadingWorker)
     assert worker.worker is None
-
-
-def test_memory_that_cannot_be_shared_stops_an_engine_that_requires_kvd(
-    tmp_path: Path, daemon: Daemon
-) -> None:
-    """With required=true the same sentence ends the start."""
-    spec, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
-    with pytest.raises(UnsupportedMemory, match=r"tensors\[0\] is on meta: only tensors"):
-        spec.get_worker(elsewhere(caches))
-
-
-def test_an_engine_that_may_sleep_is_not_served(tmp_path: Path, daemon: Daemon) -> None:
-    """Sleep mode gives the KV cache other memory while the daemon still has the old."""
-    spec, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
-    spec._vllm_config.model_config.enable_sleep_mode = True
+    spec.options = msgspec.structs.replace(spec.options, required=True)
     with pytest.raises(UnsupportedMemory, match="turn enable_sleep_mode off"):
         spec.get_worker(caches)
 
