@@ -234,11 +234,8 @@ def test_invalid_arguments_are_refused_by_an_error_that_names_them(
 
 
 BAD_LAYOUTS: dict[str, tuple[Any, str]] = {
-    "text for a number": (msgspec.structs.replace(LAYOUT, num_blocks="8"), "num_blocks"),
     "numpy's number": (msgspec.structs.replace(LAYOUT, num_blocks=np.int64(8)), "int64"),
-    "None for storages": (msgspec.structs.replace(LAYOUT, storages=None), "storages"),
     "huge": (msgspec.structs.replace(LAYOUT, num_blocks=2**70), "num_blocks"),
-    "no tensors": (msgspec.structs.replace(LAYOUT, tensors=()), "0 tensors"),
     "deep inside": (
         msgspec.structs.replace(LAYOUT, tensors=(TensorSpec(0, "0", 512, 512),)),  # type: ignore[arg-type]
         r"tensors\[",

@@ -19,14 +19,14 @@ TAKES = """
     """
 
 
-def run(folder: Path, program: str, factory: str = TAKES, version: str = "0.11.2") -> str:
+def run(folder: Path, program: str, factory: str = TAKES) -> str:
     """What a process prints, with such a vLLM; it ends well."""
     root = folder / "vllm"
     file = folder / FACTORY
     file.parent.mkdir(parents=True)
     for package in [parent for parent in file.parents if root in (parent, *parent.parents)]:
         (package / "__init__.py").touch()
-    (root / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    (root / "__init__.py").write_text("__version__ = '0.11.2'\n")
     file.write_text(dedent(factory))
     ended = subprocess.run(
         [sys.executable, "-c", dedent(program)],

@@ -301,7 +301,7 @@ def test_wait_out_of_time_voids_the_stores_that_it_was_asked_about(
     The worker's other jobs go on, and a store that comes later is good as well.
     """
     daemon.hold_jobs = True
-    kinds: list[type[Store] | type[Load]] = [Store, Store, Load, Load, Store]
+    kinds: list[type[Store | Load]] = [Store, Store, Load, Load, Store]
     for number, kind in enumerate(kinds, 1):
         worker.submit(kind, number, JOB)
     daemon.wait_for(Store, 3)

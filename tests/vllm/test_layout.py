@@ -36,12 +36,7 @@ def laid_out(
 ) -> RankLayout:
     """What a rank with these groups registers; a daemon would take it.
 
-    Args:
-        folder: for the model.
-        groups: of its layers.
-        caches: instead of those that vLLM hands over.
-        changed: fields of the offloading configuration.
-        engine: see `configured`.
+    caches: instead of those that vLLM hands over; changed: fields of the offloading configuration.
     """
     vllm_config, kv_cache_config, config = configured(folder, *groups, **engine)
     caches = caches or canonical(vllm_config, kv_cache_config)
