@@ -149,11 +149,11 @@ def keys_of(name: str, count: int) -> list[bytes]:
     return [f"{name} {number}".encode() for number in range(count)]
 
 
-def store(table: ChunkTable, keys: list[bytes], now: float = 0.0, *, ranks: int = 9) -> list[int]:
-    """Write the keys' shares, of the first `ranks` ranks only; the slots."""
-    decision = table.prepare_store(keys, 1, now)
+def store(table: ChunkTable, keys: list[bytes]) -> list[int]:
+    """Write the keys' shares; the slots."""
+    decision = table.prepare_store(keys, 1, 0.0)
     slots, generations = decision.slots.numpy(), decision.generations.numpy()
-    for rank in range(min(ranks, 3)):
+    for rank in range(3):
         ones, threes = [1] * len(slots), [3] * len(slots)
         table.share_done(1, rank, slots, generations, ones, threes, [0] * len(ones), ok=True)
     return [int(slot) for slot in slots]
@@ -234,9 +234,9 @@ def test_other_settings_start_empty(
         start()
 
 
-def kept_chunks(start: Start, cpu_bytes: int = SIZE) -> set[bytes]:
+def kept_chunks(start: Start) -> set[bytes]:
     """Leave a pool of which every page is there, with chunks; their keys."""
-    life = start(cpu_bytes)
+    life = start()
     life.allocate()
     store(life.open(0).table, keys_of("a", 9))
     store(life.open(1).table, keys_of("b", 5))

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.conftest import Daemon
+from tests.daemon.serving import run_kvd
 from tests.deploy.places import run
 from tests.waiting import eventually
 
@@ -25,8 +26,7 @@ def test_probes_follow_readiness_and_life(daemon: Daemon) -> None:
     for path in ([], ["/readyz"], ["/livez"]):
         done = passed(daemon.runtime_dir, *path)
         assert (done.stdout, done.stderr) == ("ok\n", "")
-    drain = [sys.executable, "-m", "kvd", "drain", "--runtime-dir", str(daemon.runtime_dir)]
-    subprocess.run(drain, check=True, capture_output=True, timeout=60)
+    assert run_kvd("drain", "--runtime-dir", str(daemon.runtime_dir)).returncode == 0
     done = eventually(lambda: probe(daemon.runtime_dir), lambda done: "drain" in done.stdout)
     assert done.returncode == 1
     passed(daemon.runtime_dir, "/livez")

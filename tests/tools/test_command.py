@@ -16,7 +16,7 @@ from tests.processes import python
 from tests.tools.places import nothing_is_left
 from tests.waiting import PATIENCE
 
-DEMO = [sys.executable, "-m", "kvd", "demo"]
+DEMO = ["-m", "kvd", "demo"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,16 +28,14 @@ def clean() -> Iterator[None]:
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `kvd demo` to its end."""
-    return subprocess.run(
-        [*DEMO, *arguments], capture_output=True, text=True, check=False, timeout=120
-    )
+    return python(*DEMO, *arguments)
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
     """A long demo whose ranks have begun to serve, with all that it has started."""
     process = subprocess.Popen(
-        [*DEMO, "--requests", "5000", "--cpu-bytes", str(64 * 2**20)],
+        [sys.executable, *DEMO, "--requests", "5000", "--cpu-bytes", str(64 * 2**20)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
