@@ -7,7 +7,7 @@ from kvd_proto.directory import SlotState
 from tests.fakecuda.harness import FakeCuda
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import TestDriver, load, switched
-from tests.lane.support import SLOTS, Directory, FakeWorker, Lane, simple_layout
+from tests.lane.support import LAYOUT, SLOTS, Directory, FakeWorker, Lane
 
 POOL_BYTES = 8 * 2**20
 
@@ -30,7 +30,7 @@ def directory() -> Directory:
 @pytest.fixture
 def worker(lane: Lane, directory: Directory) -> FakeWorker:
     """A worker with two tensors of 32 pages of 4 KiB, bound."""
-    return lane.attach(FakeWorker(simple_layout()), directory)
+    return lane.attach(FakeWorker(LAYOUT), directory)
 
 
 @pytest.fixture(scope="session")

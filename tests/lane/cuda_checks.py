@@ -33,8 +33,8 @@ from tests.lane.support import (
     bind_message,
     import_message,
     make_job,
-    simple_layout,
 )
+from tests.layouts import flat_layout
 
 SIZES = (65536, 32768)
 PAGE = 4096
@@ -299,7 +299,7 @@ class Served:
         blocks: int = 16,
         offset: int = 0,
     ) -> None:
-        layout = simple_layout(tensors=1, num_blocks=blocks, page=PAGE, blocks_per_chunk=1)
+        layout = flat_layout(PAGE, blocks=blocks)
         tensors = (TensorSpec(0, offset, PAGE, PAGE),)
         layout = msgspec.structs.replace(layout, tensors=tensors)
         self.mark = rig.driver.mark

@@ -45,6 +45,7 @@ from tests.waiting import PATIENCE
 
 TIMELINE, EPOCH = 0, 1  # words of a control page; the second is that of stores
 SLOTS = 16  # of a directory
+LAYOUT = flat_layout(4096, 4096, blocks=32, factor=2)
 NAMESPACE = bytes(range(16))
 BOOT = b"b" * 16
 M = TypeVar("M", bound=Message)
@@ -92,17 +93,6 @@ class Directory:
             row = self.records[slot : slot + 1]
             row["generation"], row["owner"], row["state"] = generation, owner, int(state)
             row["first"], row["count"], row["group"] = first, count, group
-
-
-def simple_layout(
-    *,
-    tensors: int = 2,
-    num_blocks: int = 32,
-    page: int = 4096,
-    blocks_per_chunk: int = 2,
-) -> RankLayout:
-    """One group over equal tensors, each with a storage of its own and blocks back to back."""
-    return flat_layout(*(page,) * tensors, blocks=num_blocks, factor=blocks_per_chunk)
 
 
 class FakeWorker:

@@ -13,20 +13,20 @@ from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import JobStatus, Load, Ok, Store, Wait
 from tests.lane.support import (
     BOOT,
+    LAYOUT,
     SLOTS,
     Directory,
     FakeWorker,
     Lane,
     make_job,
-    simple_layout,
 )
 
 
 def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, directory: Directory) -> None:
     """Pool bytes outside the job's slots stay what they were, and inside lie tensor by tensor."""
     lane.pool.bytes[:] = 0xAB
-    base = simple_layout().slot_bytes // 2
-    worker = lane.attach(FakeWorker(simple_layout()), directory, base)
+    base = LAYOUT.slot_bytes // 2
+    worker = lane.attach(FakeWorker(LAYOUT), directory, base)
     worker.fill(2)
     worker.job(Store, 1, [7, 8], [3])
     assert worker.done().status is JobStatus.OK

@@ -35,13 +35,14 @@ from kvd_proto.messages import (
     Wait,
 )
 from tests.lane.support import (
+    LAYOUT,
     TIMELINE,
     Directory,
     FakeWorker,
     Lane,
     Memory,
-    simple_layout,
 )
+from tests.layouts import flat_layout
 from tests.waiting import PATIENCE, eventually
 
 
@@ -100,7 +101,7 @@ def test_a_ping_is_answered_while_a_long_job_runs(tmp_path: Path) -> None:
 
     Where the machine lets the store end first, another one is stored.
     """
-    layout = simple_layout(tensors=2, num_blocks=4096, page=16384, blocks_per_chunk=1)
+    layout = flat_layout(16384, 16384, blocks=4096)
     with Lane(tmp_path, 4096 * layout.slot_bytes) as lane:
         directory = Directory(4096)
         directory.set(range(1, 4095), SlotState.WRITING)
@@ -158,7 +159,7 @@ def test_a_released_worker_is_unmapped_and_unknown(lane: Lane, worker: FakeWorke
 
 def test_memory_that_is_not_as_described_is_refused(lane: Lane) -> None:
     """Too small a file and a short control page are import errors."""
-    layout = simple_layout()
+    layout = LAYOUT
     worker = FakeWorker(layout)
     small = Memory(layout.storages[0] - 1)
     assert "bytes" in lane.import_worker(worker, fds=[*worker.fds[:2], small.fd]).error
@@ -226,7 +227,7 @@ def test_a_lane_that_stood_still_says_so(tmp_path: Path, directory: Directory) -
     """Frozen while a job waits for its turn: one line tells for how long."""
     log = tmp_path / "log"
     with log.open("w") as sink, Lane(tmp_path, 2**20, sink) as lane:
-        worker = lane.attach(FakeWorker(simple_layout()), directory)
+        worker = lane.attach(FakeWorker(LAYOUT), directory)
         worker.job(Store, 1, [1, 2], [0], after=5)
         eventually(lane.ping, lambda pong: pong.queued_jobs)  # a ping may overtake the job
         lane.process.send_signal(signal.SIGSTOP)

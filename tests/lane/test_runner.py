@@ -32,8 +32,8 @@ from tests.lane.support import (
     bind_message,
     import_message,
     make_job,
-    simple_layout,
 )
+from tests.layouts import flat_layout
 
 PAGE = 2 * 2**20  # one page is one piece
 SLOTS = 12
@@ -96,7 +96,7 @@ class Bench:
         self.now = 0
         self.device = HeldDevice()
         self.runner = Runner(self.device, limits, clock=lambda: self.now)
-        self.layout = simple_layout(tensors=1, num_blocks=16, page=PAGE, blocks_per_chunk=1)
+        self.layout = flat_layout(PAGE, blocks=16)
         self.directory = Directory(SLOTS)
         self.directory.set(range(SLOTS), SlotState.WRITING)
         self.sources: list[FakeWorker] = []
