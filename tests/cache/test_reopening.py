@@ -10,7 +10,7 @@ from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd_proto.directory import SlotState
 from tests.cache.tables import make_namespaces
-from tests.cache.test_machine import KIB, TableMachine
+from tests.cache.test_machine import KEYS, KIB, TableMachine
 
 CUTS = (8, 60)  # bytes of a record that were written when the kill came
 
@@ -129,3 +129,14 @@ def test_every_moment_is_a_good_one_under_arc() -> None:
     run_state_machine_as_test(
         ArcReopening, settings=settings(stateful_step_count=40, max_examples=10)
     )
+
+
+def test_a_part_that_gave_way_under_a_lease_is_not_kept() -> None:
+    """Its key means the fuller chunk, also for the next daemon, whoever still reads the part."""
+    machine, keys, blocks = Reopening(), KEYS[:1], (2, 6)
+    machine.store(space=0, keys=keys, owner=1, blocks=blocks)
+    machine.prepare_load(space=0, keys=keys, owner=1, seconds=10.0, blocks=blocks)
+    machine.store_whole(space=0, owner=1)
+    machine.finish(space=0)
+    machine.kill()
+    machine.agrees()
