@@ -153,7 +153,7 @@ class JobTable:
             if word:
                 self._free_words.pop()
             self._running[job_id] = _Running(lane, request_id, word, time.monotonic())
-            self._collect()  # sending may have processed what the descriptor would show
+            self.readiness.set()  # sending may have taken in what the descriptor would show
             return True
 
     def finished(self) -> list[JobResult]:
