@@ -63,7 +63,7 @@ docs: $(STAMP) ## write what is generated: protocol, settings, status
 	$(BIN)/python docs/generate_status.py
 
 screenshot: $(STAMP) ## take anew the picture of the status page in the README
-	KVD_SCREENSHOT=docs/status-page.png $(BIN)/python -m pytest tests/http/test_page.py -k picture
+	KVD_SCREENSHOT=docs/status-page.png $(BIN)/python -m pytest tests/http/test_page.py -k picture_for_the_readme
 
 operations-transcript: $(STAMP) ## run anew the session that docs/operations.md shows
 	$(BIN)/python docs/generate_operations.py
