@@ -104,7 +104,6 @@ def run_part(command: Sequence[str], name: str, seconds: float) -> dict[str, Any
     """
     if seconds < SHORTEST:
         return {"error": "no time was left"}
-    before = set(SHARED_MEMORY.glob("kvd-bench-*"))
     with tempfile.TemporaryDirectory(prefix="kvd-part-") as folder:
         out = Path(folder) / "figures.json"
         process = subprocess.Popen([*command, "--part", name, "--part-out", str(out)])
@@ -114,7 +113,7 @@ def run_part(command: Sequence[str], name: str, seconds: float) -> dict[str, Any
                 why = f"it ended with exit status {process.wait(seconds)}"
         finally:
             _end(process)
-            for left in set(SHARED_MEMORY.glob("kvd-bench-*")) - before:
+            for left in SHARED_MEMORY.glob(f"kvd-bench-{process.pid}-*"):
                 shutil.rmtree(left, ignore_errors=True)
         try:
             found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))

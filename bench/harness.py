@@ -72,7 +72,9 @@ class Daemon:
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > cpu_bytes
         self._keeps = place is not None
         self._place = place or Path(
-            tempfile.mkdtemp(prefix="kvd-bench-", dir=SHARED_MEMORY if roomy else None)
+            tempfile.mkdtemp(
+                prefix=f"kvd-bench-{os.getpid()}-", dir=SHARED_MEMORY if roomy else None
+            )
         )
         self.runtime_dir = self._place / "run"
         self._log_path = log or self._place / "log"
