@@ -73,8 +73,9 @@ class RuntimeDir:
                 " directory with --runtime-dir"
             ) from None
         except OSError as error:
+            what = error.filename or "it cannot be locked"  # as on NFS
             raise ConfigError(
-                f"runtime_dir = {self.path}: {error.filename}: {error.strerror}; choose a directory"
+                f"runtime_dir = {self.path}: {what}: {error.strerror}; choose a local directory"
                 " that this user may write, with --runtime-dir"
             ) from error
         self._lock_fd = fd

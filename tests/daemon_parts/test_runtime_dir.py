@@ -1,5 +1,6 @@
 """The lock on a runtime directory, and the directories that a daemon accepts."""
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -28,6 +29,21 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     """A runtime directory whose socket paths would not fit says so before anything is made."""
     with pytest.raises(ConfigError, match="use a shorter one, such as /run/kvd"):
         RuntimeDir(tmp_path / ("x" * 120))
+
+
+def test_a_file_system_that_locks_no_directory_is_named(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS, which answers that the descriptor is bad: the error has the path and the remedy."""
+
+    def refuse(fd: int, how: int) -> None:
+        del fd, how
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    remedy = "cannot be locked: Bad file descriptor; choose a local directory .*--runtime-dir"
+    with pytest.raises(ConfigError, match=f"runtime_dir = {runtime_dir}: it {remedy}"):
+        RuntimeDir(runtime_dir).lock()
 
 
 PLANTS: dict[str, Callable[[Path, Path], object]] = {
