@@ -32,6 +32,7 @@ from kvd_proto.messages import (
     IpcHandle,
     JobStatus,
     Lookups,
+    Pin,
     StoreAnswer,
     VmmHandle,
 )
@@ -40,7 +41,7 @@ FILE = Path(__file__).parent / "protocol.md"
 MARKER = "<!-- generated below this line by docs/generate_protocol.py -->"
 PARTS = (
     *(RankLayout, TensorSpec, GroupSpec, TensorRef, Fingerprint),
-    *(HostHandle, IpcHandle, VmmHandle, JobBlocks, Lookups, ConfigChange),
+    *(HostHandle, IpcHandle, VmmHandle, JobBlocks, Pin, Lookups, ConfigChange),
 )
 """Maps inside messages, which have no tag."""
 CODES = {
@@ -81,6 +82,9 @@ _LAYOUT = RankLayout(
     tensors=(TensorSpec(storage=0, offset=0, page_bytes=4096, block_stride=8192),),
     groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=4096),), block_size=16),),
 )
+_PIN = m.Pin(
+    lease=5, lease_ms=60000, slots=IntArray.of((7,), "u4"), generations=IntArray.of((2,), "u8")
+)
 _BLOCKS = JobBlocks.of((3, 4, 5), (3,), (1,), (0, 9), (1, 4))
 EXAMPLES: tuple[m.Message, ...] = (
     m.Hello(
@@ -97,6 +101,20 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.Registered(missing_ranks=(1,), lane="ipc:///run/kvd/lane-host-1.sock", incarnation=1),
     m.Unregister(),
+    m.Step(
+        keys=_KEYS,
+        slots=IntArray.of((0, 1), "u4"),
+        generations=IntArray.of((1, 1), "u8"),
+        pins=(_PIN,),
+        unpinned=(4,),
+        wanted=64,
+        present=1,
+    ),
+    m.Stepped(
+        slots=IntArray.of((2, 3), "u4"),
+        generations=IntArray.of((1, 1), "u8"),
+        evicted=(),
+    ),
     m.PrepareStore(keys=_KEYS),
     m.StorePrepared(
         answers=IntArray.of((1, 2), "u1"),
@@ -132,7 +150,11 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Error(code=m.ErrorCode.NOT_READY, text="engine 'llama-70b': ranks [1] are missing"),
     m.Greeting(pid=99),
     m.Attached(
-        namespace=bytes(range(32, 48)), world_size=2, bytes_per_chunk=16384, num_chunks=4096
+        namespace=bytes(range(32, 48)),
+        world_size=2,
+        bytes_per_chunk=16384,
+        num_chunks=4096,
+        reuse_threshold=1,
     ),
     m.Detached(reason="rank 1 is gone"),
     m.LaneUp(device="host", incarnation=1, endpoint="ipc:///run/kvd/lane-host-1.sock"),

@@ -96,6 +96,7 @@ def attached_notice(engine: Engine, session: int) -> Notify:
             world_size=engine.world_size,
             bytes_per_chunk=sum(geometry.slot_bytes),
             num_chunks=geometry.num_slots,
+            reuse_threshold=namespace.reuse_threshold,
         ),
         DirectoryFd(namespace.id, engine.number if schedules else None),
     )

@@ -60,6 +60,7 @@ class Namespace:
     temporary: it has no share of the pool that others must leave to it.
     engines: how many are attached.
     tokens_per_chunk: None where it is not known or the groups differ.
+    reuse_threshold: a key gets a slot at its n-th offer.
     """
 
     id: bytes
@@ -68,6 +69,7 @@ class Namespace:
     temporary: bool = False
     engines: int = 0
     tokens_per_chunk: int | None = None
+    reuse_threshold: int = 1
 
     @property
     def geometry(self) -> Geometry:
@@ -240,7 +242,9 @@ class Namespaces:
         model = "" if temporary else label
         policy, threshold = self.settings.policy, self.settings.reuse_threshold
         table = ChunkTable(directory, geometry, self.pool, policy, threshold, model)
-        namespace = self._open[ns_id] = Namespace(ns_id, label, table, temporary)
+        namespace = self._open[ns_id] = Namespace(
+            ns_id, label, table, temporary, reuse_threshold=threshold
+        )
         return namespace
 
     @property

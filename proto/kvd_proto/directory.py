@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -40,6 +40,7 @@ MAX_SLOTS = 2**31 - 2
 PROBE_LIMIT = 512
 NO_SHARE_YET = 0xFFFF
 MAX_BLOCKS = 0xFFFF  # of a chunk
+_READ_STATE = struct.Struct("<Q12xB").unpack_from  # generation and state
 
 HEADER = struct.Struct("<8s6I3Q16s16s")
 CHECK_WORD = struct.Struct("<I")
@@ -76,10 +77,16 @@ class SlotState(IntEnum):
     WRITING = 1
     READY = 2
     DRAINING = 3
+    LENT = 4
 
 
 _WRITING, _READY = int(SlotState.WRITING), int(SlotState.READY)
+_LENT = int(SlotState.LENT)
 _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+
+
+Entry: TypeAlias = tuple[int, int, int, int, int]
+"""What a record says: slot, generation, `SlotState`, first block and count of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,12 +282,51 @@ class DirectoryView:
         """`lookup` of every key, in order."""
         return list(map(self.lookup, keys))
 
+    def entry(self, key: bytes) -> Entry | None:
+        """The record of a WRITING or READY chunk; None where there is none. A hint, too.
+
+        Its blocks say something only where it is READY.
+        """
+        # The same walk once more.
+        size = len(key)
+        if not 0 < size <= KEY_BYTES:
+            return None
+        hash32 = crc32(key)
+        index, mask, left = self._index, self._mask, self._limit
+        i = hash32 & mask
+        while left and (place := index[i]):
+            if place >> 32 == hash32:
+                slot = (place & SLOT_MASK) - 1
+                base = slot * RECORD_BYTES
+                if base < self._records_bytes:
+                    generation, state, length, first, held, name = KEY_READERS[size](
+                        self._records, base
+                    )
+                    if (
+                        name == key
+                        and length == size
+                        and _WRITING <= state <= _READY
+                        and generation > self._floor[0]
+                    ):
+                        return slot, generation, state, first, held
+            left -= 1
+            i = (i + 1) & mask
+        return None
+
+    def is_lent(self, slot: int, generation: int) -> bool:
+        """Whether the slot, any number, is on loan under this generation."""
+        if not 0 <= slot < self.num_slots:
+            return False
+        found, state = _READ_STATE(self._records, slot * RECORD_BYTES)
+        return bool(state == _LENT and found == generation)
+
     def check(
         self,
         slots: npt.NDArray[np.uint32],
         generations: npt.NDArray[np.uint64],
         state: int,
         owner: int | None = None,
+        or_state: int | None = None,
     ) -> npt.NDArray[np.bool_]:
         """Which slots exist and have this generation, state and (where given) owner.
 
@@ -289,27 +335,34 @@ class DirectoryView:
             generations: [n]
             state: a `SlotState`.
             owner: a session's number.
+            or_state: another state that is as good.
 
         Returns:
             [n]
         """
         if len(slots) <= _FEW:  # numpy would take ten times as long
             pairs = zip(slots.tolist(), generations.tolist(), strict=True)
-            return np.array([self._is(*pair, state, owner) for pair in pairs], np.bool_)
+            states = (state, or_state)
+            return np.array([self._is(*pair, states, owner) for pair in pairs], np.bool_)
         columns = self._columns
         inside = slots < self.num_slots
         at = np.where(inside, slots, 0)
         good: npt.NDArray[np.bool_] = inside & (columns["generation"][at] == generations)
-        good &= columns["state"][at] == state
+        is_in = columns["state"][at]
+        good &= is_in == state if or_state is None else (is_in == state) | (is_in == or_state)
         if owner is not None:
             good &= columns["owner"][at] == owner
         return good
 
-    def _is(self, slot: int, generation: int, state: int, owner: int | None) -> bool:
+    def _is(
+        self, slot: int, generation: int, states: tuple[int | None, ...], owner: int | None
+    ) -> bool:
         if slot >= self.num_slots:
             return False
         found, _, owned_by, is_in, *_ = RECORD.unpack_from(self._records, slot * RECORD_BYTES)
-        return bool(found == generation and is_in == state and (owner is None or owned_by == owner))
+        return bool(
+            found == generation and is_in in states and (owner is None or owned_by == owner)
+        )
 
     def coverage(
         self, slots: npt.NDArray[np.uint32]

@@ -36,6 +36,8 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 JobIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_KEYS)]
 NamespaceId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 NO_ITEMS = IntArray.of((), "u2")
+NO_SLOTS = IntArray.of((), "u4")
+NO_GENERATIONS = IntArray.of((), "u8")
 Kind: TypeAlias = Literal["scheduler", "worker", "tool"]
 
 
@@ -236,6 +238,75 @@ class Unregister(Message, frozen=True):
 
 
 # ---------------------------------------------------------------- scheduler
+
+
+class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Chunks that a load reads and that are to stay until it has ended: a lease on them.
+
+    lease: its number, by which the scheduler gives it back; new in its session.
+    lease_ms: how long the chunks are to stay, in ms; the daemon may give less.
+    slots: u4, of the chunks, as the directory has them; a prompt's head first.
+    generations: u8, of these slots; a chunk that is not READY with its generation is not pinned.
+    """
+
+    lease: Count
+    lease_ms: Annotated[int, Meta(ge=1, le=600_000)]
+    slots: IntArray
+    generations: IntArray
+
+
+class Step(Message, frozen=True, omit_defaults=True):
+    """What a scheduler has decided by itself since its last one; carried out in the fields' order.
+
+    Nothing of it is refused one by one: a store that cannot be had is lost, as a failed one, and
+    a chunk that has gone is not pinned. The counts are for the daemon's figures.
+
+    dropped: keys of stores that are given up.
+    keys: of stores that have begun, a prompt's head first.
+    slots: u4, the slot of each, which was lent to this scheduler.
+    generations: u8, of these slots.
+    first: u2, for each key the first block of its chunk that will be written; empty: all blocks
+        of all chunks will be.
+    count: u2, how many blocks from there on, 1 or more; as many items as `first`.
+    pins: chunks that are to stay.
+    unpinned: numbers of leases that are given back.
+    used: keys that requests which have finished loaded, stored or found present, a prompt's head
+        first; of several requests, those of the last one first. A key that is named twice counts
+        once, where it is named first.
+    wanted: slots that the scheduler would like to have on loan, in all.
+    present: keys that were offered since the last Step and found READY.
+    pending: keys that were offered since then and found being written.
+    not_yet: keys that were offered since then and not often enough to be worth a slot.
+    refused: keys that were offered since then, for which no slot was at hand.
+    """
+
+    dropped: Keys = ()
+    keys: Keys = ()
+    slots: IntArray = NO_SLOTS
+    generations: IntArray = NO_GENERATIONS
+    first: IntArray = NO_ITEMS
+    count: IntArray = NO_ITEMS
+    pins: Annotated[tuple[Pin, ...], Meta(max_length=MAX_KEYS)] = ()
+    unpinned: JobIds = ()
+    used: Keys = ()
+    wanted: Count = 0
+    present: Count = 0
+    pending: Count = 0
+    not_yet: Count = 0
+    refused: Count = 0
+
+
+class Stepped(Message, frozen=True):
+    """Slots that the scheduler may store into from now on, besides those that it has.
+
+    slots: u4, lent now.
+    generations: u8, of these slots.
+    evicted: keys of the chunks that had to go for them.
+    """
+
+    slots: IntArray
+    generations: IntArray
+    evicted: tuple[bytes, ...]
 
 
 class PrepareStore(Message, frozen=True, omit_defaults=True):
@@ -657,12 +728,14 @@ class Attached(Message, frozen=True):
     world_size: as registered.
     bytes_per_chunk: that a chunk takes in the pool, all ranks' shares together.
     num_chunks: that the namespace can hold at most; slots are numbered below it.
+    reuse_threshold: a scheduler gives a key a slot when it is offered for the n-th time.
     """
 
     namespace: bytes
     world_size: int
     bytes_per_chunk: Count
     num_chunks: Count
+    reuse_threshold: Annotated[int, Meta(ge=1, le=1000)]
 
 
 class Detached(Message, frozen=True):
@@ -691,6 +764,7 @@ _REQUESTS: dict[int, tuple[type[Message], type[Message]]] = {
     0x01: (Hello, Welcome),
     0x03: (Register, Registered),
     0x05: (Unregister, Ok),
+    0x07: (Step, Stepped),
     0x10: (PrepareStore, StorePrepared),
     0x12: (CompleteStore, StoreCompleted),
     0x14: (PrepareLoad, LoadPrepared),

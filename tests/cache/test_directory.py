@@ -123,6 +123,35 @@ def test_life_of_a_chunk() -> None:
     assert writer.begin([b"other"], [2], owner=7) == [2]
 
 
+def test_an_entry_is_what_the_record_says() -> None:
+    """Of a chunk that a lookup finds `entry` gives slot, generation, state and blocks."""
+    buffer, writer = make(4)
+    view = DirectoryView(memoryview(buffer).toreadonly())
+    assert view.entry(b"k") is None
+    writer.begin([b"k"], [2], owner=7)
+    assert view.entry(b"k") == (2, 1, SlotState.WRITING, 0, NO_SHARE_YET)
+    writer.add_share(2, 0, first=1, count=3, group=0)
+    writer.write_state(2, SlotState.READY)
+    assert view.entry(b"k") == (2, 1, SlotState.READY, 1, 3)
+    assert [view.entry(key) for key in (b"", b"x", b"k" * 49)] == [None] * 3
+    writer.forget()
+    assert view.entry(b"k") is None
+
+
+def test_a_lent_slot_is_known_by_its_generation() -> None:
+    """`is_lent` takes any numbers; a slot with another generation or state is not lent."""
+    buffer, writer = make(4)
+    view = DirectoryView(memoryview(buffer).toreadonly())
+    writer.begin([b"k"], [2], owner=7)
+    assert not view.is_lent(2, 1)
+    writer.write_state(2, SlotState.LENT)
+    assert view.is_lent(2, 1)
+    assert view.entry(b"k") is None
+    assert view.lookup(b"k") is LookupResult.MISS
+    refs = [(2, 0), (2, 2), (1, 1), (4, 1), (2**32 - 1, 1), (-1, 1)]
+    assert not any(view.is_lent(*ref) for ref in refs)
+
+
 def test_shares() -> None:
     """Ranks add up to a mask, and the coverage is what all of them hold."""
     _, writer = make(4)
@@ -150,9 +179,10 @@ def test_check_is_exact() -> None:
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=9, max_size=40),
     st.sampled_from(list(SlotState)),
     st.sampled_from([None, 5, 6]),
+    st.sampled_from([None, *SlotState]),
 )
 def test_check_says_the_same_of_few_slots_and_of_many(
-    pairs: list[tuple[int, int]], state: SlotState, owner: int | None
+    pairs: list[tuple[int, int]], state: SlotState, owner: int | None, other: SlotState | None
 ) -> None:
     """Slots checked one at a time get the answers that they get all at once."""
     _, writer = make(8)
@@ -160,9 +190,9 @@ def test_check_says_the_same_of_few_slots_and_of_many(
     writer.write_state(1, SlotState.READY)
     slots = np.array([slot for slot, _ in pairs], "u4")
     generations = np.array([generation for _, generation in pairs], "u8")
-    together = writer.check(slots, generations, state, owner).tolist()
+    together = writer.check(slots, generations, state, owner, other).tolist()
     alone = [
-        writer.check(slots[i : i + 1], generations[i : i + 1], state, owner).item()
+        writer.check(slots[i : i + 1], generations[i : i + 1], state, owner, other).item()
         for i in range(len(slots))
     ]
     assert together == alone

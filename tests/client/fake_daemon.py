@@ -187,7 +187,11 @@ class FakeDaemon:
         """Tell every session that the engine is attached, and wait until these ones know it."""
         fd = directory_fd(self.boot_id)
         message = Attached(
-            namespace=NAMESPACE, world_size=1, bytes_per_chunk=4096, num_chunks=NUM_SLOTS
+            namespace=NAMESPACE,
+            world_size=1,
+            bytes_per_chunk=4096,
+            num_chunks=NUM_SLOTS,
+            reuse_threshold=1,
         )
         self.notify(message, (fd,))
         os.close(fd)
