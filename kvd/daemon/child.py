@@ -2,12 +2,11 @@
 
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-
-import zmq
 
 from kvd.client_names import Fields
 from kvd.wire.seqpacket import Channel
@@ -37,7 +36,7 @@ class ChildProcess:
         start_at: when the next one may be started, monotonic seconds.
     """
 
-    def __init__(self, module: str, name: str, poller: zmq.Poller, pause: float = 0.0) -> None:
+    def __init__(self, module: str, name: str, poller: select.epoll, pause: float = 0.0) -> None:
         self.name = name
         self.fields: Fields = {}
         self._module = module
@@ -91,7 +90,7 @@ class ChildProcess:
             return False
         self.link = Channel(ours)
         for fd in (ours.fileno(), self.pidfd):
-            self._poller.register(fd, zmq.POLLIN)
+            self._poller.register(fd, select.EPOLLIN)
         return True
 
     def _begin(

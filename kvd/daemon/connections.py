@@ -10,13 +10,12 @@ import array
 import contextlib
 import logging
 import os
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import zmq
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Event
@@ -71,7 +70,7 @@ class Connections:
         self,
         listener: Listener,
         core: Broker,
-        poller: zmq.Poller,
+        poller: select.epoll,
         carry_out: Callable[[list[Effect]], None],
         *,
         requests: Requests,
@@ -88,7 +87,7 @@ class Connections:
         self._allowed = allowed
         self._own = own
         self._receiver = Receiver(poller)
-        poller.register(listener.fileno(), zmq.POLLIN)
+        poller.register(listener.fileno(), select.EPOLLIN)
 
     # ------------------------------------------------------------------ begin
 
@@ -126,21 +125,21 @@ class Connections:
         for fd in (channel.fileno(), connection.pidfd):
             if fd >= 0:
                 self._by_fd[fd] = connection
-                self._poller.register(fd, zmq.POLLIN)
+                self._poller.register(fd, select.EPOLLIN)
         self._carry_out(effects)
 
     # ---------------------------------------------------------------- receive
 
-    def turn(self, ready: dict[object, int], now: float) -> None:
+    def turn(self, ready: dict[int, int], now: float) -> None:
         """Serve what has arrived, end sessions whose process is gone, accept connections."""
         for fd in ready:
-            if isinstance(fd, int) and fd in self._by_fd:
+            if fd in self._by_fd:
                 self._read(self._by_fd[fd], ready)
         self._receiver.turn(ready, now)
         if self._listener.fileno() in ready:
             self._accept()
 
-    def _read(self, connection: Connection, ready: dict[object, int]) -> None:
+    def _read(self, connection: Connection, ready: dict[int, int]) -> None:
         try:
             if connection.pidfd in ready:
                 raise EOFError
@@ -159,7 +158,7 @@ class Connections:
                 close_all(outcome[1] if isinstance(outcome, tuple) else ())
                 return
             connection.receiving = False
-            self._poller.register(connection.channel.fileno(), zmq.POLLIN)
+            self._poller.register(connection.channel.fileno(), select.EPOLLIN)
             try:
                 if isinstance(outcome, Refused):
                     raise outcome
@@ -227,7 +226,7 @@ class Connections:
         for fd in (connection.channel.fileno(), connection.pidfd):
             if fd >= 0:
                 del self._by_fd[fd]
-                with contextlib.suppress(KeyError):  # what is being received is not polled
+                with contextlib.suppress(FileNotFoundError):  # what is being received is not polled
                     self._poller.unregister(fd)
         self._carry_out(self._core.lost(session))
         self._requests.forget(session)

@@ -8,13 +8,12 @@ some already nothing more is received.
 
 import contextlib
 import logging
+import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import zmq
 
 from kvd.daemon.child import ChildProcess
 from kvd.daemon.receiver import DROP, FOREIGN, READ, TAKEN
@@ -49,7 +48,7 @@ class _Order:
 class Receiver:
     """The process, and those before it that have not ended."""
 
-    def __init__(self, poller: zmq.Poller) -> None:
+    def __init__(self, poller: select.epoll) -> None:
         self._poller = poller
         self._child: ChildProcess | None = None
         self._started = False  # once; later only where there is something to read
@@ -91,7 +90,7 @@ class Receiver:
                 self._link.send(DROP, [connection.fileno()])
         connection.close()
 
-    def turn(self, ready: dict[object, int], now: float) -> None:
+    def turn(self, ready: dict[int, int], now: float) -> None:
         """Take answers, give up what takes too long, send the next order."""
         for child in [child for child in self._leaving if child.pidfd in ready]:
             child.reap(now)
@@ -113,8 +112,8 @@ class Receiver:
         """End the processes; wait for none that a file system holds."""
         self._end(None)
         for child, uid in self._leaving.items():
-            poller = zmq.Poller()
-            poller.register(child.pidfd, zmq.POLLIN)
+            poller = select.poll()
+            poller.register(child.pidfd, select.POLLIN)
             if poller.poll(LAST_MS):
                 child.reap(0.0)
             else:

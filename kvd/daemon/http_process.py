@@ -11,10 +11,9 @@ sends a byte every second; one that stops doing so is killed and replaced.
 
 import errno
 import logging
+import select
 import socket
 from pathlib import Path
-
-import zmq
 
 from kvd.config.values import Listen, parse_listen
 from kvd.daemon.child import ChildProcess
@@ -43,7 +42,9 @@ class HttpProcess:
         ConfigError: an address cannot be had; names it and the remedy.
     """
 
-    def __init__(self, runtime_dir: Path, unix_path: Path, listen: str, poller: zmq.Poller) -> None:
+    def __init__(
+        self, runtime_dir: Path, unix_path: Path, listen: str, poller: select.epoll
+    ) -> None:
         self._runtime_dir = runtime_dir
         address = parse_listen(listen)
         self._host = address.host if address is not None else ""
@@ -70,7 +71,7 @@ class HttpProcess:
         """The pid of the process that serves now; -1 where none does."""
         return self._child.pid
 
-    def turn(self, ready: dict[object, int], now: float) -> None:
+    def turn(self, ready: dict[int, int], now: float) -> None:
         """Start the process, watch it, start it again."""
         if self._eager_at is None:
             self._eager_at = now + _START_AFTER_SECONDS
@@ -83,7 +84,7 @@ class HttpProcess:
             elif not self._watched:
                 self._watched = [s.fileno() for s in (self._tcp, self._unix) if s is not None]
                 for fd in self._watched:
-                    self._poller.register(fd, zmq.POLLIN)
+                    self._poller.register(fd, select.EPOLLIN)
 
     def _start(self, now: float) -> None:
         for fd in self._watched:
@@ -97,7 +98,7 @@ class HttpProcess:
             arguments += ["--tcp-fd", str(self._tcp.fileno()), "--host", self._host]
         self._child.spawn([*arguments, "--beat-fd"], now, fds, _ENVIRONMENT)
 
-    def _watch(self, ready: dict[object, int], now: float) -> None:
+    def _watch(self, ready: dict[int, int], now: float) -> None:
         child = self._child
         if child.pidfd in ready:
             log.warning("the HTTP process has ended: %s", child.reap(now))

@@ -4,11 +4,10 @@ import contextlib
 import itertools
 import logging
 import os
+import select
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import zmq
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect
@@ -31,7 +30,7 @@ class LaneProcess(ChildProcess):
         socket: where it serves workers.
     """
 
-    def __init__(self, device: str, poller: zmq.Poller) -> None:
+    def __init__(self, device: str, poller: select.epoll) -> None:
         super().__init__("kvd.lane", f"lane {device}", poller)
         self.fields = {"lane": device}
         self.device = device
@@ -58,7 +57,7 @@ class Lanes:
         self,
         runtime_dir: Path,
         core: Broker,
-        poller: zmq.Poller,
+        poller: select.epoll,
         carry_out: Callable[[list[Effect]], None],
     ) -> None:
         self._runtime_dir = runtime_dir
@@ -94,7 +93,7 @@ class Lanes:
             ]
             process.spawn(arguments, now, [pool.fd])
 
-    def turn(self, ready: dict[object, int], now: float) -> None:
+    def turn(self, ready: dict[int, int], now: float) -> None:
         """Read what lanes have sent, and notice those that have ended."""
         for process in list(self.processes.values()):
             link = process.link

@@ -8,13 +8,12 @@ call of the core, and carries the effects out.
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import time
 from pathlib import Path
 from types import FrameType
-
-import zmq
 
 from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
@@ -93,7 +92,7 @@ class Service:
             keeps=settings.keep_pool == "yes",
             cold=cold,
         )
-        self._poller = zmq.Poller()
+        self._poller = select.epoll()
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen, self._poller
         )
@@ -133,7 +132,7 @@ class Service:
             own=lambda peer: peer.pid == self._http.pid,
         )
         for fd in (self._requests.router.fileno(), self._wake_read):
-            self._poller.register(fd, zmq.POLLIN)
+            self._poller.register(fd, select.EPOLLIN)
 
     # ----------------------------------------------------------------- loop
 
@@ -166,7 +165,7 @@ class Service:
         if self.core.background.busy or router.pending:
             patience = 0.0
         self._standstill.waits(time.monotonic(), patience)
-        ready = dict(self._poller.poll(int(patience * 1000)))
+        ready = dict(self._poller.poll(patience))
         now = self._polled = time.monotonic()
         stood_still = self._standstill.woke(now, time.thread_time())
         if stood_still:

@@ -1,6 +1,7 @@
 """Processes that the broker cannot start."""
 
 import itertools
+import select
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from kvd.config.settings import Settings
 from kvd.daemon.http_process import HttpProcess
@@ -25,7 +25,7 @@ Turn = Callable[[float], None]
 @pytest.fixture(params=["lane", "http"])
 def turn(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Turn]:
     """The loop's turn for one kind of child."""
-    poller = zmq.Poller()
+    poller = select.epoll()
     if request.param == "lane":
         core: Any = SimpleNamespace(state=SimpleNamespace(settings=Settings()))
         lanes = Lanes(tmp_path, core, poller, lambda _: None)
@@ -70,7 +70,7 @@ def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
         state=SimpleNamespace(settings=Settings(), stopping=False),
         supervision=SimpleNamespace(lost=lambda device, _reason: lost.append(device)),
     )
-    poller = zmq.Poller()
+    poller = select.epoll()
     lanes = Lanes(tmp_path, core, poller, lambda _: None)
     lanes.add("host")
     with (tmp_path / "pool").open("wb") as file:
@@ -81,5 +81,5 @@ def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
     assert not poller.poll(0)
     lanes.processes["host"].kill()
     while lanes.running:
-        lanes.turn(dict(poller.poll(int(DEADLINE * 1000))), 0.0)
+        lanes.turn(dict(poller.poll(DEADLINE)), 0.0)
     assert lost == ["host"]

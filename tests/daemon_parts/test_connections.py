@@ -1,12 +1,12 @@
 """Connections to the control socket: many at once, and one that ends at a bad moment."""
 
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvd.daemon.allowed import AllowList
 from kvd.daemon.connections import AT_ONCE, Connections
@@ -19,13 +19,13 @@ MORE_THAN_A_SOCKET_TAKES = 6000  # notices; twice as many are too much to keep
 
 
 @pytest.fixture
-def poller() -> zmq.Poller:
+def poller() -> select.epoll:
     """The loop's."""
-    return zmq.Poller()
+    return select.epoll()
 
 
 @pytest.fixture
-def connections(tmp_path: Path, poller: zmq.Poller) -> Iterator[Connections]:
+def connections(tmp_path: Path, poller: select.epoll) -> Iterator[Connections]:
     """None is there yet."""
     core = make_broker(devices=[])
     requests = Requests(tmp_path / "broker.sock", core)
@@ -51,7 +51,7 @@ def connect(tmp_path: Path) -> socket.socket:
 
 
 def test_a_peer_that_is_gone_with_notices_unread_ends_its_session(
-    connections: Connections, poller: zmq.Poller, tmp_path: Path
+    connections: Connections, poller: select.epoll, tmp_path: Path
 ) -> None:
     """Its end between two turns of the loop ends nothing else."""
     with connect(tmp_path):
@@ -66,7 +66,7 @@ def test_a_peer_that_is_gone_with_notices_unread_ends_its_session(
 
 
 def test_many_new_connections_take_a_bounded_turn(
-    connections: Connections, poller: zmq.Poller, tmp_path: Path
+    connections: Connections, poller: select.epoll, tmp_path: Path
 ) -> None:
     """Some are accepted at a time, all in the end."""
     with ExitStack() as crowd:

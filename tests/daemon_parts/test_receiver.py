@@ -1,6 +1,7 @@
 """The process that receives descriptors may be lost: what the broker does then."""
 
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import zmq
 
 from kvd.daemon import descriptors as receiver
 from kvd.daemon import receiver as process
@@ -19,7 +19,6 @@ from kvd_client.memory import sealed_file
 from tests.waiting import PATIENCE
 
 HOSTILE, HONEST = 4242, 4243
-LONG_MS = int(PATIENCE * 1000)
 
 
 class Child(ChildProcess):
@@ -58,14 +57,14 @@ class Rig:
     """A receiver with the poller that it is registered with."""
 
     def __init__(self) -> None:
-        self.poller = zmq.Poller()
+        self.poller = select.epoll()
         self.receiver = Receiver(self.poller)
         self.now = 1000.0
         self.outcomes: list[Taken | Refused] = []
 
-    def turn(self, wait_ms: int = 0) -> None:
+    def turn(self, seconds: float = 0) -> None:
         """One turn of the broker's loop."""
-        self.receiver.turn(dict(self.poller.poll(wait_ms)), self.now)
+        self.receiver.turn(dict(self.poller.poll(seconds)), self.now)
 
     def send(self, fd: int, uid: int) -> None:
         """A client of this user sends a frame with a descriptor, which is to be read."""
@@ -78,7 +77,7 @@ class Rig:
     def outcome(self) -> Any:
         """What became of the first of them."""
         while not self.outcomes:
-            self.turn(LONG_MS)
+            self.turn(PATIENCE)
         return self.outcomes.pop(0)
 
 
@@ -123,7 +122,7 @@ def test_one_user_holds_a_bounded_number_of_processes(rig: Rig, memory: int) -> 
         assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(memory).st_ino]
         os.close(fds[0])
         Child.all[0].let_go()
-        rig.turn(LONG_MS)
+        rig.turn(PATIENCE)
         rig.send(memory, HOSTILE)
         _, fds = rig.outcome()
         os.close(fds[0])
