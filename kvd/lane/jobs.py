@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvd.lane.devices.device import Direction
+from kvd.lane.devices.device import Device, Direction
 from kvd.lane.queue import Queued
 from kvd.lane.workers import Binding, Worker
 from kvd.wire.link import ShareDone
@@ -105,8 +105,8 @@ class LaneJob(Queued):
             return JobStatus.VOID, VOID_TEXT
         chunks, directory = self.chunks, self.binding.directory
         if self.direction is Direction.STORE:
-            bad = self.own & ~_writing(self.binding, chunks.slots, chunks.generations)
-            what = "being written by this engine"
+            bad = self.own & ~_to_write(self.binding, chunks.slots, chunks.generations)
+            what = "this engine's to write"
         else:
             bad = ~directory.check(chunks.slots, chunks.generations, SlotState.READY)
             what = "ready"
@@ -149,7 +149,7 @@ class LaneJob(Queued):
         chunks = self.chunks
         mask = self.own
         if not ok:
-            mask = mask & _writing(self.binding, chunks.slots, chunks.generations)
+            mask = mask & _to_write(self.binding, chunks.slots, chunks.generations)
         return _share_messages(self.worker, self.binding, chunks, mask, ok=ok)
 
     def __repr__(self) -> str:
@@ -157,6 +157,26 @@ class LaneJob(Queued):
             f"<LaneJob {self.direction} {self.request.job} of {self.worker.who}: {self.state},"
             f" piece {self.next_piece}/{len(self.pieces)}, {self.in_flight} in flight>"
         )
+
+
+def outside(job: LaneJob, device: Device) -> Refusal | None:
+    """Return why a job may not begin for lack of memory that is pinned, or None where it may.
+
+    What is pinned stays so: asked once is enough. Where all is pinned, the first look says so.
+    """
+    if not device.pins:
+        return None
+    slots = job.chunks.slots[job.own].tolist()
+    base, size = job.binding.order.arena_base, job.binding.slot_bytes
+    if not slots or device.holds(base + min(slots) * size, base + (max(slots) + 1) * size):
+        return None
+    out = [s for s in slots if not device.holds(base + s * size, base + (s + 1) * size)]
+    if not out:
+        return None
+    text = (
+        f"slot {out[0]} lies where the pool is not pinned yet ({len(out)} of {len(slots)} chunks)"
+    )
+    return JobStatus.STALE, text
 
 
 def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[ShareDone]:
@@ -171,7 +191,7 @@ def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[Share
     slots, generations = slots[inside], generations[inside]
     nothing = np.zeros(len(slots), dtype=np.uint16)
     chunks = Chunks(slots, generations, nothing, nothing, nothing)
-    mask = own_slots(worker, slots) & _writing(binding, slots, generations)
+    mask = own_slots(worker, slots) & _to_write(binding, slots, generations)
     return _share_messages(worker, binding, chunks, mask, ok=False)
 
 
@@ -183,10 +203,13 @@ def own_slots(worker: Worker, slots: npt.NDArray[np.integer]) -> Mask:
     return mine
 
 
-def _writing(
+def _to_write(
     binding: Binding, slots: npt.NDArray[np.uint32], generations: npt.NDArray[np.uint64]
 ) -> Mask:
-    return binding.directory.check(slots, generations, SlotState.WRITING, binding.order.owner)
+    # A store may come before the broker knows of its key: then the slot is only lent.
+    return binding.directory.check(
+        slots, generations, SlotState.WRITING, binding.order.owner, or_state=SlotState.LENT
+    )
 
 
 def _share_messages(

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, Transfer
-from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, Reply, own_slots
+from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, Reply, outside, own_slots
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
 from kvd_proto.errors import JobShapeError
@@ -206,7 +206,7 @@ class Runner:
             self._conclude(job)
 
     def _start(self, job: LaneJob) -> bool:
-        refusal = job.objection()
+        refusal = job.objection() or outside(job, self._device)
         if refusal is None:
             try:
                 job.plan(self._device.piece_bytes)

@@ -162,12 +162,14 @@ def nothing_is_copied_before_it_is_pinned(rig: CudaRig) -> None:
     before = rig.driver.mark
     submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
     assert rig.device.progress() == []
+    assert not rig.device.holds(0, 4096)
     assert COPY not in rig.driver.calls(before)
     assert rig.device.in_flight == 1
     with pytest.raises(LaneError, match="in flight"):
         rig.device.release_memory(memory)
     rig.driver.set("unhang=")
     assert drain(rig.device)[1].error == ""
+    assert rig.device.holds(0, 4096)
     np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 1))
 
 

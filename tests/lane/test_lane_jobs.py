@@ -142,6 +142,22 @@ def test_a_stale_generation_moves_nothing(
     assert (worker.pages(range(32)) == 0xEE).all()
 
 
+def test_a_lent_slot_is_written_before_its_key_is_known(
+    lane: Lane, worker: FakeWorker, directory: Directory
+) -> None:
+    """A store goes into a slot lent to its engine, with that generation; nobody loads from it."""
+    directory.set([3, 4], SlotState.LENT)
+    worker.fill(1)
+    assert worker.run(Store, 1, [1, 2, 3, 4], [3, 5]) is JobStatus.OK
+    share = lane.share()
+    assert (share.ok, share.slots.numpy().tolist()) == (True, [3, 5])
+    assert worker.run(Load, 2, [1, 2], [3]) is JobStatus.STALE
+    assert worker.run(Store, 3, [1, 2], [4], generation=2) is JobStatus.STALE
+    directory.set([4], SlotState.LENT, owner=8)
+    assert worker.run(Store, 4, [1, 2], [4]) is JobStatus.STALE
+    assert lane.heard(ShareDone) == []
+
+
 REFUSED: list[tuple[list[int], list[int], dict[str, list[int]], str]] = [
     ([0, 1], [3], {}, "null block"),
     ([1, 32], [3], {}, "block_ids"),
@@ -154,11 +170,15 @@ REFUSED: list[tuple[list[int], list[int], dict[str, list[int]], str]] = [
 ]
 
 
-def test_a_job_that_does_not_fit_the_layout_is_refused(lane: Lane, worker: FakeWorker) -> None:
+@pytest.mark.parametrize("state", [SlotState.LENT, SlotState.WRITING])
+def test_a_job_that_does_not_fit_the_layout_is_refused(
+    lane: Lane, worker: FakeWorker, directory: Directory, state: SlotState
+) -> None:
     """Wrong blocks, slots or sizes are REFUSED with the figures; no byte changes.
 
     The broker learns at once which chunks will never be there.
     """
+    directory.set(range(SLOTS), state)
     lane.pool.bytes[:] = 0xAB
     worker.poison()
     for number, (blocks, slots, changes, words) in enumerate(REFUSED):

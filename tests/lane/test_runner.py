@@ -37,16 +37,20 @@ from tests.layouts import flat_layout
 
 PAGE = 2 * 2**20  # one page is one piece
 SLOTS = 12
+STATES = (SlotState.LENT, SlotState.WRITING)  # in which a slot is its owner's to write
 
 
 class HeldDevice(Device):
     """Moves nothing; a transfer ends when the test says so."""
+
+    pins = True
 
     def __init__(self) -> None:
         self.flying: list[Transfer] = []
         self.closed: set[Direction] = set()
         self.landed: list[Finished] = []
         self.width = 2
+        self.pinned = 2**62
 
     def import_memory(
         self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
@@ -73,8 +77,12 @@ class HeldDevice(Device):
 
     @property
     def usable_bytes(self) -> int:
-        """Everything."""
-        return 2**62
+        """What the test says."""
+        return self.pinned
+
+    def holds(self, begin: int, end: int) -> bool:
+        """The pool is pinned from its first byte on."""
+        return 0 <= begin < end <= self.pinned
 
     def land(self, index: int = 0, error: str = "") -> None:
         """Let one end."""
@@ -149,15 +157,19 @@ def test_a_load_takes_the_next_piece_from_a_running_store(bench: Bench) -> None:
     assert bench.ended() == [(2, JobStatus.OK), (1, JobStatus.OK)]
 
 
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_slot_that_is_given_up_is_not_reported(bench: Bench, begun: bool) -> None:
+def test_a_slot_that_is_given_up_is_not_reported(
+    bench: Bench, begun: bool, state: SlotState
+) -> None:
     """A store whose chunk is not its own, or no longer at the end, is STALE, names the others."""
+    bench.directory.set([3, 4], state)
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
     if begun:
         bench.runner.turn()
         bench.directory.set([3], SlotState.DRAINING)
     else:
-        bench.directory.set([3], SlotState.WRITING, owner=8)
+        bench.directory.set([3], state, owner=8)
     bench.runner.turn()
     while bench.device.flying:
         bench.device.land()
@@ -166,6 +178,42 @@ def test_a_slot_that_is_given_up_is_not_reported(bench: Bench, begun: bool) -> N
     assert job.outcome[0] is JobStatus.STALE
     (share,) = job.shares(ok=False)
     assert share.slots.numpy().tolist() == [4]
+
+
+def test_a_key_may_become_known_while_its_slot_is_written(bench: Bench) -> None:
+    """A store that began in a lent slot ends well in the same slot when it is WRITING."""
+    bench.directory.set([3], SlotState.LENT)
+    bench.submit(bench.worker(), make_job(Store, 1, [1], [3]))
+    bench.runner.turn()
+    bench.directory.set([3], SlotState.WRITING)
+    bench.device.land()
+    bench.runner.turn()
+    assert bench.ended() == [(1, JobStatus.OK)]
+
+
+@pytest.mark.parametrize("kind", [Store, Load])
+def test_chunks_outside_what_is_pinned_are_stale(bench: Bench, kind: type[Job]) -> None:
+    """A job begins only where all its chunks lie inside what the device can use of the pool."""
+    if kind is Load:
+        bench.directory.set(range(SLOTS), SlotState.READY, count=1)
+    bench.device.pinned = 4 * bench.layout.slot_bytes
+    worker = bench.worker()
+    bench.submit(worker, make_job(kind, 1, [1, 2], [0, 4]))
+    bench.submit(worker, make_job(kind, 2, [3, 4], [2, 3], word=EPOCH + 1))
+    for job in bench.runner:
+        if job.request.job == 1:
+            outside = job
+    bench.runner.turn()
+    assert [transfer.job.request.job for transfer in bench.device.flying] == [2, 2]
+    assert "slot 4 lies where the pool is not pinned yet (1 of 2 chunks)" in outside.outcome[1]
+    for _ in range(2):
+        bench.device.land()
+    bench.runner.turn()
+    assert bench.ended() == [(1, JobStatus.STALE), (2, JobStatus.OK)]
+    bench.device.pinned += bench.layout.slot_bytes
+    bench.submit(worker, make_job(kind, 3, [1, 2], [0, 4]))
+    bench.runner.turn()
+    assert len(bench.device.flying) == 2
 
 
 def test_a_store_that_is_taken_back_during_the_copy_is_void(bench: Bench) -> None:
@@ -389,11 +437,15 @@ def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
     return Orders(reports, bench.workers, pool_bytes=1), reports, link
 
 
-def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> None:
+@pytest.mark.parametrize("state", STATES)
+def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(
+    bench: Bench, state: SlotState
+) -> None:
     """Revoked is sent after the last transfer of every job that writes there has landed.
 
     What is enqueued is drained, never abandoned; no further piece is submitted.
     """
+    bench.directory.set(range(SLOTS), state)
     orders, reports, link = orders_on(bench)
     bench.submit(bench.worker(), make_job(Store, 1, [1, 2, 3, 5], [1, 2, 3, 4]))
     bench.runner.turn()

@@ -94,6 +94,10 @@ class Device(ABC):
     def usable_bytes(self) -> int:
         """Bytes of the pool usable now, in the order of `kvd.pool.filling`; only grows."""
 
+    def holds(self, begin: int, end: int) -> bool:  # noqa: ARG002  # what is not pinned is there
+        """Whether jobs may use pool bytes begin..end - 1 yet, as far as `pool_error` lets them."""
+        return True
+
     @property
     def pool_error(self) -> str:
         """Why the rest of the pool will never be usable; empty while there is hope."""

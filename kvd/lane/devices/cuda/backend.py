@@ -109,6 +109,10 @@ class CudaDevice(Device):
         """What is pinned."""
         return self._pool.pinned
 
+    def holds(self, begin: int, end: int) -> bool:
+        """See Device."""
+        return self._pool.holds(begin, end)
+
     @property
     def pool_error(self) -> str:
         """See Device."""

@@ -74,7 +74,7 @@ class PinnedPool:
 
     def holds(self, begin: int, end: int) -> bool:
         """Whether copies may use pool bytes begin..end - 1."""
-        return self.fill.needed(begin, end) <= self.pinned
+        return self.pinned >= self.nbytes or self.fill.needed(begin, end) <= self.pinned
 
     @property
     def stuck_seconds(self) -> float:
