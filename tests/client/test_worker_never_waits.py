@@ -1,0 +1,160 @@
+"""What an engine calls in a step returns at once, whatever state lane and broker are in."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd_client import HostMemory, JobResult, JobStatus, Worker, connection
+from kvd_proto.messages import LaneUp, Load, Register, Store
+from tests.client.conftest import FINGERPRINT, LAYOUT
+from tests.client.fake_daemon import SECONDS, FakeDaemon
+from tests.client.test_worker import JOB, results
+from tests.waiting import eventually
+
+JOBS = 20_000  # more than any connection keeps
+
+
+@pytest.fixture(autouse=True)
+def small_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections keep little that was not sent, so that they are soon full."""
+    monkeypatch.setattr(connection, "HIGH_WATER_MARK", 8)
+
+
+def returns(action: Callable[[], object]) -> None:
+    """Run it in a thread of its own, which ends while nobody lets anything go on."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def fill(worker: Worker) -> list[int]:
+    """Submit loads until the connection takes no more; the numbers of those that it took."""
+    for number in range(100, 100 + JOBS):
+        if not worker.submit(Load, number, JOB):
+            return list(range(100, number))
+    raise AssertionError("the connection takes everything")
+
+
+def steps(worker: Worker) -> list[JobResult]:
+    """Every call of a step, first with room on the connection and then without."""
+    worker.submit(Store, 1, JOB)
+    worker.submit(Load, 2, JOB)
+    got = worker.get_finished()
+    worker.cancel([1, 2])
+    taken = fill(worker)
+    worker.submit(Store, 3, JOB)
+    worker.cancel(taken)
+    got += worker.get_finished()
+    assert worker.fileno() >= 0
+    assert worker.registered
+    assert not worker.attached
+    return got
+
+
+def check(got: list[JobResult], worker: Worker) -> None:
+    """Nothing has ended but what the lane did not take; `wait` ends the stores, on time."""
+    assert {result.status for result in got} == {JobStatus.FAILED}
+    assert all("the lane takes no message" in result.text for result in got)
+    returns(lambda: worker.wait([1, 2], timeout=0.0))
+    (void,) = worker.get_finished()
+    assert (void.job_id, void.status) == (1, JobStatus.VOID)
+
+
+@pytest.fixture(params=["does not accept", "has no place"])
+def silent_lane(
+    daemon: FakeDaemon, worker: Worker, runtime_dir: Path, request: pytest.FixtureRequest
+) -> Iterator[Worker]:
+    """A worker whose next lane answers no connection, or has so many that no other is made."""
+    path = runtime_dir / "silent.sock"
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(str(path))
+    listening.listen(0)
+    before = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if request.param == "has no place":
+        before.connect(str(path))
+    lifeline = os.pipe()
+    up = LaneUp(device="host", incarnation=9, endpoint=f"ipc://{path}")
+    daemon.notify(up, (lifeline[0],))
+    eventually(lambda: worker._jobs._lane, lambda lane: lane and lane.endpoint == up.endpoint)
+    yield worker
+    for fd in lifeline:
+        os.close(fd)
+    before.close()
+    listening.close()
+
+
+def test_a_lane_that_does_not_answer_a_connection(silent_lane: Worker) -> None:
+    """What is submitted is kept, up to the connection's bound, and refused from there on."""
+    got: list[JobResult] = []
+    returns(lambda: got.extend(steps(silent_lane)))
+    check(got, silent_lane)
+
+
+def test_a_lane_and_a_broker_that_read_nothing(daemon: FakeDaemon, worker: Worker) -> None:
+    """Both stand still, with connections that were open and served before."""
+    assert worker.submit(Load, 1, JOB)
+    assert results(worker)[0].success
+    got: list[JobResult] = []
+    daemon.freeze()
+    try:
+        returns(lambda: got.extend(steps(worker)))
+        check(got, worker)
+    finally:
+        daemon.thaw()
+
+
+def test_locks_that_are_held_while_something_waits(daemon: FakeDaemon, worker: Worker) -> None:
+    """No call takes the session's locks, which its other threads hold in their requests."""
+    with worker._lock, worker._changed:
+        returns(lambda: steps(worker))
+        assert daemon.wait_for(Load)
+
+
+def test_another_thread_that_waits(daemon: FakeDaemon, worker: Worker) -> None:
+    """While one thread waits for a job that does not end, others submit, look and cancel."""
+    daemon.hold_jobs = True
+    worker.submit(Load, 50, JOB)
+    waiting = threading.Thread(target=lambda: worker.wait([50], timeout=3600.0))
+    waiting.start()
+    daemon.wait_for(Load)
+    daemon.freeze()
+    try:
+        returns(lambda: steps(worker))
+        assert waiting.is_alive()
+    finally:
+        daemon.thaw()
+        daemon.kill_lane()
+    waiting.join(SECONDS)
+    assert not waiting.is_alive()
+
+
+def test_a_registration_that_is_not_answered(daemon: FakeDaemon, memory: HostMemory) -> None:
+    """While the keeper waits for the broker, jobs fail at once."""
+    daemon.replies[Register] = lambda _message: None
+    got: list[JobResult] = []
+
+    def calls(worker: Worker) -> None:
+        assert not worker.submit(Store, 1, JOB)
+        assert not worker.submit(Load, 2, JOB)
+        worker.cancel([1, 2])
+        got.extend(worker.get_finished())
+        worker.wait([1, 2])
+
+    with Worker(daemon.runtime_dir, "engine", 0, 1) as worker:
+        registering = threading.Thread(
+            target=lambda: worker.register([memory], LAYOUT, FINGERPRINT, timeout=3600.0)
+        )
+        registering.start()
+        daemon.wait_for(Register)
+        assert worker._lock.locked()
+        returns(lambda: calls(worker))
+        assert registering.is_alive()
+        assert [result.job_id for result in got] == [1, 2]
+        worker.close()
+        registering.join(SECONDS)
+        assert not registering.is_alive()
