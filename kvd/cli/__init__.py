@@ -4,12 +4,14 @@ Commands of other packages join through the entry-point group `kvd.commands`.
 """
 
 import importlib
-from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvd.version import VERSION
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _OWN = {
     "clear": "kvd.cli.operate:clear",
@@ -49,7 +51,7 @@ class _LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return sorted({*_OWN, *(entry.name for entry in entry_points(group="kvd.commands"))})
+        return sorted({*_OWN, *(entry.name for entry in _of_others())})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
@@ -58,17 +60,24 @@ class _LazyGroup(click.Group):
             module, _, name = target.partition(":")
             command = getattr(importlib.import_module(module), name)
         else:
-            found = entry_points(group="kvd.commands", name=cmd_name)
+            found = [entry for entry in _of_others() if entry.name == cmd_name]
             if not found and cmd_name in _TOOLS:
                 raise click.ClickException(
                     f"kvd {cmd_name} is not installed here; pip install kvd-offload-tools"
                 )
             if not found:
                 return None
-            command = _with_our_options(next(iter(found)).load())
+            command = _with_our_options(found[0].load())
         if not isinstance(command, click.Command):
             raise click.ClickException(f"{cmd_name} is registered, but is no command: {command!r}")
         return command
+
+
+def _of_others() -> list["EntryPoint"]:
+    """Commands of other packages; to look for them costs more than all of ours."""
+    from importlib.metadata import entry_points  # noqa: PLC0415
+
+    return list(entry_points(group="kvd.commands"))
 
 
 def _with_our_options(command: Any) -> Any:

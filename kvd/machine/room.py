@@ -9,14 +9,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from kvd_proto.sizes import format_size
 
 _HUGETLBFS = "hugetlbfs"
 _TMPFS = "tmpfs"
 _FREE_PAGES = Path("/sys/kernel/mm/hugepages")
 _SMALL_PAGE = 4096
+_MOUNTS = Path("/proc/self/mounts")
+_ESCAPED = str.maketrans({c: rf"\{ord(c):03o}" for c in " \t\n\\#"})  # as the kernel writes paths
 _GROUPS = Path("/sys/fs/cgroup")
 _V1_UNLIMITED = 2**62  # version 1 writes "no limit" as the largest number of whole pages
 
@@ -88,8 +88,12 @@ def _mount(directory: Path) -> tuple[str, str]:
     place = directory.resolve()
     while not place.is_mount():
         place = place.parent
-    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    return str(kinds.get(str(place), "")), str(place)
+    kind, sought = "", str(place).translate(_ESCAPED)
+    for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        _, mounted_at, found, *_ = line.split(" ")
+        if mounted_at == sought:  # the last one covers those before
+            kind = found
+    return kind, str(place)
 
 
 def _free_huge_pages(page_bytes: int) -> int:
@@ -147,11 +151,19 @@ def memory_limit(
 
 def available_bytes(pool_dir: Path) -> int:
     """Return the least of available memory, what the control group leaves, room in `pool_dir`."""
-    limits = [int(psutil.virtual_memory().available), int(psutil.disk_usage(str(pool_dir)).free)]
+    found = os.statvfs(pool_dir)
+    limits = [_available_memory(), found.f_bavail * found.f_frsize]
     group = memory_limit()
     if group is not None:
         limits.append(group.room)
     return min(limits)
+
+
+def _available_memory() -> int:
+    """Return the bytes that the machine has without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(kib) * 1024
 
 
 def lack_of_room(filesystem: Filesystem, nbytes: int, held: int) -> str:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.logs.lines import LineFormatter
 from kvd.logs.queued import MOST_A_MINUTE, MOST_LINES, WINDOW_SECONDS, Limiter, QueuedHandler
-from kvd.logs.setup import formatter
 from tests.waiting import eventually
 
 
@@ -53,7 +53,7 @@ def pipe() -> Iterator[tuple[FileIO, FileIO]]:
 @given(text=st.text(), name=st.text())
 def test_json_is_one_object_a_line_whatever_is_said(text: str, name: str) -> None:
     """Any text and any engine's name come back from one line of JSON, with all fields."""
-    line = formatter("json", "lane host#1", {"lane": "host"}).format(
+    line = LineFormatter("json", "lane host#1", {"lane": "host"}).format(
         record("%s", text, engine=name, rank=3)
     )
     assert len(line.splitlines()) == 1
@@ -67,27 +67,27 @@ def test_json_is_one_object_a_line_whatever_is_said(text: str, name: str) -> Non
 @given(text=st.text(), style=st.sampled_from(["plain", "colour", "journal"]))
 def test_a_text_for_people_is_one_line_without_control_characters(text: str, style: str) -> None:
     """Nobody who names an engine can write a line of the log, or to the terminal's controls."""
-    line = formatter(style, "broker", {}).format(record("%s", text))
+    line = LineFormatter(style, "broker", {}).format(record("%s", text))
     assert len(line.splitlines()) == 1
     assert re.sub(r"\x1b\[[0-9;]*m", "", line).isprintable()
 
 
 def test_a_traceback_follows_its_line() -> None:
     """People get the traceback below the event; JSON has it in the same object."""
-    lines = formatter("plain", "broker", {}).format(traced()).splitlines()
+    lines = LineFormatter("plain", "broker", {}).format(traced()).splitlines()
     assert re.fullmatch(r"[-0-9]+ [:.0-9]+ \[error {4}\] broker: it failed", lines[0])
     assert lines[-1] == "second"
-    told = json.loads(formatter("json", "broker", {}).format(traced()))
+    told = json.loads(LineFormatter("json", "broker", {}).format(traced()))
     assert told["event"] == "it failed"
     assert "ValueError: first" in told["exception"]
 
 
 def test_the_journal_gets_a_priority_on_every_line_and_no_time() -> None:
     """Each line of a traceback has its level too, as sd-daemon(3) wants it."""
-    lines = formatter("journal", "broker", {}).format(traced()).splitlines()
+    lines = LineFormatter("journal", "broker", {}).format(traced()).splitlines()
     assert len(lines) > 3
     assert all(line.startswith("<3>") for line in lines)
-    line = formatter("journal", "lane host#1", {}).format(record("hello"))
+    line = LineFormatter("journal", "lane host#1", {}).format(record("hello"))
     assert line == "<6>lane host#1: hello"
 
 

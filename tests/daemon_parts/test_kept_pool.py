@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from kvd.cache.chunks import ChunkTable
@@ -658,11 +656,9 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
         return os.statvfs_result(found)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    monkeypatch.setattr(
-        psutil,
-        "disk_partitions",
-        lambda **_: [SimpleNamespace(mountpoint=str(huge), fstype="hugetlbfs")],
-    )
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"tmpfs {tmp_path} tmpfs rw 0 0\nnone {huge} hugetlbfs rw 0 0\n")
+    monkeypatch.setattr(room, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
     monkeypatch.setattr(room, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
     monkeypatch.setattr(pool_files, "NOTES_DIR", notes)

@@ -133,7 +133,7 @@ def needed(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, str]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """With the sources, their metadata and what is missing on the path.
+    """With the sources and what is missing on the path.
 
     Raises:
         Refused: a package is missing, and there is no folder of wheels that has it.
@@ -142,12 +142,6 @@ def _environment(folder: Path) -> dict[str, str]:
     lacking = [package for module, package in packages.items() if not _is_there(module)]
     if lacking:
         _install(lacking, folder)
-    # `kvd.version` reads what an installation would have written.
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    name, version = project["name"].replace("-", "_"), project["version"]
-    metadata = folder / f"{name}-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n")
     paths = [*map(str, SOURCES), str(folder), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     # Plugins that happen to be there are no part of these tests.
