@@ -180,7 +180,11 @@ class Turns:
             script = str(tree / "bench" / Path(__file__).name)
         self.label = label
         self._process = subprocess.Popen(
-            [python, script, "ask", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, script, "ask", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tree,  # python -m looks here first
         )
         self.kinds: list[str] = self._read()
 

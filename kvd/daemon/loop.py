@@ -103,6 +103,7 @@ class Service:
         self._stop_at: float | None = None
         self._signals = 0
         self._next_tick = 0.0
+        self._held_up = False  # by a process that may still write to the pool's memory
         self._usage = UsageReader()
         self._polled = 0.0
         self._standstill = Standstill("broker")
@@ -153,40 +154,54 @@ class Service:
         return 0
 
     def _turn(self) -> None:
+        """Wait, and serve requests; look at everything else where something of it is due."""
+        router, background = self._requests.router, self.core.background
+        patience = 0.0
         now = time.monotonic()
-        pool, router = self._pool, self._requests.router
-        held_up = pool is not None and not pool.may_be_written
-        if pool is not None and not held_up and not self.core.state.stopping:
-            self._kept_pool.settle()
-            self._lanes.start_due(pool, now)
         if self._polled:
-            self.core.loop_turned(time.monotonic() - self._polled, now)
-        patience = HELD_UP_SECONDS if held_up else TICK_SECONDS
-        if self.core.background.busy or router.pending:
-            patience = 0.0
-        self._standstill.waits(time.monotonic(), patience)
+            self.core.loop_turned(now - self._polled, now)
+        if not (background.busy or router.pending):
+            patience = HELD_UP_SECONDS if self._held_up else max(0.0, self._next_tick - now)
+        self._standstill.waits(now, patience)
         ready = dict(self._poller.poll(patience))
         now = self._polled = time.monotonic()
-        stood_still = self._standstill.woke(now, time.thread_time())
-        if stood_still:
+        if stood_still := self._standstill.woke(now):
             self._note(Event(stood_still, "warning"))
-        self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
-        if router.fileno() in ready or router.pending:
+        asked = ready.pop(router.fileno(), 0) or router.pending
+        due = ready or now >= self._next_tick or self._held_up or background.busy
+        if due:
+            self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
+        if asked:
             for effects in self._requests.receive(now):
                 self._carry_out(effects)
+        if due:
+            self._look_around(ready, now)
+
+    def _look_around(self, ready: dict[int, int], now: float) -> None:
+        """Look at all that is no request: what is ready of it, and what is due by the time."""
         self._connections.turn(ready, now)
         if self._wake_read in ready:
             os.read(self._wake_read, 512)
-        if pool is not None and not self.core.state.pool_ready:
-            self._pool_turn(pool)
+            self._next_tick = 0.0  # a signal has come, or more of the pool is there
+        if self._pool is not None and not self.core.state.pool_ready:
+            self._pool_turn(self._pool)
         if now >= self._next_tick:
-            self._next_tick = now + TICK_SECONDS / 2
+            self._next_tick = now + TICK_SECONDS
             self._carry_out(self.core.tick(now))
             self._carry_out(self._config.turn(self.core.reloading))
         self._carry_out(self.core.background.work())
         self._connections.flush()
         self._http.turn(ready, now)
+        self._start_lanes(now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
+
+    def _start_lanes(self, now: float) -> None:
+        """Start the lanes that do not run, once nothing else can write to the pool's memory."""
+        pool = self._pool
+        self._held_up = pool is not None and not pool.may_be_written
+        if pool is not None and not self._held_up and not self.core.state.stopping:
+            self._kept_pool.settle()
+            self._lanes.start_due(pool, now)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is awake already

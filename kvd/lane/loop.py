@@ -136,7 +136,7 @@ class LaneService:
         seconds = None if patience is None else patience / 1000
         self._standstill.waits(time.monotonic(), seconds)
         ready = {fd for fd, _ in self._poll.poll(0 if self._router.pending else patience)}
-        stood_still = self._standstill.woke(time.monotonic(), time.thread_time())
+        stood_still = self._standstill.woke(time.monotonic())
         if stood_still:
             _log.warning("%s", stood_still)
         if self._router.fileno() in ready:

@@ -3,9 +3,12 @@
 import ctypes
 import os
 import signal
+import time
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 LONGEST_SECONDS = 1.0  # a turn of a loop takes milliseconds
+_SAMPLE_SECONDS = 0.25  # between looks at the processor time, which are system calls
 
 
 def tie_to_parent() -> None:
@@ -24,11 +27,18 @@ def tie_to_parent() -> None:
 
 
 class Standstill:
-    """Times a loop by the moments at which it begins and ends to wait for events."""
+    """Times a loop by the moments at which it begins and ends to wait for events.
 
-    def __init__(self, whose: str) -> None:
+    Args:
+        whose: loop it is, for the log.
+        cpu: reads the processor seconds of the loop's thread.
+    """
+
+    def __init__(self, whose: str, cpu: Callable[[], float] = time.thread_time) -> None:
         self._whose = whose
+        self._cpu = cpu
         self._woke: float | None = None
+        self._sampled = 0.0  # when the processor time was `worked`
         self._worked = 0.0
         self._waits = 0.0
         self._until: float | None = 0.0
@@ -38,22 +48,25 @@ class Standstill:
         self._waits = now
         self._until = None if seconds is None else now + seconds
 
-    def woke(self, now: float, cpu: float) -> str:
+    def woke(self, now: float) -> str:
         """The next turn begins: how long the loop stood still since the last began, in words.
 
-        Empty for less than a second.
+        Empty for less than a second. What it says of work may be too much by a quarter second.
 
         Args:
             now: seconds of a monotonic clock.
-            cpu: processor seconds of this thread.
         """
-        turn = self._waits - self._woke if self._woke is not None else 0.0
-        late = max(0.0, now - self._until) if self._until is not None else 0.0
-        worked = cpu - self._worked if self._woke is not None else 0.0
-        self._woke, self._worked = now, cpu
-        still = turn + late
+        if (woke := self._woke) is None:
+            woke = self._waits
+        self._woke = now
+        late = now - self._until if self._until is not None else 0.0
+        still = self._waits - woke + (late if late > 0 else 0.0)
         if still <= LONGEST_SECONDS:
+            if now >= self._sampled + _SAMPLE_SECONDS:
+                self._sampled, self._worked = now, self._cpu()
             return ""
+        before, self._sampled, self._worked = self._worked, now, self._cpu()
+        worked = min(still, self._worked - before)
         line = (
             f"the {self._whose}'s loop stood still for {still:.1f} s, {worked:.1f} s of it at work"
         )

@@ -7,14 +7,15 @@ from kvd.machine.process import Standstill
 
 def turns(*durations: tuple[float, float, float, float | None]) -> list[str]:
     """Lines of a loop: of each turn its seconds, those at work, those it waited and might wait."""
-    loop, now, cpu = Standstill("broker"), 100.0, 5.0
+    now, cpu = 100.0, 5.0
+    loop = Standstill("broker", lambda: cpu)
     loop.waits(now, 0.25)
-    lines = [loop.woke(now, cpu)]
+    lines = [loop.woke(now)]
     for turn, worked, waited, patience in durations:
         now, cpu = now + turn, cpu + worked
         loop.waits(now, patience)
         now += waited
-        lines.append(loop.woke(now, cpu))
+        lines.append(loop.woke(now))
     return lines
 
 
