@@ -21,7 +21,10 @@
     └── IntegrityError
 """
 
-from kvd_proto.messages import ErrorCode
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # every command imports this module, and few need the messages
+    from kvd_proto.messages import ErrorCode
 
 
 class KvdError(Exception):
@@ -102,7 +105,7 @@ class Refused(KvdError):
     `limit` is the setting or bound that was reached, where that is why.
     """
 
-    def __init__(self, code: ErrorCode, text: str, limit: str = "") -> None:
+    def __init__(self, code: "ErrorCode", text: str, limit: str = "") -> None:
         super().__init__(text)
         self.code = code
         self.limit = limit

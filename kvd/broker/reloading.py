@@ -6,15 +6,20 @@ reading, which sees what was written before the question.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
+
+import msgspec
 
 from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.operations import Handler, by, for_tools
 from kvd.broker.sessions import Request
 from kvd.broker.state import BrokerState
-from kvd.config.sources import Loaded, take_up
+from kvd.config.settings import KNOWN
+from kvd.config.sources import Loaded
 from kvd.errors import ConfigError
 from kvd.wire.link import LaneLog
 from kvd_proto.messages import (
+    MAX_TEXT,
     ConfigChange,
     ConfigReloaded,
     ConfigShown,
@@ -110,3 +115,24 @@ def _words(changes: Iterable[ConfigChange]) -> str:
         if told:
             parts.append(when + ", ".join(told))
     return "; ".join(parts) or "nothing changed"
+
+
+def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[ConfigChange]]:
+    """Return what holds for a daemon with `present` after it read `read`, and the changes.
+
+    Settings that cannot change live keep value and origin; they wait for a restart.
+    """
+    values, origins, waiting, changes = {}, dict(read.origins), {}, []
+    for key, known in KNOWN.items():
+        old, new = getattr(present.settings, key), getattr(read.settings, key)
+        if old == new:
+            continue
+        live, origin = known.live, read.origins[key][:MAX_TEXT]
+        changes.append(ConfigChange(key=key, old=str(old), new=str(new), origin=origin, live=live))
+        if live:
+            values[key] = new
+        else:
+            waiting[key] = (new, origins[key])
+            origins[key] = present.origins[key]
+    settings = msgspec.structs.replace(present.settings, **values)
+    return replace(read, settings=settings, origins=origins, waiting=waiting), changes

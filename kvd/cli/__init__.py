@@ -4,6 +4,7 @@ Commands of other packages join through the entry-point group `kvd.commands`.
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -57,6 +58,9 @@ class _LazyGroup(click.Group):
         del ctx
         target = _OWN.get(cmd_name)
         if target is not None:
+            # numpy would start a thread for each core as it is imported. None of these commands
+            # computes, nor do the processes of a daemon, which inherit this.
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
             module, _, name = target.partition(":")
             command = getattr(importlib.import_module(module), name)
         else:

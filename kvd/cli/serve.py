@@ -9,10 +9,8 @@ from pathlib import Path
 import click
 
 from kvd.cli.options import settings_options, sources
-from kvd.daemon.kept_pool import KeptPool
-from kvd.daemon.loop import Service
-from kvd.daemon.pool_files import area_name
 from kvd.daemon.runtime_dir import RuntimeDir
+from kvd.daemon.start import serve as run_daemon
 from kvd.errors import KvdError
 from kvd.logs.setup import configure
 from kvd.version import VERSION
@@ -49,7 +47,7 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # sessions bring descriptors
     try:
-        status = Service(loaded, places, f"kvd {VERSION}", cold=cold).run()
+        status = run_daemon(loaded, places, f"kvd {VERSION}", cold=cold)
     except KvdError as error:
         log.error("%s", error)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
         status = 1
@@ -69,6 +67,9 @@ def purge(*, config: Path | None, **options: str | None) -> None:
       kvd purge
       kvd purge --runtime-dir /run/kvd --pool-dir /dev/shm
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    from kvd.daemon.kept_pool import KeptPool  # noqa: PLC0415  # serve imports it later
+    from kvd.daemon.pool_files import area_name  # noqa: PLC0415
+
     settings = sources(config, options).load().settings
     runtime = RuntimeDir(Path(settings.runtime_dir))
     area = Path(settings.pool_dir) / area_name(runtime.path)

@@ -11,21 +11,17 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from kvd.config.settings import ENVIRONMENT_PREFIX, KNOWN, Settings
 from kvd.config.values import quota_contradictions
 from kvd.errors import ConfigError
-from kvd_proto.messages import ConfigChange
 
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 FILE_VARIABLE = "KVD_CONFIG"
 DEFAULT = "default"
-_LONGEST_ORIGIN = 4096  # the longest text of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,27 +161,6 @@ class Sources:
                 close = difflib.get_close_matches(name, ours, n=1, cutoff=0.85)
                 if close:
                     yield f"{name} is no setting; did you mean {close[0]}?"
-
-
-def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[ConfigChange]]:
-    """Return what holds for a daemon with `present` after it read `read`, and the changes.
-
-    Settings that cannot change live keep value and origin; they wait for a restart.
-    """
-    values, origins, waiting, changes = {}, dict(read.origins), {}, []
-    for key, known in KNOWN.items():
-        old, new = getattr(present.settings, key), getattr(read.settings, key)
-        if old == new:
-            continue
-        live, origin = known.live, read.origins[key][:_LONGEST_ORIGIN]
-        changes.append(ConfigChange(key=key, old=str(old), new=str(new), origin=origin, live=live))
-        if live:
-            values[key] = new
-        else:
-            waiting[key] = (new, origins[key])
-            origins[key] = present.origins[key]
-    settings = msgspec.structs.replace(present.settings, **values)
-    return replace(read, settings=settings, origins=origins, waiting=waiting), changes
 
 
 def read_toml(file: Path) -> tuple[dict[str, Any], str]:

@@ -6,7 +6,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvd.client_names import Fields
 from kvd.wire.seqpacket import Channel
@@ -64,7 +64,6 @@ class ChildProcess:
         arguments: Sequence[str],
         now: float,
         fds: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
     ) -> bool:
         """Start the module, or put that off; return whether it runs.
 
@@ -72,7 +71,6 @@ class ChildProcess:
             arguments: those of the module; the number of its end of the channel comes last.
             now: monotonic seconds.
             fds: further descriptors that it gets, under the same numbers.
-            environment: added to this process's.
         """
         self.served = False
         try:
@@ -80,7 +78,7 @@ class ChildProcess:
             with theirs:
                 try:
                     number = theirs.fileno()
-                    self._begin([*arguments, str(number)], (number, *fds), environment or {})
+                    self._begin([*arguments, str(number)], (number, *fds))
                 except OSError:
                     ours.close()
                     raise
@@ -93,14 +91,12 @@ class ChildProcess:
             self._poller.register(fd, select.EPOLLIN)
         return True
 
-    def _begin(
-        self, arguments: Sequence[str], fds: Sequence[int], environment: Mapping[str, str]
-    ) -> None:
+    def _begin(self, arguments: Sequence[str], fds: Sequence[int]) -> None:
         process = subprocess.Popen(
-            [sys.executable, "-m", self._module, *arguments],
+            # -P: nothing is imported from the directory that the daemon was started in.
+            [sys.executable, "-P", "-m", self._module, *arguments],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
-            env=os.environ | environment,
         )
         try:
             self.pidfd = os.pidfd_open(process.pid)

@@ -25,8 +25,6 @@ _BACKLOG = 128
 _START_AFTER_SECONDS = 2.0
 _SILENT_SECONDS = 30.0
 _PAUSE_SECONDS = 0.25
-# Libraries that it imports would start a thread per core; it computes nothing.
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class HttpProcess:
@@ -96,7 +94,7 @@ class HttpProcess:
         if self._tcp is not None:
             fds.append(self._tcp.fileno())
             arguments += ["--tcp-fd", str(self._tcp.fileno()), "--host", self._host]
-        self._child.spawn([*arguments, "--beat-fd"], now, fds, _ENVIRONMENT)
+        self._child.spawn([*arguments, "--beat-fd"], now, fds)
 
     def _watch(self, ready: dict[int, int], now: float) -> None:
         child = self._child

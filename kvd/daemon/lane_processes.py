@@ -3,18 +3,25 @@
 import contextlib
 import itertools
 import logging
-import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect
-from kvd.daemon.child import ChildProcess
+from kvd.daemon.lane_process import LaneProcess
 from kvd.daemon.memory import PoolMemory
 from kvd.errors import BadDatagram, ChannelFull
-from kvd.wire.link import LINK, Imported, ImportWorker, LaneReady, lane_socket
+from kvd.wire.link import (
+    LINK,
+    BeginLane,
+    Imported,
+    ImportWorker,
+    LaneReady,
+    StopLane,
+    lane_socket,
+)
 from kvd.wire.seqpacket import close_all
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import Message
@@ -22,35 +29,15 @@ from kvd_proto.messages import Message
 log = logging.getLogger("kvd.daemon")
 
 
-class LaneProcess(ChildProcess):
-    """The process of one device's lane.
-
-    Attributes:
-        lifeline: a descriptor that reads end of file once nothing of the lane moves bytes.
-        socket: where it serves workers.
-    """
-
-    def __init__(self, device: str, poller: select.epoll) -> None:
-        super().__init__("kvd.lane", f"lane {device}", poller)
-        self.fields = {"lane": device}
-        self.device = device
-        self.lifeline = -1
-        self.socket = Path()
-
-    def reap(self, now: float) -> str:
-        """Also close its lifeline and remove its socket."""
-        if self.running:
-            self.socket.unlink(missing_ok=True)
-        if self.lifeline >= 0:
-            os.close(self.lifeline)
-            self.lifeline = -1
-        return super().reap(now)
-
-
 class Lanes:
     """One process for each device that is to be served, by device in `processes`.
 
-    Each start is another incarnation: a number that no lane of this daemon has had yet.
+    A process may have been started before there is a pool; what it is to do it is told when there
+    is one. Each that is told is another incarnation: a number that no lane of this daemon has had
+    yet.
+
+    Args:
+        started: those that there are.
     """
 
     def __init__(
@@ -59,13 +46,14 @@ class Lanes:
         core: Broker,
         poller: select.epoll,
         carry_out: Callable[[list[Effect]], None],
+        started: Iterable[LaneProcess] = (),
     ) -> None:
         self._runtime_dir = runtime_dir
         self._core = core
         self._poller = poller
         self._carry_out = carry_out
         self._incarnations = itertools.count(1)
-        self.processes: dict[str, LaneProcess] = {}
+        self.processes = {process.device: process for process in started}
 
     @property
     def running(self) -> bool:
@@ -77,21 +65,27 @@ class Lanes:
         self.processes[device] = LaneProcess(device, self._poller)
 
     def start_due(self, pool: PoolMemory, now: float) -> None:
-        """Start every process that does not run and whose pause is over."""
-        settings = self._core.state.settings
+        """Start every process that does not run and whose pause is over; say what it serves."""
         for process in self.processes.values():
-            if process.running or now < process.start_at:
-                continue
-            number = next(self._incarnations)
-            process.socket = self._runtime_dir / lane_socket(process.device, number)
-            arguments = [
-                *("--device", process.device, "--incarnation", str(number)),
-                *("--runtime-dir", str(self._runtime_dir)),
-                *("--max-queued-jobs", str(settings.max_queued_jobs)),
-                *("--max-queued-bytes", str(settings.queued_bytes)),
-                *("--pool-fd", str(pool.fd), "--pool-bytes", str(pool.nbytes), "--link-fd"),
-            ]
-            process.spawn(arguments, now, [pool.fd])
+            if not process.running and now >= process.start_at:
+                process.spawn([], now)
+            if process.running and not process.begun:
+                self._begin(process, pool)
+
+    def _begin(self, process: LaneProcess, pool: PoolMemory) -> None:
+        number, settings = next(self._incarnations), self._core.state.settings
+        process.socket = self._runtime_dir / lane_socket(process.device, number)
+        process.begun = True
+        begin = BeginLane(
+            device=process.device,
+            incarnation=number,
+            endpoint=f"ipc://{process.socket}",
+            pool_bytes=pool.nbytes,
+            max_queued_jobs=settings.max_queued_jobs,
+            max_queued_bytes=settings.queued_bytes,
+            log_level=settings.log_level,
+        )
+        self.send(process.device, begin, [pool.fd])
 
     def turn(self, ready: dict[int, int], now: float) -> None:
         """Read what lanes have sent, and notice those that have ended."""
@@ -130,6 +124,10 @@ class Lanes:
         """Write to a lane; one that does not read is killed."""
         process = self.processes[device]
         if process.link is None:
+            return
+        if not process.begun:
+            if isinstance(message, StopLane):
+                process.kill()
             return
         try:
             process.link.send(LINK.encode(message), fds)

@@ -38,30 +38,27 @@ from kvd.broker.effects import (
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
-from kvd.daemon.allowed import AllowList
 from kvd.daemon.config_reader import ConfigReader
 from kvd.daemon.connections import Connections
 from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.lane_processes import Lanes
 from kvd.daemon.memory import PoolMemory
-from kvd.daemon.notify import Notifier
 from kvd.daemon.request_socket import Requests
-from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.daemon.shared import DirectoryMemory, ReadyPipes
+from kvd.daemon.start import Begun
 from kvd.errors import PoolError, Refused
 from kvd.machine.process import Standstill
 from kvd.machine.process_usage import UsageReader
 from kvd.machine.room import available_bytes
 from kvd.pool.filling import FillOrder
 from kvd.wire.listener import Listener
-from kvd_proto.messages import HOST, ErrorCode
+from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.daemon")
 TICK_SECONDS = 0.25
 HELD_UP_SECONDS = 0.01
-DEVICES = (HOST,)
 
 
 class Service:
@@ -71,6 +68,7 @@ class Service:
         loaded: the settings.
         sources: where they came from, to read them again.
         version: name and version of the daemon.
+        begun: what there is already.
         cold: begin without the kept pool.
 
     Raises:
@@ -78,21 +76,19 @@ class Service:
     """
 
     def __init__(
-        self, loaded: Loaded, sources: Sources, version: str, *, cold: bool = False
+        self, loaded: Loaded, sources: Sources, version: str, begun: Begun, *, cold: bool = False
     ) -> None:
         settings = loaded.settings
         self._config = ConfigReader(sources)
-        allowed = AllowList(settings.allow_users, settings.allow_groups)
-        self._notifier = Notifier.from_environment(os.environ)
-        self._runtime = RuntimeDir(Path(settings.runtime_dir))
-        self._runtime.lock()
+        self._notifier = begun.notifier
+        self._runtime = begun.runtime
         self._kept_pool = KeptPool(
             Path(settings.pool_dir),
             self._runtime.path,
             keeps=settings.keep_pool == "yes",
             cold=cold,
         )
-        self._poller = select.epoll()
+        self._poller = begun.poller
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen, self._poller
         )
@@ -113,15 +109,15 @@ class Service:
             boot_id=self._boot_id,
             version=version,
             pid=os.getpid(),
-            devices=DEVICES,
+            devices=[lane.device for lane in begun.lanes],
             started=time.time(),
             usage=self._usage.read,
         )
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
-        self._lanes = Lanes(self._runtime.path, self.core, self._poller, self._carry_out)
-        for device in DEVICES:
-            self._lanes.add(device)
+        self._lanes = Lanes(
+            self._runtime.path, self.core, self._poller, self._carry_out, begun.lanes
+        )
         self._requests = Requests(self._runtime.broker_socket, self.core)
         self._connections = Connections(
             Listener(self._runtime.control_socket, socket.SOCK_SEQPACKET),
@@ -129,7 +125,7 @@ class Service:
             self._poller,
             self._carry_out,
             requests=self._requests,
-            allowed=allowed,
+            allowed=begun.allowed,
             own=lambda peer: peer.pid == self._http.pid,
         )
         for fd in (self._requests.router.fileno(), self._wake_read):

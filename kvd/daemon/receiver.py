@@ -25,8 +25,8 @@ import struct
 import sys
 
 from kvd.machine.process import tie_to_parent
+from kvd.wire.seqpacket import MAX_DESCRIPTORS
 
-MAX_DESCRIPTORS = 253  # the kernel's own limit, SCM_MAX_FD
 READ, DROP = b"r", b"d"
 TAKEN, FOREIGN, NOTHING = b"+", b"-", b"!"
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000  # linux/fcntl.h, linux/stat.h

@@ -1,142 +1,16 @@
-"""`python -m kvd.lane`: a lane process, which only the broker starts."""
+"""`python -m kvd.lane LINK_FD`: a lane process, which only the broker starts."""
 
-import argparse
-import fcntl
-import logging
-import os
-import resource
-import socket
 import sys
-from pathlib import Path
 
-from kvd.errors import ChannelFull, KvdError, LaneError
-from kvd.lane.devices.device import Device, Direction
-from kvd.lane.devices.host import HostDevice
-from kvd.lane.loop import LaneService
-from kvd.lane.queue import Limits
-from kvd.lane.reports import TEXT_LIMIT
-from kvd.logs.setup import configure_child
 from kvd.machine.process import tie_to_parent
-from kvd.wire.link import LINK, LaneFailed, lane_socket
-from kvd.wire.seqpacket import Channel
-from kvd_proto.messages import HOST
-
-log = logging.getLogger("kvd.lane")
-_HIGH_NUMBER = 64
 
 
 def main() -> int:
     """Serve until the broker is done; the exit status."""
-    parser = argparse.ArgumentParser(prog="kvd.lane", description=__doc__)
-    parser.add_argument("--device", required=True, help="host, or cuda:<uuid>")
-    parser.add_argument("--incarnation", required=True, type=int)
-    parser.add_argument("--runtime-dir", required=True, type=Path)
-    parser.add_argument("--link-fd", required=True, type=int)
-    parser.add_argument("--pool-fd", required=True, type=int)
-    parser.add_argument("--pool-bytes", required=True, type=int)
-    parser.add_argument("--max-queued-jobs", type=int, default=Limits().jobs)
-    parser.add_argument("--max-queued-bytes", type=int, default=Limits().nbytes)
-    options = parser.parse_args()
-    tie_to_parent()
-    name = f"lane {options.device}#{options.incarnation}"
-    configure_child(name, lane=options.device, incarnation=options.incarnation)
-    endpoint = f"ipc://{options.runtime_dir / lane_socket(options.device, options.incarnation)}"
-    link = Channel(socket.socket(fileno=options.link_fd))
-    try:
-        options.pool_fd = move_up(options.pool_fd)
-        lifeline = open_lifeline()
-        hold_pool(options.pool_fd)
-        service = LaneService(
-            incarnation=options.incarnation,
-            endpoint=endpoint,
-            link=link,
-            device=_device(options),
-            pool_bytes=options.pool_bytes,
-            lifeline=lifeline,
-            limits=Limits(options.max_queued_jobs, options.max_queued_bytes),
-        )
-    except (KvdError, OSError) as error:
-        try:  # for the broker's log and the workers that wait
-            link.send(LINK.encode(LaneFailed(error=str(error)[:TEXT_LIMIT])))
-        except (EOFError, ChannelFull):
-            log.error("the lane does not start: %s", error)  # noqa: TRY400  # no bug: no traceback
-        return 1
-    os.close(options.pool_fd)
-    try:
-        service.run()
-    except KvdError:
-        log.exception("the lane ends")
-        return 1
-    return 0
+    tie_to_parent()  # before the imports that take long
+    from kvd.lane.process import run  # noqa: PLC0415
 
-
-def _device(options: argparse.Namespace) -> Device:
-    if options.device == HOST:
-        return HostDevice(options.pool_fd, options.pool_bytes)
-    # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
-    from kvd.lane.devices.cuda.backend import CudaDevice, Options  # noqa: PLC0415
-    from kvd.lane.devices.cuda.uuids import show_slice  # noqa: PLC0415
-
-    show_slice(options.device)
-    below = os.environ.get("LANE_KERNEL_BELOW")  # bytes; the benchmark compares the ways to copy
-    chosen = Options(kernel_below=None if below is None else dict.fromkeys(Direction, int(below)))
-    return CudaDevice(options.device, options.pool_fd, options.pool_bytes, chosen)
-
-
-def open_lifeline() -> int:
-    """Return the read end of the pipe by whose end of file workers know that this process is gone.
-
-    Its write end stays open here alone, for life. The kernel lets go of a dying process's
-    descriptors from the highest number down (seen by timing it), and a device's driver stops
-    its copies when its own descriptors go. So the write end takes the lowest number that is
-    free, before a device is opened, and nothing below it may be closed while the process lives.
-    End of file then means that nothing of this process moves bytes any more.
-
-    Raises:
-        LaneError: no descriptor is left.
-    """
-    read_end, write_end = os.pipe()
-    moved = move_up(read_end)
-    lower = os.dup(write_end)
-    if lower > write_end:
-        os.close(lower)
-    else:
-        os.close(write_end)
-    return moved
-
-
-def hold_pool(pool_fd: int) -> None:
-    """Lock the pool's file for as long as anything of this process can write to it.
-
-    The next daemon waits for that. The lock is on a descriptor of this process's own, opened
-    like the lifeline before a device and with a number as low as there is; never closed.
-
-    Raises:
-        LaneError: a daemon that takes the pool over holds the lock: this one's is gone.
-    """
-    descriptor = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise LaneError("another daemon is taking the pool over") from error
-
-
-def move_up(descriptor: int) -> int:
-    """Give a descriptor that will be closed a high number.
-
-    Raises:
-        LaneError: there is none.
-    """
-    try:
-        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH_NUMBER)
-    except OSError as error:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise LaneError(
-            f"no file descriptor from {_HIGH_NUMBER} on is to be had, the limit is {limit};"
-            " raise LimitNOFILE, or ulimit -n"
-        ) from error
-    os.close(descriptor)
-    return moved
+    return run(int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,22 @@ def lane_socket(device: str, incarnation: int) -> str:
     return f"lane-{device.partition(':')[0]}-{incarnation}.sock"
 
 
+class BeginLane(Message, frozen=True):
+    """Broker → lane, first: what it is to serve. Carries the pool's file.
+
+    endpoint: where workers will send it jobs.
+    log_level: of now; its process may have waited since the settings were read.
+    """
+
+    device: Name
+    incarnation: Count
+    endpoint: Text
+    pool_bytes: Count
+    max_queued_jobs: Count
+    max_queued_bytes: Count
+    log_level: Name
+
+
 class LaneReady(Message, frozen=True):
     """Lane → broker, first: it serves. Carries the read end of its lifeline.
 
@@ -189,6 +205,7 @@ LINK = Codec(
         0x10E: LaneFailed,
         0x10F: PoolUsable,
         0x110: LaneLog,
+        0x111: BeginLane,
     }
 )
 """The codec of the link."""

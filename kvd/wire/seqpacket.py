@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvd.errors import BadDatagram, ChannelFull
-from kvd_proto.messages import MAX_DESCRIPTORS
 
 SOCKET_BUFFER_BYTES = 2**20  # asked for; the kernel clamps it to net.core.wmem_max
 MAX_DATAGRAM_BYTES = 2**20
+MAX_DESCRIPTORS = 253  # of one datagram: the kernel's own limit, SCM_MAX_FD
 MAX_QUEUED_BYTES = 8 * 2**20
 MAX_QUEUED_FRAMES = 8192
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)

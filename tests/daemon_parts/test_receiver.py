@@ -4,7 +4,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,7 +28,7 @@ class Child(ChildProcess):
     deaf = False
     full = False
 
-    def _begin(self, arguments: Sequence[str], fds: Sequence[int], _: Mapping[str, str]) -> None:
+    def _begin(self, arguments: Sequence[str], fds: Sequence[int]) -> None:
         """Serve in a thread, or take orders and never answer."""
         assert arguments == [str(fds[0])]
         if Child.full:

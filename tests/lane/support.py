@@ -22,8 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from kvd.lane.queue import Limits
 from kvd.wire.link import (
     LINK,
+    BeginLane,
     BindWorker,
     Imported,
     ImportWorker,
@@ -32,6 +34,7 @@ from kvd.wire.link import (
     LanePong,
     LaneReady,
     ShareDone,
+    lane_socket,
 )
 from kvd.wire.seqpacket import Channel, close_all
 from kvd_proto.blocks import JobBlocks
@@ -39,7 +42,7 @@ from kvd_proto.codec import WIRE, Header
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
 from kvd_proto.layout import RankLayout
-from kvd_proto.messages import Done, Handle, HostHandle, Job, JobStatus, Message, Store
+from kvd_proto.messages import HOST, Done, Handle, HostHandle, Job, JobStatus, Message, Store
 from tests.layouts import flat_layout
 from tests.waiting import PATIENCE
 
@@ -289,15 +292,21 @@ class Lane:
     ) -> None:
         self.pool = Memory(pool_bytes)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fds = (theirs.fileno(), self.pool.fd)
-        command = [*within, sys.executable, "-m", "kvd.lane", "--device", "host"]
-        command += ["--incarnation", "1", "--runtime-dir", str(runtime_dir)]
-        command += ["--link-fd", str(fds[0]), "--pool-fd", str(fds[1])]
-        command += ["--pool-bytes", str(pool_bytes)]
-        self.process = subprocess.Popen(command, pass_fds=fds, stderr=log)
         self.link_number = theirs.fileno()  # in the lane too
+        command = [*within, sys.executable, "-m", "kvd.lane", str(self.link_number)]
+        self.process = subprocess.Popen(command, pass_fds=[self.link_number], stderr=log)
         theirs.close()
         self.link = Channel(ours)
+        begin = BeginLane(
+            device=HOST,
+            incarnation=1,
+            endpoint=f"ipc://{runtime_dir / lane_socket(HOST, 1)}",
+            pool_bytes=pool_bytes,
+            max_queued_jobs=Limits().jobs,
+            max_queued_bytes=Limits().nbytes,
+            log_level="info",
+        )
+        self.tell(begin, [self.pool.fd])
         self.workers: list[FakeWorker] = []
         self._seen: list[Message] = []
         try:

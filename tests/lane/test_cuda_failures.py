@@ -285,7 +285,7 @@ def test_a_daemon_without_the_bindings_names_the_package() -> None:
     """Without cuda-bindings the modules load all the same, and a device's lane says what to do."""
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "import kvd.lane.__main__, kvd.lane.devices.cuda.backend\n"
+        "import kvd.lane.process, kvd.lane.devices.cuda.backend\n"
         "from kvd.lane.devices.cuda import driver\n"
         "driver.start()"
     )

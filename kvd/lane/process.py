@@ -1,0 +1,150 @@
+"""A lane's process: it waits for its orders, opens device and socket, and serves.
+
+The broker starts it before there is a pool, so that the imports are done when there is one.
+"""
+
+import fcntl
+import logging
+import os
+import resource
+import select
+import socket
+
+from kvd.errors import ChannelFull, KvdError, LaneError
+from kvd.lane.devices.device import Device, Direction
+from kvd.lane.devices.host import HostDevice
+from kvd.lane.loop import LaneService
+from kvd.lane.queue import Limits
+from kvd.lane.reports import TEXT_LIMIT
+from kvd.logs.setup import configure_child, set_level
+from kvd.wire.link import LINK, BeginLane, LaneFailed
+from kvd.wire.seqpacket import Channel
+from kvd_proto.messages import HOST
+
+log = logging.getLogger("kvd.lane")
+_HIGH_NUMBER = 64
+
+
+def run(link_fd: int) -> int:
+    """Serve until the broker is done; the exit status."""
+    link = Channel(socket.socket(fileno=link_fd))
+    try:
+        begin, pool_fd = _wait(link)
+    except EOFError:  # the broker had no use for it
+        return 0
+    name = f"lane {begin.device}#{begin.incarnation}"
+    configure_child(name, lane=begin.device, incarnation=begin.incarnation)
+    set_level(begin.log_level)
+    try:
+        pool_fd = move_up(pool_fd)
+        lifeline = open_lifeline()
+        hold_pool(pool_fd)
+        service = LaneService(
+            incarnation=begin.incarnation,
+            endpoint=begin.endpoint,
+            link=link,
+            device=_device(begin, pool_fd),
+            pool_bytes=begin.pool_bytes,
+            lifeline=lifeline,
+            limits=Limits(begin.max_queued_jobs, begin.max_queued_bytes),
+        )
+    except (KvdError, OSError) as error:
+        try:  # for the broker's log and the workers that wait
+            link.send(LINK.encode(LaneFailed(error=str(error)[:TEXT_LIMIT])))
+        except (EOFError, ChannelFull):
+            log.error("the lane does not start: %s", error)  # noqa: TRY400  # no bug: no traceback
+        return 1
+    os.close(pool_fd)
+    try:
+        service.run()
+    except KvdError:
+        log.exception("the lane ends")
+        return 1
+    return 0
+
+
+def _wait(link: Channel) -> tuple[BeginLane, int]:
+    """Return the first order and the pool's file, once they come.
+
+    Raises:
+        EOFError: the broker has ended, or ends this process.
+        LaneError: it is another order: a bug in kvd.
+    """
+    received = None
+    while received is None:
+        select.select([link], [], [])
+        received = link.recv()
+    _, order = LINK.decode(received[0])
+    if not isinstance(order, BeginLane):
+        raise LaneError(f"{type(order).__name__} came before BeginLane")
+    (pool_fd,) = received[1]
+    return order, pool_fd
+
+
+def _device(begin: BeginLane, pool_fd: int) -> Device:
+    if begin.device == HOST:
+        return HostDevice(pool_fd, begin.pool_bytes)
+    # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
+    from kvd.lane.devices.cuda.backend import CudaDevice, Options  # noqa: PLC0415
+    from kvd.lane.devices.cuda.uuids import show_slice  # noqa: PLC0415
+
+    show_slice(begin.device)
+    below = os.environ.get("LANE_KERNEL_BELOW")  # bytes; the benchmark compares the ways to copy
+    chosen = Options(kernel_below=None if below is None else dict.fromkeys(Direction, int(below)))
+    return CudaDevice(begin.device, pool_fd, begin.pool_bytes, chosen)
+
+
+def open_lifeline() -> int:
+    """Return the read end of the pipe by whose end of file workers know that this process is gone.
+
+    Its write end stays open here alone, for life. The kernel lets go of a dying process's
+    descriptors from the highest number down (seen by timing it), and a device's driver stops
+    its copies when its own descriptors go. So the write end takes the lowest number that is
+    free, before a device is opened, and nothing below it may be closed while the process lives.
+    End of file then means that nothing of this process moves bytes any more.
+
+    Raises:
+        LaneError: no descriptor is left.
+    """
+    read_end, write_end = os.pipe()
+    moved = move_up(read_end)
+    lower = os.dup(write_end)
+    if lower > write_end:
+        os.close(lower)
+    else:
+        os.close(write_end)
+    return moved
+
+
+def hold_pool(pool_fd: int) -> None:
+    """Lock the pool's file for as long as anything of this process can write to it.
+
+    The next daemon waits for that. The lock is on a descriptor of this process's own, opened
+    like the lifeline before a device and with a number as low as there is; never closed.
+
+    Raises:
+        LaneError: a daemon that takes the pool over holds the lock: this one's is gone.
+    """
+    descriptor = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise LaneError("another daemon is taking the pool over") from error
+
+
+def move_up(descriptor: int) -> int:
+    """Give a descriptor that will be closed a high number.
+
+    Raises:
+        LaneError: there is none.
+    """
+    try:
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH_NUMBER)
+    except OSError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise LaneError(
+            f"no file descriptor from {_HIGH_NUMBER} on is to be had, the limit is {limit};"
+            " raise LimitNOFILE, or ulimit -n"
+        ) from error
+    os.close(descriptor)
+    return moved
