@@ -46,6 +46,7 @@ from kvd_proto.messages import (
 from kvd_proto.sizes import format_size
 
 SAMPLE_SECONDS = 10.0
+LOAN_SECONDS = 60.0  # after so long without use an engine's loans are taken back
 """Between reports that are kept for a minute, to find conditions that are changes."""
 
 
@@ -161,9 +162,9 @@ class Broker:
         effects, freed = self.registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
-            dropped = engine.namespace.table.drop_owner(engine.number)
-            effects += self.state.revoke(engine.namespace, dropped)
-            freed += len(dropped)
+            more, given_up = self.state.drop_owner(engine, engine.namespace)
+            effects += more
+            freed += given_up
         if engine is not None:
             effects.append(Event(f"{who} is gone{freed_text(freed)}", fields=who.fields))
         self.state.registry.remove(session)
@@ -265,7 +266,8 @@ class Broker:
                     effects.append(
                         Event(f"{len(expired)} chunks in writing ran out of time", "warning")
                     )
-                effects += self.state.revoke(namespace, expired)
+                idle = namespace.table.call_in_idle(now - LOAN_SECONDS)
+                effects += self.state.revoke(namespace, expired + idle)
         return effects + self.supervision.watch(now)
 
     def __repr__(self) -> str:

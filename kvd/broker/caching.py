@@ -4,25 +4,34 @@ Each is decided by the table of the namespace that the engine is attached to; sl
 table gives up while lanes may be writing there are called back from the lanes.
 """
 
-from kvd.broker.effects import Effect
+from kvd.broker.effects import ChunksReady, Effect
 from kvd.broker.operations import Handler
 from kvd.broker.sessions import Engine, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.cache.directory import Blocks
 from kvd.cache.namespaces import Namespace
 from kvd.errors import Refused
+from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
+    NO_GENERATIONS,
+    NO_SLOTS,
     CompleteLoad,
     CompleteStore,
     ErrorCode,
     Message,
     Ok,
+    Pin,
     PrepareLoad,
     PrepareStore,
     RequestFinished,
     RequestNoted,
     Reset,
+    Step,
+    Stepped,
 )
+
+SPARE_SECONDS = 1.0  # loans that were not used for so long go where others get too few
+_NOTHING = Stepped(slots=NO_SLOTS, generations=NO_GENERATIONS, evicted=())
 
 
 class Caching:
@@ -34,6 +43,7 @@ class Caching:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which request; each refuses engines that are not complete."""
         return {
+            Step: self._step,
             PrepareStore: self._prepare_store,
             CompleteStore: self._complete_store,
             PrepareLoad: self._prepare_load,
@@ -41,6 +51,86 @@ class Caching:
             RequestFinished: self._request_finished,
             Reset: self._reset,
         }
+
+    def _step(self, request: Request[Step]) -> list[Effect]:
+        """Carry out what a scheduler has decided, and lend it slots for what it will decide."""
+        message, session, now = request.message, request.session, request.now
+        if session.kind != "scheduler":
+            raise Refused(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
+        engine, namespace = _served(session)
+        blocks = _checked(message, namespace)
+        table, owner, state = namespace.table, engine.number, self._state
+        revoke, ready = [], 0
+        if message.dropped:
+            revoke += table.drop(message.dropped, owner)
+        if message.keys:
+            ready, over = table.begin(
+                message.keys,
+                message.slots.numpy().tolist(),
+                message.generations.numpy().tolist(),
+                owner,
+                now,
+                blocks,
+                seconds=state.settings.ticket_seconds,
+            )
+            revoke += over
+        for pin in message.pins:
+            self._pin(pin, namespace, owner, now)
+        for number in message.unpinned:
+            table.unpin(number, owner)
+        if message.used:
+            table.finished(message.used)
+        if message.present or message.pending or message.not_yet or message.refused:
+            self._note_offers(message, namespace)
+        lent, effects = self._lend(engine, namespace, message.wanted, now)
+        if revoke:
+            effects += state.revoke(namespace, revoke)
+        if ready:
+            effects.append(ChunksReady(owner))
+        return [request.reply(lent), *effects]
+
+    def _pin(self, pin: Pin, namespace: Namespace, owner: int, now: float) -> None:
+        table, settings = namespace.table, self._state.settings
+        if table.slots.leases.held_by(owner) >= settings.max_leases:
+            self._state.reached("max_leases")
+            table.refuse_pin(len(pin.slots))
+            return
+        slots, generations = pin.slots.numpy().tolist(), pin.generations.numpy().tolist()
+        seconds = min(pin.lease_ms / 1000, settings.lease_seconds)
+        table.pin(pin.lease, slots, generations, owner, now, seconds)
+
+    def _note_offers(self, message: Step, namespace: Namespace) -> None:
+        refused, table = message.refused, namespace.table
+        if refused and self._state.draining:
+            table.count_refused(refused)
+            refused = 0
+        table.note_offers(message.present, message.pending, message.not_yet, refused)
+
+    def _lend(
+        self, engine: Engine, namespace: Namespace, wanted: int, now: float
+    ) -> tuple[Stepped, list[Effect]]:
+        """Lend slots; where there are too few, take back what other engines do not use."""
+        state, table, owner = self._state, namespace.table, engine.number
+        have = len(table.slots.loans.of(owner))
+        if 2 * have >= wanted or state.draining or not state.allocated:
+            return _NOTHING, []
+        engines = max(1, namespace.engines)
+        slots, generations, evicted = table.lend(
+            owner, wanted, engines, now, state.usable_bytes(engine)
+        )
+        effects: list[Effect] = []
+        if 2 * (have + len(slots)) < wanted:
+            for each in state.open_namespaces:
+                idle = each.table.call_in_idle(now - SPARE_SECONDS, but=owner)
+                effects += state.revoke(each, idle)
+        if not slots:
+            return _NOTHING, effects
+        lent = Stepped(
+            slots=IntArray.of(slots, "u4"),
+            generations=IntArray.of(generations, "u8"),
+            evicted=tuple(evicted),
+        )
+        return lent, effects
 
     def _prepare_store(self, request: Request[PrepareStore]) -> list[Effect]:
         message, state = request.message, self._state
@@ -93,7 +183,7 @@ class Caching:
     @staticmethod
     def _complete_load(request: Request[CompleteLoad]) -> list[Effect]:
         engine, namespace = _attached(request.session)
-        namespace.table.complete_load(request.message.lease, engine.number)
+        namespace.table.unpin(request.message.lease, engine.number)
         return [request.reply(Ok())]
 
     @staticmethod
@@ -139,7 +229,23 @@ def _served(session: Session) -> tuple[Engine, Namespace]:
     return engine, namespace
 
 
-def _blocks(message: PrepareStore | PrepareLoad, namespace: Namespace) -> list[Blocks]:
+def _checked(message: Step, namespace: Namespace) -> list[Blocks]:
+    """Refuse a step whose arrays do not fit, before anything of it is done; else its blocks."""
+    keys, slots, generations = len(message.keys), len(message.slots), len(message.generations)
+    if not keys == slots == generations:
+        raise Refused(
+            ErrorCode.BAD_MESSAGE, f"{slots} slots and {generations} generations for {keys} keys"
+        )
+    for pin in message.pins:
+        if len(pin.slots) != len(pin.generations):
+            raise Refused(
+                ErrorCode.BAD_MESSAGE,
+                f"{len(pin.generations)} generations for the {len(pin.slots)} slots of a pin",
+            )
+    return _blocks(message, namespace)
+
+
+def _blocks(message: Step | PrepareStore | PrepareLoad, namespace: Namespace) -> list[Blocks]:
     """Return what of each chunk is meant; nothing where it is all of every chunk."""
     first, count, keys = message.first, message.count, len(message.keys)
     if not len(first) == len(count) in {0, keys}:
@@ -147,6 +253,8 @@ def _blocks(message: PrepareStore | PrepareLoad, namespace: Namespace) -> list[B
             ErrorCode.BAD_MESSAGE,
             f"{len(first)} first blocks and {len(count)} counts for {keys} keys",
         )
+    if not len(first):
+        return []
     blocks = list(zip(first.numpy().tolist(), count.numpy().tolist(), strict=True))
     whole = namespace.geometry.blocks_per_chunk
     for begin, number in blocks:

@@ -57,13 +57,15 @@ class Operations:
         state, session = self._state, request.session
         if state.stopping:
             raise Refused(ErrorCode.DRAINING, "the daemon is stopping and takes no stores already")
-        events: list[Effect] = []
+        effects: list[Effect] = []
         if state.drain is None:
             state.drain = OperatorDrain(session.peer, request.now)
             text = f"drained by {by(session.peer)}: no new stores until resumed"
-            events.append(session.event(text))
+            effects.append(session.event(text))
         stores, leases = in_flight(state, state.drain.since)
-        return [request.reply(Drained(stores=stores, leases=leases)), *events]
+        for namespace in state.open_namespaces:
+            effects += state.revoke(namespace, namespace.table.call_in_all())
+        return [request.reply(Drained(stores=stores, leases=leases)), *effects]
 
     def _resume(self, request: Request[Resume]) -> list[Effect]:
         state, session = self._state, request.session

@@ -173,8 +173,7 @@ class BrokerState:
         namespace = engine.namespace
         if namespace is None or self.namespaces is None:
             return [], 0
-        dropped = namespace.table.drop_owner(engine.number)
-        effects = self.revoke(namespace, dropped)
+        effects, freed = self.drop_owner(engine, namespace)
         engine.namespace = None
         self.namespaces.detach_engine(namespace)
         effects += [
@@ -185,7 +184,16 @@ class BrokerState:
             and self.lanes[worker.registration.device].up
         ]
         effects += [Notify(number, Detached(reason=reason)) for number in engine.sessions]
-        return effects, len(dropped)
+        return effects, freed
+
+    def drop_owner(self, engine: Engine, namespace: Namespace) -> tuple[list[Effect], int]:
+        """End an engine's leases, give up its writes, and take back what is lent to it.
+
+        Returns:
+            What is to be done, and how many chunks in writing were given up.
+        """
+        writing, lent = namespace.table.drop_owner(engine.number)
+        return self.revoke(namespace, writing + lent), len(writing)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where an invariant does not hold."""

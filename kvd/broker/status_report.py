@@ -96,6 +96,7 @@ def _namespace(namespace: Namespace) -> schema.Namespace:
         held_bytes=namespace.table.held_bytes,
         directory_bytes=namespace.directory.header.total_bytes,
         ready_bytes=chunks["ready"] * nbytes,
+        lent_bytes=chunks["lent"] * nbytes,
         writing_bytes=chunks["writing"] * nbytes,
         draining_bytes=chunks["draining"] * nbytes,
         chunks=schema.Chunks(**chunks),

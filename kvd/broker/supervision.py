@@ -168,9 +168,9 @@ class Supervision:
                 reason = f"lane {lane.device} is lost ({lane.last_error}), until another one serves"
                 notice = Detached(reason=reason[:MAX_TEXT])
                 effects += [Notify(number, notice) for number in engine.sessions]
-            slots = engine.namespace.table.drop_owner(engine.number)
-            effects += self._state.revoke(engine.namespace, slots)
-            freed += len(slots)
+            more, given_up = self._state.drop_owner(engine, engine.namespace)
+            effects += more
+            freed += given_up
         return effects, freed
 
     def _drop(self, lane: Lane) -> Effect:

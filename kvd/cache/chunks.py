@@ -2,10 +2,15 @@
 
 It is the only writer of its directory. The states of a slot::
 
+    FREE -> LENT        lend: the scheduler may give the slot to a key by itself
+    LENT -> WRITING     begin: it has done so, and no other chunk has the key
+    LENT -> DRAINING    call_in, a share failed, the session is gone, reset; and where begin
+                        came too late: when all shares are there, or the deadline has passed
     FREE -> WRITING     prepare_store
-    WRITING -> READY    share_done, with the last rank that was expected
-    WRITING -> DRAINING a share failed, complete_store without success, the ticket's
-                        deadline passed, the session is gone, reset
+    WRITING -> READY    share_done, with the last rank that was expected; begin, where that
+                        came before
+    WRITING -> DRAINING a share failed, the store was dropped, the ticket's deadline passed,
+                        the session is gone, reset
     DRAINING -> FREE    revoked: the lanes have nothing under way there
     READY -> FREE       evicted, reset, or stored anew with more blocks. A reset chunk is not
                         found any more, and leaves its slot by `sweep`; one that is pinned is
@@ -14,7 +19,7 @@ It is the only writer of its directory. The states of a slot::
 Methods decide first and then act; none of them waits, and none raises for what a
 client may send.
 
-Every use of a chunk (its slot given, pinned for a load, named by a request that has finished)
+Every use of a chunk (its store begun, pinned for a load, named by a request that has finished)
 has a stamp, microseconds that always grow: a time and an order. A chunk's age at eviction says
 whether the pool is large enough: those evicted within minutes would have been found by the
 next turn of a conversation.
@@ -34,13 +39,16 @@ from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
 from kvd_proto.arrays import IntArray
-from kvd_proto.directory import SlotState
+from kvd_proto.directory import Entry, SlotState
 from kvd_proto.messages import LoadPrepared, ResetDone, StoreAnswer, StoreCompleted, StorePrepared
 
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
 EMPTY_PIECES = 16  # so many that hold none are looked at in one go
 
-_READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
+LEND_AT_ONCE = 1024  # slots: a millisecond or two
+LENT_PARTS = 4  # no engine has more than this part of its share of the chunks on loan by eviction
+
+_READY, _WRITING, _LENT = int(SlotState.READY), int(SlotState.WRITING), int(SlotState.LENT)
 
 
 class ChunkTable:
@@ -195,6 +203,143 @@ class ChunkTable:
         self.counts.offered += keys
         self.counts.draining += keys
 
+    # -------------------------------------------------------------------- loans
+
+    def lend(
+        self, owner: int, wanted: int, engines: int, now: float, usable: int | None = None
+    ) -> tuple[list[int], list[int], list[bytes]]:
+        """Lend slots ahead of need to one of the namespace's `engines`.
+
+        It gets some where it has fewer than half of what is `wanted`: first of what is free in
+        this namespace and of what no namespace owns, shared with the other engines; beyond that
+        others' columns and evicted chunks, up to a part of its share of all slots. While only
+        `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
+
+        Returns:
+            Slots, generations, and the keys that were evicted for them.
+        """
+        have = len(self.slots.loans.of(owner))
+        if 2 * have >= wanted:
+            return [], [], []
+        self.set_time(now)
+        space = self.space
+        need = min(wanted - have, LEND_AT_ONCE)
+        while space.free_slots < need and self.slots.forgotten:
+            self.sweep()
+        self._pool.claim_unowned(space, need * engines, usable)
+        slots = space.take(min(need, space.free_within(usable) // engines), usable)
+        most = max(1, space.geometry.num_slots // (LENT_PARTS * engines))
+        more = min(need, most - have) - len(slots)
+        evicted: list[bytes] = []
+        if more > 0 and usable is None:
+            besides, evicted = self._room(more, set(), None)
+            slots += besides
+            self.counts.evicted += len(evicted)
+        return slots, self.slots.lend(slots, owner, now), evicted
+
+    def begin(  # noqa: PLR0917 stores have these parts
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        generations: Sequence[int],
+        owner: int,
+        now: float,
+        blocks: Sequence[Blocks] = (),
+        *,
+        seconds: float = 60.0,
+    ) -> tuple[int, Refs]:
+        """Give keys the loans that their owner has chosen, [n] each, a prompt's head first.
+
+        `blocks` says what of each chunk is stored; all of it where it is left out. What is not
+        READY within `seconds` is given up.
+
+        A slot that is no loan of this owner any more is lost. A key that is here, and not with
+        fewer blocks only, has been stored by somebody else: this store has lost the race.
+
+        Returns:
+            How many are READY now, because their shares came first; and slots to be revoked.
+        """
+        self.set_time(now)
+        life, directory, counts = self.slots, self.directory, self.counts
+        mine = life.loans.of(owner)
+        entry, place, writers = directory.entry, directory.place, self.space.geometry.writers
+        begun, complete, raced, over = list[int](), list[int](), list[int](), list[int]()
+        lost = 0
+        for i, (key, slot, generation) in enumerate(zip(keys, slots, generations, strict=True)):
+            if mine.get(slot) != generation:
+                lost += 1
+                continue
+            del mine[slot]
+            held = entry(key)
+            if held is not None:
+                if not self._is_lesser(held, blocks[i] if blocks else None):
+                    raced.append(slot)
+                    continue
+                life.drop([held[0]])
+                counts.replaced += 1
+            done = place(key, slot)
+            if done < 0:
+                counts.index_full += 1
+                raced.append(slot)
+                continue
+            begun.append(slot)
+            if done and done == writers(slot):
+                complete.append(slot)
+        if begun or raced:
+            life.loans.used(owner, now)
+        life.started(begun, now + seconds)
+        self._mark(begun)
+        for slot in complete:
+            life.finish(slot)
+        for slot in raced:
+            if directory.ranks_done(slot) == writers(slot):
+                over.append(slot)
+            else:
+                life.loans.raced[slot] = now + seconds
+        counts.offered += len(keys)
+        counts.accepted += len(keys)
+        counts.stores_lost += lost
+        counts.stores_raced += len(raced)
+        counts.stored += len(complete)
+        return len(complete), life.call_in(over)
+
+    def _is_lesser(self, held: Entry, offered: Blocks | None) -> bool:
+        """Whether a chunk is READY with some of the blocks that are offered, and no others."""
+        _, _, state, first, count = held
+        if offered is None:
+            offered = 0, self.directory.blocks_per_chunk
+        return state == _READY and (first, count) != offered and covers(offered, (first, count))
+
+    def call_in(self, owner: int) -> Refs:
+        """Take back an owner's loans; slots to be revoked."""
+        return self.slots.call_in(self.slots.loans.take(owner))
+
+    def call_in_all(self) -> Refs:
+        """Take back all loans, and what stores that have lost a race hold; to be revoked."""
+        return self.slots.call_in(self.slots.loans.take_all())
+
+    def call_in_idle(self, since: float, but: int | None = None) -> Refs:
+        """Take back the loans of owners that have used none since then; slots to be revoked.
+
+        None of `but`, who asks for it.
+        """
+        idle = self.slots.loans.idle_since(since)
+        return [ref for owner in idle if owner != but for ref in self.call_in(owner)]
+
+    def note_offers(self, present: int, pending: int, not_yet: int, refused: int) -> None:
+        """Count keys that a scheduler has offered and answered by itself."""
+        counts = self.counts
+        counts.offered += present + pending + not_yet + refused
+        counts.present += present
+        counts.pending += pending
+        counts.not_yet += not_yet
+        if refused and self._pool.is_capped(self.space):
+            counts.quota += refused
+        else:
+            counts.full += refused
+
+    # ------------------------------------------------------------------- shares
+
     def share_done(  # noqa: PLR0917 a report has these parts
         self,
         owner: int,
@@ -211,6 +356,8 @@ class ChunkTable:
 
         A chunk becomes READY with the last expected rank. One whose share failed, or
         of which no block is there on every rank, can never be READY and is given up.
+        A share in a slot that is on loan waits for the key; where the store has lost a race,
+        the last share ends it.
         Reports about slots that have moved on, and second reports, are ignored.
 
         Returns:
@@ -219,29 +366,34 @@ class ChunkTable:
         directory, life, ready, stale = self.directory, self.slots, [], 0
         writers = self.space.geometry.writers
         failed: dict[int, None] = {}
+        over: Refs = []  # of loans and lost races
         columns = (map(int, column) for column in (slots, generations, first, count, groups))
         for slot, generation, block, blocks, group in zip(*columns, strict=True):
             if (
                 not 0 <= slot < directory.num_slots
                 or slot in failed
                 or directory.generation(slot) != generation
-                or directory.state(slot) != _WRITING
+                or (state := directory.state(slot)) not in {_WRITING, _LENT}
                 or directory.owner(slot) != owner
                 or not (expected := writers(slot)) & ~directory.ranks_done(slot) & 1 << rank
             ):
                 stale += 1
-            elif not ok or blocks < 1:
-                failed[slot] = None
-            else:
+                continue
+            done = covered = 0
+            if ok and blocks > 0:
                 done, covered = directory.add_share(slot, rank, block, blocks, group)
-                if not covered:
-                    failed[slot] = None
-                elif done == expected:
-                    life.finish(slot)
-                    ready.append(slot)
+            if state == _LENT:
+                if not covered or (done == expected and slot in life.loans.raced):
+                    life.loans.remove(owner, slot)
+                    over += life.call_in([slot])
+            elif not covered:
+                failed[slot] = None
+            elif done == expected:
+                life.finish(slot)
+                ready.append(slot)
         self.counts.stored += len(ready)
         self.counts.stale_reports += stale
-        return self.slots.refs(ready), self._give_up(list(failed))
+        return life.refs(ready), over + self._give_up(list(failed))
 
     def complete_store(
         self, keys: Sequence[bytes], owner: int, *, success: bool
@@ -266,6 +418,15 @@ class ChunkTable:
                 gone += 1
         summary = StoreCompleted(ready=ready, pending=pending, dropped=gone)
         return summary, self._give_up(list(failed))
+
+    def drop(self, keys: Sequence[bytes], owner: int) -> Refs:
+        """Give up what `owner` writes under these keys; slots to be revoked."""
+        directory, gone = self.directory, dict[int, None]()
+        for key in keys:
+            slot = directory.find(key)
+            if slot >= 0 and directory.state(slot) == _WRITING and directory.owner(slot) == owner:
+                gone[slot] = None
+        return self._give_up(list(gone))
 
     def _give_up(self, slots: Sequence[int]) -> Refs:
         self.counts.dropped += len(slots)
@@ -318,7 +479,48 @@ class ChunkTable:
             generations=IntArray.of(generations, "u8"),
         )
 
-    def complete_load(self, lease_id: int, owner: int) -> bool:
+    def pin(  # noqa: PLR0917 a lease has these parts
+        self,
+        number: int,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        owner: int,
+        now: float,
+        seconds: float,
+    ) -> None:
+        """Pin chunks for so many seconds, under the owner's number of the lease: [n] each.
+
+        Those that are not READY any more with their generations come too late.
+        """
+        self.set_time(now)
+        life, directory = self.slots, self.directory
+        state, generation_of, policy = directory.state, directory.generation, life.policy
+        num_slots, floor = directory.num_slots, directory.floor
+        pinned = [
+            slot
+            for slot, generation in zip(slots, generations, strict=True)
+            if slot < num_slots
+            and generation_of(slot) == generation > floor
+            and state(slot) == _READY
+        ]
+        if pinned:
+            life.unpinned(life.leases.hold(owner, number, pinned, now, now + seconds))
+            for slot in reversed(pinned):
+                if slot in policy:  # not replaced by a fuller store
+                    policy.refresh(slot)
+            self._mark(pinned)
+        counts = self.counts
+        counts.asked += len(slots)
+        counts.hits += len(pinned)
+        counts.pins_late += len(slots) - len(pinned)
+        counts.leases += bool(pinned)
+
+    def refuse_pin(self, chunks: int) -> None:
+        """Count chunks that are not pinned, because their owner has too many leases."""
+        self.counts.asked += chunks
+        self.counts.pins_refused += chunks
+
+    def unpin(self, lease_id: int, owner: int) -> bool:
         """Give a lease back. False where it has run out or is not this session's."""
         unpinned = self.slots.leases.release(lease_id, owner)
         if unpinned is None:
@@ -349,16 +551,26 @@ class ChunkTable:
         """End the leases and give up the stores whose deadline has come; slots to be revoked."""
         self.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
+        over = self.slots.call_in(self.slots.loans.expire(now))
         self.counts.tickets_expired += len(late)
         leases, unpinned = self.slots.leases.expire(now)
         self.counts.leases_expired += leases
         self.slots.unpinned(unpinned)
-        return self._give_up(late)
+        return over + self._give_up(late)
 
-    def drop_owner(self, owner: int) -> Refs:
-        """An owner is gone: end its leases, give up its stores; slots to be revoked."""
-        self.slots.unpinned(self.slots.leases.drop_owner(owner))
-        return self._give_up([s for s in self.slots.tickets if self.directory.owner(s) == owner])
+    def drop_owner(self, owner: int) -> tuple[Refs, Refs]:
+        """An owner is gone: its leases end, what it was writing is given up, its loans too.
+
+        Returns:
+            What it was writing, and its other slots; all to be revoked.
+        """
+        life, owned_by = self.slots, self.directory.owner
+        life.unpinned(life.leases.drop_owner(owner))
+        raced = [slot for slot in life.loans.raced if owned_by(slot) == owner]
+        for slot in raced:
+            del life.loans.raced[slot]
+        writing = [slot for slot in life.tickets if owned_by(slot) == owner]
+        return self._give_up(writing), life.call_in(raced) + self.call_in(owner)
 
     def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
@@ -369,13 +581,14 @@ class ChunkTable:
         Returns:
             How many go now and how many when their leases end, and the slots to be revoked.
         """
-        revoke = self._give_up(list(self.slots.tickets))
+        writing = self._give_up(list(self.slots.tickets))
+        lent = self.call_in_all()  # with their generations no chunk would be found any more
         gone, kept = self.slots.forget()
         if by_operator:
             self.counts.removed += gone + kept
         else:
             self.counts.reset += gone + kept
-        return ResetDone(dropped=gone + len(revoke), deferred=kept), revoke
+        return ResetDone(dropped=gone + len(writing), deferred=kept), writing + lent
 
     def sweep(self) -> None:
         """Free some of the slots whose chunks a reset has dropped: a few milliseconds at most."""
@@ -409,7 +622,7 @@ class ChunkTable:
     # ------------------------------------------------------------ for the pool
 
     def busy_slots(self) -> Iterable[int]:
-        """Slots that must stay: pinned, being written, draining."""
+        """Slots that must stay: pinned, on loan, being written, draining."""
         return self.slots.busy()
 
     def yield_slots(self, slots: list[int]) -> None:

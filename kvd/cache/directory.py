@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _AT = {name: field[1] for name, field in (RECORD_DTYPE.fields or {}).items()}
-_STATE, _KEY_LEN = _AT["state"], _AT["key_len"]
+_STATE, _KEY_LEN, _KEY = _AT["state"], _AT["key_len"], _AT["key"]
 _RANKS_DONE, _OWNER = _AT["ranks_done"] // 8, _AT["owner"] // 8
 _BLOCKS = _AT["first"] // 2
 _READ_KEY = struct.Struct(f"<B10x{KEY_BYTES}s").unpack_from  # from the key's length on
 _WORDS, _HALVES = RECORD_BYTES // 8, RECORD_BYTES // 2
-_FREE, _WRITING = int(SlotState.FREE), int(SlotState.WRITING)
+_FREE, _WRITING, _LENT = int(SlotState.FREE), int(SlotState.WRITING), int(SlotState.LENT)
 
 
 Blocks: TypeAlias = tuple[int, int]
@@ -206,6 +206,45 @@ class DirectoryWriter(DirectoryView):
             highest = max(highest, generation)
         self._highest = highest
         return generations
+
+    def lend(self, slots: Sequence[int], owner: int) -> list[int]:
+        """FREE -> LENT: `owner` may give these slots to keys; their new generations."""
+        words, records, pack_into = self._words, self._records, RECORD.pack_into
+        base, highest = self._generation_base, self._highest
+        generations = []
+        for slot in slots:
+            generation = max(words[slot * _WORDS], base) + 1
+            at = slot * RECORD_BYTES
+            pack_into(records, at, generation, 0, owner, _LENT, 0, 0, NO_SHARE_YET, 0, b"")
+            generations.append(generation)
+            highest = max(highest, generation)
+        self._highest = highest
+        return generations
+
+    def place(self, key: bytes, slot: int) -> int:
+        """LENT -> WRITING: give a key, which is not in the index yet, the slot.
+
+        Returns:
+            The ranks whose shares are there already, as a bit mask; -1 where the index has no
+            room near the key's home, and then the slot stays LENT.
+        """
+        index, mask = self._index, self._mask
+        hash32 = crc32(key)
+        home = hash32 & mask
+        for i in range(home, home + self._limit):
+            if not index[i & mask]:
+                break
+        else:
+            return -1
+        # Only the key's bytes and the state: first block, count and group lie between.
+        base = slot * RECORD_BYTES
+        records = self._records
+        records[base + _KEY_LEN] = len(key)
+        records[base + _KEY : base + RECORD_BYTES] = key.ljust(KEY_BYTES, b"\0")
+        records[base + _STATE] = _WRITING
+        index[i & mask] = hash32 << 32 | slot + 1
+        done: int = self._words[slot * _WORDS + _RANKS_DONE]
+        return done
 
     def free(self, slots: Sequence[int]) -> list[bytes]:
         """READY -> FREE: take chunks out of the index; their keys, in the same order."""

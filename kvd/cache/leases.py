@@ -11,29 +11,28 @@ from kvd.errors import IntegrityError
 class Lease:
     """A pin on slots from `since` on, until given back or `deadline`."""
 
-    owner: int
     slots: tuple[int, ...]
     since: float
     deadline: float
 
 
 class Leases:
-    """Every lease of one namespace, and how many pins each slot has by them.
+    """Every lease of one namespace, by owner and number, and how many pins each slot has by them.
 
     What ends a lease returns the slots that no lease pins any more.
     """
 
     def __init__(self) -> None:
         self.pins: dict[int, int] = {}
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, dict[int, Lease]] = {}  # owner -> number -> lease
         self._last = 0
 
     def held_by(self, owner: int) -> int:
         """How many leases an owner has."""
-        return sum(lease.owner == owner for lease in self._leases.values())
+        return len(self._leases.get(owner, ()))
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return sum(map(len, self._leases.values()))
 
     def grant(self, owner: int, slots: Sequence[int], now: float, deadline: float) -> int:
         """Pin the slots; the lease's number, which grows.
@@ -42,50 +41,66 @@ class Leases:
         of before does not end one of now. Nanoseconds of the clock see to that.
         """
         self._last = max(self._last + 1, int(now * 1e9))
+        self.hold(owner, self._last, slots, now, deadline)
+        return self._last
+
+    def hold(
+        self, owner: int, number: int, slots: Sequence[int], now: float, deadline: float
+    ) -> list[int]:
+        """Pin the slots under this number; a lease that the owner has by that number ends."""
         pins = self.pins
         for slot in slots:
             pins[slot] = pins.get(slot, 0) + 1
-        self._leases[self._last] = Lease(owner, tuple(slots), now, deadline)
-        return self._last
+        unpinned = self.release(number, owner) or []
+        self._leases.setdefault(owner, {})[number] = Lease(tuple(slots), now, deadline)
+        return unpinned
 
     def count_until(self, when: float) -> int:
         """How many of them were granted at `when` or before."""
-        return sum(lease.since <= when for lease in self._leases.values())
+        return sum(lease.since <= when for of in self._leases.values() for lease in of.values())
 
-    def release(self, lease_id: int, owner: int) -> list[int] | None:
+    def release(self, number: int, owner: int) -> list[int] | None:
         """Give a lease back. None where it has run out or is somebody else's."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.owner != owner:
+        if number not in self._leases.get(owner, ()):
             return None
-        return self._end([lease_id])
+        return self._end(owner, [number])
 
     def expire(self, now: float) -> tuple[int, list[int]]:
         """End the leases whose deadline has come: how many, and the slots."""
-        ended = [number for number, lease in self._leases.items() if lease.deadline <= now]
-        return len(ended), self._end(ended)
+        count, unpinned = 0, list[int]()
+        for owner, of in list(self._leases.items()):
+            ended = [number for number, lease in of.items() if lease.deadline <= now]
+            count += len(ended)
+            unpinned += self._end(owner, ended)
+        return count, unpinned
 
     def drop_owner(self, owner: int) -> list[int]:
         """End the leases of one owner."""
-        return self._end([n for n, lease in self._leases.items() if lease.owner == owner])
+        return self._end(owner, list(self._leases.get(owner, ())))
 
-    def _end(self, numbers: Iterable[int]) -> list[int]:
+    def _end(self, owner: int, numbers: Iterable[int]) -> list[int]:
         pins, unpinned = self.pins, []
+        of = self._leases.get(owner, {})
         for number in numbers:
-            lease = self._leases.pop(number)
-            for slot in lease.slots:
+            for slot in of.pop(number).slots:
                 left = pins[slot] - 1
                 if left:
                     pins[slot] = left
                 else:
                     del pins[slot]
                     unpinned.append(slot)
+        if not of:
+            self._leases.pop(owner, None)
         return unpinned
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where pins are not what the leases add up to."""
-        pins = Counter(slot for lease in self._leases.values() for slot in lease.slots)
+        slots = (lease.slots for of in self._leases.values() for lease in of.values())
+        pins = Counter(slot for each in slots for slot in each)
         if pins != self.pins:
             raise IntegrityError(f"pins {self.pins}, by the leases {dict(pins)}")
+        if not all(self._leases.values()):
+            raise IntegrityError("an owner without leases is kept")
 
     def __repr__(self) -> str:
-        return f"<Leases {len(self._leases)}, {len(self.pins)} slots pinned>"
+        return f"<Leases {len(self)}, {len(self.pins)} slots pinned>"

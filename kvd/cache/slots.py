@@ -2,6 +2,7 @@
 
 A slot that is not FREE is in exactly one place besides the directory::
 
+    LENT      loans: its owner may give it to a key, or has lost a race for one
     WRITING   tickets: its owner may write it until a deadline; policy, too, for its place
     READY     policy: it may be evicted, unless a lease pins it
               doomed: it has left the index, and goes with the last lease that pins it
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.leases import Leases
+from kvd.cache.loans import Loans
 from kvd.cache.policies import LruPolicy
 from kvd.errors import IntegrityError
 from kvd.pool.space import Space
@@ -38,6 +40,7 @@ class Slots:
         self.policy = policy
         self.space = space
         self.leases = Leases()
+        self.loans = Loans()
         self.tickets: dict[int, float] = {}  # WRITING slot -> deadline
         self._draining: dict[int, set[str]] = {}  # slot -> lanes that may still write there
         self._doomed: set[int] = set()
@@ -69,6 +72,26 @@ class Slots:
         for slot in reversed(slots):
             self.policy.insert(slot)
         return keys, slots, generations
+
+    def lend(self, slots: Sequence[int], owner: int, now: float) -> list[int]:
+        """FREE -> LENT: the slots' new generations."""
+        generations = self.directory.lend(slots, owner)
+        self.loans.lend(owner, slots, generations, now)
+        return generations
+
+    def started(self, slots: list[int], deadline: float) -> None:
+        """These are WRITING now, a prompt's head first, which must be the last to be evicted."""
+        tickets, insert = self.tickets, self.policy.insert
+        for slot in reversed(slots):
+            tickets[slot] = deadline
+            insert(slot)
+
+    def call_in(self, slots: Sequence[int]) -> Refs:
+        """LENT -> DRAINING: these are in no place of `loans` any more; what is to be revoked."""
+        for slot in slots:
+            self.directory.write_state(slot, SlotState.DRAINING)
+        self._draining.update((slot, set()) for slot in slots)
+        return self.refs(slots)
 
     def victims(self, n: int, named: set[int]) -> list[int]:
         """Up to `n` READY slots that are to be evicted: none that is pinned, or in `named`."""
@@ -140,10 +163,10 @@ class Slots:
     def forget(self) -> tuple[int, int]:
         """Every READY slot is forgotten, or doomed where pinned: how many of each.
 
-        The time does not depend on how many are not pinned. No slot may be WRITING.
+        The time does not depend on how many are not pinned. No slot may be LENT or WRITING.
         """
-        if self.tickets:
-            raise IntegrityError(f"slots are being written: {self!r}")
+        if self.tickets or self.loans:
+            raise IntegrityError(f"slots are being written or on loan: {self!r}")
         _, kept = self.drop([slot for slot in self.leases.pins if slot in self.policy])
         gone = len(self.policy)
         self.policy.clear()
@@ -185,15 +208,16 @@ class Slots:
             self.space.give(freed)
 
     def busy(self) -> Iterable[int]:
-        """Slots that must stay: pinned, being written, draining."""
+        """Slots that must stay: pinned, on loan, being written, draining."""
         yield from self.leases.pins
+        yield from self.loans
         yield from self.tickets
         yield from self._draining
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is being written, draining or pinned."""
-        return not (self.tickets or self._draining or self.leases.pins)
+        """Nothing is on loan, being written, draining or pinned."""
+        return not (self.loans or self.tickets or self._draining or self.leases.pins)
 
     def refs(self, slots: Sequence[int]) -> Refs:
         """These slots with the generations that they have now."""
@@ -203,6 +227,7 @@ class Slots:
         """Chunks by state. Pinned and doomed ones are READY; doomed ones go at the last pin."""
         return {
             "ready": len(self.policy) - len(self.tickets) + len(self._doomed),
+            "lent": len(self.loans),
             "writing": len(self.tickets),
             "draining": len(self._draining),
             "pinned": len(self.leases.pins),
@@ -211,7 +236,7 @@ class Slots:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where directory, policy, leases, tickets and space disagree."""
-        for part in (self.directory, self.policy, self.leases, self.space):
+        for part in (self.directory, self.policy, self.leases, self.loans, self.space):
             part.check_integrity()
         num_slots = self.directory.num_slots
         self.check_slots(0, num_slots)
@@ -222,15 +247,19 @@ class Slots:
             raise IntegrityError(f"doomed slots without a pin: {self!r}")
         if sorted((*order, *forgotten)) != sorted(self.directory.indexed_slots()):
             raise IntegrityError("the index has a slot that has no place in the order of eviction")
-        for slot in self.tickets:
+        for owner, slot, generation in self.loans.entries():
+            held = self.directory.owner(slot), self.directory.generation(slot)
+            if held != (owner, generation):
+                raise IntegrityError(f"slot {slot} is lent as {(owner, generation)}, not {held}")
+        for slot in (*self.tickets, *self.loans.raced):
             writers = self.space.geometry.writers(slot)
             if self.directory.ranks_done(slot) & writers == writers:
-                raise IntegrityError(f"slot {slot} has all shares and is not READY")
+                raise IntegrityError(f"slot {slot} has all shares and is waited for")
 
     def check_slots(self, first: int, count: int) -> int:
         """How many of `count` slots hold a chunk; IntegrityError where parts disagree about one."""
         slots = range(first, min(first + count, self.directory.num_slots))
-        tickets, chunks = self.tickets, 0
+        tickets, lent, chunks = self.tickets, set(self.loans), 0
         free = self.space.free_among(slots.start, slots.stop)
         forgotten = set(self._forgotten_among(first, count))
         for slot in slots:
@@ -238,6 +267,7 @@ class Slots:
             ordered, doomed = slot in self.policy, slot in self._doomed
             kinds = (ordered and slot not in tickets, doomed, slot in forgotten)
             claims = {
+                SlotState.LENT: slot in lent,
                 SlotState.WRITING: slot in tickets,
                 SlotState.READY: sum(kinds) == 1,
                 SlotState.DRAINING: slot in self._draining,
@@ -254,7 +284,7 @@ class Slots:
                 raise IntegrityError(f"slot {slot} is WRITING and not in the order of eviction")
             if ordered and self.directory.find(self.directory.key(slot)) != slot:
                 raise IntegrityError(f"the chunk in slot {slot} cannot be found by its key")
-            chunks += state != SlotState.FREE
+            chunks += state not in {SlotState.FREE, SlotState.LENT}
         return chunks
 
     def __repr__(self) -> str:

@@ -92,7 +92,7 @@ class ChunkCounts(Counts):
     """What happened to the chunks of a namespace since it was opened."""
 
     offered: int = counter(
-        "Chunks that engines asked to store (keys of PREPARE_STORE): `accepted` + `present` +"
+        "Chunks that engines asked to store: `accepted` + `present` +"
         " `pending` + `full` + `quota` + `not_yet` + `bad_key` + `draining`",
         "store_offered_chunks_total",
     )
@@ -125,7 +125,19 @@ class ChunkCounts(Counts):
     draining: int = counter(
         "Were offered while the daemon took none", "store_answered_chunks_total", answer="draining"
     )
-    index_full: int = counter("Of `full`: no room in the directory near the key's place")
+    index_full: int = counter(
+        "Of `full` and `stores_raced`: no room in the directory near the key's place"
+    )
+    stores_lost: int = counter(
+        "Of `accepted`: the slot was not lent to the engine any more, when the broker heard of the"
+        " store",
+        "stores_lost_total",
+    )
+    stores_raced: int = counter(
+        "Of `accepted`: somebody else was first to store the same chunk, or the directory had no"
+        " room for it (`index_full`)",
+        "stores_raced_total",
+    )
     stored: int = counter("Chunks that became READY", "stored_chunks_total")
     restored: int = counter(
         "Chunks of the daemon before this one that could be found again", "restored_chunks_total"
@@ -151,11 +163,21 @@ class ChunkCounts(Counts):
         by="operator",
     )
     asked: int = counter(
-        "Chunks that engines asked to load (keys of PREPARE_LOAD): `hits` + `misses`",
+        "Chunks that engines asked to load: `hits` + `misses` + `pins_late` + `pins_refused`",
         "load_asked_chunks_total",
     )
     hits: int = counter("Were found and pinned", "load_answered_chunks_total", answer="found")
     misses: int = counter("Were not found", "load_answered_chunks_total", answer="missed")
+    pins_late: int = counter(
+        "Had gone before they could be pinned",
+        "load_answered_chunks_total",
+        answer="late",
+    )
+    pins_refused: int = counter(
+        "Were not pinned, because the engine had `max_leases` leases",
+        "load_answered_chunks_total",
+        answer="refused",
+    )
     leases: int = counter("Leases given", "leases_total")
     leases_expired: int = counter(
         "Leases that ran out before their loads had ended", "leases_expired_total"
@@ -183,7 +205,8 @@ class ChunkCounts(Counts):
         """
         refused = self.full + self.quota + self.not_yet + self.bad_key + self.draining
         answered = self.accepted + self.present + self.pending + refused
-        if self.offered != answered or self.asked != self.hits + self.misses:
+        unpinned = self.misses + self.pins_late + self.pins_refused
+        if self.offered != answered or self.asked != self.hits + unpinned:
             raise IntegrityError(f"keys that were offered or asked for and not answered: {self}")
         if self.eviction_age.count != self.evicted + self.yielded:
             raise IntegrityError(f"chunks evicted without an age: {self}")

@@ -100,6 +100,11 @@ class Chunks:
     """Chunks of a namespace by state."""
 
     ready: int = gauge("Chunks that can be found", "kvd_namespace_chunks", state="ready")
+    lent: int = gauge(
+        "Slots on loan: engines give them to new chunks by themselves",
+        "kvd_namespace_chunks",
+        state="lent",
+    )
     writing: int = gauge("Chunks being written", "kvd_namespace_chunks", state="writing")
     draining: int = gauge(
         "Chunks given up, while a lane may still write there",
@@ -134,6 +139,7 @@ class Namespace:
     )
     directory_bytes: int = shown("Bytes of its directory, which is not part of the pool")
     ready_bytes: int = gauge("Bytes of `chunks.ready`", "kvd_namespace_bytes", state="ready")
+    lent_bytes: int = gauge("Bytes of `chunks.lent`", "kvd_namespace_bytes", state="lent")
     writing_bytes: int = gauge("Bytes of `chunks.writing`", "kvd_namespace_bytes", state="writing")
     draining_bytes: int = gauge(
         "Bytes of `chunks.draining`", "kvd_namespace_bytes", state="draining"

@@ -138,7 +138,7 @@ class Pool:
         Chunks of other namespaces may be evicted for it, never those of `space`. While the
         pool is filled, they are free inside `usable` bytes, and nothing is evicted.
         """
-        self._claim_unowned(space, slots, usable)
+        self.claim_unowned(space, slots, usable)
         while usable is None and space.free_slots < slots and not space.is_whole:
             found = self._best_take(space)
             if found is None:
@@ -147,9 +147,9 @@ class Pool:
             for other, theirs in others:
                 self._empty_out(other, theirs)
             self._claim(space, column)
-            self._claim_unowned(space, slots, usable)
+            self.claim_unowned(space, slots, usable)
 
-    def _claim_unowned(self, space: Space, slots: int, usable: int | None) -> None:
+    def claim_unowned(self, space: Space, slots: int, usable: int | None) -> None:
         """Claim columns over extents that no other namespace owns."""
         short = slots - space.free_within(usable)
         if space.exhausted == self._changes or space.is_whole:

@@ -277,5 +277,5 @@ class DrivenBroker:
             assert not namespace.engines, repr(namespace)
             assert not namespace.temporary, repr(namespace)
             assert not slots.leases, repr(namespace)
-            assert (held["writing"], held["draining"], held["pinned"]) == (0, 0, 0), repr(held)
+            assert not any(held[state] for state in ("lent", "writing", "draining", "pinned")), held
         state.check_integrity()

@@ -179,7 +179,7 @@ def test_a_drain_counts_what_began_before_it(bench: Bench) -> None:
     bench.now += 1
     assert table.prepare_load([b"a"], OWNER, bench.now, 60.0).lease
     assert bench.ask(Drain()) == Drained(stores=3, leases=1)
-    table.complete_load(lease, OWNER)
+    table.unpin(lease, OWNER)
     _, refs = table.complete_store([b"c", b"d", b"e"], OWNER, success=False)
     assert bench.ask(Drain()) == Drained(stores=3, leases=0)  # they are being called back
     bench.broker.state.revoke(namespace, refs)
@@ -212,7 +212,7 @@ def test_clear_drops_everything(bench: Bench) -> None:
     assert bench.ask(Clear()) == Cleared(chunks=3, bytes=3 * 4096, deferred=2)
     assert all(one.directory.find(key) < 0 for key in (b"a", b"b", b"c", b"d"))
     assert one.table.slots.stats()["doomed"] == 2
-    one.table.complete_load(lease, OWNER)
+    one.table.unpin(lease, OWNER)
     assert set(one.table.slots.stats().values()) == {0}
     assert [space.id for space in bench.namespaces] == [one.id]  # nobody uses the other one
     assert one.table.counts.removed == 3
@@ -252,7 +252,7 @@ def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
     bench.now += 40
     bench.broker.tick(bench.now)
     lease = table.prepare_load([b"loaded"], OWNER, bench.now, 60.0).lease
-    table.complete_load(lease, OWNER)
+    table.unpin(lease, OWNER)
     table.finished([b"used"])
     bench.now += 10
     evict = Clear(unused_seconds=30.0, namespace=namespace.id)
@@ -369,7 +369,7 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     assert table.slots.stats()["ready"] == 3
     assert table.counts.reset == len(keys)
     assert table.counts.removed == 0
-    assert table.complete_load(lease.lease, OWNER)
+    assert table.unpin(lease.lease, OWNER)
     assert table.slots.stats()["doomed"] == 0
 
 

@@ -403,7 +403,7 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         number = data.draw(st.sampled_from([0, *sorted(model.leases)]))
         mine = number in model.leases and model.leases[number].owner == owner
-        assert model.table.complete_load(number, owner) == mine
+        assert model.table.unpin(number, owner) == mine
         if mine:
             model.end_leases([number])
 
@@ -435,7 +435,7 @@ class TableMachine(RuleBasedStateMachine):
     def drop_owner(self, space: int, owner: int) -> None:
         """An engine dies."""
         model = self.models[space]
-        refs = model.table.drop_owner(owner)
+        refs, _ = model.table.drop_owner(owner)
         theirs = [key for key in model.writing() if model.chunks[key].owner == owner]
         model.give_up(theirs, refs)
         model.end_leases([n for n, lease in model.leases.items() if lease.owner == owner])
@@ -547,6 +547,7 @@ class TableMachine(RuleBasedStateMachine):
             ready = sum(chunk.ready for chunk in model.chunks.values())
             assert table.slots.stats() == {
                 "ready": ready + len(model.doomed),
+                "lent": 0,
                 "writing": len(model.writing()),
                 "draining": len(model.draining),
                 "pinned": len(model.pinned()),

@@ -29,7 +29,7 @@ def test_partial_acceptance_evicts_exactly_what_it_needs() -> None:
     decision = table.prepare_store(names(4, first=200), 1, 0.0)
     assert decision.answers.numpy().tolist() == [OK, FULL, FULL, FULL]
     assert decision.evicted == (b"key 5",)
-    assert table.complete_load(lease.lease, 1)
+    assert table.unpin(lease.lease, 1)
     table.check_integrity()
 
 
@@ -40,7 +40,7 @@ def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) ->
     store(table, names(2))
     lease = table.prepare_load(names(2), 1, 1.0, 10.0).lease
     parts = [table.prepare_store(names(2, first=first), 1, 2.0) for first in (2, 4)]
-    table.complete_load(lease, 1)
+    table.unpin(lease, 1)
     assert table.finished([*names(2), *names(4, first=2)]) == 6
     for part in reversed(parts):
         finish(table, part)
@@ -57,7 +57,7 @@ def test_no_number_of_a_lease_is_one_of_an_earlier_daemon() -> None:
         store(table, [b"a"])
         numbers += [table.prepare_load([b"a"], 1, now, 1.0).lease for _ in range(100)]
     assert sorted(set(numbers)) == numbers
-    assert not after.complete_load(numbers[0], 1)
+    assert not after.unpin(numbers[0], 1)
 
 
 def test_a_ticket_that_is_never_used_runs_out() -> None:
@@ -79,7 +79,7 @@ def test_a_reset_spares_what_is_being_read() -> None:
     refs = lease.slots.numpy(), lease.generations.numpy()
     assert table.reset()[0].deferred == 1
     assert table.directory.check(*refs, 2).all()
-    assert table.complete_load(lease.lease, 1)
+    assert table.unpin(lease.lease, 1)
     assert not table.directory.check(*refs, 2).any()
 
 
@@ -94,7 +94,7 @@ def test_a_part_of_a_chunk_gives_way_to_a_fuller_store() -> None:
     assert table.directory.check(lease.slots.numpy(), lease.generations.numpy(), 2).all()
     finish(table, whole)
     assert table.directory.lookup(b"a") is LookupResult.HIT
-    assert table.complete_load(lease.lease, 1)
+    assert table.unpin(lease.lease, 1)
     assert table.slots.stats()["ready"] == table.counts.replaced == 1
     for blocks in ([(1, 1)], ()):
         again = table.prepare_store([b"a"], 1, 0.0, blocks=blocks)

@@ -95,7 +95,7 @@ def test_empty_columns_are_lent() -> None:
     namespaces = make_namespaces(MIB)
     old = add(namespaces, 1, PAGE)
     old.table.prepare_store([b"%d" % n for n in range(256)], 1, 0.0)
-    refs = old.table.drop_owner(1)
+    refs, _ = old.table.drop_owner(1)
     old.table.slots.wait_for((), refs)
     new = add(namespaces, 2, PAGE)
     assert store(new, 0, 256) == 256  # more than its fair share: nobody is hurt
@@ -214,7 +214,7 @@ def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
     assert namespaces.closable() == []
     namespaces.detach_engine(passing)
     assert namespaces.closable() == []
-    passing.table.complete_load(lease, 1)
+    passing.table.unpin(lease, 1)
     assert namespaces.closable() == [passing]
     namespaces.close(passing)
     assert namespaces.closed_counts.stored == 4
@@ -267,7 +267,7 @@ def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
     namespaces.pool.set_quotas({"model 1": Quota(cap_bytes=256 * 1024)})
     assert 256 * 1024 < held(namespaces, model) <= MIB
     assert all(model.directory.find(key) >= 0 for key in recent)
-    model.table.complete_load(lease.lease, 1)
+    model.table.unpin(lease.lease, 1)
     namespaces.pool.trim()
     assert held(namespaces, model) <= 256 * 1024
     namespaces.check_integrity()
