@@ -1,19 +1,20 @@
 """What the broker's decisions ask the outside to do.
 
 The core returns lists of these; `kvd.daemon.loop` carries them out in order.
-Descriptors are named, not held: the core has no file descriptors.
+Descriptors are named, not held: the core has no file descriptors. They are structures of
+msgspec's, which are made in a tenth of a dataclass's time: every reply is one.
 """
 
-from dataclasses import dataclass, field
 from typing import TypeAlias
+
+import msgspec
 
 from kvd.client_names import Fields
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Message
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryFd:
+class DirectoryFd(msgspec.Struct, frozen=True):
     """The read-only descriptor of a namespace's directory.
 
     With an engine's number also that of the pipe that tells of its READY chunks.
@@ -23,15 +24,13 @@ class DirectoryFd:
     engine: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LifelineFd:
+class LifelineFd(msgspec.Struct, frozen=True):
     """The read end of the lifeline of the lane that serves `device`."""
 
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class SessionFds:
+class SessionFds(msgspec.Struct, frozen=True):
     """All descriptors that a session has sent over the control socket, in order."""
 
     session: int
@@ -40,8 +39,7 @@ class SessionFds:
 FdName: TypeAlias = DirectoryFd | LifelineFd | SessionFds
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Answer one request of a session."""
 
     session: int
@@ -49,8 +47,7 @@ class Reply:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Notify:
+class Notify(msgspec.Struct, frozen=True):
     """Send a notice over a session's control socket."""
 
     session: int
@@ -58,8 +55,7 @@ class Notify:
     fd: FdName | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ToLane:
+class ToLane(msgspec.Struct, frozen=True):
     """Send a message over a lane's link."""
 
     device: str
@@ -67,57 +63,49 @@ class ToLane:
     fd: FdName | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StartLane:
+class StartLane(msgspec.Struct, frozen=True):
     """Start a lane process for `device`, and again whenever it ends, until `DropLane`."""
 
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class DropLane:
+class DropLane(msgspec.Struct, frozen=True):
     """Nobody needs the lane of `device`, whose process has ended."""
 
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class KillLane:
+class KillLane(msgspec.Struct, frozen=True):
     """End a lane process; its end is reported back as lost."""
 
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class OpenPool:
+class OpenPool(msgspec.Struct, frozen=True):
     """Open a pool for an engine of these ranks; `pool_opened` or `pool_refused` follows."""
 
     layouts: tuple[RankLayout, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DropFds:
+class DropFds(msgspec.Struct, frozen=True):
     """Close the descriptors that a session has sent."""
 
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChunksReady:
+class ChunksReady(msgspec.Struct, frozen=True):
     """Chunks that an engine stored became READY: wake its scheduler's event loop."""
 
     engine: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropEngine:
+class DropEngine(msgspec.Struct, frozen=True):
     """The last session of an engine is gone."""
 
     engine: int
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """Something worth a line in the log and a place in the list of recent events.
 
     fields: identifiers in the text, for programs.
@@ -125,7 +113,7 @@ class Event:
 
     text: str
     level: str = "info"
-    fields: Fields = field(default_factory=dict)
+    fields: Fields = msgspec.field(default_factory=dict)
 
 
 Effect: TypeAlias = (

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+import msgspec
+
 from kvd.broker.effects import Event, Reply
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Who
@@ -104,8 +106,7 @@ class Session:
         return f"<Session {self.number} {self.state}: {self.who}>"
 
 
-@dataclass(frozen=True, slots=True)
-class Request(Generic[M]):
+class Request(msgspec.Struct, Generic[M], frozen=True):
     """What a session asks for, at `now` in monotonic seconds."""
 
     session: Session

@@ -186,7 +186,7 @@ class Router:
         connection = self._by_identity.get(identity)
         if connection is None or connection.unread > UNREAD_BYTES + self._max_bytes:
             return False
-        return self._send(connection, frame_header(len(frame)), frame)
+        return self._send(connection, frame_header(len(frame)) + frame)
 
     def close(self, linger: float = 0.0) -> None:
         """Close everything; replies get so many seconds to leave. May be called again."""
@@ -285,14 +285,20 @@ class Router:
             BadFrame: it is no ZMTP, or above a bound.
         """
         incoming = connection.incoming
-        frame = incoming.take()
-        may_read = frame is None and not incoming.more and len(incoming.pongs) < MAX_PINGS
-        if may_read and self._read(connection):
+        frame, may_read = None, True
+        if len(incoming):
+            frame = incoming.take()
+            may_read = frame is None and not incoming.more and len(incoming.pongs) < MAX_PINGS
+        if may_read and (data := self._read(connection)) is not None:
+            frame = incoming.only(data)
+            if frame is not None:
+                return frame
+            incoming.feed(data)
             frame = incoming.take()
         self._count_kept(connection)
         pongs, incoming.pongs = incoming.pongs, []
         if pongs and not connection.closed:
-            self._send(connection, *pongs)
+            self._send(connection, b"".join(pongs))
         self.dropped += incoming.dropped
         incoming.dropped = 0
         if (
@@ -304,38 +310,37 @@ class Router:
             self._readable[connection.identity] = connection
         return frame
 
-    def _read(self, connection: _Connection) -> bool:
-        """Read once; return whether anything has come. At its end the connection is closed."""
+    def _read(self, connection: _Connection) -> memoryview | None:
+        """Read once; what has come, until the next read. At its end the connection is closed."""
         try:
             count = connection.sock.recv_into(self._scratch)
         except BlockingIOError:
-            return False
+            return None
         except OSError:
             count = 0
         if not count:
             self._close(connection)
-            return False
-        connection.incoming.feed(self._scratch[:count])
+            return None
         if count == READ_BYTES:  # else epoll tells of what comes later
             self._readable[connection.identity] = connection
-        return True
+        return self._scratch[:count]
 
     # ---------------------------------------------------------------- writing
 
-    def _send(self, connection: _Connection, *parts: bytes) -> bool:
+    def _send(self, connection: _Connection, data: bytes) -> bool:
         """Send now what the socket takes, the rest later; return False where the peer is gone."""
         sent = 0
         if not connection.outgoing:
             try:
-                sent = connection.sock.sendmsg(parts, [], socket.MSG_NOSIGNAL)
+                sent = connection.sock.send(data, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 pass
             except OSError:
                 self._close(connection)
                 return False
-        rest = sum(map(len, parts)) - sent
+        rest = len(data) - sent
         if rest:
-            connection.outgoing.append(memoryview(b"".join(parts))[sent:])
+            connection.outgoing.append(memoryview(data)[sent:])
             self._count_unread(connection, rest)
         return True
 

@@ -93,6 +93,23 @@ class Incoming:
             data = data[passed:]
         self._buffer += data
 
+    def only(self, data: memoryview) -> bytes | None:
+        """Return the message that `data` is, and nothing more; None: `feed` it, and `take`.
+
+        So it is as a rule with requests, and then nothing has to be kept.
+        """
+        if len(self) or self._skip or self._parts or self._state is not _State.OPEN:
+            return None
+        if self._at:
+            self._buffer.clear()
+            self._at = 0
+        have, flags = len(data), data[0]
+        if flags == 0 and have >= 2 and data[1] == have - 2:
+            return bytes(data[2:])
+        if flags == _LONG and have >= 9 and int.from_bytes(data[1:9], "big") == have - 9:
+            return bytes(data[9:]) if have - 9 <= self._max_bytes else None
+        return None
+
     def take(self) -> bytes | None:
         """Return the next message; None where it is incomplete, or too much came before it.
 

@@ -7,7 +7,6 @@ answered by its id.
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -22,8 +21,7 @@ _HEADER = struct.Struct("<4sHHQ16s16s")
 HEADER_BYTES = _HEADER.size
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """The fixed part of a message."""
 
     tag: int
