@@ -58,9 +58,12 @@ class Background:
 
     @property
     def _unswept(self) -> Namespace | None:
-        return next(
-            (each for each in self._state.open_namespaces if each.table.slots.forgotten), None
-        )
+        """A namespace with slots that a reset has left; looked for in every turn of the loop."""
+        if (namespaces := self._state.namespaces) is not None:
+            for namespace in namespaces:
+                if namespace.table.slots.forgotten:
+                    return namespace
+        return None
 
     def __repr__(self) -> str:
         return f"<Background {[kind for kind, _ in self._tasks]}>"

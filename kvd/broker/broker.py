@@ -86,6 +86,7 @@ class Broker:
         self.version = version
         self._history = History()
         self._next_sample = 0.0
+        self._longest_turn = 0.0  # of the loop, in seconds, since the last tick
         self.pid = pid
         self.background = Background(self.state)
         self.registration = Registration(self.state, self.background)
@@ -124,10 +125,10 @@ class Broker:
         number = events[-1].number + 1 if events else 1
         events.append(schema.Event(number, time, event.level, event.text))
 
-    def loop_turned(self, seconds: float, now: float) -> None:
+    def loop_turned(self, seconds: float) -> None:
         """Note for how long a turn of the daemon's loop kept it from polling."""
         self.state.counts.loop_lag.observe(seconds)
-        self.state.recent_lag.observe(seconds, now)
+        self._longest_turn = max(self._longest_turn, seconds)
 
     def frames_dropped(self, total: int) -> None:
         """Note how many frames were dropped so far."""
@@ -250,6 +251,8 @@ class Broker:
     def tick(self, now: float) -> list[Effect]:
         """Do what is due: deadlines of leases, stores and registrations; lanes that are silent."""
         effects = self.registration.expire(now)
+        self.state.recent_lag.observe(self._longest_turn, now)
+        self._longest_turn = 0.0
         if now >= self._next_sample:
             self._next_sample = now + SAMPLE_SECONDS
             self._history.add(self._report(now))

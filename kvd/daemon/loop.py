@@ -128,7 +128,8 @@ class Service:
             allowed=begun.allowed,
             own=lambda peer: peer.pid == self._http.pid,
         )
-        for fd in (self._requests.router.fileno(), self._wake_read):
+        self._requests_fd = self._requests.router.fileno()
+        for fd in (self._requests_fd, self._wake_read):
             self._poller.register(fd, select.EPOLLIN)
 
     # ----------------------------------------------------------------- loop
@@ -151,20 +152,20 @@ class Service:
 
     def _turn(self) -> None:
         """Wait, and serve requests; look at everything else where something of it is due."""
-        router, background = self._requests.router, self.core.background
-        patience = 0.0
+        router, busy = self._requests.router, self.core.background.busy
         now = time.monotonic()
         if self._polled:
-            self.core.loop_turned(now - self._polled, now)
-        if not (background.busy or router.pending):
-            patience = HELD_UP_SECONDS if self._held_up else max(0.0, self._next_tick - now)
+            self.core.loop_turned(now - self._polled)
+        patience = HELD_UP_SECONDS if self._held_up else max(0.0, self._next_tick - now)
+        if busy or router.pending:
+            patience = 0.0
         self._standstill.waits(now, patience)
         ready = dict(self._poller.poll(patience))
         now = self._polled = time.monotonic()
         if stood_still := self._standstill.woke(now):
             self._note(Event(stood_still, "warning"))
-        asked = ready.pop(router.fileno(), 0) or router.pending
-        due = ready or now >= self._next_tick or self._held_up or background.busy
+        asked = ready.pop(self._requests_fd, 0) or router.pending
+        due = ready or now >= self._next_tick or busy or self._held_up
         if due:
             self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
         if asked:

@@ -22,7 +22,9 @@ class Requests:
     def __init__(self, path: Path, core: Broker) -> None:
         self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
         self._core = core
+        self._boot_id = core.state.boot_id
         self._identities: dict[int, bytes] = {}  # of the sessions' sockets
+        self._sessions: dict[bytes, Session] = {}  # the first of each socket
         self._dropped = 0  # frames that were no messages, and replies that were not read
 
     def receive(self, now: float) -> Iterator[list[Effect]]:
@@ -38,20 +40,29 @@ class Requests:
                 self._dropped += 1
                 continue
             yield self._received(received.identity, header, received.frame, now)
-        for limit, times in self.router.limits.items():
-            self._core.state.reached(limit, times)
-        self.router.limits.clear()
+        if limits := self.router.limits:
+            for limit, times in limits.items():
+                self._core.state.reached(limit, times)
+            limits.clear()
         self._core.frames_dropped(self._dropped + self.router.dropped)
 
     def forget(self, session: Session) -> None:
         """The session has ended: new connections may displace its socket."""
         identity = self._identities.pop(session.number, None)
         if identity is not None:
+            if self._sessions.get(identity) is session:
+                del self._sessions[identity]
             self.router.unprove(identity)
 
     def _received(self, identity: bytes, header: Header, frame: bytes, now: float) -> list[Effect]:
-        boot_id = self._core.state.boot_id
-        if header.boot_id not in (boot_id, NO_ID):
+        session = self._sessions.get(identity)
+        if (
+            session is not None
+            and session.token == header.session
+            and header.boot_id == self._boot_id
+        ):
+            return self.serve(session, header, frame, now)
+        if header.boot_id not in (self._boot_id, NO_ID):
             return self._refuse(
                 identity, header, ErrorCode.STALE_BOOT, "the daemon has restarted; reconnect"
             )
@@ -65,6 +76,7 @@ class Requests:
             )
         if session.number not in self._identities:
             self._identities[session.number] = identity
+            self._sessions.setdefault(identity, session)
             self.router.prove(identity)
         return self.serve(session, header, frame, now)
 
@@ -103,12 +115,12 @@ class Requests:
         if isinstance(message, Error):
             self._core.error_sent(message.code)
         try:
-            frame = WIRE.encode(message, request_id, self._core.state.boot_id, token)
+            frame = WIRE.encode(message, request_id, self._boot_id, token)
         except Oversize as error:
             frame = WIRE.encode(
                 Error(code=ErrorCode.LIMIT, text=f"the reply is too large: {error}"),
                 request_id,
-                self._core.state.boot_id,
+                self._boot_id,
                 token,
             )
         if not self.router.send(identity, frame):
