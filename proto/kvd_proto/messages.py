@@ -33,6 +33,7 @@ Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Offers: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]  # sums of many stay in 64 bits
 JobIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_KEYS)]
 NamespaceId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 NO_ITEMS = IntArray.of((), "u2")
@@ -290,10 +291,10 @@ class Step(Message, frozen=True, omit_defaults=True):
     unpinned: JobIds = ()
     used: Keys = ()
     wanted: Count = 0
-    present: Count = 0
-    pending: Count = 0
-    not_yet: Count = 0
-    refused: Count = 0
+    present: Offers = 0
+    pending: Offers = 0
+    not_yet: Offers = 0
+    refused: Offers = 0
 
 
 class Stepped(Message, frozen=True):

@@ -9,7 +9,7 @@
 
 enum { VERSION = 3, RECORD_BYTES = 80, PAGE_BYTES = 4096, MAX_KEY_BYTES = 48 };
 enum { CHECKED_BYTES = 88, FLOOR_AT = 96 };
-enum { WRITING = 1, READY = 2 };
+enum { WRITING = 1, READY = 2, LENT = 4 };
 
 static uint32_t crc32(const void *bytes, size_t size) {
   uint32_t crc = 0xFFFFFFFF;
@@ -51,19 +51,26 @@ void directory_unmap(struct directory *directory) {
   munmap((void *)directory->bytes, directory->size);
 }
 
-enum lookup directory_lookup(const struct directory *directory, const char *key) {
+static const uint8_t *record_of(const struct directory *directory, uint64_t slot) {
+  return directory->bytes + directory->records + slot * RECORD_BYTES;
+}
+
+enum lookup directory_find(const struct directory *directory, const char *key, uint64_t *slot,
+                           uint64_t *generation) {
   size_t length = strlen(key);
   if (!length || length > MAX_KEY_BYTES) return MISS;
   uint32_t hash = crc32(key, length), at = hash % directory->capacity;
   for (uint32_t left = directory->probe_limit; left; left--) {
     uint64_t entry = little_endian(directory->bytes + directory->index + (uint64_t)at * 8, 8);
     if (!entry) return MISS;
-    uint32_t slot = (uint32_t)entry - 1;
-    if (entry >> 32 == hash && slot < directory->slots) {
-      const uint8_t *record = directory->bytes + directory->records + (uint64_t)slot * RECORD_BYTES;
+    uint32_t found = (uint32_t)entry - 1;
+    if (entry >> 32 == hash && found < directory->slots) {
+      const uint8_t *record = record_of(directory, found);
       if (record[21] == length && memcmp(record + 32, key, length) == 0 &&
           u64(record) > u64(directory->bytes + FLOOR_AT)) {
         uint64_t held = little_endian(record + 24, 2), first = little_endian(record + 22, 2);
+        if (slot) *slot = found;
+        if (generation) *generation = u64(record);
         if (record[20] == READY) return !first && held >= directory->blocks_per_chunk ? HIT : MISS;
         if (record[20] == WRITING) return HIT_PENDING;
       }
@@ -71,4 +78,10 @@ enum lookup directory_lookup(const struct directory *directory, const char *key)
     at = (at + 1) % directory->capacity;
   }
   return MISS;
+}
+
+bool directory_lent(const struct directory *directory, uint64_t slot, uint64_t generation) {
+  if (slot >= directory->slots) return false;
+  const uint8_t *record = record_of(directory, slot);
+  return record[20] == LENT && u64(record) == generation;
 }

@@ -14,28 +14,23 @@
 #include <unistd.h>
 #include <zmq.h>
 
-#include "directory.h"
+#include "scheduler.h"
 #include "wire.h"
 
-enum { LAYERS = 2, BLOCKS = 64, PAGE = 4096, FACTOR = 2, CHUNKS = 2, POISON = 0xEE };
+enum { LAYERS = 2, BLOCKS = 64, PAGE = 4096, FACTOR = 2, POISON = 0xEE };
 enum { STORAGE = BLOCKS * PAGE, MEMORY = LAYERS * STORAGE, LISTED = CHUNKS * FACTOR };
-enum { ACCEPTED = 1, PRESENT = 2, FOUND = 1 };
 enum { CONTROL_BYTES = 65536, TIMELINE = 0, EPOCH = 1 };  // words of the control page
 static const char *const KEYS[CHUNKS] = {"c-client chunk 0", "c-client chunk 1"};
 static const char *const OTHER_KEYS[CHUNKS] = {"c-client chunk 2", "c-client chunk 3"};
+static const char *const LATE_KEYS[CHUNKS] = {"c-client chunk 4", "c-client chunk 5"};
 static const uint64_t STORED[LISTED] = {1, 2, 3, 4}, LOADED[LISTED] = {40, 39, 12, 50};
 
 struct engine {
-  struct session scheduler, worker;
+  struct scheduler scheduler;
+  struct session worker;
   struct lane lane;
-  struct directory directory;
   uint8_t *memory;
   volatile uint64_t *control;
-  const char *const *keys;  // of the chunks that it is about
-};
-
-struct chunks {
-  uint64_t slots[CHUNKS], generations[CHUNKS];
 };
 
 static void done(const char *step) {
@@ -155,34 +150,8 @@ static void do_register(struct engine *engine) {
 
 // --------------------------------------------------------------------- requests
 
-static struct message about_keys(struct engine *engine, enum tag tag, enum tag reply) {
-  struct body body;
-  body_begin(&body, tag == PREPARE_LOAD || tag == COMPLETE_STORE ? 2 : 1);
-  put_keys(&body, engine->keys, CHUNKS);
-  if (tag == PREPARE_LOAD) put_number(&body, "lease_ms", 2 * PATIENCE_MS);
-  if (tag == COMPLETE_STORE) put_bool(&body, "success", true);
-  return exchange(&engine->scheduler, tag, &body, reply);
-}
-
-// What is answered to every key has to be `due`; the slots and generations that come with it.
-static struct chunks prepare(struct engine *engine, enum tag tag, uint64_t due, uint64_t *lease) {
-  struct chunks chunks;
-  uint64_t answers[CHUNKS];
-  bool load = tag == PREPARE_LOAD;
-  size_t given = due == PRESENT ? 0 : CHUNKS;
-  struct message reply = about_keys(engine, tag, load ? LOAD_PREPARED : STORE_PREPARED);
-  integers(&reply, load ? "found" : "answers", answers, CHUNKS);
-  for (int i = 0; i < CHUNKS; i++)
-    if (answers[i] != due) die("key %d is answered by %d", i, (int)answers[i]);
-  integers(&reply, "slots", chunks.slots, given);
-  integers(&reply, "generations", chunks.generations, given);
-  if (load) *lease = number(&reply, "lease");
-  message_free(&reply);
-  return chunks;
-}
-
 static uint64_t send_job(struct engine *engine, enum tag tag, uint64_t job, const uint64_t *blocks,
-                         const struct chunks *chunks, uint64_t after) {
+                         const struct slots *chunks, uint64_t after) {
   const uint64_t size = LISTED, index = 0;
   struct body body;
   body_begin(&body, tag == STORE ? 6 : 4);
@@ -192,8 +161,7 @@ static uint64_t send_job(struct engine *engine, enum tag tag, uint64_t job, cons
   put_integers(&body, "block_ids", blocks, LISTED, 4);
   put_integers(&body, "group_sizes", &size, 1, 4);
   put_integers(&body, "block_indices", &index, 1, 4);
-  put_integers(&body, "slots", chunks->slots, CHUNKS, 4);
-  put_integers(&body, "generations", chunks->generations, CHUNKS, 8);
+  put_slots(&body, chunks);
   put_number(&body, "after", after);
   if (tag == STORE) {
     put_number(&body, "word", EPOCH);
@@ -215,26 +183,30 @@ static void await_done(struct engine *engine, uint64_t id, uint64_t job, const c
   message_free(&reply);
 }
 
-// Done comes before READY: the directory is asked until it says so.
-static void await_lookup(struct engine *engine, enum lookup expected) {
-  const struct timespec pause = {.tv_nsec = 1000000};
-  int64_t end = now_ms() + PATIENCE_MS;
-  for (int i = 0; i < CHUNKS; i++)
-    while (directory_lookup(&engine->directory, engine->keys[i]) != expected) {
-      if (now_ms() >= end) die("%s is not in the state that is due", engine->keys[i]);
-      nanosleep(&pause, NULL);
-    }
+// The broker is told of the key when all its bytes are there, and makes it READY at once.
+static void store_before_telling(struct engine *engine) {
+  struct slots given = take_loans(&engine->scheduler, CHUNKS);
+  await_done(engine, send_job(engine, STORE, 4, STORED, &given, 0), 4, "ok");
+  await_lookup(&engine->scheduler, LATE_KEYS, MISS);
+  say(&engine->scheduler, (struct said){.keys = LATE_KEYS, .given = &given});
+  await_lookup(&engine->scheduler, LATE_KEYS, HIT);
 }
 
-// The worker takes the blocks back before the store has begun: no chunk comes of it.
-static void give_up_a_store(struct engine *engine) {
-  engine->keys = OTHER_KEYS;
-  struct chunks chunks = prepare(engine, PREPARE_STORE, ACCEPTED, NULL);
-  uint64_t id = send_job(engine, STORE, 4, STORED, &chunks, 2);
+// The worker takes the blocks back before the store has begun: no chunk comes of it. Nor of keys
+// that the scheduler gives up itself.
+static void give_up_stores(struct engine *engine) {
+  struct slots given = take_loans(&engine->scheduler, CHUNKS);
+  say(&engine->scheduler, (struct said){.keys = OTHER_KEYS, .given = &given});
+  uint64_t id = send_job(engine, STORE, 5, STORED, &given, 2);
   engine->control[EPOCH]++;
   engine->control[TIMELINE] = 2;
-  await_done(engine, id, 4, "void");
-  await_lookup(engine, MISS);
+  await_done(engine, id, 5, "void");
+  await_lookup(&engine->scheduler, OTHER_KEYS, MISS);
+  given = take_loans(&engine->scheduler, CHUNKS);
+  say(&engine->scheduler, (struct said){.keys = OTHER_KEYS, .given = &given});
+  await_lookup(&engine->scheduler, OTHER_KEYS, HIT_PENDING);
+  say(&engine->scheduler, (struct said){.dropped = OTHER_KEYS});
+  await_lookup(&engine->scheduler, OTHER_KEYS, MISS);
 }
 
 static void ping(struct engine *engine) {
@@ -244,7 +216,7 @@ static void ping(struct engine *engine) {
   msgpack_pack_map(&body.pack, 2);
   put_number(&body, "chunks", 2 * CHUNKS);
   put_number(&body, "hit_chunks", CHUNKS);
-  struct message reply = exchange(&engine->scheduler, PING, &body, PONG);
+  struct message reply = exchange(&engine->scheduler.session, PING, &body, PONG);
   message_free(&reply);
   body_begin(&body, 0);
   reply = exchange_lane(&engine->lane, PING, &body, PONG);
@@ -263,48 +235,32 @@ static void wrong_requests(struct engine *engine) {
   const char *const long_key[1] = {"a key of 49 bytes, which is one more than allowed"};
   struct body body;
   body_begin(&body, 1);
-  put_keys(&body, long_key, 1);
-  struct message reply = exchange(&engine->scheduler, PREPARE_STORE, &body, ERROR);
+  put_keys(&body, "dropped", long_key, 1);
+  struct message reply = exchange(&engine->scheduler.session, STEP, &body, ERROR);
   expect_code(&reply, "bad_message");
   body_begin(&body, 0);
-  reply = exchange(&engine->scheduler, UNREGISTER, &body, ERROR);
+  reply = exchange(&engine->scheduler.session, UNREGISTER, &body, ERROR);
   expect_code(&reply, "bad_state");
   body_begin(&body, 0);
   reply = exchange_lane(&engine->lane, UNREGISTER, &body, ERROR);
   expect_code(&reply, "bad_state");
 }
 
-static void complete_load(struct engine *engine, uint64_t lease) {
-  struct body body;
-  body_begin(&body, 1);
-  put_number(&body, "lease", lease);
-  struct message reply = exchange(&engine->scheduler, COMPLETE_LOAD, &body, OK);
-  message_free(&reply);
-}
-
-static void complete_store(struct engine *engine) {
-  struct message reply = about_keys(engine, COMPLETE_STORE, STORE_COMPLETED);
-  expect(number(&reply, "ready") == CHUNKS && !number(&reply, "dropped"), "both chunks are ready");
-  message_free(&reply);
-}
-
-static void request_finished(struct engine *engine) {
-  struct message reply = about_keys(engine, REQUEST_FINISHED, REQUEST_NOTED);
-  expect(number(&reply, "found") == CHUNKS, "both chunks are here");
-  message_free(&reply);
-}
-
-// What was there is a miss as soon as it is answered.
+// What was there is a miss as soon as it is answered, and what was lent is lent no more.
 static void reset(struct engine *engine) {
   struct body body;
-  engine->keys = KEYS;
-  await_lookup(engine, HIT);
+  struct slots lent = take_loans(&engine->scheduler, 1);
+  await_lookup(&engine->scheduler, KEYS, HIT);
   body_begin(&body, 0);
-  struct message reply = exchange(&engine->scheduler, RESET, &body, RESET_DONE);
-  expect(number(&reply, "dropped") == CHUNKS, "both chunks are dropped");
+  struct message reply = exchange(&engine->scheduler.session, RESET, &body, RESET_DONE);
+  expect(number(&reply, "dropped") == 2 * CHUNKS, "all chunks are dropped");
   message_free(&reply);
   for (int i = 0; i < CHUNKS; i++)
-    expect(directory_lookup(&engine->directory, KEYS[i]) == MISS, "nothing is found after a reset");
+    expect(directory_find(&engine->scheduler.directory, KEYS[i], NULL, NULL) == MISS,
+           "nothing is found after a reset");
+  expect(!directory_lent(&engine->scheduler.directory, lent.slots[0], lent.generations[0]),
+         "loans are taken back by a reset");
+  take_loans(&engine->scheduler, 1);
 }
 
 static void unregister(struct engine *engine) {
@@ -312,28 +268,31 @@ static void unregister(struct engine *engine) {
   body_begin(&body, 0);
   struct message reply = exchange(&engine->worker, UNREGISTER, &body, OK);
   message_free(&reply);
-  await_notice(&engine->scheduler, &engine->scheduler.directory, engine->scheduler.directory);
-  expect(engine->scheduler.directory < 0, "the scheduler is told that it is detached");
+  await_notice(&engine->scheduler.session, &engine->scheduler.session.directory,
+               engine->scheduler.session.directory);
+  expect(engine->scheduler.session.directory < 0, "the scheduler is told that it is detached");
 }
 
 // --------------------------------------------------------------------- scenarios
 
 static void serve(struct engine *engine, const char *runtime_dir) {
-  uint64_t id, lease;
-  engine->keys = KEYS;
-  session_open(&engine->scheduler, runtime_dir, "scheduler", "c-engine");
+  struct slots chunks;
+  uint64_t id;
+  session_open(&engine->scheduler.session, runtime_dir, "scheduler", "c-engine");
   session_open(&engine->worker, runtime_dir, "worker", "c-engine");
   done("hello");
   do_register(engine);
   done("registered");
-  await_notice(&engine->scheduler, &engine->scheduler.directory, -1);
-  directory_map(&engine->directory, engine->scheduler.directory);
+  await_notice(&engine->scheduler.session, &engine->scheduler.session.directory, -1);
+  directory_map(&engine->scheduler.directory, engine->scheduler.session.directory);
   done("attached");
 
-  await_lookup(engine, MISS);
+  await_lookup(&engine->scheduler, KEYS, MISS);
   done("miss");
-  struct chunks chunks = prepare(engine, PREPARE_STORE, ACCEPTED, NULL);
-  await_lookup(engine, HIT_PENDING);
+  chunks = take_loans(&engine->scheduler, CHUNKS);
+  done("lent");
+  say(&engine->scheduler, (struct said){.keys = KEYS, .given = &chunks});
+  await_lookup(&engine->scheduler, KEYS, HIT_PENDING);
   done("pending");
   memset(engine->memory, POISON, MEMORY);
   id = send_job(engine, STORE, 1, STORED, &chunks, 1);
@@ -341,23 +300,22 @@ static void serve(struct engine *engine, const char *runtime_dir) {
   engine->control[TIMELINE] = 1;
   await_done(engine, id, 1, "ok");
   done("stored");
-  await_lookup(engine, HIT);
-  complete_store(engine);
-  prepare(engine, PREPARE_STORE, PRESENT, NULL);
+  await_lookup(&engine->scheduler, KEYS, HIT);
   done("hit");
 
   memset(engine->memory, POISON, MEMORY);
-  chunks = prepare(engine, PREPARE_LOAD, FOUND, &lease);
-  id = send_job(engine, LOAD, 2, LOADED, &chunks, 0);
-  await_done(engine, id, 2, "ok");
+  chunks = find_chunks(&engine->scheduler, KEYS);
+  say(&engine->scheduler, (struct said){.pinned = &chunks});
+  await_done(engine, send_job(engine, LOAD, 2, LOADED, &chunks, 0), 2, "ok");
   compare(engine, LOADED);
-  complete_load(engine, lease);
-  request_finished(engine);
+  say(&engine->scheduler, (struct said){.unpinned = LEASE, .used = KEYS});
   done("loaded and equal");
   chunks.generations[0]++;
   await_done(engine, send_job(engine, LOAD, 3, LOADED, &chunks, 0), 3, "stale");
   done("another generation is stale");
-  give_up_a_store(engine);
+  store_before_telling(engine);
+  done("stored before it was told");
+  give_up_stores(engine);
   done("given up");
   reset(engine);
   done("reset");
@@ -367,10 +325,10 @@ static void serve(struct engine *engine, const char *runtime_dir) {
   done("refused");
   unregister(engine);
   done("unregistered");
-  directory_unmap(&engine->directory);
+  directory_unmap(&engine->scheduler.directory);
   zmq_close(engine->lane.jobs);
   session_close(&engine->worker);
-  session_close(&engine->scheduler);
+  session_close(&engine->scheduler.session);
 }
 
 static void look_up(const char *path, char **keys, int count) {
@@ -380,7 +338,7 @@ static void look_up(const char *path, char **keys, int count) {
   if (fd < 0) die("%s: %s", path, strerror(errno));
   directory_map(&directory, fd);
   for (int i = 0; i < count; i++)
-    printf("%s %s\n", keys[i], words[directory_lookup(&directory, keys[i])]);
+    printf("%s %s\n", keys[i], words[directory_find(&directory, keys[i], NULL, NULL)]);
   directory_unmap(&directory);
   close(fd);
 }
@@ -391,7 +349,7 @@ int main(int count, char **arguments) {
   } else if (count == 2) {
     struct engine engine = {.memory = NULL};
     void *context = zmq_ctx_new();
-    engine.scheduler.context = engine.worker.context = context;
+    engine.scheduler.session.context = engine.worker.context = context;
     serve(&engine, arguments[1]);
     zmq_ctx_term(context);
   } else {

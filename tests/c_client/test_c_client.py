@@ -14,8 +14,9 @@ HERE = Path(__file__).parent
 PROTOCOL_MD = HERE.parents[1] / "docs" / "protocol.md"
 SKIPPED = "is not installed; tests/install-debian.sh does that on Debian"
 STEPS = (
-    *("hello", "registered", "attached", "miss", "pending", "stored", "hit", "loaded and equal"),
-    *("another generation is stale", "given up", "reset", "pong", "refused", "unregistered"),
+    *("hello", "registered", "attached", "miss", "lent", "pending", "stored", "hit"),
+    *("loaded and equal", "another generation is stale", "stored before it was told", "given up"),
+    *("reset", "pong", "refused", "unregistered"),
 )
 
 

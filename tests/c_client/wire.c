@@ -67,13 +67,8 @@ void put_number(struct body *body, const char *name, uint64_t value) {
   msgpack_pack_uint64(&body->pack, value);
 }
 
-void put_bool(struct body *body, const char *name, bool value) {
+void put_keys(struct body *body, const char *name, const char *const *keys, size_t count) {
   put_name(body, name);
-  value ? msgpack_pack_true(&body->pack) : msgpack_pack_false(&body->pack);
-}
-
-void put_keys(struct body *body, const char *const *keys, size_t count) {
-  put_name(body, "keys");
   msgpack_pack_array(&body->pack, count);
   for (size_t i = 0; i < count; i++) {
     msgpack_pack_bin(&body->pack, strlen(keys[i]));
@@ -148,7 +143,7 @@ void copy_text(const struct message *message, const char *name, char *into, size
   into[object->via.str.size] = 0;
 }
 
-void integers(const struct message *message, const char *name, uint64_t *into, size_t count) {
+size_t integers(const struct message *message, const char *name, uint64_t *into, size_t most) {
   const msgpack_object *object = field(message, name);
   if (object->type != MSGPACK_OBJECT_ARRAY || object->via.array.size != 2)
     die("%s is no integer array", name);
@@ -156,12 +151,13 @@ void integers(const struct message *message, const char *name, uint64_t *into, s
   if (dtype->type != MSGPACK_OBJECT_STR || dtype->via.str.size != 2 ||
       items->type != MSGPACK_OBJECT_BIN)
     die("%s is no integer array", name);
-  size_t width = (size_t)(dtype->via.str.ptr[1] - '0');
-  if ((width != 1 && width != 2 && width != 4 && width != 8) ||
-      items->via.bin.size != count * width)
-    die("%s has %u bytes, %zu items of %zu are due", name, items->via.bin.size, count, width);
-  for (size_t i = 0; i < count; i++)
+  size_t width = (size_t)(dtype->via.str.ptr[1] - '0'), size = items->via.bin.size;
+  if ((width != 1 && width != 2 && width != 4 && width != 8) || size % width ||
+      size > most * width)
+    die("%s has %zu bytes, %zu items of %zu are the most", name, size, most, width);
+  for (size_t i = 0; i < size / width; i++)
     into[i] = little_endian((const uint8_t *)items->via.bin.ptr + i * width, width);
+  return size / width;
 }
 
 // ----------------------------------------------------------------- control socket

@@ -10,9 +10,7 @@ enum { HEADER_BYTES = 48, ID_BYTES = 16, PROTOCOL_VERSION = 1, PATIENCE_MS = 300
 
 enum tag {
   HELLO = 0x01, WELCOME, REGISTER, REGISTERED, UNREGISTER,
-  PREPARE_STORE = 0x10, STORE_PREPARED, COMPLETE_STORE, STORE_COMPLETED,
-  PREPARE_LOAD, LOAD_PREPARED, COMPLETE_LOAD, REQUEST_FINISHED = 0x18, REQUEST_NOTED,
-  RESET, RESET_DONE,
+  STEP = 0x07, STEPPED, RESET = 0x1A, RESET_DONE,
   STORE = 0x20, LOAD, DONE,
   PING = 0x30, PONG,
   OK = 0x3E, ERROR, GREETING, ATTACHED, DETACHED, LANE_UP,
@@ -39,8 +37,8 @@ void message_free(struct message *message);
 // Fields by name; they die where there is no such field or it is of another type.
 uint64_t number(const struct message *message, const char *name);  // an integer or a boolean
 void copy_text(const struct message *message, const char *name, char *into, size_t size);
-// Reads an integer array of exactly `count` items.
-void integers(const struct message *message, const char *name, uint64_t *into, size_t count);
+// Reads an integer array of `most` items or fewer; how many it has.
+size_t integers(const struct message *message, const char *name, uint64_t *into, size_t most);
 
 // A message's body while it is written.
 struct body {
@@ -52,8 +50,7 @@ void body_begin(struct body *body, size_t fields);
 void put_name(struct body *body, const char *name);
 void put_text(struct body *body, const char *name, const char *text);
 void put_number(struct body *body, const char *name, uint64_t value);
-void put_bool(struct body *body, const char *name, bool value);
-void put_keys(struct body *body, const char *const *keys, size_t count);
+void put_keys(struct body *body, const char *name, const char *const *keys, size_t count);
 // Packs values as `u4` or `u8`: `width` is 4 or 8.
 void put_integers(struct body *body, const char *name, const uint64_t *values, size_t count,
                   size_t width);

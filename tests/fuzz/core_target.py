@@ -10,7 +10,7 @@ from kvd_proto.codec import NO_ID, REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, ProtoError
 from kvd_proto.messages import TAGS, Message, Register, Store
 from tests.broker.brokers import DrivenBroker, lane_ready, make_broker
-from tests.fuzz.script import Marks, Script, Step
+from tests.fuzz.script import Act, Marks, Script
 from tests.fuzz.target import Finding
 
 POOL = 64 * 4096
@@ -55,7 +55,7 @@ class CorePlay(DrivenBroker):
 
     # ---------------------------------------------------------------- a step
 
-    def do(self, step: Step) -> None:
+    def do(self, step: Act) -> None:
         """Do what the step says, and what follows from it."""
         match step.where:
             case "open":
@@ -86,7 +86,7 @@ class CorePlay(DrivenBroker):
         self.pass_time(seconds, [HOST])
         self.settle()
 
-    def _control_socket(self, step: Step) -> None:
+    def _control_socket(self, step: Act) -> None:
         """As `kvd.daemon.connections` has it."""
         session = self.actors.get(step.actor)
         if session is None:
@@ -102,7 +102,7 @@ class CorePlay(DrivenBroker):
             return
         self._serve(session, header, frame, len(step.fds))
 
-    def _request(self, step: Step) -> None:
+    def _request(self, step: Act) -> None:
         """As `kvd.daemon.request_socket` has it."""
         if len(step.parts) != 1:
             return
@@ -123,7 +123,7 @@ class CorePlay(DrivenBroker):
                 loaded = self.broker.reloading.loaded
                 self.carry_out(self.broker.reloading.read(loaded))
 
-    def _job(self, step: Step) -> None:
+    def _job(self, step: Act) -> None:
         """The lane copies what is asked for, if it is a store into slots that there are."""
         frame = self.marks.resolve(step.parts[0] if step.parts else b"")
         with contextlib.suppress(DecodeError):

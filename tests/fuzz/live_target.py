@@ -29,7 +29,7 @@ from tests.daemon.raw_client import RawClient
 from tests.daemon.serving import Daemon, left_over, started_daemons
 from tests.fuzz.neighbour import Neighbour
 from tests.fuzz.raw import Actor
-from tests.fuzz.script import Marks, Script, Step
+from tests.fuzz.script import Act, Marks, Script
 from tests.fuzz.target import Finding
 
 REPLY_MS = 30
@@ -73,7 +73,7 @@ class LiveTarget:
                 actor.close()
         self.alive()
 
-    def _do(self, step: Step, actors: dict[int, Actor], marks: Marks) -> None:
+    def _do(self, step: Act, actors: dict[int, Actor], marks: Marks) -> None:
         if step.where in ("open", "close"):
             old = actors.pop(step.actor, None)
             if old is not None:
@@ -167,6 +167,11 @@ class LiveTarget:
             "sessions": status["sessions"]["open"] - 3,
             "engines": len(status["engines"]) - 1,
             "workers": lane["workers"] - 1,
+            "lent": sum(
+                space["chunks"]["lent"]
+                for space in status["namespaces"]
+                if space["model"] != "neighbour"
+            ),
         }
         if self._before is not None:
             held = self._held(status)

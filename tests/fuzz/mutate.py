@@ -13,8 +13,9 @@ import msgspec
 
 from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, NO_ID
 from kvd_proto.messages import TAGS
-from tests.fuzz.script import BOOT, Script, Step, Where, token_mark
+from tests.fuzz.script import BOOT, Act, Script, Where, request, token_mark
 from tests.fuzz.sessions import session
+from tests.fuzz.steps import hostile_step
 from tests.fuzz.values import changed
 
 SOCKETS: tuple[Where, ...] = ("control socket", "broker", "lane")
@@ -39,7 +40,7 @@ def _on_frame(change: Callable[[bytes, random.Random], bytes]) -> Change:
     return apply
 
 
-def _with(script: Script, place: int, *steps: Step) -> Script:
+def _with(script: Script, place: int, *steps: Act) -> Script:
     return script[:place] + steps + script[place + 1 :]
 
 
@@ -184,8 +185,16 @@ def _descriptors(script: Script, rng: random.Random) -> Script:
 def _meanwhile(script: Script, rng: random.Random) -> Script:
     """Somebody leaves, or time passes."""
     place = rng.randint(0, len(script))
-    left, passed = Step(rng.choice([0, 1, 2]), "close"), Step(rng.choice([1, 3, 30]), "time")
+    left, passed = Act(rng.choice([0, 1, 2]), "close"), Act(rng.choice([1, 3, 30]), "time")
     return (*script[:place], rng.choice([left, passed]), *script[place:])
+
+
+def _step(script: Script, rng: random.Random) -> Script:
+    """A scheduler says what it may not, or what makes no sense."""
+    place = rng.randint(0, len(script))
+    id_ = rng.choice([0, 1, 1000 + rng.randrange(1000)])
+    act = request(rng.choice([0, 0, 0, 20]), "broker", hostile_step(rng), id_)
+    return (*script[:place], act, *script[place:])
 
 
 CHANGES: dict[str, Change] = {
@@ -202,8 +211,9 @@ CHANGES: dict[str, Change] = {
     "multipart": _multipart,
     "descriptors": _descriptors,
     "meanwhile": _meanwhile,
+    "step": _step,
 }
-COMMON = ["field"] * 14 + ["flip"] * 2
+COMMON = ["field"] * 14 + ["flip"] * 2 + ["step"] * 6
 COMMON += [name for name in CHANGES if name != "large"] + ["overwrite", "other", "meanwhile"]
 
 
@@ -229,7 +239,7 @@ def random_script(rng: random.Random) -> Script:
 def interleaved(one: Script, other: Script, rng: random.Random) -> Script:
     """Both, each in its own order."""
     waiting = [list(one), list(other)]
-    steps: list[Step] = []
+    steps: list[Act] = []
     while waiting[0] or waiting[1]:
         steps.append(rng.choice([queue for queue in waiting if queue]).pop(0))
     return tuple(steps)

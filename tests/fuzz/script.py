@@ -1,6 +1,6 @@
 """Sessions as sequences of frames that can be kept, mutated, and played again.
 
-What only a running daemon knows (boot id, tokens, slots, a lease) stands in the
+What only a running daemon knows (boot id, tokens, slots) stands in the
 frames as a mark; `Marks.resolve` puts the real thing there when a frame is sent. So
 a file of frames can be played against any daemon, and a mutation that hits a mark
 makes a wrong token, a wrong slot.
@@ -9,30 +9,32 @@ makes a wrong token, a wrong slot.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from kvd_proto.arrays import IntArray
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import HEADER_BYTES, NO_ID, WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import (
     Attached,
     Clear,
-    CompleteLoad,
     Hello,
     Job,
-    LoadPrepared,
     Message,
-    StorePrepared,
+    Pin,
+    Step,
+    Stepped,
 )
 
+C = TypeVar("C", JobBlocks, Pin, Step)
 Where = Literal["open", "close", "control socket", "broker", "lane", "time"]
 
 BOOT = b"<boot id mark>.."
 NAMESPACE = b"<its namespace>."
-LEASE = 2**62
-SLOT = 2**32 - 256  # + i: the i-th slot of the last ticket
+SLOT = 2**32 - 256  # + i: the i-th slot that was lent, to whomever
 GENERATION = 2**63  # + i: its generation
 
 
@@ -42,7 +44,7 @@ def token_mark(actor: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Act:
     """One thing that somebody does.
 
     Attributes:
@@ -58,13 +60,13 @@ class Step:
     fds: tuple[str, ...] = ()
 
 
-Script = tuple[Step, ...]
+Script = tuple[Act, ...]
 
 
-def request(actor: int, where: Where, message: Message, request_id: int) -> Step:
+def request(actor: int, where: Where, message: Message, request_id: int) -> Act:
     """A valid frame, with marks in its header."""
     boot = NO_ID if isinstance(message, Hello) else BOOT
-    return Step(actor, where, (WIRE.encode(message, request_id, boot, token_mark(actor)),))
+    return Act(actor, where, (WIRE.encode(message, request_id, boot, token_mark(actor)),))
 
 
 @dataclass(slots=True)
@@ -75,7 +77,6 @@ class Marks:
     tokens: dict[bytes, bytes] = field(default_factory=dict)
     slots: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
-    lease: int = 0
     namespace: bytes = NO_ID
 
     def came(self, actor: int, token: bytes) -> None:
@@ -84,11 +85,9 @@ class Marks:
 
     def learn(self, message: Message) -> None:
         """A reply or a notice has told something that marks stand for."""
-        if isinstance(message, (StorePrepared, LoadPrepared)) and len(message.slots):
-            self.slots = message.slots.numpy().tolist()
-            self.generations = message.generations.numpy().tolist()
-        if isinstance(message, LoadPrepared):
-            self.lease = message.lease
+        if isinstance(message, Stepped):
+            self.slots += message.slots.numpy().tolist()
+            self.generations += message.generations.numpy().tolist()
         elif isinstance(message, Attached):
             self.namespace = message.namespace
 
@@ -111,17 +110,19 @@ class Marks:
     def _body(self, message: Message) -> Message:
         match message:
             case Job(blocks=blocks):
-                real = msgspec.structs.replace(
-                    blocks,
-                    slots=_real(blocks.slots, SLOT, self.slots),
-                    generations=_real(blocks.generations, GENERATION, self.generations),
-                )
-                return msgspec.structs.replace(message, blocks=real)
-            case CompleteLoad(lease=lease) if lease == LEASE:
-                return CompleteLoad(lease=self.lease)
+                return replace(message, blocks=self._chunks(blocks))
+            case Step(pins=pins):
+                real = self._chunks(message)
+                return replace(real, pins=tuple([self._chunks(pin) for pin in pins]))
             case Clear(namespace=namespace) if namespace == NAMESPACE:
-                return msgspec.structs.replace(message, namespace=self.namespace)
+                return replace(message, namespace=self.namespace)
         return message
+
+    def _chunks(self, part: C) -> C:
+        """The same with the slots and generations that are meant."""
+        slots = _real(part.slots, SLOT, self.slots)
+        generations = _real(part.generations, GENERATION, self.generations)
+        return replace(part, slots=slots, generations=generations)
 
 
 def _real(marks: IntArray, first: int, values: Sequence[int]) -> IntArray:

@@ -1,11 +1,14 @@
 """Valid sessions, made from a seed: an engine's whole life, and an operator's tool."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from msgspec.structs import fields
 
+from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
@@ -13,8 +16,6 @@ from kvd_proto.messages import (
     REPLY_OF,
     Cancel,
     Clear,
-    CompleteLoad,
-    CompleteStore,
     Fingerprint,
     Hello,
     HostHandle,
@@ -22,19 +23,18 @@ from kvd_proto.messages import (
     Load,
     Lookups,
     Message,
+    Pin,
     Ping,
-    PrepareLoad,
-    PrepareStore,
     Register,
-    RequestFinished,
     Reset,
     Resume,
     Status,
+    Step,
     Store,
     Unregister,
     Wait,
 )
-from tests.fuzz.script import GENERATION, LEASE, NAMESPACE, SLOT, Script, Step, Where, request
+from tests.fuzz.script import GENERATION, NAMESPACE, SLOT, Act, Script, Where, request
 
 NAMES = 4  # engines, and models, that one run knows
 
@@ -45,7 +45,7 @@ class _Session:
     def __init__(self, rng: random.Random, base: int) -> None:
         self.rng = rng
         self.base = base
-        self.steps: list[Step] = []
+        self.steps: list[Act] = []
         self._ids = count(1)
 
     def ask(
@@ -55,7 +55,7 @@ class _Session:
         self.steps.append(replace(step, fds=fds))
 
     def enter(self, actor: int, kind: Kind, engine: str) -> None:
-        self.steps.append(Step(self.base + actor, "open"))
+        self.steps.append(Act(self.base + actor, "open"))
         hello = Hello(
             kind=kind, engine=engine, pid=4242, protocol_min=1, protocol_max=1, client="fuzz"
         )
@@ -69,6 +69,7 @@ class _Engine(_Session):
         super().__init__(rng, base)
         self.name, self.model = f"fuzz-{rng.randrange(NAMES)}", f"model-{rng.randrange(NAMES)}"
         self.ranks, self.layout = range(rng.choice([1, 1, 2])), random_layout(rng)
+        self.lent = 0  # slots that the chunks so far have taken
 
     def register(self, rank: int) -> None:
         self.enter(1 + rank, "worker", self.name)
@@ -95,8 +96,7 @@ class _Engine(_Session):
                 blocks,
                 [len(blocks), *others],
                 [0, *others],
-                range(SLOT, SLOT + chunks),
-                range(GENERATION, GENERATION + chunks),
+                *self.given(chunks),
             ),
             after=0,
             deadline_ms=5000,
@@ -105,20 +105,42 @@ class _Engine(_Session):
         for rank in self.ranks:
             self.ask(1 + rank, message, "lane")
 
+    def given(self, chunks: int) -> tuple[range, range]:
+        """Slots and generations of this turn's chunks."""
+        first, last = self.lent, self.lent + chunks
+        return range(SLOT + first, SLOT + last), range(GENERATION + first, GENERATION + last)
+
     def store(self, keys: tuple[bytes, ...], number: int) -> None:
-        self.ask(0, PrepareStore(keys=keys))
+        self.ask(0, Step(wanted=2 * len(keys)))
+        begun = Step(keys=keys, present=1, **arrays(*self.given(len(keys))))
+        early = self.rng.random() < 0.3  # the lane is told before the broker
+        if not early:
+            self.ask(0, begun)
         self.job(Store, number, len(keys))
+        if early:
+            self.ask(0, begun)
         if self.rng.random() < 0.3:
             self.ask(1, Cancel(jobs=(number,)), "lane")
         self.ask(1, Wait(jobs=(number,)), "lane")
-        self.ask(0, CompleteStore(keys=keys, success=self.rng.random() < 0.9))
+        if self.rng.random() < 0.1:
+            self.ask(0, Step(dropped=keys))
 
     def load(self, keys: tuple[bytes, ...], number: int) -> None:
-        self.ask(0, PrepareLoad(keys=keys, lease_ms=5000))
+        pin = Pin(lease=number, lease_ms=5000, **arrays(*self.given(len(keys))))
+        self.ask(0, Step(pins=(pin,)))
         self.job(Load, number, len(keys))
         self.ask(1, Ping(), "lane")
         if self.rng.random() < 0.8:
-            self.ask(0, CompleteLoad(lease=LEASE))
+            self.ask(0, Step(unpinned=(number,), used=keys))
+        self.lent += len(keys)
+
+
+def arrays(slots: Iterable[int], generations: Iterable[int]) -> dict[str, Any]:
+    """As messages have them."""
+    return {
+        "slots": IntArray.of(tuple(slots), "u4"),
+        "generations": IntArray.of(tuple(generations), "u8"),
+    }
 
 
 def random_layout(rng: random.Random) -> RankLayout:
@@ -153,9 +175,10 @@ def engine_session(rng: random.Random, base: int = 0) -> Script:
     for rank in engine.ranks:
         engine.register(rank)
     for turn in range(rng.randint(1, 3)):
-        some = tuple(b"key-%08x" % rng.getrandbits(32) for _ in range(rng.randint(1, 4)))
+        bits = rng.choice([32, 32, 2])  # of few keys some are there already, or being written
+        some = tuple(b"key-%08x" % rng.getrandbits(bits) for _ in range(rng.randint(1, 4)))
         engine.store(some, 10 * turn)
-        engine.steps.append(Step(1, "time"))  # until the lane has told the broker
+        engine.steps.append(Act(1, "time"))  # until the lane has told the broker
         engine.load(some, 10 * turn + 5)
         engine.ask(0, rng.choice(_ASIDE))
     if rng.random() < 0.5:
@@ -182,7 +205,7 @@ _ASIDE: list[Message] = [
     Ping(),
     Ping(lookups=Lookups(chunks=9, hit_chunks=3, tokens=100, hit_tokens=50)),
     Status(),
-    RequestFinished(keys=(b"key-model-0-00", b"nobody's")),
+    Step(used=(b"key-model-0-00", b"nobody's")),
     Reset(),
 ]
 _ORDERS: list[Message] = [
