@@ -3,21 +3,18 @@
 Everything here looks and decides; nothing is moved or sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-import numpy.typing as npt
-
+from kvd.lane.claims import not_covered, not_ready, not_to_write
 from kvd.lane.devices.device import Device, Direction
 from kvd.lane.queue import Queued
 from kvd.lane.workers import Binding, Worker
 from kvd.wire.link import ShareDone
-from kvd_proto.arrays import IntArray
+from kvd_proto.arrays import DType, IntArray
 from kvd_proto.blocks import Chunks
-from kvd_proto.directory import SlotState
-from kvd_proto.expand import Copies
+from kvd_proto.copies import Copies
 from kvd_proto.messages import Job, JobStatus, Message, Store
 
 SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
@@ -33,7 +30,6 @@ class JobState(StrEnum):
     ENDED = "ended"  # its Done was sent
 
 
-Mask = npt.NDArray[np.bool_]
 Refusal = tuple[JobStatus, str]
 Reply = Callable[[Message], None]
 """Sends the answer to one request; never waits."""
@@ -46,8 +42,6 @@ class LaneJob(Queued):
     Of a job that ended ok: accepted_ns <= started_ns <= ended_ns (its last byte moved).
 
     Attributes:
-        own: bool[chunks], whether this rank writes the chunk; all true but for stores of a
-            replicated layout.
         late_ns: when its turn came and the worker's timeline had not reached its number; else 0.
         stream_wait_ns: from then until the number was reached.
     """
@@ -55,8 +49,6 @@ class LaneJob(Queued):
     worker: Worker
     binding: Binding
     request: Job
-    chunks: Chunks
-    own: Mask
     reply: Reply
     accepted_ns: int
     state: JobState = JobState.QUEUED
@@ -71,6 +63,24 @@ class LaneJob(Queued):
     started_ns: int = 0
     ended_ns: int = 0
     outcome: Refusal = (JobStatus.OK, "")
+    _chunks: Chunks | None = None
+    _own: Sequence[int] = ()
+
+    @property
+    def chunks(self) -> Chunks:
+        """Worked out when the job starts: many may be queued."""
+        if self._chunks is None:
+            blocks, factor = self.request.blocks, self.worker.layout.blocks_per_chunk
+            self._chunks = blocks.chunks(factor)
+            slots = self._chunks.slots
+            self._own = range(len(slots)) if self.load else own_chunks(self.worker, slots)
+        return self._chunks
+
+    @property
+    def own(self) -> Sequence[int]:
+        """Numbers of the chunks that it moves: all but for stores of a replicated layout."""
+        _ = self.chunks
+        return self._own
 
     @property
     def deadline_ns(self) -> int:
@@ -103,26 +113,19 @@ class LaneJob(Queued):
         """
         if self.void:
             return JobStatus.VOID, VOID_TEXT
-        chunks, directory = self.chunks, self.binding.directory
-        if self.direction is Direction.STORE:
-            bad = self.own & ~_to_write(self.binding, chunks.slots, chunks.generations)
-            what = "this engine's to write"
-        else:
-            bad = ~directory.check(chunks.slots, chunks.generations, SlotState.READY)
-            what = "ready"
-            if not bad.any():
-                first, count, group = directory.coverage(chunks.slots)
-                # first + count is at most blocks_per_chunk, which fits 16 bits.
-                bad = (chunks.first < first) | (chunks.first + chunks.count > first + count)
-                # Another group's pages lie elsewhere in the slot, where old bytes may be.
-                bad |= group != chunks.group
+        binding, chunks = self.binding, self.chunks
+        if self.load:
+            what, bad = "ready", not_ready(binding, chunks)
+            if not bad:
                 what = "stored with all blocks that are to be loaded"
-        if not bad.any():
+                bad = not_covered(binding, chunks)
+        else:
+            what, bad = "this engine's to write", not_to_write(binding, chunks, self.own)
+        if not bad:
             return None
-        worst = int(np.argmax(bad))
         return JobStatus.STALE, (
-            f"slot {chunks.slots[worst]} generation {chunks.generations[worst]} is not {what}"
-            f" ({int(bad.sum())} of {len(bad)} chunks)"
+            f"slot {chunks.slots[bad[0]]} generation {chunks.generations[bad[0]]} is not {what}"
+            f" ({len(bad)} of {len(chunks)} chunks)"
         )
 
     def plan(self, piece_bytes: int) -> None:
@@ -133,10 +136,11 @@ class LaneJob(Queued):
         """
         copies = self.worker.expander.expand(self.request.blocks)
         slot_bytes, num_slots = self.binding.slot_bytes, self.binding.order.num_slots
-        if not self.own.all():
+        if len(self.own) < len(self.chunks):
             # Replicated: keep what lies in this rank's slots; runs may span several.
             copies = copies.split(slot_bytes)
-            copies = copies.select(own_slots(self.worker, copies.arena_offset // slot_bytes))
+            slots = copies.arena_offset // slot_bytes
+            copies = copies.select(slots % self.worker.order.world_size == self.worker.order.rank)
         copies.check_bounds(self.worker.layout.storages, slot_bytes * num_slots)
         self.pieces = copies.pieces(piece_bytes)
 
@@ -146,11 +150,11 @@ class LaneJob(Queued):
         Of a store that failed, those that are still this engine's to write: a job may have
         named what never was.
         """
-        chunks = self.chunks
-        mask = self.own
+        which = self.own
         if not ok:
-            mask = mask & _to_write(self.binding, chunks.slots, chunks.generations)
-        return _share_messages(self.worker, self.binding, chunks, mask, ok=ok)
+            lost = set(not_to_write(self.binding, self.chunks, which))
+            which = [i for i in which if i not in lost]
+        return _share_messages(self.worker, self.binding, self.chunks, which, ok=ok)
 
     def __repr__(self) -> str:
         return (
@@ -166,7 +170,7 @@ def outside(job: LaneJob, device: Device) -> Refusal | None:
     """
     if not device.pins:
         return None
-    slots = job.chunks.slots[job.own].tolist()
+    slots = [job.chunks.slots[i] for i in job.own]
     base, size = job.binding.order.arena_base, job.binding.slot_bytes
     if not slots or device.holds(base + min(slots) * size, base + (max(slots) + 1) * size):
         return None
@@ -184,48 +188,41 @@ def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[Share
 
     Names those that are this engine's to write, as far as slots and generations can be paired.
     """
-    slots, generations = request.blocks.slots.numpy(), request.blocks.generations.numpy()
+    slots, generations = request.blocks.slots.tolist(), request.blocks.generations.tolist()
     if len(slots) != len(generations):
         return []
-    inside = slots < binding.order.num_slots
-    slots, generations = slots[inside], generations[inside]
-    nothing = np.zeros(len(slots), dtype=np.uint16)
+    nothing = [0] * len(slots)
     chunks = Chunks(slots, generations, nothing, nothing, nothing)
-    mask = own_slots(worker, slots) & _to_write(binding, slots, generations)
-    return _share_messages(worker, binding, chunks, mask, ok=False)
+    inside = [i for i in own_chunks(worker, slots) if slots[i] < binding.order.num_slots]
+    lost = set(not_to_write(binding, chunks, inside))
+    which = [i for i in inside if i not in lost]
+    return _share_messages(worker, binding, chunks, which, ok=False)
 
 
-def own_slots(worker: Worker, slots: npt.NDArray[np.integer]) -> Mask:
-    """Which slots this rank writes: replicated shares are written once, in turns."""
+def own_chunks(worker: Worker, slots: Sequence[int]) -> Sequence[int]:
+    """Return the numbers of the chunks that this rank writes: replicated ones are, in turns."""
     if not worker.layout.replicated:
-        return np.ones(len(slots), dtype=np.bool_)
-    mine: Mask = slots % worker.order.world_size == worker.order.rank
-    return mine
-
-
-def _to_write(
-    binding: Binding, slots: npt.NDArray[np.uint32], generations: npt.NDArray[np.uint64]
-) -> Mask:
-    # A store may come before the broker knows of its key: then the slot is only lent.
-    return binding.directory.check(
-        slots, generations, SlotState.WRITING, binding.order.owner, or_state=SlotState.LENT
-    )
+        return range(len(slots))
+    size, rank = worker.order.world_size, worker.order.rank
+    return [i for i, slot in enumerate(slots) if slot % size == rank]
 
 
 def _share_messages(
-    worker: Worker, binding: Binding, chunks: Chunks, mask: Mask, *, ok: bool
+    worker: Worker, binding: Binding, chunks: Chunks, which: Sequence[int], *, ok: bool
 ) -> list[ShareDone]:
-    which = np.flatnonzero(mask)
+    def some(values: list[int], dtype: DType, part: Sequence[int]) -> IntArray:
+        return IntArray.of([values[i] for i in part], dtype)
+
     return [
         ShareDone(
             session=worker.order.session,
             rank=worker.order.rank,
             namespace=binding.order.namespace,
-            slots=IntArray.of(chunks.slots[part], "u4"),
-            generations=IntArray.of(chunks.generations[part], "u8"),
-            first=IntArray.of(chunks.first[part], "u2"),
-            count=IntArray.of(chunks.count[part], "u2"),
-            groups=IntArray.of(chunks.group[part], "u2"),
+            slots=some(chunks.slots, "u4", part),
+            generations=some(chunks.generations, "u8", part),
+            first=some(chunks.first, "u2", part),
+            count=some(chunks.count, "u2", part),
+            groups=some(chunks.group, "u2", part),
             ok=ok,
         )
         for part in (

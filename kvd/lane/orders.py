@@ -152,7 +152,7 @@ class Orders:
             if job.direction is Direction.STORE
             and job.state in (JobState.COPYING, JobState.DRAINING)
             and job.binding.order.namespace == message.namespace
-            and not slots.isdisjoint(job.chunks.slots.tolist())
+            and not slots.isdisjoint(job.chunks.slots)
         ]
         for job in writing:
             self._runner.stop(job, JobStatus.STALE, "a chunk was given up while it was written")

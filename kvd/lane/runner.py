@@ -8,11 +8,9 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-import numpy as np
-
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, Transfer
-from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, Reply, outside, own_slots
+from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, Reply, outside
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
 from kvd_proto.errors import JobShapeError
@@ -70,21 +68,17 @@ class Runner:
             raise LaneError(f"job {request.job} of this session has not ended")
         load = isinstance(request, Load)
         request.blocks.check(worker.layout, binding.order.num_slots)
-        chunks = request.blocks.chunks(worker.layout.blocks_per_chunk)
-        own = np.ones(len(chunks.slots), dtype=np.bool_)
         if not load:
-            if len(set(chunks.slots.tolist())) != len(chunks.slots):
+            slots = request.blocks.slots.tolist()
+            if len(set(slots)) != len(slots):
                 raise JobShapeError("a store names a slot twice")
-            own = own_slots(worker, chunks.slots)
         job = LaneJob(
             engine=binding.order.owner,
             worker=worker,
             load=load,
-            nbytes=_named_bytes(worker, request),
+            nbytes=worker.expander.named_bytes(request.blocks),
             binding=binding,
             request=request,
-            chunks=chunks,
-            own=own,
             reply=reply,
             accepted_ns=self.clock(),
         )
@@ -272,14 +266,6 @@ class Runner:
 
     def __repr__(self) -> str:
         return f"<Runner {len(self)} jobs, {self._device.in_flight} transfers in flight>"
-
-
-def _named_bytes(worker: Worker, request: Job) -> int:
-    """Bytes that a job names, before anything is left out for being another rank's turn."""
-    return sum(
-        size * sum(ref.page_bytes for ref in group.refs)
-        for size, group in zip(request.blocks.sizes, worker.layout.groups, strict=True)
-    )
 
 
 def _reached(now: int) -> Callable[[LaneJob], bool]:

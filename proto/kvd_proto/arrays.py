@@ -16,10 +16,13 @@ from kvd_proto.errors import Oversize, WrongType
 
 MAX_ARRAY_ITEMS = 65536
 """Items of an array or a list in one message, at most."""
+FEW = 64
+"""Items up to which plain numbers are faster than numpy, whose every call costs as much as many."""
 
 Integers: TypeAlias = Iterable[int] | npt.NDArray[Any]
 DType = Literal["u1", "u2", "u4", "u8"]
-_TYPECODES = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q"}  # of this machine: little-endian
+_TYPECODES: dict[DType, Literal["B", "H", "I", "Q"]] = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
+"""Of this machine: little-endian."""
 
 
 class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -52,7 +55,9 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
         """
         listed = values.tolist() if isinstance(values, np.ndarray) else values
         try:
-            numbers = array(_TYPECODES[dtype], iter(listed))
+            # An iterator, lest bytes be taken for the array's own; a list is faster without.
+            given = listed if type(listed) is list else iter(listed)
+            numbers = array(_TYPECODES[dtype], given)
         except (TypeError, OverflowError) as error:
             raise WrongType(f"integers that fit {dtype} are needed: {error}") from error
         if len(numbers) > MAX_ARRAY_ITEMS:
@@ -62,6 +67,22 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     def numpy(self) -> npt.NDArray[Any]:
         """The values as a read-only array over the received bytes (no copy)."""
         return np.frombuffer(self.data, "<" + self.dtype)
+
+    def tolist(self) -> list[int]:
+        """The values; where they are few, faster than an array is made."""
+        return memoryview(self.data).cast(_TYPECODES[self.dtype]).tolist()
+
+    def extent(self) -> tuple[int, int]:
+        """The smallest and the largest value.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if len(self) <= FEW:
+            values = self.tolist()
+            return min(values), max(values)
+        many = self.numpy()
+        return int(many.min()), int(many.max())
 
     def __len__(self) -> int:
         return len(self.data) // int(self.dtype[1])

@@ -10,6 +10,7 @@ at a sliding window's edge a chunk's first blocks are simply not listed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,18 +31,30 @@ DTYPES: dict[str, DType] = {
 _DTYPES = list(DTYPES.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chunks:
     """The chunks that a job names, one item each.
 
     first, count: the blocks of the chunk that the job lists. group: whose blocks they are.
     """
 
-    slots: npt.NDArray[np.uint32]
-    generations: npt.NDArray[np.uint64]
-    first: npt.NDArray[np.uint16]
-    count: npt.NDArray[np.uint16]
-    group: npt.NDArray[np.uint16]
+    slots: list[int]
+    generations: list[int]
+    first: list[int]
+    count: list[int]
+    group: list[int]
+
+    @cached_property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """The same as numpy has it: slots u4, generations u8, first, count and group u2."""
+        return (
+            np.array(self.slots, np.uint32),
+            np.array(self.generations, np.uint64),
+            *(np.array(one, np.uint16) for one in (self.first, self.count, self.group)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -92,14 +105,12 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     @cached_property
     def sizes(self) -> list[int]:
         """The group sizes."""
-        sizes: list[int] = self.group_sizes.numpy().tolist()
-        return sizes
+        return self.group_sizes.tolist()
 
     @cached_property
     def indices(self) -> list[int]:
         """The block indices."""
-        indices: list[int] = self.block_indices.numpy().tolist()
-        return indices
+        return self.block_indices.tolist()
 
     def check(self, layout: RankLayout, num_slots: int = 2**32) -> None:
         """Check that the arrays fit each other, the layout and an arena of `num_slots`.
@@ -127,11 +138,10 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             )
         if not chunks:
             return
-        slots = self.slots.numpy()
-        if int(slots.max()) >= num_slots:
-            raise JobShapeError(f"slots {slots.min()}..{slots.max()} of an arena of {num_slots}")
-        blocks = self.block_ids.numpy()
-        low, high = int(blocks.min()), int(blocks.max())
+        low, high = self.slots.extent()
+        if high >= num_slots:
+            raise JobShapeError(f"slots {low}..{high} of an arena of {num_slots}")
+        low, high = self.block_ids.extent()
         if low == NULL_BLOCK:
             raise JobShapeError(
                 "block_ids: block id 0 is the null block; leave it out and let block_indices start"
@@ -144,20 +154,21 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 
     def chunks(self, blocks_per_chunk: int) -> Chunks:
         """The chunks of a job that was checked."""
-        sizes, indices = self.sizes, self.indices
-        numbers = chunks_per_group(sizes, indices, blocks_per_chunk)
-        first = np.zeros(sum(numbers), np.uint16)
-        count = np.full(len(first), blocks_per_chunk, np.uint16)
-        at = 0
-        for size, index, number in zip(sizes, indices, numbers, strict=True):
-            if number:
+        first: list[int] = []
+        count: list[int] = []
+        group: list[int] = []
+        for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
+            if size:
                 skip = index % blocks_per_chunk
-                first[at] = skip
+                chunks = -(-(size + skip) // blocks_per_chunk)
+                first.append(skip)
+                first += [0] * (chunks - 1)
+                at = len(count)
+                count += [blocks_per_chunk] * chunks
                 count[at] -= skip
-                count[at + number - 1] -= number * blocks_per_chunk - skip - size
-                at += number
-        group = np.repeat(np.arange(len(sizes), dtype=np.uint16), numbers)
-        return Chunks(self.slots.numpy(), self.generations.numpy(), first, count, group)
+                count[-1] -= chunks * blocks_per_chunk - skip - size
+                group += [number] * chunks
+        return Chunks(self.slots.tolist(), self.generations.tolist(), first, count, group)
 
     def __repr__(self) -> str:
         return f"<JobBlocks {len(self.block_ids)} blocks in {len(self.slots)} chunks>"

@@ -34,7 +34,6 @@ MAGIC = b"kvd-dir\0"
 VERSION = 3
 HEADER_BYTES = 4096
 RECORD_BYTES = 80
-_FEW = 8  # slots that are looked at one by one
 KEY_BYTES = 48
 MAX_SLOTS = 2**31 - 2
 PROBE_LIMIT = 512
@@ -46,6 +45,7 @@ HEADER = struct.Struct("<8s6I3Q16s16s")
 CHECK_WORD = struct.Struct("<I")
 FLOOR_AT = 96
 RECORD = struct.Struct("<QQIBBHHH4x48s")
+_READ_RECORD = struct.Struct("<Q8xIBxHHH").unpack_from
 SLOT_MASK = 0xFFFF_FFFF
 
 # By key length: generation, state, key length, first block and count of blocks, and the key
@@ -340,10 +340,6 @@ class DirectoryView:
         Returns:
             [n]
         """
-        if len(slots) <= _FEW:  # numpy would take ten times as long
-            pairs = zip(slots.tolist(), generations.tolist(), strict=True)
-            states = (state, or_state)
-            return np.array([self._is(*pair, states, owner) for pair in pairs], np.bool_)
         columns = self._columns
         inside = slots < self.num_slots
         at = np.where(inside, slots, 0)
@@ -354,15 +350,16 @@ class DirectoryView:
             good &= columns["owner"][at] == owner
         return good
 
-    def _is(
-        self, slot: int, generation: int, states: tuple[int | None, ...], owner: int | None
-    ) -> bool:
-        if slot >= self.num_slots:
-            return False
-        found, _, owned_by, is_in, *_ = RECORD.unpack_from(self._records, slot * RECORD_BYTES)
-        return bool(
-            found == generation and is_in in states and (owner is None or owned_by == owner)
+    def record(self, slot: int) -> tuple[int, int, int, int, int, int]:
+        """Generation, owner, `SlotState`, first block, count of blocks and group of a slot.
+
+        Raises:
+            struct.error: there is no such slot.
+        """
+        found: tuple[int, int, int, int, int, int] = _READ_RECORD(
+            self._records, slot * RECORD_BYTES
         )
+        return found
 
     def coverage(
         self, slots: npt.NDArray[np.uint32]

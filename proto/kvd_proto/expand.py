@@ -1,5 +1,6 @@
-"""From a job's blocks to the bytes it moves, vectorised."""
+"""From a job's blocks to the bytes it moves: vectorised, and run by run where there are few."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -8,109 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_proto.blocks import JobBlocks, chunks_per_group
-from kvd_proto.errors import JobShapeError
+from kvd_proto.copies import Copies, Run
 from kvd_proto.layout import RankLayout
 
 Ints: TypeAlias = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Byte ranges to move; either side may be the source.
-
-    storage: int32, index of the rank's storage; tensor_offset: int64, bytes
-    from its start; arena_offset: int64, bytes from the start of the rank's
-    arena; nbytes: int64. Runs that are contiguous on both sides are one entry.
-    """
-
-    storage: npt.NDArray[np.int32]
-    tensor_offset: npt.NDArray[np.int64]
-    arena_offset: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes moved in all."""
-        return int(self.nbytes.sum())
-
-    def select(self, which: npt.NDArray[np.bool_] | slice) -> "Copies":
-        """Return some of the runs."""
-        return Copies(
-            storage=self.storage[which],
-            tensor_offset=self.tensor_offset[which],
-            arena_offset=self.arena_offset[which],
-            nbytes=self.nbytes[which],
-        )
-
-    def split(self, unit: int) -> "Copies":
-        """Cut runs so that none crosses a multiple of `unit` bytes of the arena."""
-        begins = self.arena_offset
-        ends = begins + self.nbytes
-        first = begins // unit
-        parts = (ends - 1) // unit - first + 1
-        if bool((parts == 1).all()):
-            return self
-        run = np.repeat(np.arange(len(parts)), parts)
-        part = np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
-        begin = np.maximum((first[run] + part) * unit, begins[run])
-        end = np.minimum((first[run] + part + 1) * unit, ends[run])
-        return Copies(
-            storage=self.storage[run],
-            tensor_offset=self.tensor_offset[run] + (begin - begins[run]),
-            arena_offset=begin,
-            nbytes=end - begin,
-        )
-
-    def pieces(self, piece_bytes: int) -> list[tuple["Copies", int]]:
-        """Cut into pieces of about `piece_bytes` (below twice that), each with its bytes, in order.
-
-        A run belongs to the piece that its last byte falls into, were all pieces alike.
-        """
-        total = self.total_bytes
-        if 0 < total <= piece_bytes:
-            return [(self, total)]
-        copies = self.split(piece_bytes)
-        end = np.cumsum(copies.nbytes)
-        cuts = (np.flatnonzero(np.diff((end - 1) // piece_bytes)) + 1).tolist()
-        bounds = [0, *cuts, len(copies)]
-        moved = [0, *(int(end[index - 1]) for index in bounds[1:] if index)]
-        return [
-            (copies.select(slice(bounds[i], bounds[i + 1])), moved[i + 1] - moved[i])
-            for i in range(len(moved) - 1)
-        ]
-
-    def check_bounds(self, storages: Sequence[int], arena_bytes: int) -> None:
-        """Check that every run lies inside its storage and inside the arena.
-
-        Raises:
-            JobShapeError: one does not.
-        """
-        if not len(self.nbytes):
-            return
-        sizes = np.array(storages, dtype=np.int64)
-        inside = (
-            (self.storage >= 0)
-            & (self.storage < len(sizes))
-            & (self.nbytes > 0)
-            & (self.tensor_offset >= 0)
-            & (self.arena_offset >= 0)
-            & (self.arena_offset + self.nbytes <= arena_bytes)
-        )
-        if bool(inside.all()):
-            inside = self.tensor_offset + self.nbytes <= sizes[self.storage]
-        if not bool(inside.all()):
-            worst = int(np.argmin(inside))
-            raise JobShapeError(
-                f"{self.nbytes[worst]} bytes between offset {self.tensor_offset[worst]} of storage"
-                f" {self.storage[worst]} and offset {self.arena_offset[worst]} of the arena of"
-                f" {arena_bytes} bytes lie outside"
-            )
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-    def __repr__(self) -> str:
-        return f"<Copies {len(self)} runs, {self.total_bytes} bytes>"
+_Region: TypeAlias = tuple[int, int, int, int, int]
+"""Storage, offset and stride in it, page, start in the slot."""
+FEW_PAGES = 64  # of a job; above, numpy is faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +39,60 @@ class Expander:
     def __init__(self, layout: RankLayout) -> None:
         self.layout = layout
         self.slot_bytes = layout.slot_bytes
-        self._groups = [_group(layout, index) for index in range(len(layout.groups))]
+        self._regions = [_regions(layout, index) for index in range(len(layout.groups))]
+        self._groups = [_group(regions) for regions in self._regions]
+        self._most = max(map(len, self._regions), default=0)
+        self._block_bytes = [sum(ref.page_bytes for ref in g.refs) for g in layout.groups]
+
+    def named_bytes(self, blocks: JobBlocks) -> int:
+        """Bytes of all listed blocks of a job that was checked against the layout."""
+        return sum(map(operator.mul, blocks.sizes, self._block_bytes))
 
     def expand(self, blocks: JobBlocks) -> Copies:
         """The byte ranges of a job that was checked against the layout, coalesced."""
+        if len(blocks.block_ids) * self._most <= FEW_PAGES:
+            return Copies.of(self.expand_few(blocks))
+        return self.expand_many(blocks)
+
+    def expand_few(self, blocks: JobBlocks) -> list[Run]:
+        """`expand`, run by run: faster where there are few."""
+        factor, slot_bytes = self.layout.blocks_per_chunk, self.slot_bytes
+        block_ids, slots = iter(blocks.block_ids.tolist()), iter(blocks.slots.tolist())
+        runs: list[Run] = []
+        for regions, size, index in zip(self._regions, blocks.sizes, blocks.indices, strict=True):
+            # Neighbours in memory and in a chunk: block, byte of the slot, place, how many.
+            stretches: list[list[int]] = []
+            after = -1
+            for place in range(index, index + size):
+                block, inside = next(block_ids), place % factor
+                if place == index or not inside:
+                    at = next(slots) * slot_bytes
+                elif block == after:
+                    stretches[-1][3] += 1
+                    after += 1
+                    continue
+                stretches.append([block, at, inside, 1])
+                after = block + 1
+            for storage, offset, stride, page, start in regions:
+                begin = begin_at = nbytes = 0
+                for block, at, inside, count in stretches:
+                    step, steps = (count * page, 1) if stride == page else (page, count)
+                    here, here_at = offset + block * stride, at + start + inside * page
+                    for _ in range(steps):
+                        if here == begin + nbytes and here_at == begin_at + nbytes and nbytes:
+                            nbytes += step
+                        else:
+                            if nbytes:
+                                runs.append((storage, begin, begin_at, nbytes))
+                            begin, begin_at, nbytes = here, here_at, step
+                        here += stride
+                        here_at += page
+                if nbytes:
+                    runs.append((storage, begin, begin_at, nbytes))
+        return runs
+
+    def expand_many(self, blocks: JobBlocks) -> Copies:
+        """`expand`, all runs at once."""
         factor = self.layout.blocks_per_chunk
         sizes, indices = blocks.sizes, blocks.indices
         chunks = chunks_per_group(sizes, indices, factor)
@@ -166,8 +121,7 @@ class Expander:
         return f"<Expander {len(self._groups)} groups, slots of {self.slot_bytes} bytes>"
 
 
-def _group(layout: RankLayout, group: int) -> _Group:
-    regions = _regions(layout, group)
+def _group(regions: Sequence[_Region]) -> _Group:
     columns = np.array([region[1:] for region in regions], dtype=np.int64).T[:, :, np.newaxis]
     storage = np.array([region[0] for region in regions], dtype=np.int32)
     return _Group(storage, *np.ascontiguousarray(columns))
@@ -202,13 +156,13 @@ def _runs(
     )
 
 
-def _regions(layout: RankLayout, group: int) -> list[tuple[int, int, int, int, int]]:
+def _regions(layout: RankLayout, group: int) -> list[_Region]:
     """(storage, offset, stride, page, start in slot) of each ref of a group.
 
     With one block a chunk, refs are page after page in the slot; where they are
     so in memory too (all layers of a block packed together) they are one.
     """
-    regions: list[tuple[int, int, int, int, int]] = []
+    regions: list[_Region] = []
     refs = layout.groups[group].refs
     for ref, start in zip(refs, layout.ref_offsets(group), strict=True):
         tensor = layout.tensors[ref.tensor]

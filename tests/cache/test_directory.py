@@ -176,26 +176,28 @@ def test_check_is_exact() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=9, max_size=40),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=40),
     st.sampled_from(list(SlotState)),
     st.sampled_from([None, 5, 6]),
     st.sampled_from([None, *SlotState]),
 )
-def test_check_says_the_same_of_few_slots_and_of_many(
+def test_a_record_says_what_is_said_of_many_slots_at_once(
     pairs: list[tuple[int, int]], state: SlotState, owner: int | None, other: SlotState | None
 ) -> None:
-    """Slots checked one at a time get the answers that they get all at once."""
+    """Slots that are read one at a time get the answers of `check` and `coverage`."""
     _, writer = make(8)
     writer.begin([b"a", b"b", b"c"], [0, 1, 7], owner=5)
+    writer.add_share(1, 0, first=1, count=2, group=3)
     writer.write_state(1, SlotState.READY)
     slots = np.array([slot for slot, _ in pairs], "u4")
     generations = np.array([generation for _, generation in pairs], "u8")
-    together = writer.check(slots, generations, state, owner, other).tolist()
-    alone = [
-        writer.check(slots[i : i + 1], generations[i : i + 1], state, owner, other).item()
-        for i in range(len(slots))
+    records = [writer.record(slot) for slot, _ in pairs]
+    assert writer.check(slots, generations, state, owner, other).tolist() == [
+        found == generation and is_in in (state, other) and (owner is None or owned_by == owner)
+        for (found, owned_by, is_in, *_), (_, generation) in zip(records, pairs, strict=True)
     ]
-    assert together == alone
+    covered = zip(*(column.tolist() for column in writer.coverage(slots)), strict=True)
+    assert list(covered) == [record[3:] for record in records]
 
 
 def test_released_buffer_can_be_resized() -> None:

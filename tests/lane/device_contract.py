@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
-from kvd_proto.expand import Copies
+from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 from tests.lane.support import Memory
 from tests.waiting import PATIENCE

@@ -19,7 +19,7 @@ from kvd.lane.devices.cuda import copier, driver, flow, pinning
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.cuda.driver import Event, Stream
 from kvd.lane.jobs import JobState, LaneJob, Refusal
-from kvd_proto.expand import Copies
+from kvd_proto.copies import Copies
 from tests.fakecuda.harness import FakeCuda
 from tests.lane import cuda_checks as checks
 from tests.lane.cuda_memory import CudaWorkers

@@ -12,6 +12,8 @@ from kvd.lane.devices.device import Direction
 from kvd.lane.devices.host import HostDevice
 from kvd.lane.workers import open_control_page
 from kvd_client.memory import sealed_file
+from kvd_proto import copies
+from kvd_proto.arrays import FEW
 from kvd_proto.messages import HostHandle
 from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain, transfer
 from tests.lane.support import Memory
@@ -71,8 +73,14 @@ def host() -> Iterator[HostRig]:
     made.close()
 
 
+@pytest.mark.parametrize("few", [FEW, 0], ids=["few runs", "many runs"])
 class TestHostDevice(DeviceContract):
-    """The host backend keeps the contract."""
+    """The host backend keeps the contract, whether it takes a transfer's runs for few or many."""
+
+    @pytest.fixture(autouse=True)
+    def limit(self, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+        """Of what are few."""
+        monkeypatch.setattr(copies, "FEW", few)
 
     @pytest.fixture
     def rig(self, host: HostRig) -> Rig:

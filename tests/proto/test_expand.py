@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd_proto.arrays import FEW
 from kvd_proto.blocks import JobBlocks, chunks_per_group
+from kvd_proto.copies import Copies
 from kvd_proto.errors import JobShapeError, WrongType
-from kvd_proto.expand import Copies, Expander
+from kvd_proto.expand import Expander
 from kvd_proto.layout import (
     GroupSpec,
     RankLayout,
@@ -70,12 +72,6 @@ def oracle(job: Job) -> list[Move]:
     return moves
 
 
-def runs_of(copies: Copies) -> list[tuple[int, int, int, int]]:
-    """Storage, byte in the storage, byte in the arena, and length of each run."""
-    columns = (copies.storage, copies.tensor_offset, copies.arena_offset, copies.nbytes)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     """Random tensors (apart, packed or padded), groups, factors and offsets."""
@@ -121,9 +117,21 @@ def test_the_expansion_is_the_oracles(job: Job) -> None:
     """Byte by byte the runs are what a walk over blocks and refs gives: none missing or extra."""
     copies = job.expand()
     expected = oracle(job)
-    moved = [(s, m + b, a + b) for s, m, a, size in runs_of(copies) for b in range(size)]
+    moved = [(s, m + b, a + b) for s, m, a, size in copies.runs for b in range(size)]
     assert Counter(moved) == Counter(expected)
     assert copies.total_bytes == len(expected)
+
+
+@given(jobs())
+def test_runs_one_by_one_are_the_runs_all_at_once(job: Job) -> None:
+    """A small job's runs are those that arithmetic on arrays gives, in the same order."""
+    few = Expander(job.layout).expand_few(job.blocks)
+    many = Expander(job.layout).expand_many(job.blocks)
+    assert few == many.runs
+    made = Copies.of(few)
+    for name in ("storage", "tensor_offset", "arena_offset", "nbytes"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(many, name))
+        assert getattr(made, name).dtype == getattr(many, name).dtype
 
 
 def place(job: Job, arena: int) -> tuple[int, int, int]:
@@ -141,7 +149,7 @@ def test_runs_are_as_long_as_they_can_be(job: Job) -> None:
 
     Nor in the same slot where a chunk is one block: there packed refs are one.
     """
-    runs = runs_of(job.expand())
+    runs = job.expand().runs
     assert all(run[3] > 0 for run in runs)
     for (s0, m0, a0, n0), (s1, m1, a1, _) in itertools.pairwise(runs):
         if (s0, m0 + n0, a0 + n0) == (s1, m1, a1):
@@ -161,9 +169,8 @@ def test_coverage_is_what_was_listed(job: Job) -> None:
             inside = [p % factor for p in positions if p // factor == chunk]
             expected.append((inside[0], len(inside), group))
     chunks = job.blocks.chunks(factor)
-    assert chunks.first.dtype == chunks.count.dtype == np.uint16
-    covered = zip(chunks.first.tolist(), chunks.count.tolist(), chunks.group.tolist(), strict=True)
-    assert list(covered) == expected
+    assert list(zip(chunks.first, chunks.count, chunks.group, strict=True)) == expected
+    assert chunks.slots == chunks.generations == job.slots
     assert len(expected) == len(job.slots)
 
 
@@ -172,7 +179,7 @@ def test_a_chunk_at_the_window_edge_counts_what_was_appended() -> None:
     job = Job(ONE_GROUP, [9, 10, 11, 20], [4], [6], [0, 1])  # logical blocks 6, 7 | 8, 9
     assert job.expand().total_bytes == 4 * PAGE
     chunks = job.blocks.chunks(4)
-    assert (chunks.first.tolist(), chunks.count.tolist()) == ([2, 0], [2, 2])
+    assert (chunks.first, chunks.count) == ([2, 0], [2, 2])
     with pytest.raises(JobShapeError, match=r"\[8\] sum to 8, but 4 block_ids.*appended"):
         replace(job, group_sizes=[8]).expand()
 
@@ -269,8 +276,7 @@ def test_a_run_outside_its_storage_or_the_arena_is_refused(
     run: tuple[int, int, int, int], inside: bool
 ) -> None:
     """Storages of 4 and 8 KiB, an arena of 12: one byte too far is an error with the figures."""
-    storage, *offsets = ([number] for number in run)
-    copies = Copies(np.array(storage, np.int32), *(np.array(o, np.int64) for o in offsets))
     outside = pytest.raises(JobShapeError, match="of the arena of 12288 bytes lie outside")
-    with contextlib.nullcontext() if inside else outside:
-        copies.check_bounds((4096, 8192), 12288)
+    for copies in (Copies.of([run]), Copies.of([(0, 0, 0, 1)] * FEW + [run])):  # few and many
+        with contextlib.nullcontext() if inside else outside:
+            copies.check_bounds((4096, 8192), 12288)

@@ -28,7 +28,7 @@ from enum import StrEnum
 from typing import Any, NewType
 
 from kvd.errors import LaneError
-from kvd_proto.expand import Copies
+from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
 PIECE_BYTES = 2 * 2**20

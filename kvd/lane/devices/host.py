@@ -121,6 +121,19 @@ class HostDevice(Device):
         self._pool.release()
 
     def _copy(self, transfer: Transfer) -> None:
+        if not transfer.copies.few:
+            self._copy_many(transfer)
+            return
+        pool, storages = self._pool, self._memories[transfer.memory]
+        store, base = transfer.direction is Direction.STORE, transfer.pool_base
+        for storage, begin, at, nbytes in transfer.copies.runs:
+            side = storages[storage][begin : begin + nbytes]
+            if store:
+                pool[base + at : base + at + nbytes] = side
+            else:
+                side[:] = pool[base + at : base + at + nbytes]
+
+    def _copy_many(self, transfer: Transfer) -> None:
         pool, storages = self._pool, self._memories[transfer.memory]
         copies, store = transfer.copies, transfer.direction is Direction.STORE
         at = copies.arena_offset + transfer.pool_base

@@ -12,7 +12,7 @@ starts another, and the pool and its directory are as they were.
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from kvd.lane.devices.cuda.flow import Flow
 from kvd.lane.devices.cuda.importing import ImportedMemory
 from kvd.lane.devices.cuda.pinning import PinnedPool
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
 _log = logging.getLogger(__name__)
@@ -206,8 +207,9 @@ class CudaDevice(Device):
 
     def _runs_of(self, transfer: Transfer) -> Runs:
         """The addresses of a transfer's runs, none across two registrations of the pool."""
-        memory, pool, given = self._memories[transfer.memory], self._pool, transfer.copies
-        in_pool = replace(given, arena_offset=given.arena_offset + transfer.pool_base)
+        memory, pool = self._memories[transfer.memory], self._pool
+        storage, tensor_offset, arena_offset, nbytes = transfer.copies.columns
+        in_pool = Copies(storage, tensor_offset, arena_offset + transfer.pool_base, nbytes)
         copies = in_pool.split(pool.piece_bytes)
         return Runs(
             host=copies.arena_offset.astype(np.uint64) + np.uint64(pool.address),
