@@ -212,7 +212,8 @@ class ChunkTable:
 
         It gets some where it has fewer than half of what is `wanted`: first of what is free in
         this namespace and of what no namespace owns, shared with the other engines; beyond that
-        others' columns and evicted chunks, up to a part of its share of all slots. While only
+        others' columns and evicted chunks, up to a part of its share of what the namespace
+        holds: one that holds little does not evict it all to have loans. While only
         `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
 
         Returns:
@@ -228,7 +229,8 @@ class ChunkTable:
             self.sweep()
         self._pool.claim_unowned(space, need * engines, usable)
         slots = space.take(min(need, space.free_within(usable) // engines), usable)
-        most = max(1, space.geometry.num_slots // (LENT_PARTS * engines))
+        held = self._pool.held_bytes(space) // sum(space.geometry.slot_bytes)
+        most = max(1, held // (LENT_PARTS * engines))
         more = min(need, most - have) - len(slots)
         evicted: list[bytes] = []
         if more > 0 and usable is None:

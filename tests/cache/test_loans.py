@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from kvd.cache.chunks import ChunkTable
+from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
 from kvd_proto.directory import LookupResult, SlotState
-from tests.cache.tables import add, make_namespaces, make_table, names, store
+from tests.cache.tables import PAGE, add, make_namespaces, make_table, names, store
 
 Ref = tuple[int, int]
 
@@ -193,6 +194,21 @@ def test_eviction_lends_a_part_of_the_slots() -> None:
     store(tiny, [b"a"])
     assert tiny.lend(1, 64, 8, 1.0)[2] == [b"a"]
     table.check_integrity()
+
+
+def test_a_namespace_that_holds_little_keeps_most_of_it() -> None:
+    """For loans it evicts a part of what it holds, not of what the whole pool could hold."""
+    chunks = 256
+    quotas = {"model 1": Quota(floor_bytes=224 * PAGE)}
+    namespaces = make_namespaces(chunks * PAGE, quotas=quotas)
+    big, small = add(namespaces, 1, PAGE).table, add(namespaces, 0, PAGE).table
+    store(big, names(chunks))
+    store(small, names(chunks))
+    held = small.held_bytes // PAGE
+    assert 4 <= held <= 32
+    slots, _, evicted = small.lend(1, 64, 1, 1.0)
+    assert len(slots) == len(evicted) == held // 4
+    small.check_integrity()
 
 
 def test_nothing_is_evicted_while_the_pool_is_filled() -> None:
