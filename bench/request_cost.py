@@ -123,8 +123,9 @@ class Asked:
         print(json.dumps(list(self.kinds)), flush=True)
         for line in sys.stdin:
             kind = self.kinds[line.strip()]
-            kind.begin(ALONE + MANY)
+            kind.begin(1)
             alone = self.one_at_a_time(kind, ALONE)
+            kind.begin(UNDER_WAY)
             many = self.pipelined(kind, MANY)
             kind.settle()
             figures = alone | {f"pipelined_{name}": value for name, value in many.items()}

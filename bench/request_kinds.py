@@ -1,29 +1,21 @@
 """The kinds of requests that `request_cost.py` asks of a daemon."""
 
-from typing import ClassVar
+from raw_session import RawEngine
+from step_messages import Steps, places
 
-import numpy as np
-from harness import fresh_keys
-from raw_session import RawEngine, reply_to
-
-from kvd_proto.messages import (
-    CompleteStore,
-    Ping,
-    PrepareStore,
-    StoreCompleted,
-    StorePrepared,
-)
+from kvd_proto.messages import Ping, Step
 
 KEYS = 8
+AT_ONCE = 4096  # chunks that are written to fill the pool
 
 
 class Kind:
     """Requests of one kind, one after another."""
 
-    name: ClassVar[str]
+    name: str
 
-    def begin(self, count: int) -> None:
-        """So many are asked next."""
+    def begin(self, under_way: int) -> None:
+        """With so many at a time from now on."""
 
     def next(self) -> bytes:
         """The next request."""
@@ -49,76 +41,72 @@ class Pings(Kind):
         return self._scheduler.frame(Ping())
 
 
-class Offers(Kind):
-    """Slots for eight new keys, of which there are enough; what was begun is given up later."""
+class StepsKind(Kind):
+    """Steps that are alike. What they begin is given up after the round, while there is room."""
 
-    name = "PrepareStore, 8 keys"
-
-    def __init__(self, engine: RawEngine) -> None:
+    def __init__(self, name: str, engine: RawEngine, steps: Steps) -> None:
+        self.name = name
         self._engine = engine
         self._scheduler = engine.scheduler
-        self._keys: list[bytes] = []
-        self._at = 0
-        self._replies: list[bytes] = []
+        self._steps = steps
 
-    def begin(self, count: int) -> None:
-        """Make the keys beforehand."""
-        self._keys, self._at = fresh_keys(KEYS * count), 0
+    def begin(self, under_way: int) -> None:
+        """Have loans enough, and not many more."""
+        self._steps.under_way = under_way
+        while self._steps.stores and self._steps.at_hand > self._steps.wanted:
+            self.took(self._scheduler.exchange(self.next()))
+        while 2 * self._steps.at_hand < self._steps.wanted:
+            frame = self._scheduler.frame(Step(wanted=self._steps.wanted))
+            self._steps.took(self._scheduler.exchange(frame))
 
     def next(self) -> bytes:
-        """With the next keys."""
-        self._at += KEYS
-        return self._scheduler.frame(
-            PrepareStore(keys=tuple(self._keys[self._at - KEYS : self._at]))
-        )
+        """The next step."""
+        return self._scheduler.frame(self._steps.next())
 
     def took(self, frame: bytes) -> None:
-        """Keep it."""
-        self._replies.append(frame)
+        """Take the loans in."""
+        self._steps.took(frame)
 
     def settle(self) -> None:
         """Give all stores up."""
-        for reply in self._prepared():
-            if len(reply.slots) != KEYS:
-                raise RuntimeError("there are too few slots")
-        self._ask_completed(success=False)
-
-    def _prepared(self) -> list[StorePrepared]:
-        replies, self._replies = self._replies, []
-        return [reply_to(frame, StorePrepared) for frame in replies]
-
-    def _ask_completed(self, *, success: bool) -> None:
-        request = CompleteStore(keys=tuple(self._keys[: self._at]), success=success)
-        reply = self._scheduler.ask(request)
-        assert isinstance(reply, StoreCompleted)
+        begun, self._steps.begun = self._steps.begun, []
+        self._scheduler.ask(Step(dropped=tuple(chunk.key for chunk in begun)))
 
 
-class Evictions(Offers):
-    """The same where eight chunks have to go for it."""
-
-    name = "PrepareStore, 8 keys, 8 evicted"
-    fill = 8192
+class WrittenSteps(StepsKind):
+    """The same in a full pool: what they begin becomes READY, and others have to go for it."""
 
     def settle(self) -> None:
         """Write what was begun, so that it is READY."""
-        replies = self._prepared()
-        slots = np.concatenate([reply.slots.numpy() for reply in replies])
-        generations = np.concatenate([reply.generations.numpy() for reply in replies])
-        self._engine.write(slots, generations)
-        self._ask_completed(success=True)
+        begun, self._steps.begun = self._steps.begun, []
+        if begun:
+            self._engine.write(*places(begun))
+            self._steps.ready = begun
+
+    def fill(self, slots: int) -> None:
+        """Fill the pool with READY chunks."""
+        self.begin(1)
+        for _ in range(0, slots + KEYS, KEYS):
+            self.took(self._scheduler.exchange(self.next()))
+            if len(self._steps.begun) >= AT_ONCE:
+                self.settle()
+        self.settle()
 
 
 def kinds_of(engine: RawEngine) -> list[Kind]:
     """What a daemon can be asked that has room."""
-    return [Pings(engine), Offers(engine)]
+    return [
+        Pings(engine),
+        StepsKind("empty Step", engine, Steps()),
+        StepsKind(f"Step, {KEYS} stores", engine, Steps(stores=KEYS)),
+    ]
 
 
 def kinds_when_full(engine: RawEngine, slots: int) -> list[Kind]:
     """What is asked of a daemon whose pool is full of READY chunks; fills it."""
-    kind = Evictions(engine)
-    for _ in range(slots // kind.fill + 1):
-        kind.begin(kind.fill // KEYS)
-        for _ in range(kind.fill // KEYS):
-            kind.took(engine.scheduler.exchange(kind.next()))
-        kind.settle()
-    return [kind]
+    steps = Steps(stores=KEYS)
+    stores = WrittenSteps(f"Step, {KEYS} stores, pool full", engine, steps)
+    stores.fill(slots)
+    busy = Steps(stores=2, pins=2, used=KEYS, ready=steps.ready, loans=steps.loans)
+    name = "Step, 2 stores, 2 pins, 2 unpinned, 8 used, pool full"
+    return [stores, WrittenSteps(name, engine, busy)]
