@@ -94,32 +94,20 @@ def reply_to(frame: bytes, kind: type[M]) -> M:
     raise RuntimeError(f"{message!r} for a {kind.__name__}")
 
 
-class RawEngine:
-    """An engine of one rank whose scheduler is spoken by hand; ended with the context.
-
-    A chunk is one block of one page.
-    """
+class RawWorker:
+    """The only rank of an engine; a chunk is one block of one page."""
 
     def __init__(
-        self,
-        context: "zmq.Context[Any]",
-        runtime_dir: Path,
-        *,
-        page: int,
-        num_blocks: int,
-        model: str = "bench",
+        self, runtime_dir: Path, engine: str, *, page: int, num_blocks: int, model: str = "bench"
     ) -> None:
-        name = engine_name()
         shape = layout(1, page, num_blocks)
         self._num_blocks = num_blocks
         self._memory = HostMemory.allocate(shape.storages[0])
         self._job = 0
-        self.worker = Worker(runtime_dir, name, 0, 1)
-        self.scheduler = RawScheduler(context, runtime_dir, name)
+        self.worker = Worker(runtime_dir, engine, 0, 1)
         self.worker.register([self._memory], shape, Fingerprint(model=model), required=True)
         if not self.worker.wait_attached(SECONDS):
             raise RuntimeError("the engine does not become complete")
-        self.scheduler.wait_attached()
 
     def submit(self, slots: Array, generations: Array) -> int:
         """Begin to write chunks into these slots; the number of the job."""
@@ -136,10 +124,26 @@ class RawEngine:
         if not all(result.success for result in self.worker.get_finished()):
             raise RuntimeError("a store has failed")
 
+    def close(self) -> None:
+        """Leave."""
+        self.worker.close()
+        self._memory.close()
+
+
+class RawEngine:
+    """An engine of one rank whose scheduler is spoken by hand; ended with the context."""
+
+    def __init__(
+        self, context: "zmq.Context[Any]", runtime_dir: Path, *, page: int, num_blocks: int
+    ) -> None:
+        name = engine_name()
+        self.worker = RawWorker(runtime_dir, name, page=page, num_blocks=num_blocks)
+        self.scheduler = RawScheduler(context, runtime_dir, name)
+        self.scheduler.wait_attached()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.scheduler.close()
         self.worker.close()
-        self._memory.close()

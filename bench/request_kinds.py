@@ -80,7 +80,7 @@ class WrittenSteps(StepsKind):
         """Write what was begun, so that it is READY."""
         begun, self._steps.begun = self._steps.begun, []
         if begun:
-            self._engine.write(*places(begun))
+            self._engine.worker.write(*places(begun))
             self._steps.ready = begun
 
     def fill(self, slots: int) -> None:
