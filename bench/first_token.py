@@ -1,8 +1,9 @@
-"""Time to first token, one request at a time: of new prompts, and of prompts that came back.
+"""Time to first token of one engine, one request at a time: cold prompts, and prompts found again.
 
-In every round each variant in turn answers one new prompt (cold: it is computed, and stored) and
-prompts of earlier rounds (warm). The GPU's prefix cache is emptied before the warm ones, so that
-whatever is found comes from outside. All variants get the same prompts.
+A warm prompt is a beginning that was answered before, up to where a hit ends, and a tail that was
+not. With all variants the same tokens are found and the same are left to compute. Before it the
+GPU's prefix cache is emptied, so that what is found was loaded; where that cache itself is the
+variant, it is not, and nothing has to be loaded: the floor.
 """
 
 import time
@@ -11,129 +12,130 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import psutil
-from harness import Figures, median
-from variants import CHUNK_TOKENS, IN_PROCESS, NO_CACHE, Variant
+from moments import Stages
+from variants import Started, Way
 
 from kvd_tools.demo_vllm.engine import Answer
 
 PROMPT_TOKENS = 1900
-HIT_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS  # the last token is computed
+PROMPTS = 2  # of each start
 VOCABULARY = 2000
-WARM = 2  # warm prompts of a variant in a round
 SETTLE_SECONDS = 1.2  # stores end, and vLLM's processes stop polling after one second
 LOOK_SECONDS = 0.2
 MAX_TOKENS = 8
+LANE = ("lane: queued", "lane: copied", "lane: reported")
+TAILS = 1000  # number of the first one
+
+
+def found_tokens(chunk_tokens: int) -> int:
+    """Of a prompt that comes back, how many are found: whole chunks, not the last token."""
+    return (PROMPT_TOKENS - 1) // chunk_tokens * chunk_tokens
 
 
 @dataclass(slots=True)
 class Measured:
-    """One variant's figures; seconds, one entry a round.
+    """One start of one variant; seconds, but stages in ms.
 
-    cold_answer: until the last of MAX_TOKENS tokens.
-    complete, asked: warm prompts whose hits were complete, and all.
-    same: warm answers whose every number is the in-process copy's.
+    cold, cold_answer: until the first and the last of MAX_TOKENS tokens of new prompts.
+    warm: by tokens found, one for each prompt whose hit was complete.
+    answers: what was generated, by tokens found and number; for equal ones equal everywhere.
+    stages: of each warm prompt, where it was seen.
+    polls: how often the worker looked for the end of the load, and the steps this took.
+    others: how busy the CPUs were when no engine was asked, percent.
     """
 
     cold: list[float] = field(default_factory=list)
     cold_answer: list[float] = field(default_factory=list)
-    warm: list[float] = field(default_factory=list)
-    complete: int = 0
+    warm: dict[int, list[float]] = field(default_factory=dict)
     asked: int = 0
-    same: int = 0
-
-
-class Rounds:
-    """Interleaved rounds over variants.
-
-    Args:
-        variants: to be compared.
-        seed: of the prompts.
-    """
-
-    def __init__(self, variants: Sequence[Variant], seed: int = 0) -> None:
-        self._variants = variants
-        self._rng = np.random.default_rng(seed)
-        self._prompts: list[list[int]] = []
-        self.measured = {variant.name: Measured() for variant in variants}
-        self._others: list[float] = []
-
-    def run(self, rounds: int) -> None:
-        """Prime every variant with WARM prompts, then measure so many rounds."""
-        for variant in self._variants:
-            for prompt in map(self._prompt, range(WARM)):
-                _ask(variant, prompt)
-            time.sleep(SETTLE_SECONDS)
-            variant.engine.reset()
-            _ask(variant, self._prompt(0))  # the first load is not measured
-        for number in range(rounds):
-            turn = number % len(self._variants)
-            warm: dict[str, list[Answer]] = {}
-            for variant in (*self._variants[turn:], *self._variants[:turn]):
-                warm[variant.name] = self._turn(variant, number)
-            for name, answers in warm.items():
-                self.measured[name].same += sum(
-                    (answer.tokens, answer.logprobs) == (floor.tokens, floor.logprobs)
-                    for answer, floor in zip(answers, warm[IN_PROCESS], strict=True)
-                )
-
-    def _turn(self, variant: Variant, number: int) -> list[Answer]:
-        time.sleep(SETTLE_SECONDS)
-        self._others.append(psutil.cpu_percent(LOOK_SECONDS))
-        measured = self.measured[variant.name]
-        variant.engine.reset()
-        cold = _ask(variant, self._prompt(number + WARM))
-        if cold.cached_tokens:
-            raise RuntimeError(f"{variant.name}: {cold.cached_tokens} tokens of a new prompt hit")
-        measured.cold.append(cold.first_token_seconds)
-        measured.cold_answer.append(cold.seconds)
-        time.sleep(SETTLE_SECONDS)
-        variant.engine.reset()
-        answers = [_ask(variant, self._prompt(number + i)) for i in range(WARM)]
-        wanted = HIT_TOKENS if variant.caches else 0
-        complete = [a.first_token_seconds for a in answers if a.cached_tokens == wanted]
-        measured.warm.append(median(complete) if complete else float("nan"))
-        measured.complete += len(complete)
-        measured.asked += len(answers)
-        return answers
-
-    def _prompt(self, number: int) -> list[int]:
-        while len(self._prompts) <= number:
-            self._prompts.append(self._rng.integers(0, VOCABULARY, PROMPT_TOKENS).tolist())
-        return self._prompts[number]
+    answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
+    stages: list[Stages] = field(default_factory=list)
+    polls: list[int] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
 
     @property
-    def others_percent(self) -> float:
-        """How busy the CPUs were when no engine was asked: what other programs took."""
-        return float(np.mean(self._others))
-
-    def figures(self) -> dict[str, Figures]:
-        """Medians in ms; ratios to the in-process copy: medians of the rounds' own ratios."""
-        floor, nothing = self.measured[IN_PROCESS], self.measured[NO_CACHE]
-        return {
-            name: {
-                "cold_ttft_ms": 1e3 * median(m.cold),
-                "cold_answer_ms": 1e3 * median(m.cold_answer),
-                "warm_ttft_ms": 1e3 * _median(m.warm),
-                "cold_ttft_ratio": _ratio(m.cold, floor.cold),
-                "cold_answer_ratio": _ratio(m.cold_answer, floor.cold_answer),
-                "cold_to_no_cache_ratio": _ratio(m.cold, nothing.cold),
-                "warm_ttft_ratio": _ratio(m.warm, floor.warm),
-                "warm_complete": m.complete,
-                "warm_asked": m.asked,
-                "warm_same_answers": m.same,
-            }
-            for name, m in self.measured.items()
-        }
+    def complete(self) -> int:
+        """Warm prompts whose hits were complete."""
+        return sum(map(len, self.warm.values()))
 
 
-def _ask(variant: Variant, prompt: list[int]) -> Answer:
-    (answer,) = variant.engine.generate([prompt], max_tokens=MAX_TOKENS)
-    return answer
+class Asking:
+    """The prompts of one start, asked.
 
+    Args:
+        started: the engine.
+        found: how many tokens of warm prompts are to be found, one after another.
+        seed: of the prompts; the same for all variants.
+    """
 
-def _median(values: Sequence[float]) -> float:
-    return median(value for value in values if value == value)  # noqa: PLR0124  # without NaN
+    def __init__(self, started: Started, found: Sequence[int], seed: int) -> None:
+        self._started = started
+        self._found = found
+        self._seed = seed
+        self.measured = Measured(warm={n: [] for n in found})
 
+    def run(self, warm: int) -> Measured:
+        """Ask PROMPTS new prompts, then so many warm ones for each number of found tokens."""
+        untimed, *prompts = (self._tokens(n, PROMPT_TOKENS) for n in range(PROMPTS + 1))
+        self._ask(untimed)  # the engine's first prompt, which compiles, and its first hit
+        self._ask_warm(self._warm_prompt(untimed, self._found[0], warm))
+        for prompt in prompts:
+            self._settle()
+            answer = self._ask(prompt)
+            if answer.cached_tokens:
+                raise RuntimeError(f"{answer.cached_tokens} tokens of a new prompt were found")
+            self.measured.cold.append(answer.first_token_seconds)
+            self.measured.cold_answer.append(answer.seconds)
+        for number in range(warm):
+            for found in self._found:
+                prompt = self._warm_prompt(prompts[number % PROMPTS], found, number)
+                self._measure_warm(number, found, prompt)
+        return self.measured
 
-def _ratio(ours: Sequence[float], floor: Sequence[float]) -> float:
-    return _median([one / other for one, other in zip(ours, floor, strict=True)])
+    def _measure_warm(self, number: int, found: int, prompt: list[int]) -> None:
+        measured, lane = self.measured, self._lane_ms()
+        begin, answer = self._ask_warm(prompt)
+        measured.asked += 1
+        measured.answers[found, number] = answer
+        if answer.cached_tokens != found:
+            return
+        measured.warm[found].append(answer.first_token_seconds)
+        if self._started.variant.stamped:
+            end = begin + round(1e9 * answer.first_token_seconds)
+            stages, polls = self._started.moments.stages(begin, end)
+            self._settle()  # then the broker knows the lane's counters
+            stages |= {name: ms - lane[name] for name, ms in self._lane_ms().items()}
+            measured.stages.append(stages)
+            measured.polls.append(polls)
+
+    def _ask_warm(self, prompt: list[int]) -> tuple[int, Answer]:
+        """The moment in nanoseconds at which it was asked, and the answer."""
+        self._settle()
+        if self._started.variant.way is not Way.GPU:
+            self._started.engine.reset()
+        self.measured.others.append(psutil.cpu_percent(LOOK_SECONDS))
+        self._started.moments.skip()
+        return time.perf_counter_ns(), self._ask(prompt)
+
+    def _ask(self, prompt: list[int]) -> Answer:
+        (answer,) = self._started.engine.generate([prompt], max_tokens=MAX_TOKENS)
+        return answer
+
+    def _settle(self) -> None:
+        time.sleep(SETTLE_SECONDS)
+
+    def _warm_prompt(self, prompt: list[int], found: int, number: int) -> list[int]:
+        return prompt[:found] + self._tokens(TAILS + number, PROMPT_TOKENS - found)
+
+    def _tokens(self, number: int, count: int) -> list[int]:
+        rng = np.random.default_rng([self._seed, number])
+        tokens: list[int] = rng.integers(0, VOCABULARY, count).tolist()
+        return tokens
+
+    def _lane_ms(self) -> Stages:
+        """What all loads until now spent in each of the lane's stages; none without a daemon."""
+        if self._started.daemon is None:
+            return {}
+        (lane,) = self._started.daemon.status()["lanes"]
+        stages = lane["counters"]["stages"]
+        return {name: 1e3 * stages[name.replace("lane: ", "load_")]["sum"] for name in LANE}

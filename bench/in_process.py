@@ -1,4 +1,4 @@
-"""The floor that kvd is measured against: vLLM's own offloading with a copy inside the engine.
+"""What kvd is compared with: vLLM's own offloading with a copy inside the engine.
 
 vLLM's plain `OffloadingConnector` takes `InProcessSpec` by name. The scheduler and the manager
 are vLLM's; the worker copies between the KV tensors and one array in the same process, at once

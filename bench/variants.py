@@ -1,7 +1,7 @@
-"""The four ways to keep a KV cache that `vllm_ttft.py` compares, each with an engine of its own.
+"""The ways to keep a KV cache that `vllm_ttft.py` compares, each with an engine of its own.
 
-All engines have the same model, memory and settings, and stay up: an engine that is not asked
-costs no CPU (vLLM's processes stop polling a second after the last request).
+All engines have the same model, memory and settings. One is alive at a time: vLLM's processes wait
+for each other in loops, which on few cores are in the figures of every other engine.
 """
 
 import os
@@ -12,19 +12,20 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from harness import Daemon, end
+from moments import MOMENTS_FILE, Moments
 
 import kvd_client
 import kvd_proto
 import kvd_tools
 from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.models import LLAMA, write_model
+from kvd_tools.demo_vllm.models import LLAMA
 from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
 
-NO_CACHE, IN_PROCESS, KVD, LMCACHE = "no cache", "in-process", "kvd", "LMCache"
 MODEL = LLAMA | {
     "num_hidden_layers": 16,
     "hidden_size": 512,
@@ -34,9 +35,9 @@ MODEL = LLAMA | {
     "vocab_size": 2048,
 }
 KV_BYTES_PER_TOKEN = 2 * 16 * 8 * 128 * 2  # keys and values, layers, heads, numbers, bfloat16
-BLOCK_TOKENS, BLOCKS_PER_CHUNK, GPU_BLOCKS = 32, 2, 160
-CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
-GPU_TOKENS = GPU_BLOCKS * BLOCK_TOKENS
+CPU_BYTES = 2**30  # of each cache: all prompts of a start
+BLOCK_TOKENS = 32
+GPU_BLOCKS = 400  # all prompts of a start, so that one found in this memory is the floor
 MAX_MODEL_LEN = 2048
 STEP_TOKENS = 512  # a prompt takes several steps, so that storing it begins while it is computed
 LMCACHE_MODE = "lmcache_driven"  # the server copies, as kvd does; the other is slower here
@@ -44,61 +45,89 @@ SERVER_SECONDS = 120.0
 POLL_SECONDS = 0.05
 
 
+class Way(StrEnum):
+    """Where KV is found again."""
+
+    GPU = "GPU cache"  # of the engine itself: nothing is loaded, which is the floor
+    IN_PROCESS = "in-process"
+    KVD = "kvd"
+    LMCACHE = "LMCache"
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way, ready to be asked."""
+    """One way with chunks of so many blocks; the GPU cache has blocks only."""
 
-    name: str
-    engine: EngineProcess
+    way: Way
+    blocks_per_chunk: int
 
     @property
-    def caches(self) -> bool:
-        """Whether anything is kept outside the engine's own memory."""
-        return self.name != NO_CACHE
+    def chunk_tokens(self) -> int:
+        """Hits end at multiples of it."""
+        return self.blocks_per_chunk * BLOCK_TOKENS
+
+    @property
+    def stamped(self) -> bool:
+        """Whether the engine writes down its moments."""
+        return self.way in {Way.IN_PROCESS, Way.KVD}
+
+    def __str__(self) -> str:
+        chunks = "" if self.way is Way.GPU else f", chunks of {self.chunk_tokens}"
+        return f"{self.way}{chunks}"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A variant's engine, ready to be asked; the daemon where there is one."""
+
+    variant: Variant
+    engine: EngineProcess
+    moments: Moments
+    daemon: Daemon | None = None
 
 
 @contextmanager
-def running(place: Path, cpu_bytes: int, lmcache_python: str | None) -> Iterator[list[Variant]]:
-    """All variants, started one after another; everything is ended with the context.
+def started(
+    variant: Variant, model: Path, place: Path, lmcache_python: str | None
+) -> Iterator[Started]:
+    """Start it; everything is ended with the context.
 
     Args:
-        place: an existing folder for the model and the logs.
-        cpu_bytes: of every cache.
-        lmcache_python: of an environment with vLLM and LMCache, or None to leave LMCache out.
+        variant: which.
+        model: its folder.
+        place: an existing folder for logs.
+        lmcache_python: of an environment with vLLM and LMCache; for LMCache only.
     """
-    model = write_model(place / "model", MODEL)
+    moments = Moments(place / "moments")
+    python, transfer, daemon = sys.executable, None, None
     with ExitStack() as stack:
-        variants: list[Variant] = []
-
-        def start(name: str, transfer: Mapping[str, Any] | None, python: str) -> None:
-            log = place / f"{name.replace(' ', '-')}.log"
-            engine = EngineProcess(_options(model, transfer), log, python)
-            variants.append(Variant(name, stack.enter_context(engine)))
-
-        start(NO_CACHE, None, sys.executable)
-        in_process = {
-            "spec_name": "InProcessSpec",
-            "spec_module_path": "in_process",
-            "blocks_per_chunk": BLOCKS_PER_CHUNK,
-            "bytes": cpu_bytes,
-        }
-        start(IN_PROCESS, _transfer("OffloadingConnector", in_process), sys.executable)
-        daemon = stack.enter_context(Daemon(cpu_bytes))
-        transfer = kvd_transfer(
-            daemon.runtime_dir, blocks_per_chunk=BLOCKS_PER_CHUNK, required=True
-        )
-        start(KVD, transfer, sys.executable)
-        if lmcache_python is not None:
-            port = stack.enter_context(
-                lmcache_server(lmcache_python, cpu_bytes, place / "lmcache-server.log")
-            )
+        if variant.way is Way.IN_PROCESS:
+            extra = {
+                "spec_name": "InProcessSpec",
+                "spec_module_path": "in_process",
+                "blocks_per_chunk": variant.blocks_per_chunk,
+                "bytes": CPU_BYTES,
+            }
+            transfer = _transfer("StampedOffloading", extra, "stamped")
+        elif variant.way is Way.KVD:
+            daemon = stack.enter_context(Daemon(CPU_BYTES))
+            transfer = kvd_transfer(
+                daemon.runtime_dir, blocks_per_chunk=variant.blocks_per_chunk, required=True
+            ) | {"kv_connector": "StampedKvd", "kv_connector_module_path": "stamped"}
+        elif variant.way is Way.LMCACHE:
+            assert lmcache_python is not None
+            python = lmcache_python
+            server = lmcache_server(python, variant.chunk_tokens, place / "lmcache-server.log")
+            port = stack.enter_context(server)
             at = {"host": "tcp://localhost", "port": port, "mp_transfer_mode": LMCACHE_MODE}
             extra = {f"lmcache.mp.{name}": value for name, value in at.items()}
-            start(LMCACHE, _transfer("LMCacheMPConnector", extra), lmcache_python)
-        yield variants
+            transfer = _transfer("LMCacheMPConnector", extra)
+        options = _options(model, transfer, moments.path)
+        engine = stack.enter_context(EngineProcess(options, place / "engine.log", python))
+        yield Started(variant, engine, moments, daemon)
 
 
-def _options(model: Path, transfer: Mapping[str, Any] | None) -> EngineOptions:
+def _options(model: Path, transfer: Mapping[str, Any] | None, moments: Path) -> EngineOptions:
     packages = (kvd_client, kvd_proto, kvd_tools)
     roots = (Path(__file__).parent, *(Path(package.__path__[0]).parent for package in packages))
     return EngineOptions(
@@ -108,25 +137,26 @@ def _options(model: Path, transfer: Mapping[str, Any] | None) -> EngineOptions:
         block_size=BLOCK_TOKENS,
         dtype="bfloat16",
         kv_transfer=transfer,
-        env={"PYTHONPATH": ":".join(map(str, roots))},
+        env={"PYTHONPATH": ":".join(map(str, roots)), MOMENTS_FILE: str(moments)},
         threads=len(os.sched_getaffinity(0)),
         args=["--max-num-batched-tokens", str(STEP_TOKENS)],
     )
 
 
-def _transfer(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+def _transfer(connector: str, extra: Mapping[str, Any], module: str = "") -> dict[str, Any]:
+    transfer = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return transfer | ({"kv_connector_module_path": module} if module else {})
 
 
 @contextmanager
-def lmcache_server(python: str, cpu_bytes: int, log: Path) -> Iterator[int]:
+def lmcache_server(python: str, chunk_tokens: int, log: Path) -> Iterator[int]:
     """LMCache's multiprocess server with the same chunks and room: its port."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]
     command = [python, "-m", "lmcache.v1.multiprocess.server", "--port", str(port)]
-    command += ["--chunk-size", str(CHUNK_TOKENS), "--eviction-policy", "LRU"]
-    command += ["--l1-size-gb", f"{cpu_bytes / 2**30:g}", "--no-l1-use-lazy"]
+    command += ["--chunk-size", str(chunk_tokens), "--eviction-policy", "LRU"]
+    command += ["--l1-size-gb", f"{CPU_BYTES / 2**30:g}", "--no-l1-use-lazy"]
     # The server's own default is not the engine's on CPU: the engine would wait for ever.
     command += ["--supported-transfer-mode", LMCACHE_MODE, "--disable-observability"]
     with log.open("w") as sink:

