@@ -14,6 +14,7 @@ from kvd.errors import Refused
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     NO_GENERATIONS,
+    NO_ITEMS,
     NO_SLOTS,
     CompleteLoad,
     CompleteStore,
@@ -66,8 +67,8 @@ class Caching:
         if message.keys:
             ready, over = table.begin(
                 message.keys,
-                message.slots.numpy().tolist(),
-                message.generations.numpy().tolist(),
+                message.slots.tolist(),
+                message.generations.tolist(),
                 owner,
                 now,
                 blocks,
@@ -95,7 +96,7 @@ class Caching:
             self._state.reached("max_leases")
             table.refuse_pin(len(pin.slots))
             return
-        slots, generations = pin.slots.numpy().tolist(), pin.generations.numpy().tolist()
+        slots, generations = pin.slots.tolist(), pin.generations.tolist()
         seconds = min(pin.lease_ms / 1000, settings.lease_seconds)
         table.pin(pin.lease, slots, generations, owner, now, seconds)
 
@@ -248,6 +249,8 @@ def _checked(message: Step, namespace: Namespace) -> list[Blocks]:
 def _blocks(message: Step | PrepareStore | PrepareLoad, namespace: Namespace) -> list[Blocks]:
     """Return what of each chunk is meant; nothing where it is all of every chunk."""
     first, count, keys = message.first, message.count, len(message.keys)
+    if first is NO_ITEMS and count is NO_ITEMS:
+        return []
     if not len(first) == len(count) in {0, keys}:
         raise Refused(
             ErrorCode.BAD_MESSAGE,
@@ -255,7 +258,7 @@ def _blocks(message: Step | PrepareStore | PrepareLoad, namespace: Namespace) ->
         )
     if not len(first):
         return []
-    blocks = list(zip(first.numpy().tolist(), count.numpy().tolist(), strict=True))
+    blocks = list(zip(first.tolist(), count.tolist(), strict=True))
     whole = namespace.geometry.blocks_per_chunk
     for begin, number in blocks:
         if number < 1 or begin + number > whole:

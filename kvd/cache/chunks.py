@@ -38,7 +38,7 @@ from kvd.cache.slots import Ints, Slots
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
-from kvd_proto.arrays import IntArray
+from kvd_proto.arrays import FEW, IntArray
 from kvd_proto.directory import Entry, SlotState
 from kvd_proto.messages import LoadPrepared, ResetDone, StoreAnswer, StoreCompleted, StorePrepared
 
@@ -85,6 +85,7 @@ class ChunkTable:
         ledger = directory.ledger
         self.counts = ChunkCounts()
         self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
+        self._marks = self.stamps.data  # for few of them
         self._now = 0  # microseconds
         self._pool = pool
         self.space = pool.join(geometry, self, model)
@@ -119,6 +120,11 @@ class ChunkTable:
         """Note that these were of use now, the hottest first."""
         if slots:
             last = self._pool.tick(len(slots), self._now)
+            if len(slots) <= FEW:
+                for slot in slots:
+                    self._marks[slot] = last
+                    last -= 1
+                return
             self.stamps[slots[::-1]] = np.arange(last - len(slots) + 1, last + 1, dtype=np.uint64)
 
     def _ages(self, slots: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -264,7 +270,7 @@ class ChunkTable:
         self.set_time(now)
         life, directory, counts = self.slots, self.directory, self.counts
         mine = life.loans.of(owner)
-        entry, place, writers = directory.entry, directory.place, self.space.geometry.writers
+        place, writers = directory.place, self.space.geometry.writers
         begun, complete, raced, over = list[int](), list[int](), list[int](), list[int]()
         lost = 0
         for i, (key, slot, generation) in enumerate(zip(keys, slots, generations, strict=True)):
@@ -272,14 +278,14 @@ class ChunkTable:
                 lost += 1
                 continue
             del mine[slot]
-            held = entry(key)
-            if held is not None:
-                if not self._is_lesser(held, blocks[i] if blocks else None):
-                    raced.append(slot)
-                    continue
-                life.drop([held[0]])
-                counts.replaced += 1
             done = place(key, slot)
+            if isinstance(done, tuple) and self._is_lesser(done, blocks[i] if blocks else None):
+                life.drop([done[0]])
+                counts.replaced += 1
+                done = place(key, slot)
+            if isinstance(done, tuple):
+                raced.append(slot)
+                continue
             if done < 0:
                 counts.index_full += 1
                 raced.append(slot)

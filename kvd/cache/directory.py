@@ -27,6 +27,7 @@ from kvd_proto.directory import (
     SLOT_MASK,
     DirectoryHeader,
     DirectoryView,
+    Entry,
     SlotState,
 )
 from kvd_proto.errors import DirectoryError
@@ -39,6 +40,7 @@ _STATE, _KEY_LEN, _KEY = _AT["state"], _AT["key_len"], _AT["key"]
 _RANKS_DONE, _OWNER = _AT["ranks_done"] // 8, _AT["owner"] // 8
 _BLOCKS = _AT["first"] // 2
 _READ_KEY = struct.Struct(f"<B10x{KEY_BYTES}s").unpack_from  # from the key's length on
+_WRITE_KEY = struct.Struct(f"<{KEY_BYTES}s").pack_into
 _WORDS, _HALVES = RECORD_BYTES // 8, RECORD_BYTES // 2
 _FREE, _WRITING, _LENT = int(SlotState.FREE), int(SlotState.WRITING), int(SlotState.LENT)
 
@@ -221,26 +223,30 @@ class DirectoryWriter(DirectoryView):
         self._highest = highest
         return generations
 
-    def place(self, key: bytes, slot: int) -> int:
-        """LENT -> WRITING: give a key, which is not in the index yet, the slot.
+    def place(self, key: bytes, slot: int) -> int | Entry:
+        """LENT -> WRITING: give a key of 1 to 48 bytes the slot, unless it is here already.
 
         Returns:
             The ranks whose shares are there already, as a bit mask; -1 where the index has no
-            room near the key's home, and then the slot stays LENT.
+            room near the key's home. Of a key that is here its record. In both cases the slot
+            stays LENT.
         """
         index, mask = self._index, self._mask
         hash32 = crc32(key)
         home = hash32 & mask
         for i in range(home, home + self._limit):
-            if not index[i & mask]:
+            other = index[i & mask]
+            if not other:
                 break
+            if other >> 32 == hash32 and (held := self.entry(key)) is not None:
+                return held
         else:
             return -1
         # Only the key's bytes and the state: first block, count and group lie between.
         base = slot * RECORD_BYTES
         records = self._records
+        _WRITE_KEY(records, base + _KEY, key)
         records[base + _KEY_LEN] = len(key)
-        records[base + _KEY : base + RECORD_BYTES] = key.ljust(KEY_BYTES, b"\0")
         records[base + _STATE] = _WRITING
         index[i & mask] = hash32 << 32 | slot + 1
         done: int = self._words[slot * _WORDS + _RANKS_DONE]
@@ -250,14 +256,14 @@ class DirectoryWriter(DirectoryView):
         """READY -> FREE: take chunks out of the index; their keys, in the same order."""
         if self.ledger is not None:
             self.ledger.erase(slots)
-        records, read_key = self._records, _READ_KEY
+        records, read_key, unindex = self._records, _READ_KEY, self._unindex
         keys = []
         for slot in slots:
             base = slot * RECORD_BYTES
             length, padded = read_key(records, base + _KEY_LEN)
             key = padded[:length]
             records[base + _STATE] = _FREE
-            self._unindex(key, slot)
+            unindex(key, slot)
             keys.append(key)
         return keys
 

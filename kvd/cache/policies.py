@@ -6,7 +6,7 @@ candidate whether it may go. So a chunk's place does not depend on when its byte
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 
 import numpy as np
@@ -44,13 +44,17 @@ class LruPolicy:
         """Add a chunk that has got a slot, for a request that is under way."""
         self._slots.append(1, slot)
 
+    def insert_all(self, slots: Iterable[int]) -> None:
+        """`insert` each of these."""
+        self._slots.append_all(1, slots)
+
     def restore(self, slots: npt.NDArray[np.int64]) -> None:
         """Fill an empty policy with chunks of the previous daemon, used longest ago first."""
         self._slots.extend(1, slots)
 
     def refresh(self, slot: int) -> None:
         """A chunk is being used by a request that has not finished: no reference yet."""
-        self._slots.append(self._slots.remove(slot), slot)
+        self._slots.renew(slot)
 
     def use(self, slot: int) -> None:
         """A request that used or stored the chunk has finished.
@@ -137,6 +141,11 @@ class ArcPolicy(LruPolicy):
         else:
             self._slots.append(_T1, slot)
         self._trim()
+
+    def insert_all(self, slots: Iterable[int]) -> None:
+        """`insert` each of these."""
+        for slot in slots:
+            self.insert(slot)
 
     def use(self, slot: int) -> None:
         """Move a chunk that is used again to the hot end of T2."""

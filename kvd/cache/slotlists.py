@@ -5,7 +5,7 @@ hot end, iteration starts at the cold end. All operations but iteration take
 constant time. Memory is zero-filled lazily, so unused slots cost nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,42 @@ class SlotLists:
         self._prev[head] = place
         self._where[slot] = which
         self._sizes[which] += 1
+
+    def append_all(self, which: int, slots: Iterable[int]) -> None:
+        """`append` each of these, the hottest last."""
+        following, before, where, shift = self._next, self._prev, self._where, self._lists
+        head, count = which - 1, 0
+        last = before[head]
+        for slot in slots:
+            if where[slot]:
+                raise IntegrityError(f"slot {slot} is in list {where[slot]} already")
+            place = slot + shift
+            following[last] = place
+            before[place] = last
+            following[place] = head
+            before[head] = last = place
+            where[slot] = which
+            count += 1
+        self._sizes[which] += count
+
+    def renew(self, slot: int) -> None:
+        """Move a slot to the hot end of its list; IntegrityError where it is in none."""
+        which = self._where[slot]
+        if not which:
+            raise IntegrityError(f"slot {slot} is in no list")
+        following, before = self._next, self._prev
+        head, place = which - 1, slot + self._lists
+        after = following[place]
+        if after == head:
+            return
+        previous = before[place]
+        following[previous] = after
+        before[after] = previous
+        last = before[head]
+        following[last] = place
+        before[place] = last
+        following[place] = head
+        before[head] = place
 
     def extend(self, which: int, slots: npt.NDArray[np.int64]) -> None:
         """`append` for many slots that are in no list, coldest first."""

@@ -69,8 +69,7 @@ class Slots:
             slots = [slot for slot, good in zip(slots, placed, strict=True) if good]
             generations = [generation for generation in generations if generation]
         self.tickets.update(dict.fromkeys(slots, deadline))
-        for slot in reversed(slots):
-            self.policy.insert(slot)
+        self.policy.insert_all(slots[::-1])
         return keys, slots, generations
 
     def lend(self, slots: Sequence[int], owner: int, now: float) -> list[int]:
@@ -81,10 +80,8 @@ class Slots:
 
     def started(self, slots: list[int], deadline: float) -> None:
         """These are WRITING now, a prompt's head first, which must be the last to be evicted."""
-        tickets, insert = self.tickets, self.policy.insert
-        for slot in reversed(slots):
-            tickets[slot] = deadline
-            insert(slot)
+        self.tickets.update(dict.fromkeys(slots, deadline))
+        self.policy.insert_all(slots[::-1])
 
     def call_in(self, slots: Sequence[int]) -> Refs:
         """LENT -> DRAINING: these are in no place of `loans` any more; what is to be revoked."""

@@ -1,6 +1,6 @@
 """The part of the pool that one namespace may use: its columns and their free slots."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -76,6 +76,8 @@ class Space:
         With `usable`, those whose bytes lie inside so many bytes of the pool, as filled.
         """
         taken: list[int] = []
+        if n <= 0 or not self.free_slots:
+            return taken
         for column in self._open_within(usable):
             if len(taken) >= n:
                 break
@@ -94,10 +96,11 @@ class Space:
             return self.free_slots
         return sum(len(self._free[column]) for column in self._open_within(usable))
 
-    def _open_within(self, usable: int | None) -> list[int]:
+    def _open_within(self, usable: int | None) -> Iterator[int]:
         """Claimed columns with a free slot."""
-        open_columns = (column for column, free in self._free.items() if free)
-        return [c for c in open_columns if usable is None or self.needs[c] <= usable]
+        for column, free in self._free.items():
+            if free and (usable is None or self.needs[column] <= usable):
+                yield column
 
     def is_within(self, slot: int, usable: int) -> bool:
         """Whether the slot's column lies inside `usable` bytes of the pool, as filled."""

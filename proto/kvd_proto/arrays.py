@@ -23,6 +23,7 @@ Integers: TypeAlias = Iterable[int] | npt.NDArray[Any]
 DType = Literal["u1", "u2", "u4", "u8"]
 _TYPECODES: dict[DType, Literal["B", "H", "I", "Q"]] = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 """Of this machine: little-endian."""
+_WIDTHS: dict[DType, int] = {"u1": 1, "u2": 2, "u4": 4, "u8": 8}
 
 
 class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -37,7 +38,7 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     data: bytes
 
     def __post_init__(self) -> None:
-        width = int(self.dtype[1])
+        width = _WIDTHS[self.dtype]
         if len(self.data) % width:
             raise ValueError(
                 f"{len(self.data)} bytes are no whole number of {self.dtype} items ({width} bytes)"
@@ -85,7 +86,7 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
         return int(many.min()), int(many.max())
 
     def __len__(self) -> int:
-        return len(self.data) // int(self.dtype[1])
+        return len(self.data) // _WIDTHS[self.dtype]
 
     def __repr__(self) -> str:
         return f"<IntArray {self.dtype}[{len(self)}]>"
