@@ -31,6 +31,7 @@ MIB = 2**20
 READY_SECONDS = 30.0
 POLL_SECONDS = 0.001
 SECONDS = 60.0  # for anything else
+SPARE = 3  # stores' worth of slots that an engine may have on loan, with those it uses
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MARKS = ("/pool", "memfd:kvd-memory", "/dev/shm/")  # the pool's and the workers' memory
 
@@ -230,7 +231,8 @@ class Engine:
             raise RuntimeError("the engine does not become complete")
 
     def offer(self, keys: list[bytes]) -> StoreTicket:
-        """Slots for all of these keys."""
+        """Slots for all of these keys, which are asked for before."""
+        self.scheduler.reserve(len(keys), SECONDS)
         return _all(self.scheduler.prepare_store(keys), keys)
 
     def find(self, keys: list[bytes]) -> LoadTicket:
@@ -259,13 +261,17 @@ class Engine:
                 raise RuntimeError(f"job {job} failed: {results.get(job)}")
 
     def fill(self, count: int, at_a_time: int) -> tuple[list[bytes], list[float]]:
-        """Store so many chunks of one block each: their keys, and ms of each `prepare_store`."""
+        """Store so many chunks of one block each: their keys, and ms of each `prepare_store`.
+
+        A pool needs room for `SPARE` times `at_a_time` more: slots are lent ahead of need.
+        """
         keys: list[bytes] = []
         took = []
         while len(keys) < count:
             batch = fresh_keys(at_a_time)
+            self.scheduler.reserve(at_a_time, SECONDS)
             started = time.perf_counter()
-            ticket = self.offer(batch)
+            ticket = _all(self.scheduler.prepare_store(batch), batch)
             took.append((time.perf_counter() - started) * 1e3)
             self.finish(self.submit(ticket, np.arange(1, 1 + at_a_time)))
             self.scheduler.complete_store(batch)

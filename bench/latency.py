@@ -41,6 +41,7 @@ from kvd_proto.messages import Fingerprint
 
 # A chunk has 128 KiB on every rank.
 WORLD_SIZE, TENSORS, PAGE, NUM_BLOCKS, BLOCKS_PER_CHUNK = 2, 4, 16384, 64, 2
+POOL = 256 * MIB  # of which a quarter at most is on loan when it is full
 CHUNKS = 250  # jobs in a series; bare round trips, stores and loads take turns
 SERIES = 4
 FRAME_BYTES = 240  # of a job of one chunk
@@ -91,7 +92,7 @@ def run() -> dict[tuple[str, str], Series]:
     """Every mode and kind, in turns."""
     times: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     stages: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    with Daemon(128 * MIB) as daemon, contextlib.ExitStack() as ending:
+    with Daemon(POOL) as daemon, contextlib.ExitStack() as ending:
         name = engine_name()
         endpoint = f"ipc://{daemon.runtime_dir}/bare.sock"
         ending.enter_context(process(endpoint))
@@ -119,6 +120,7 @@ def run() -> dict[tuple[str, str], Series]:
 
             series("bare", endpoint=endpoint)
             keys = fresh_keys(CHUNKS)
+            scheduler.reserve(CHUNKS, SECONDS)
             stores = scheduler.prepare_store(keys)
             series("store", **places(stores.slots, stores.generations))
             scheduler.complete_store(keys)

@@ -3,7 +3,7 @@
 import random
 import time
 
-from harness import MIB, Daemon, Engine, Figures, layout, median
+from harness import MIB, SPARE, Daemon, Engine, Figures, layout, median
 
 from kvd.cache.directory import directory_bytes
 from kvd_client.scheduler import Scheduler
@@ -17,7 +17,7 @@ ROUNDS = 7
 def measure() -> Figures:
     """Microseconds a key, milliseconds a request, bytes a chunk."""
     with (
-        Daemon(CHUNKS * PAGE) as daemon,
+        Daemon((CHUNKS + SPARE * BATCH) * PAGE) as daemon,
         Engine(daemon.runtime_dir, layout(1, PAGE, BATCH + 1)) as engine,
     ):
         empty, _ = daemon.memory()

@@ -6,7 +6,7 @@ Another engine of the namespace loads nothing of before, either: it is asked rig
 import random
 import time
 
-from harness import Daemon, Engine, Figures, layout, median, wait_found
+from harness import SPARE, Daemon, Engine, Figures, layout, median, wait_found
 
 from kvd_client.scheduler import Scheduler
 from kvd_proto.directory import LookupResult
@@ -19,7 +19,7 @@ def measure() -> Figures:
     """Milliseconds: until the call returns, and until the slots are free; medians of the rounds."""
     waits, sweeps = [], []
     with (
-        Daemon(CHUNKS * PAGE) as daemon,
+        Daemon((CHUNKS + SPARE * BATCH) * PAGE) as daemon,
         Engine(daemon.runtime_dir, layout(1, PAGE, BATCH + 1)) as engine,
     ):
         for _ in range(ROUNDS):

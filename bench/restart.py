@@ -11,7 +11,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from harness import Daemon, Engine, Figures, layout, median
+from harness import SPARE, Daemon, Engine, Figures, layout, median
 
 PAGE = 4096
 BATCH = 1000
@@ -27,7 +27,7 @@ def measure(chunks: int, runs: int) -> Figures:
     Raises:
         RuntimeError: a chunk is not there.
     """
-    pool = max(chunks, BATCH) * PAGE
+    pool = (chunks + SPARE * BATCH) * PAGE
     with tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as path:
         place = Path(path)
         with Daemon(pool, place=place) as daemon, Engine(daemon.runtime_dir, LAYOUT) as engine:

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from kvd_client.errors import UsageError
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import MAX_BLOCKS
 from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS
 
@@ -89,16 +88,18 @@ def check_blocks(first: object, count: object) -> None:
         whole("count", count, 1, MAX_BLOCKS - begin)
 
 
-def pack_blocks(blocks: object, number: int) -> tuple[IntArray, IntArray]:
-    """Return first blocks and counts, one for each key; empty arrays for None: all blocks."""
-    pairs = [] if blocks is None else collection("blocks", blocks, "pairs (first block, count)")
-    if blocks is not None and len(pairs) != number:
+def block_ranges(blocks: object, number: int) -> list[Blocks] | None:
+    """Check the blocks of each of so many keys; None: all blocks of all."""
+    if blocks is None:
+        return None
+    pairs = collection("blocks", blocks, "pairs (first block, count)")
+    if len(pairs) != number:
         raise UsageError(f"{len(pairs)} blocks with {number} keys: one pair for each is needed")
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UsageError(f"blocks={shown(pair)}: a pair (first block, count) is needed")
         check_blocks(pair[0], whole("count", pair[1], 1, MAX_BLOCKS))
-    return IntArray.of((p[0] for p in pairs), "u2"), IntArray.of((p[1] for p in pairs), "u2")
+    return [(first, count) for first, count in pairs]
 
 
 def declared(name: str, value: object, kind: type[T]) -> T:

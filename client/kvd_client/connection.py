@@ -3,17 +3,25 @@
 Notices and descriptors travel over the control socket. Its end of file means that the daemon is
 gone, which the kernel says at once and without fail.
 
-A connection is used under its session's lock, except for `receive`, which is the keeper's. It
-never reconnects and ends with the first request that is not answered in time; a new one is made.
+Any thread may make requests, and none waits for another one's: the lock of the request socket is
+held to send and to take in what has arrived, never to wait. Replies go by the number of their
+request. Who waits for one takes in those of others too, and looks for its own every few
+milliseconds, as others do the same. A request may also be posted, and its reply is kept.
+Notices are the keeper's alone.
+
+A connection never reconnects and ends with the first request that is not answered in time; a new
+one is made.
 """
 
 import errno
+import itertools
 import os
 import select
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +50,8 @@ CLIENT_NAME = "kvd_client"
 HIGH_WATER_MARK = 10_000
 CONNECT_MS = 1000
 HANDSHAKE_SECONDS = 10.0  # many short tries would fill the queue of a daemon that stands still
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # their enums cost microseconds
+LOOK_MS = 20  # a reply may have been taken in by another thread
 
 
 @dataclass(slots=True)
@@ -96,6 +106,9 @@ class Connection:
         kind, engine: who we are.
         stop: descriptor that becomes readable when the session is being closed.
 
+    Attributes:
+        failed: why the connection cannot be used any more; empty while it can.
+
     Raises:
         OSError: no daemon.
         DaemonLost: a daemon that does not do its part.
@@ -110,8 +123,12 @@ class Connection:
         stop: int,
     ) -> None:
         end = time.monotonic() + HANDSHAKE_SECONDS
-        self._ids = 0
-        self.owed: deque[Message] = deque()  # requests that the keeper is to make
+        self.failed = ""
+        self._ids = itertools.count(1)
+        self._posted: dict[int, float] = {}  # those without an answer, and when they were sent
+        self._kept: deque[tuple[Header, bytes]] = deque()  # answers to them, in their order
+        self._awaited: dict[int, tuple[Header, bytes] | None] = {}  # by those who wait
+        self._lock = threading.Lock()
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._open_control_socket(socket_path(runtime_dir, "control.sock"))
@@ -128,11 +145,12 @@ class Connection:
         except BaseException:
             self._control.close()
             raise
-        self._poller = zmq.Poller()
-        self._poller.register(self._dealer, zmq.POLLIN)
-        # Only the hang-up: what can be read there is the keeper's.
-        self._poller.register(self.fileno(), zmq.POLLERR)
-        self._poller.register(stop, zmq.POLLIN)
+        # Of the control socket only the hang-up: what can be read there is the keeper's.
+        self._watched = (
+            (self._dealer.FD, select.POLLIN),
+            (self.fileno(), 0),
+            (stop, select.POLLIN),
+        )
         try:
             hello = Hello(
                 kind=kind,
@@ -219,36 +237,150 @@ class Connection:
             DaemonLost: no reply until `end`; the daemon died meanwhile, has restarted, or answers
                 nonsense; or the session is being closed.
         """
+        number = next(self._ids)
         try:
-            request_id = self._send(message, fds, end)
+            frame = self._encode(message, number)
+            self._awaited[number] = None
+            if fds:
+                self._send_with_descriptors(frame, fds, end)
+            else:
+                self._send(frame)
+            answer = self._wait(number, message, end)
         except Oversize as error:
             return Error.of(ErrorCode.BAD_LAYOUT, str(error))
-        while True:
-            ready = dict(self._poller.poll(max(0, round((end - time.monotonic()) * 1000))))
-            if self._dealer in ready:
-                reply = self._receive(request_id)
-                if not isinstance(reply, (REPLY_OF[type(message)], Error)):
-                    raise DaemonLost(
-                        f"{type(message).__name__} was answered by {type(reply).__name__}"
-                    )
-                return reply
-            if ready:
-                raise DaemonLost("the daemon is gone, or this session is being closed")
-            if time.monotonic() >= end:
-                raise DaemonLost(f"no answer to {type(message).__name__} within its deadline")
+        finally:
+            self._awaited.pop(number, None)
+        reply = self._decode(answer)
+        if not isinstance(reply, (REPLY_OF[type(message)], Error)):
+            raise DaemonLost(f"{type(message).__name__} was answered by {type(reply).__name__}")
+        return reply
 
-    def _send(self, message: Message, fds: Sequence[int], end: float) -> int:
-        self._ids += 1
-        boot_id = NO_ID if isinstance(message, Hello) else self.boot_id
-        frame = WIRE.encode(message, self._ids, boot_id, self.token)
-        if fds:
-            self._send_with_descriptors(frame, fds, end)
-            return self._ids
+    def _wait(self, number: int, message: Message, end: float) -> tuple[Header, bytes]:
+        gone = False
+        while True:
+            self.take_in()
+            answer = self._awaited[number]
+            if answer is not None:
+                return answer
+            if self.failed or gone:
+                raise DaemonLost(
+                    self.failed or "the daemon is gone, or this session is being closed"
+                )
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DaemonLost(f"no answer to {type(message).__name__} within its deadline")
+            gone = self.wait_readable(left)
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Wait until a reply may have arrived, so many seconds and `LOOK_MS` at most.
+
+        Returns:
+            Whether the daemon is gone, or the session is being closed.
+        """
+        poller = select.poll()  # one must not be used by two threads
+        for fd, events in self._watched:
+            poller.register(fd, events)
+        ready = poller.poll(min(LOOK_MS, max(0.0, seconds * 1000)))
+        return any(fd != self._watched[0][0] for fd, _ in ready)
+
+    def post(self, message: Message) -> int:
+        """Send a request and wait for nothing; `replies` will have its reply.
+
+        Returns:
+            Its number; 0 where it could not be sent, and the connection has failed.
+        """
+        number = next(self._ids)
         try:
-            self._dealer.send(frame, zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise DaemonLost("the daemon takes no requests") from error
-        return self._ids
+            frame = self._encode(message, number)
+            self._send(frame, posted=number)
+        except (DaemonLost, Oversize) as error:
+            self.failed = self.failed or str(error)
+            return 0
+        return number
+
+    def _encode(self, message: Message, number: int) -> bytes:
+        boot_id = NO_ID if isinstance(message, Hello) else self.boot_id
+        return WIRE.encode(message, number, boot_id, self.token)
+
+    def _send(self, frame: bytes, posted: int = 0) -> None:
+        with self._lock:
+            if self._dealer.closed:
+                raise DaemonLost("this connection is closed")
+            if posted:
+                self._posted[posted] = time.monotonic()
+            try:
+                self._dealer.send(frame, zmq.NOBLOCK)
+            except zmq.Again as error:
+                raise DaemonLost("the daemon takes no requests") from error
+
+    # ---------------------------------------------------------------- replies
+
+    def take_in(self) -> None:
+        """Take in all replies that have arrived. Never waits."""
+        with self._lock:
+            dealer = self._dealer
+            if dealer.closed:
+                self.failed = self.failed or "this connection is closed"
+                return
+            while (self._posted or self._awaited) and int(dealer.get(_EVENTS)) & _POLLIN:
+                self._keep(dealer.recv(zmq.NOBLOCK))
+
+    def _keep(self, frame: bytes) -> None:
+        """Keep a reply for whoever has made the request."""
+        try:
+            header = WIRE.decode_header(frame)
+        except DecodeError as error:
+            self.failed = f"an unreadable reply: {error}"
+            return
+        number = header.request_id
+        if header.boot_id != self.boot_id:
+            self.failed = "another daemon answers: it has restarted"
+        elif self._posted.pop(number, None) is not None:
+            self._kept.append((header, frame))
+        elif number in self._awaited:
+            self._awaited[number] = header, frame
+        else:
+            self.failed = f"an answer to request {number}, which was not made"
+
+    @property
+    def unanswered(self) -> int:
+        """How many posted requests have no answer yet."""
+        return len(self._posted)
+
+    @property
+    def oldest(self) -> float | None:
+        """When the oldest posted request without an answer was sent, by `time.monotonic()`."""
+        if not self._posted:
+            return None
+        with self._lock:
+            return next(iter(self._posted.values()), None)
+
+    def is_overdue(self, seconds: float) -> bool:
+        """Whether a posted request has had no answer for so long."""
+        oldest = self.oldest
+        return oldest is not None and time.monotonic() >= oldest + seconds
+
+    @property
+    def has_replies(self) -> bool:
+        """Whether replies to posted requests have arrived, or may have, that were not taken."""
+        return bool(self._posted or self._kept)
+
+    def replies(self) -> Iterator[tuple[int, Message]]:
+        """Take the replies to posted requests that were taken in: request numbers, replies.
+
+        Raises:
+            DaemonLost: one is unreadable.
+        """
+        while self._kept:
+            answer = self._kept.popleft()
+            yield answer[0].request_id, self._decode(answer)
+
+    @staticmethod
+    def _decode(answer: tuple[Header, bytes]) -> Message:
+        try:
+            return WIRE.decode_body(*answer)
+        except DecodeError as error:
+            raise DaemonLost(f"an unreadable reply: {error}") from error
 
     def _send_with_descriptors(self, frame: bytes, fds: Sequence[int], end: float) -> None:
         poller = select.poll()
@@ -269,22 +401,19 @@ class Connection:
             else:
                 return
 
-    def _receive(self, request_id: int) -> Message:
-        frame = self._dealer.recv()
-        try:
-            header = WIRE.decode_header(frame)
-            if header.boot_id != self.boot_id:
-                raise DaemonLost("another daemon answers: it has restarted")
-            if header.request_id != request_id:
-                raise DaemonLost(f"an answer to request {header.request_id}, {request_id} was made")
-            return WIRE.decode_body(header, frame)
-        except DecodeError as error:
-            raise DaemonLost(f"an unreadable reply: {error}") from error
+    # -------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Close both sockets; the daemon sees it at once."""
-        self._control.close()
-        self._dealer.close(linger=0)
+        """Close both sockets; the daemon sees it at once. Who waits for a reply is told."""
+        with self._lock:
+            self.failed = self.failed or "this connection is closed"
+            self._control.close()
+            self._dealer.close(linger=0)
+
+    def abandon(self) -> None:
+        """Close what a forked child has inherited, without the parent's lock."""
+        self._lock = threading.Lock()
+        self.close()  # ZeroMQ itself leaves sockets of another process alone
 
     def __repr__(self) -> str:
         return f"<Connection to {self.daemon} pid {self.pid}, boot {self.boot_id.hex()[:8]}>"

@@ -1,93 +1,84 @@
-"""The scheduler's side: what is cached, where to store, what to load."""
+"""The scheduler's side: what is cached, where to store, what to load.
+
+Calls of an engine's step decide by themselves, from shared memory: what is READY, and which slots
+the daemon has lent, it says there. They tell the daemon what they have decided, and wait neither
+for it nor for a lock that anybody holds while waiting.
+"""
 
 import contextlib
 import itertools
 import logging
-import mmap
 import os
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Collection, Container
 from typing import Any
 
 import numpy as np
 
 from kvd_client.arguments import (
     Blocks,
+    block_ranges,
     check_blocks,
     check_key,
     collection,
     flag,
-    pack_blocks,
     request_keys,
     seconds,
     shown,
     whole,
 )
-from kvd_client.connection import Notice
+from kvd_client.attachment import Attachment, Kept, map_directory
+from kvd_client.connection import Connection, Notice
 from kvd_client.errors import UsageError
+from kvd_client.lookups import LookupCounts
 from kvd_client.readiness import ReadyNews
-from kvd_client.session import M, Session
+from kvd_client.session import LAST_REPORT_SECONDS, Session
 from kvd_client.tickets import LoadTicket, StoreTicket
-from kvd_proto.directory import DirectoryView, LookupResult
-from kvd_proto.errors import DirectoryError
+from kvd_proto.directory import MAX_SLOTS, LookupResult
 from kvd_proto.messages import (
     MAX_KEY_BYTES,
     Attached,
-    CompleteLoad,
-    CompleteStore,
     Detached,
-    LoadPrepared,
     Lookups,
     Message,
     Ping,
-    PrepareLoad,
-    PrepareStore,
-    RequestFinished,
-    RequestNoted,
     Reset,
     ResetDone,
     Status,
     StatusReport,
+    Step,
     StoreAnswer,
-    StoreCompleted,
-    StorePrepared,
 )
 
 MAX_LEASE_SECONDS = 600.0
 RESET_SECONDS = 30.0  # it takes a daemon milliseconds for ten thousands of chunks
 MAX_TOKENS = 2**48  # of one request; totals have room for tens of thousands of such
-_ANSWERS = {int(answer): answer for answer in StoreAnswer}
-_MISS, _HIT = LookupResult.MISS, LookupResult.HIT
+LEFT_BEHIND_SECONDS = 1.0  # after which the keeper sends what no `end_step` has sent
+AGAIN_SECONDS = 0.01  # until the daemon is asked again for loans that somebody waits for
 
-_NOT_TOLD = StoreCompleted(ready=0, pending=0, dropped=0)
+_MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+_U4, _U8, _BOOL = np.dtype("<u4"), np.dtype("<u8"), np.dtype(np.bool_)
 
 log = logging.getLogger("kvd_client")
-
-
-@dataclass(slots=True)
-class LookupCounts:
-    """Totals of one session. Adding takes no lock: with several threads a few may be lost."""
-
-    chunks: int = 0
-    hit_chunks: int = 0
-    tokens: int = 0
-    hit_tokens: int = 0
 
 
 class Scheduler(Session):
     """An engine's scheduler.
 
-    Whatever happens to the daemon, every call returns within `deadline`
-    seconds; what could not be done is a miss or an empty ticket. All methods
-    may be called from any thread. They raise `UsageError` for invalid arguments,
-    and once it is closed.
+    Whatever happens to the daemon, no call of a step waits for it: neither lookups nor
+    `prepare_*`, `complete_*`, `request_finished` and `end_step`. What could not be done is a miss
+    or an empty ticket. All methods may be called from any thread. They raise `UsageError` for
+    invalid arguments, and once it is closed.
 
     Args:
         runtime_dir: the daemon's runtime directory.
         engine: the engine's name; its workers use the same, another engine another one.
-        deadline: seconds that the daemon may take for an answer.
+        deadline: seconds that the daemon may take for an answer, before its session is given up.
         counts_tokens: the engine calls `count_tokens`; otherwise the daemon counts a chunk's
             tokens for each lookup.
+        steps: the engine calls `end_step`, and the daemon is told then what was decided since the
+            last one; otherwise each call tells it at once.
 
     Raises:
         UsageError: an invalid argument. An absent daemon is no error.
@@ -102,15 +93,24 @@ class Scheduler(Session):
         *,
         deadline: float = 1.0,
         counts_tokens: bool = False,
+        steps: bool = False,
     ) -> None:
         self._counts_tokens = flag("counts_tokens", counts_tokens)
+        self._steps = flag("steps", steps)
         super().__init__(runtime_dir, engine, deadline)
-        self._attached: tuple[Attached, DirectoryView] | None = None
         self._ready_news = ReadyNews()
+        # Of what follows up to the gap; held to decide and to send, never to wait.
+        self._state = threading.Lock()
+        self._attachment: Attachment | None = None
+        self._kept = Kept()
+        self._serials = itertools.count(1)  # of tickets, those of one session after another
+        self._first_store = self._first_lease = 0  # serials below it are over
         # A reset that no daemon has answered yet; its answer is put into it.
         self._owed: list[ResetDone] | None = None
+
         # Replaced whenever that changes, so that a lookup tests nothing.
         self._find: Callable[..., LookupResult] = self._find_nothing
+        self._begun: Container[bytes] = ()
         self._counts = LookupCounts()
         self._reported: Lookups | None = None
         self._start()
@@ -120,7 +120,7 @@ class Scheduler(Session):
     def lookup(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
         """Return HIT, HIT_PENDING (being written) or MISS, from shared memory, without a message.
 
-        A hint; `prepare_load` decides. A key has 1 to 48 bytes. A chunk that lacks some of the
+        A hint; the load decides. A key has 1 to 48 bytes. A chunk that lacks some of the
         blocks `first`..`first + count - 1` is a MISS; without a count, one from `first` on.
         """
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
@@ -132,6 +132,8 @@ class Scheduler(Session):
         counts.chunks += 1
         if found is _HIT:
             counts.hit_chunks += 1
+        elif found is _MISS and key in self._begun:
+            return _HIT_PENDING
         return found
 
     def lookup_many(self, keys: Collection[bytes]) -> list[LookupResult]:
@@ -143,6 +145,10 @@ class Scheduler(Session):
         found = list(map(self._find, keys))
         self._counts.chunks += len(found)
         self._counts.hit_chunks += found.count(_HIT)
+        if begun := self._begun:
+            for i, key in enumerate(keys):
+                if found[i] is _MISS and key in begun:
+                    found[i] = _HIT_PENDING
         return found
 
     def count_tokens(self, asked: int, found: int) -> None:
@@ -169,58 +175,63 @@ class Scheduler(Session):
     def prepare_store(
         self, keys: Collection[bytes], blocks: Collection[Blocks] | None = None
     ) -> StoreTicket:
-        """Ask for slots. Some keys may be accepted and others not; see the ticket's answers.
+        """Give slots on loan to keys that are new. See the ticket's answers.
 
-        `blocks` are the blocks of each key's chunk that will be stored, as pairs (first block,
-        count); None: all of them. A cached chunk with fewer blocks may be accepted again; it is
-        found until the new one takes its place.
+        Where loans run out the first keys have them; the others are FULL, and the daemon is told
+        that more are needed: offer them again in a later step. `reserve` waits for loans.
+
+        Args:
+            keys: a prompt's head first.
+            blocks: the blocks of each key's chunk that will be stored, as pairs (first block,
+                count); None: all of them. A cached chunk with fewer blocks may be accepted again.
         """
         wanted = request_keys(keys)
-        first, count = pack_blocks(blocks, len(wanted))
-        reply = self._prepare(PrepareStore(keys=wanted, first=first, count=count), StorePrepared)
-        if reply is None:
-            return StoreTicket()
-        answers = reply.answers.numpy().tolist()
-        slots, generations = reply.slots.numpy(), reply.generations.numpy()
-        accepted = tuple(
-            key
-            for key, answer in zip(wanted, answers, strict=False)
-            if answer == StoreAnswer.ACCEPTED
+        ranges = block_ranges(blocks, len(wanted))
+        self._check_open()
+        with self._state:
+            there = self._attachment
+            if there is None or self._owed is not None:
+                return StoreTicket()
+            if ranges is not None:
+                there.decisions.check(ranges)
+            there.look_for_loans(len(wanted))
+            if not there.has_room(len(wanted)):
+                return StoreTicket(answers=(StoreAnswer.FULL,) * len(wanted))
+            answers, chosen = there.decisions.offer(wanted, ranges)
+            serial = next(self._serials)
+            self._end_call(there)
+        ticket = StoreTicket(
+            keys=tuple(chosen.keys),
+            slots=np.array(chosen.slots, _U4),
+            generations=np.array(chosen.generations, _U8),
+            answers=tuple(answers),
+            serial=serial,
+            on_exit=lambda success: self._leave(lambda: self.complete_store(ticket, success)),
         )
-        if (
-            len(answers) != len(wanted)
-            or not set(answers) <= _ANSWERS.keys()
-            or not len(accepted) == len(slots) == len(generations)
-        ):
-            self._inconsistent(reply)
-            return StoreTicket()
-        return StoreTicket(
-            keys=accepted,
-            slots=slots,
-            generations=generations,
-            answers=tuple([_ANSWERS[answer] for answer in answers]),
-            evicted=reply.evicted,
-            on_exit=lambda success: self._leave(
-                lambda: accepted and self.complete_store(accepted, success)
-            ),
-        )
+        return ticket
 
-    def complete_store(
-        self, stored: StoreTicket | Collection[bytes], success: bool = True
-    ) -> StoreCompleted:
-        """End these stores; without success what is unfinished is dropped.
+    def complete_store(self, stored: StoreTicket | Collection[bytes], success: bool = True) -> None:
+        """End these stores. Without success those that are unfinished are dropped.
+
+        Of what was stored the daemon knows from its lanes: with success nothing is sent.
 
         Args:
             stored: a ticket, or some of its keys.
             success: whether all ranks have stored their shares.
-
-        Returns:
-            How many of their chunks are ready, pending (still being written) and dropped; all 0
-            where the daemon has not answered.
         """
-        ended = request_keys(stored.keys if isinstance(stored, StoreTicket) else stored)
-        reply = self._settle(CompleteStore(keys=ended, success=flag("success", success)))
-        return reply if isinstance(reply, StoreCompleted) else _NOT_TOLD
+        serial = 0
+        if isinstance(stored, StoreTicket):
+            serial, stored = whole("ticket.serial", stored.serial, 0), stored.keys
+        keys = request_keys(stored)
+        succeeded = flag("success", success)
+        self._check_open()
+        if succeeded or not keys:
+            return
+        with self._state:
+            there, over = self._attachment, 0 < serial < self._first_store
+            if there is not None and not over and there.has_room(len(keys)):
+                there.decisions.outbox.drop(keys)
+                self._end_call(there)
 
     # ------------------------------------------------------------------ loads
 
@@ -230,50 +241,138 @@ class Scheduler(Session):
         lease_seconds: float = 60.0,
         blocks: Collection[Blocks] | None = None,
     ) -> LoadTicket:
-        """Pin chunks for loading, until `complete_load` or the lease's end.
+        """Find chunks to load, and have them pinned until `complete_load` or the lease's end.
 
-        `blocks` are the blocks of each key's chunk that will be loaded, as pairs (first block,
-        count); None: all of them. A chunk that lacks some of them is not found.
+        The daemon is told of it with the step; of a chunk that has gone by then the load fails.
+
+        Args:
+            keys: a prompt's head first.
+            lease_seconds: above 0, to 600; the daemon may give less.
+            blocks: the blocks of each key's chunk that will be loaded, as pairs (first block,
+                count); None: all of them. A chunk that lacks some of them is not found.
         """
         wanted = request_keys(keys)
-        lease = seconds("lease_seconds", lease_seconds, MAX_LEASE_SECONDS, positive=True)
-        first, count = pack_blocks(blocks, len(wanted))
-        nothing = LoadTicket(found=np.zeros(len(wanted), np.bool_))
-        lease_ms = max(1, round(lease * 1000))
-        message = PrepareLoad(keys=wanted, lease_ms=lease_ms, first=first, count=count)
-        reply = self._prepare(message, LoadPrepared)
-        if reply is None:
-            return nothing
-        found = reply.found.numpy().astype(np.bool_)
-        slots, generations = reply.slots.numpy(), reply.generations.numpy()
-        pinned = int(found.sum())
-        if len(found) != len(wanted) or not pinned == len(slots) == len(generations):
-            self._inconsistent(reply)
-            return nothing
+        lease_s = seconds("lease_seconds", lease_seconds, MAX_LEASE_SECONDS, positive=True)
+        ranges = block_ranges(blocks, len(wanted))
+        self._check_open()
+        with self._state:
+            there = self._attachment
+            if there is None or self._owed is not None or not there.has_room(len(wanted)):
+                return LoadTicket(found=np.zeros(len(wanted), _BOOL))
+            found, chosen = there.decisions.find(wanted, ranges)
+            lease = 0
+            if chosen.keys:
+                lease = next(self._serials)
+                lease_ms = max(1, round(lease_s * 1000))
+                there.decisions.outbox.pin(lease, lease_ms, chosen.slots, chosen.generations)
+                self._end_call(there)
         ticket = LoadTicket(
-            keys=tuple(itertools.compress(wanted, found.tolist())),
-            slots=slots,
-            generations=generations,
-            found=found,
-            lease=reply.lease,
-            lease_seconds=reply.lease_ms / 1000,
+            keys=tuple(chosen.keys),
+            slots=np.array(chosen.slots, _U4),
+            generations=np.array(chosen.generations, _U8),
+            found=np.array(found, _BOOL),
+            lease=lease,
+            lease_seconds=lease_s,
             on_exit=lambda _: self._leave(lambda: self.complete_load(ticket)),
         )
         return ticket
 
     def complete_load(self, ticket: LoadTicket) -> None:
-        """End a ticket's lease; nothing happens where it had none."""
+        """End a ticket's lease; nothing happens where it had none, or its session has ended."""
         if not isinstance(ticket, LoadTicket):
             raise UsageError(f"ticket={shown(ticket)}: pass what prepare_load returned")
-        whole("ticket.lease", ticket.lease, 0)
+        lease = whole("ticket.lease", ticket.lease, 0)
         self._check_open()
-        if ticket.lease:
-            self._settle(CompleteLoad(lease=ticket.lease))
+        if not lease:
+            return
+        with self._state:
+            there, over = self._attachment, lease < self._first_lease
+            if there is not None and not over and there.has_room(1):
+                there.decisions.outbox.unpin(lease)
+                self._end_call(there)
 
-    def _leave(self, complete: Callable[[], object]) -> None:
+    @staticmethod
+    def _leave(complete: Callable[[], None]) -> None:
         """Complete a ticket at its block's end, unless the session has ended, and all with it."""
         with contextlib.suppress(UsageError):
             complete()
+
+    # ------------------------------------------------------------------ steps
+
+    def request_finished(self, keys: Collection[bytes]) -> None:
+        """Report the chunks that a finished request loaded, stored or found present.
+
+        The daemon evicts the least recently used chunks, and counts uses by this call: one for
+        each key. A prompt's head comes first. For several requests at once, put those of the last
+        one first.
+        """
+        used = request_keys(keys)
+        self._check_open()
+        with self._state:
+            there = self._attachment
+            if there is not None and there.has_room(len(used)):
+                there.decisions.outbox.use(used)
+                self._end_call(there)
+
+    def end_step(self) -> None:
+        """Tell the daemon what was decided since the last step, and take in what it has answered.
+
+        Where there is nothing to tell nothing is sent. Never waits.
+        """
+        self._check_open()
+        with self._state:
+            there = self._attachment
+            if there is not None:
+                there.end_step(self.deadline, all_of_it=not self._steps)
+
+    def _end_call(self, there: Attachment) -> None:
+        """Tell the daemon at once, where the engine does not say when its steps end."""
+        if not self._steps:
+            there.end_step(self.deadline, all_of_it=True)
+
+    def reserve(self, slots: int, timeout: float | None = None) -> int:
+        """Ask for so many loans and wait for them: for bulk work, outside an engine's steps.
+
+        The daemon lends what is free, and by eviction a part of the pool only.
+
+        Args:
+            slots: how many the next stores need, in all.
+            timeout: seconds to wait at most; None: the deadline.
+
+        Returns:
+            How many there are now: maybe fewer, maybe more. 0 where the engine is not attached.
+        """
+        wanted = whole("slots", slots, 0, MAX_SLOTS)
+        patience = self.deadline if timeout is None else seconds("timeout", timeout)
+        end, asked = time.monotonic() + patience, 0.0
+        while True:
+            self._check_open()
+            with self._state:
+                there = self._attachment
+                if there is None:
+                    return 0
+                loans, now = there.count_loans(), time.monotonic()
+                if loans >= wanted:
+                    return loans
+                idle = self._owed is None and not there.line.unanswered
+                if idle and now >= asked + AGAIN_SECONDS:  # what others give up is free soon after
+                    there.ask_for(wanted, loans)
+                    asked = now
+            if now >= end:
+                return loans
+            if there.line.wait_readable(min(end - now, AGAIN_SECONDS)):
+                return loans
+
+    def take_evicted(self) -> list[bytes]:
+        """Return the keys of chunks that had to go for this scheduler's loans, since the last call.
+
+        Without a call for long, the latest of them. Never waits.
+        """
+        self._check_open()
+        with self._state:
+            evicted = list(self._kept.evicted)
+            self._kept.evicted.clear()
+        return evicted
 
     # ------------------------------------------------------------ event loops
 
@@ -296,19 +395,6 @@ class Scheduler(Session):
 
     # ----------------------------------------------------------------- others
 
-    def request_finished(self, keys: Collection[bytes]) -> int:
-        """Report the chunks that a finished request loaded, stored or found present.
-
-        The daemon evicts the least recently used chunks, and counts uses by this call: one for
-        each key. A prompt's head comes first. For several requests at once, put those of the last
-        one first.
-
-        Returns:
-            How many of them are cached.
-        """
-        reply = self._prepare(RequestFinished(keys=request_keys(keys)), RequestNoted)
-        return 0 if reply is None else reply.found
-
     def reset(self, timeout: float | None = None) -> ResetDone | None:
         """Drop every chunk of this engine's namespace, for all engines that share it.
 
@@ -326,7 +412,12 @@ class Scheduler(Session):
         self._check_open()
         owed: list[ResetDone] = []
         with self._changed:
-            self._owed = owed
+            with self._state:
+                self._owed = owed
+                if (there := self._attachment) is not None:
+                    there.send()  # before the reset: it is to end these stores too
+                    there.begin()
+                    self._first_store = next(self._serials)
             self._choose()
             self._wake()
             self._changed.wait_for(lambda: owed or not self.attached, patience)
@@ -337,14 +428,23 @@ class Scheduler(Session):
         owed = self._owed
         if owed is not None and self.attached:
             reply = self._ask(Reset(), RESET_SECONDS)
-            if isinstance(reply, ResetDone):
+            # It has taken all loans back: there are new ones before anything is stored again.
+            lent = self._borrow() if isinstance(reply, ResetDone) else None
+            if isinstance(reply, ResetDone) and lent is not None:
                 with self._changed:
+                    with self._state:
+                        if self._attachment is not None:
+                            self._attachment.lend(lent)
+                        if self._owed is owed:  # none was asked for later
+                            self._owed = None
                     owed.append(reply)
-                    if self._owed is owed:  # none was asked for later
-                        self._owed = None
-                        self._choose()
+                    self._choose()
                     self._changed.notify_all()
         return True
+
+    def _borrow(self) -> Message | None:
+        """Ask for loans and wait for the answer, in the keeper; None where there is none."""
+        return self._ask(Step(wanted=self._kept.loans.wanted), self.deadline)
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's state as `kvd status --json` prints it; empty without a daemon."""
@@ -354,31 +454,44 @@ class Scheduler(Session):
     @property
     def attached(self) -> bool:
         """Whether every rank is registered and has a lane, so that chunks can be found."""
-        return self._attached is not None
+        return self._attachment is not None
 
     @property
     def namespace(self) -> bytes:
         """The id of the namespace, 16 bytes; empty while not attached."""
-        attached = self._attached
-        return attached[0].namespace if attached else b""
+        there = self._attachment
+        return there.attached.namespace if there else b""
 
     @property
     def num_chunks(self) -> int:
         """The largest number of chunks of the namespace; 0 while not attached."""
-        attached = self._attached
-        return attached[0].num_chunks if attached else 0
+        there = self._attachment
+        return there.attached.num_chunks if there else 0
 
     @property
     def bytes_per_chunk(self) -> int:
         """Bytes of a chunk, all ranks together; 0 while not attached."""
-        attached = self._attached
-        return attached[0].bytes_per_chunk if attached else 0
+        there = self._attachment
+        return there.attached.bytes_per_chunk if there else 0
 
     def close(self) -> None:
         """End the session: leases are dropped, unfinished stores given up. May be called again."""
+        if not self._closed:
+            self._tell_rest(min(self.deadline, LAST_REPORT_SECONDS))
         super().close()
         self._attach(None)
         self._ready_news.close()
+
+    def _tell_rest(self, patience: float) -> None:
+        """Have the daemon know all that was decided."""
+        there, end = self._attachment, time.monotonic() + patience
+        while there is not None and not there.line.failed:
+            with self._state:
+                there.send()
+                there.take_in()
+            left = end - time.monotonic()
+            if not there.line.unanswered or left <= 0 or there.line.wait_readable(left):
+                return
 
     # -------------------------------------------------------- session's events
 
@@ -388,71 +501,57 @@ class Scheduler(Session):
 
     def _news(self) -> Ping | None:
         """The totals of this session; None where the daemon has been told."""
-        counts = self._counts
-        lookups = Lookups(
-            chunks=counts.chunks,
-            hit_chunks=counts.hit_chunks,
-            tokens=counts.tokens if self._counts_tokens else None,
-            hit_tokens=counts.hit_tokens if self._counts_tokens else None,
-        )
-        if lookups == self._reported or counts == LookupCounts():
+        lookups = self._counts.report(with_tokens=self._counts_tokens)
+        if not self._counts or lookups == self._reported:
             return None
         self._reported = lookups
         return Ping(lookups=lookups)
 
     def _on_notice(self, notice: Notice) -> None:
-        message = notice.message
+        message, connection = notice.message, self._connection
         if isinstance(message, Attached):
-            directory = _map(notice)
-            ready_pipe = notice.fds.pop() if len(notice.fds) > 1 else -1
-            self._attach(None if directory is None else (message, directory), ready_pipe)
+            directory, answer = map_directory(notice), self._borrow()
+            if directory is None or answer is None or connection is None:
+                self._attach(None)
+                return
+            with self._state:
+                there = Attachment(message, directory, connection, self._kept, answer, self._wake)
+            self._attach(there, notice.fds.pop() if len(notice.fds) > 1 else -1)
         elif isinstance(message, Detached):
             log.info("engine %s is detached: %s", self.engine, message.reason)
             self._attach(None)
+
+    def _tend(self, connection: Connection) -> None:
+        with self._state:
+            there = self._attachment
+            if there is not None and there.line is connection:
+                there.take_in()
+                there.send_left(LEFT_BEHIND_SECONDS)
 
     def _on_lost(self) -> None:
         self._attach(None)
 
     def _on_fork(self) -> None:
         # The child reads no directory that it cannot load from.
+        self._state = threading.Lock()
         self._ready_news.abandon()
-        self._attached = None
-        self._find = self._find_nothing
+        self._attachment = None
+        self._find, self._begun = self._find_nothing, ()
 
-    def _attach(
-        self, attached: tuple[Attached, DirectoryView] | None, ready_pipe: int = -1
-    ) -> None:
+    def _attach(self, attachment: Attachment | None, ready_pipe: int = -1) -> None:
         self._ready_news.replace(ready_pipe)
         with self._changed:
-            self._attached = attached
+            with self._state:
+                self._attachment = attachment
+                self._first_store = self._first_lease = next(self._serials)
             self._choose()
             self._changed.notify_all()
 
     def _choose(self) -> None:
         """Choose what lookups read: the directory, where its chunks can be loaded."""
-        attached = None if self._owed is not None else self._attached
-        self._find = self._find_nothing if attached is None else attached[1].lookup
+        there = None if self._owed is not None else self._attachment
+        if there is None:
+            self._find, self._begun = self._find_nothing, ()
+        else:
+            self._find, self._begun = there.directory.lookup, there.decisions.outbox.begun
         self._ready_news.set()  # not before: an event loop that is woken up looks things up
-
-    def _prepare(self, message: Message, kind: type[M]) -> M | None:
-        """As `_request`, but nothing is asked for while a reset is owed."""
-        if self._owed is not None:
-            self._check_open()
-            return None
-        return self._request(message, kind)
-
-    def _inconsistent(self, reply: Message) -> None:
-        self._give_up(self._connection, f"{type(reply).__name__} contradicts itself")
-
-
-def _map(notice: Notice) -> DirectoryView | None:
-    """Map the directory that came with the notice; the mapping outlives the descriptor."""
-    if not 1 <= len(notice.fds) <= 2:
-        log.error("ATTACHED came with %d descriptors, one or two are needed", len(notice.fds))
-        return None
-    try:
-        size = os.fstat(notice.fds[0]).st_size
-        return DirectoryView(mmap.mmap(notice.fds[0], size, prot=mmap.PROT_READ))
-    except (OSError, ValueError, DirectoryError):
-        log.exception("the directory of the chunks cannot be read; nothing will be found")
-        return None

@@ -5,6 +5,9 @@ control socket and connects again when the daemon is gone; it makes requests tha
 waits for, and never keeps the process alive. A daemon that lets a deadline pass counts as gone: its
 session is given up, which makes it drop what it granted, and a new one begins as soon as it
 greets. Meanwhile a request costs microseconds and comes to nothing.
+
+No lock is held by who waits, but for a condition's, which is free meanwhile: no call waits for
+another thread's.
 """
 
 import atexit
@@ -34,6 +37,7 @@ REFUSED_SECONDS = 2.0  # the same where a daemon refuses: that costs it a sessio
 CLOSE_SECONDS = 2.0
 REPORT_SECONDS = 1.0
 LAST_REPORT_SECONDS = 0.25
+GRACE_SECONDS = 0.1  # for replies that have arrived and were not taken in
 MAX_ENGINE_NAME = 256
 
 M = TypeVar("M", bound=Message)
@@ -81,7 +85,6 @@ class Session:
         self.engine = engine
         self.deadline = seconds("deadline", deadline, 3600.0, positive=True)
         self._changed = threading.Condition()  # of the connection, and of what it has brought
-        self._lock = threading.Lock()  # of the connection's requests
         self._connection: Connection | None = None
         self._refusal = ""  # why the daemon refused the last connection
         self._closed = ""
@@ -160,31 +163,16 @@ class Session:
         reply = self._ask(message, self.deadline)
         return reply if isinstance(reply, kind) else None
 
-    def _settle(self, message: Message) -> Message | None:
-        """As `_ask`, but where other requests are under way the keeper does it after them."""
-        self._check_open()
-        connection = self._connection
-        if connection is None or not self._lock.locked():
-            return self._ask(message, self.deadline)
-        connection.owed.append(message)
-        self._wake()
-        return None
-
     def _ask(self, message: Message, patience: float, fds: Sequence[int] = ()) -> Message | None:
         """Ask the broker; the reply (its own type or `Error`), or None where there is none."""
         connection = self._connection
-        end = time.monotonic() + patience
-        if connection is None or not self._lock.acquire(timeout=patience):
+        if connection is None:
             return None
         try:
-            if connection is not self._connection:
-                return None
-            reply = connection.exchange(message, end, fds=fds)
+            reply = connection.exchange(message, time.monotonic() + patience, fds=fds)
         except DaemonLost as error:
             self._give_up(connection, str(error))
             return None
-        finally:
-            self._lock.release()
         if isinstance(reply, Error):
             if reply.code in (ErrorCode.STALE_BOOT, ErrorCode.BAD_SESSION):
                 self._give_up(connection, reply.text)
@@ -240,6 +228,9 @@ class Session:
     def _news(self) -> Message | None:
         """Return what to tell the daemon, if anything; asked once a second and before the end."""
 
+    def _tend(self, connection: Connection) -> None:
+        """Take in replies that nobody waits for; whenever the keeper wakes up."""
+
     def _on_lost(self) -> None:
         """The connection is gone. Called under `_changed`, by any thread."""
 
@@ -291,8 +282,7 @@ class Session:
         self._give_up(connection, why)
         with self._changed:
             self._on_lost()  # also what this thread did after a caller had given it up
-        with self._lock:  # a pending request has ended: its daemon is gone, or the stop is set
-            connection.close()
+        connection.close()
         return 0.0 if served else REFUSED_SECONDS
 
     def _watch(self, connection: Connection) -> None:
@@ -302,7 +292,7 @@ class Session:
             poller.register(fd, select.POLLIN)
         told = time.monotonic()
         while self._work():
-            ready = {fd for fd, _ in poller.poll(REPORT_SECONDS * 1000)}
+            ready = {fd for fd, _ in poller.poll(self._until_due(connection) * 1000)}
             if self._closed or self._connection is not connection:
                 return
             if self._woken in ready:
@@ -313,11 +303,32 @@ class Session:
                         self._on_notice(notice)
                     finally:
                         notice.close()
-            while connection.owed:
-                self._ask(connection.owed.popleft(), self.deadline)
+            self._tend(connection)
+            if connection.failed or self._is_overdue(connection):
+                raise DaemonLost(connection.failed or "no answer within the deadline")
             if time.monotonic() >= told + REPORT_SECONDS:
                 self._tell_news(self.deadline)
                 told = time.monotonic()
+
+    def _until_due(self, connection: Connection) -> float:
+        """Seconds until the keeper has to look after the connection."""
+        oldest = connection.oldest
+        if oldest is None:
+            return REPORT_SECONDS
+        return min(REPORT_SECONDS, max(0.0, oldest + self.deadline - time.monotonic()))
+
+    def _is_overdue(self, connection: Connection) -> bool:
+        """Whether a posted request's deadline is over, and its answer is not here.
+
+        This process may have been stopped meanwhile: what has come by now counts.
+        """
+        end = time.monotonic() + GRACE_SECONDS
+        while connection.is_overdue(self.deadline):
+            left = end - time.monotonic()
+            if left <= 0 or connection.wait_readable(left):
+                return True
+            connection.take_in()
+        return False
 
     def _tell_news(self, patience: float) -> None:
         if (message := self._news()) is not None:
@@ -333,13 +344,11 @@ class Session:
     def _abandon(self) -> None:
         """In a forked child: the session is the parent's, its descriptors are closed here."""
         self._closed = "this session belongs to the process that was forked"
-        self._lock = threading.Lock()
         self._events_lock = threading.Lock()
         self._changed = threading.Condition()
         connection, self._connection = self._connection, None
         if connection is not None:
-            # Closes the control socket's copy; ZeroMQ itself leaves foreign sockets alone.
-            connection.close()
+            connection.abandon()
         self._close_events()
         self._on_fork()
 

@@ -51,25 +51,22 @@ class StoreTicket(Ticket):
     """Slots to store into; the `with` block's end completes the stores, or drops unfinished ones.
 
     Attributes:
-        answers: one per requested key; empty where the daemon did not answer.
-        evicted: keys that were evicted to make room.
+        answers: one per requested key; empty where no daemon serves the engine.
+        serial: the scheduler's number of the ticket; 0 where it has none.
     """
 
     answers: tuple[StoreAnswer, ...] = ()
-    evicted: tuple[bytes, ...] = ()
+    serial: int = 0
 
     @property
     def served(self) -> bool:
-        """Whether the daemon answered, even if it refused every key."""
+        """Whether a daemon serves the engine, even if no key was accepted."""
         return bool(self.answers)
 
     def __repr__(self) -> str:
         if not self.served:
             return "<StoreTicket not served>"
-        return (
-            f"<StoreTicket {len(self.keys)} of {len(self.answers)} keys accepted,"
-            f" {len(self.evicted)} evicted>"
-        )
+        return f"<StoreTicket {len(self.keys)} of {len(self.answers)} keys accepted>"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -77,9 +74,9 @@ class LoadTicket(Ticket):
     """Chunks that are pinned for loading until `complete_load` or the lease's end.
 
     Attributes:
-        found: bool[requested keys]; all false where the daemon did not answer.
-        lease: the daemon's number of the lease, 0 where there is none.
-        lease_seconds: duration of the lease, from the request on.
+        found: bool[requested keys]; all false where no daemon serves the engine.
+        lease: the scheduler's number of the lease, 0 where there is none.
+        lease_seconds: duration of the lease, from when the daemon is told; it may give less.
     """
 
     found: Array = field(default_factory=lambda: np.empty(0, np.bool_))

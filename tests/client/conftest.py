@@ -43,6 +43,13 @@ def scheduler(daemon: FakeDaemon) -> Iterator[Scheduler]:
 
 
 @pytest.fixture
+def stepping(daemon: FakeDaemon) -> Iterator[Scheduler]:
+    """A connected scheduler that tells what it has decided at the end of a step."""
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, steps=True) as one:
+        yield one
+
+
+@pytest.fixture
 def quiet(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
     """A connected scheduler that says nothing by itself, for a daemon that is about to freeze."""
     monkeypatch.setattr(session, "REPORT_SECONDS", 3600.0)

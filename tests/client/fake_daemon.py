@@ -1,6 +1,6 @@
 """A daemon for the client's tests: the real protocol over real sockets, in one thread.
 
-It decides nothing by itself: it accepts, answers from a table that a test may
+It decides next to nothing by itself: it lends slots, answers from a table that a test may
 change, and keeps what it was told. Its lane copies no bytes.
 """
 
@@ -22,38 +22,31 @@ from kvd.cache.directory import DirectoryWriter
 from kvd_client.session import Session
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE, Header
-from kvd_proto.directory import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader, SlotState
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
     Attached,
     Cancel,
-    CompleteLoad,
-    CompleteStore,
     Done,
     Error,
+    ErrorCode,
     Greeting,
     Hello,
     Job,
     JobStatus,
     LaneUp,
-    LoadPrepared,
     Message,
     Ok,
     Ping,
     Pong,
-    PrepareLoad,
-    PrepareStore,
     Register,
     Registered,
-    RequestFinished,
-    RequestNoted,
     Reset,
     ResetDone,
     Status,
     StatusReport,
-    StoreAnswer,
-    StoreCompleted,
-    StorePrepared,
+    Step,
+    Stepped,
     Unregister,
     Wait,
     Welcome,
@@ -61,24 +54,26 @@ from kvd_proto.messages import (
 from tests.waiting import PATIENCE
 
 NAMESPACE = b"namespace-16byte"
-NUM_SLOTS = 8
+NUM_SLOTS = 256
+BLOCKS_PER_CHUNK = 2
+OWNER, OTHER = 1, 2  # who has the slots: the one engine, and others
 SECONDS = PATIENCE
 P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 
-def directory_fd(boot_id: bytes) -> int:
+def make_directory(boot_id: bytes) -> tuple[int, DirectoryWriter]:
     """A memory file with a directory of two chunks: `ready`, and `writing`, which is not yet."""
-    header = DirectoryHeader.plan(NUM_SLOTS, NAMESPACE, boot_id)
+    header = DirectoryHeader.plan(NUM_SLOTS, NAMESPACE, boot_id, BLOCKS_PER_CHUNK)
     fd = os.memfd_create("directory", os.MFD_CLOEXEC)
     os.ftruncate(fd, header.total_bytes)
     directory = DirectoryWriter(mmap.mmap(fd, header.total_bytes), header)
-    directory.begin([b"ready", b"writing"], range(2), owner=1)
+    directory.begin([b"ready", b"writing"], range(2), owner=OTHER)
     for slot in range(2):
-        directory.add_share(slot, 0, 0, 1, 0)  # its only block
+        directory.add_share(slot, 0, 0, BLOCKS_PER_CHUNK, 0)
     directory.make_ready(0)
-    return fd
+    return fd, directory
 
 
 def in_its_thread(method: Callable[P, None]) -> Callable[P, None]:
@@ -112,6 +107,10 @@ class FakeDaemon:
         self.hold_jobs = False
         self.incarnation = 0
         self.replies = dict(_REPLIES)
+        self.replies[Step] = self.step
+        self.replies[Reset] = self._reset
+        self.reuse_threshold = 1
+        self.directory: DirectoryWriter | None = None  # before the first `attach`
         self.connections: dict[int, Connection] = {}
         self._tokens: set[bytes] = set()  # of those that have left, too
         self._seen = threading.Condition()
@@ -185,13 +184,13 @@ class FakeDaemon:
 
     def attach(self, *sessions: Session) -> None:
         """Tell every session that the engine is attached, and wait until these ones know it."""
-        fd = directory_fd(self.boot_id)
+        fd, self.directory = make_directory(self.boot_id)
         message = Attached(
             namespace=NAMESPACE,
             world_size=1,
             bytes_per_chunk=4096,
             num_chunks=NUM_SLOTS,
-            reuse_threshold=1,
+            reuse_threshold=self.reuse_threshold,
         )
         self.notify(message, (fd,))
         os.close(fd)
@@ -239,7 +238,63 @@ class FakeDaemon:
         """Descriptors that the one worker has sent."""
         return next(v.fds for v in self.connections.values() if v.fds)
 
+    def lent(self) -> list[int]:
+        """Slots that are on loan."""
+        assert self.directory is not None
+        return self.directory.slots_in(SlotState.LENT)
+
+    def take_back(self, besides: int = -1) -> None:
+        """Take all loans back, without a word, but for one slot."""
+        assert self.directory is not None
+        for slot in self.lent():
+            if slot != besides:
+                self.directory.write_state(slot, SlotState.DRAINING)
+
+    def make_ready(self, key: bytes, first: int = 0, count: int = BLOCKS_PER_CHUNK) -> None:
+        """A chunk, of these blocks, that others have stored, or this engine, if it has begun."""
+        directory = self.directory
+        assert directory is not None
+        if (slot := directory.find(key)) < 0:
+            slot = directory.slots_in(SlotState.FREE)[-1]
+            directory.begin([key], [slot], OTHER)
+        directory.add_share(slot, 0, first, count, 0)
+        directory.make_ready(slot)
+
     # ---------------------------------------------------- the daemon's thread
+
+    def _reset(self, _: Reset) -> Message:
+        """End loans and stores; the chunks stay, for tests that look for them afterwards."""
+        if self.directory is not None:
+            self.take_back()
+            for slot in self.directory.slots_in(SlotState.WRITING):
+                self._give_up(slot)
+        return ResetDone(dropped=4, deferred=1)
+
+    def _give_up(self, slot: int) -> None:
+        """End a store, unless it is somebody else's."""
+        directory = self.directory
+        if directory is not None and directory.owner(slot) == OWNER:
+            directory.unindex(slot)
+            directory.write_state(slot, SlotState.DRAINING)
+
+    def step(self, message: Step) -> Message:
+        """Carry out what a scheduler has decided, as far as the directory shows it; lend slots."""
+        directory = self.directory
+        if directory is None:
+            return Error(code=ErrorCode.NOT_READY, text="no rank has registered yet")
+        for key in message.dropped:
+            if (slot := directory.find(key)) >= 0:
+                self._give_up(slot)
+        loans = zip(
+            message.slots.numpy().tolist(), message.generations.numpy().tolist(), strict=True
+        )
+        for key, (slot, generation) in zip(message.keys, loans, strict=True):
+            if directory.is_lent(slot, generation) and directory.find(key) < 0:
+                directory.place(key, slot)
+        short = message.wanted - len(self.lent())
+        free = directory.slots_in(SlotState.FREE)
+        slots = free[:short] if 2 * short > message.wanted else []
+        return stepped(slots, directory.lend(slots, OWNER))
 
     def _bind(self, endpoint: str) -> "zmq.Socket[bytes]":
         sock = self._context.socket(zmq.ROUTER)
@@ -386,25 +441,14 @@ class FakeDaemon:
         self.lane.send_multipart([identity, frame])
 
 
-def store_prepared(answers: Sequence[int], slots: Sequence[int]) -> StorePrepared:
-    """An answer with these slots granted in generation 5."""
-    return StorePrepared(
-        answers=IntArray.of(answers, "u1"),
+def stepped(
+    slots: Sequence[int] = (), generations: Sequence[int] = (), evicted: Sequence[bytes] = ()
+) -> Stepped:
+    """An answer with these loans."""
+    return Stepped(
         slots=IntArray.of(slots, "u4"),
-        generations=IntArray.of([5] * len(slots), "u8"),
-        evicted=(b"old",),
-    )
-
-
-def _prepare_load(message: PrepareLoad) -> Message:
-    """Every second key is found."""
-    found = [i % 2 == 0 for i in range(len(message.keys))]
-    return LoadPrepared(
-        lease=7,
-        lease_ms=message.lease_ms,
-        found=IntArray.of([int(f) for f in found], "u1"),
-        slots=IntArray.of(range(sum(found)), "u4"),
-        generations=IntArray.of([5] * sum(found), "u8"),
+        generations=IntArray.of(generations, "u8"),
+        evicted=tuple(evicted),
     )
 
 
@@ -412,14 +456,6 @@ _REPLIES: dict[type[Message], Callable[[Any], Message | None]] = {
     Hello: lambda _: Welcome(protocol=1, daemon="fake 1", pid=os.getpid()),
     Register: lambda _: Registered(missing_ranks=(), lane="host", incarnation=1),
     Unregister: lambda _: Ok(),
-    PrepareStore: lambda m: store_prepared(
-        [StoreAnswer.ACCEPTED] * len(m.keys), range(len(m.keys))
-    ),
-    CompleteStore: lambda _: StoreCompleted(ready=1, pending=2, dropped=3),
-    PrepareLoad: _prepare_load,
-    CompleteLoad: lambda _: Ok(),
-    RequestFinished: lambda m: RequestNoted(found=len(m.keys)),
-    Reset: lambda _: ResetDone(dropped=4, deferred=1),
     Ping: lambda _: Pong(pid=os.getpid()),
     Status: lambda _: StatusReport(status={"ready": True}),
     Wait: lambda _: Ok(),

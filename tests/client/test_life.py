@@ -146,6 +146,8 @@ def test_forked_child_has_a_closed_session(
         for call in (
             lambda: scheduler.lookup(b"ready"),
             lambda: scheduler.prepare_store([b"k"]),
+            scheduler.end_step,
+            scheduler.status,
             worker.get_finished,
         ):
             try:
@@ -159,7 +161,7 @@ def test_forked_child_has_a_closed_session(
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert scheduler.lookup(b"ready") is LookupResult.HIT
-    assert scheduler.request_finished([b"k"]) == 1
+    assert len(scheduler.prepare_store([b"k"])) == 1
     assert worker.registered
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's side against a fake daemon."""
+"""The scheduler's session and its lookups against a fake daemon."""
 
 import select
 import threading
@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import LoadTicket, LookupResult, Scheduler, StoreAnswer, UsageError, Worker, session
+from kvd_client import LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
 from kvd_client.connection import Notice
 from kvd_proto.messages import (
-    CompleteLoad,
-    CompleteStore,
     Detached,
     Error,
     ErrorCode,
@@ -18,14 +16,14 @@ from kvd_proto.messages import (
     Lookups,
     Message,
     Ping,
-    PrepareLoad,
-    PrepareStore,
-    RequestFinished,
     Reset,
     ResetDone,
+    Status,
+    StatusReport,
+    Step,
 )
 from tests.client.conftest import frozen
-from tests.client.fake_daemon import SECONDS, FakeDaemon, store_prepared
+from tests.client.fake_daemon import NUM_SLOTS, SECONDS, FakeDaemon
 from tests.waiting import DEADLINE, eventually
 
 
@@ -38,8 +36,11 @@ def ask_everything(scheduler: Scheduler) -> None:
     loaded = scheduler.prepare_load([b"k", b"l"])
     assert (loaded.keys, loaded.lease, loaded.found.tolist()) == ((), 0, [False, False])
     scheduler.complete_load(loaded)
-    assert scheduler.complete_store([b"k"]).ready == 0
-    assert scheduler.request_finished([b"k"]) == 0
+    scheduler.complete_store([b"k"], success=False)
+    scheduler.request_finished([b"k"])
+    scheduler.end_step()
+    assert scheduler.reserve(1) == 0
+    assert scheduler.take_evicted() == []
     assert not scheduler.reset()
     assert scheduler.status() == {}
 
@@ -72,40 +73,14 @@ def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Schedu
         LookupResult.HIT_PENDING,
         LookupResult.MISS,
     ]
-    assert (scheduler.num_chunks, scheduler.bytes_per_chunk) == (8, 4096)
+    assert (scheduler.num_chunks, scheduler.bytes_per_chunk) == (NUM_SLOTS, 4096)
     by_caller = [type(m) for m in daemon.received if not isinstance(m, Ping)]
-    assert by_caller == [Hello]
-
-
-def test_store_ticket_pairs_keys_and_slots(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Only accepted keys are on the ticket; every key has its answer."""
-    answers = (StoreAnswer.PRESENT, StoreAnswer.ACCEPTED, StoreAnswer.FULL)
-    daemon.replies[PrepareStore] = lambda _: store_prepared(answers, [3])
-    ticket = scheduler.prepare_store([b"a", b"b", b"c"])
-    assert ticket.keys == (b"b",)
-    assert (ticket.slots.tolist(), ticket.generations.tolist()) == ([3], [5])
-    assert ticket.answers == answers
-    assert ticket.evicted == (b"old",)
-    summary = scheduler.complete_store(ticket.keys, success=False)
-    assert (summary.ready, summary.pending, summary.dropped) == (1, 2, 3)
-    complete = daemon.wait_for(CompleteStore)[0]
-    assert (complete.keys, complete.success) == ((b"b",), False)
-
-
-def test_load_ticket_holds_a_lease(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """The found keys are on the ticket, and completing it gives the lease back."""
-    ticket = scheduler.prepare_load([b"a", b"b", b"c"], lease_seconds=2.5)
-    assert ticket.keys == (b"a", b"c")
-    assert ticket.found.tolist() == [True, False, True]
-    assert (ticket.lease, ticket.lease_seconds, len(ticket)) == (7, 2.5, 2)
-    scheduler.complete_load(ticket)
-    assert daemon.wait_for(CompleteLoad)[0].lease == 7
+    assert by_caller == [Hello, Step]  # the step asks for loans
 
 
 def test_small_requests(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """The end of a request, reset and status return what the daemon says."""
+    """Reset and status return what the daemon says."""
     daemon.attach(scheduler)
-    assert scheduler.request_finished([b"a", b"b"]) == 2
     assert scheduler.reset() == ResetDone(dropped=4, deferred=1)
     assert scheduler.status() == {"ready": True}
 
@@ -134,46 +109,29 @@ def test_restarted_daemon_is_found_again(runtime_dir: Path) -> None:
 
 def test_death_ends_a_pending_request(daemon: FakeDaemon) -> None:
     """A request whose daemon dies ends then, not at its deadline."""
-    daemon.replies[PrepareStore] = lambda _: None
+    daemon.replies[Status] = lambda _: None
     with Scheduler(daemon.runtime_dir, "engine", deadline=3600.0) as scheduler:
 
         def die() -> None:
-            daemon.wait_for(PrepareStore)
+            daemon.wait_for(Status)
             daemon.kill()
 
         dying = threading.Thread(target=die)
         dying.start()
-        assert not scheduler.prepare_store([b"k"]).served
+        assert scheduler.status() == {}
         dying.join()
 
 
-def test_frozen_daemon_costs_one_deadline(daemon: FakeDaemon, quiet: Scheduler) -> None:
+def test_frozen_daemon_costs_who_waits_one_deadline(daemon: FakeDaemon, quiet: Scheduler) -> None:
     """After one deadline everything is a miss at once, until the daemon begins a new session."""
     found(daemon, quiet)
-    ticket = quiet.prepare_load([b"ready"])
-    assert ticket.lease
     with frozen(daemon, quiet):
-        assert not quiet.prepare_store([b"k"]).served
+        assert quiet.status() == {}
         assert not quiet.connected
         ask_everything(quiet)
-        quiet.complete_load(ticket)
     daemon.wait_for(Hello, 2)
     found(daemon, quiet)
     assert len(quiet.prepare_store([b"a", b"b"])) == 2
-    # With the session before the daemon has dropped what it had granted.
-    assert not [m for m in daemon.received if isinstance(m, (CompleteStore, CompleteLoad))]
-
-
-def test_what_is_completed_beside_another_request_is_told_after_it(
-    daemon: FakeDaemon, scheduler: Scheduler
-) -> None:
-    """Whoever completes something need not wait for other requests."""
-    ticket = scheduler.prepare_load([b"k"])
-    with scheduler._lock:  # a request is under way
-        scheduler.complete_load(ticket)
-        scheduler.complete_store([b"failed"], success=False)
-    assert daemon.wait_for(CompleteLoad)[0].lease == ticket.lease
-    assert daemon.wait_for(CompleteStore)[0].keys == (b"failed",)
 
 
 def test_a_reset_that_is_not_answered_in_time_is_asked_once(
@@ -195,7 +153,7 @@ def test_a_reset_during_another_one_is_made_after_it(daemon: FakeDaemon, quiet: 
     found(daemon, quiet)
     with frozen(daemon, quiet):
         assert not quiet.reset(0.01)
-        eventually(quiet._lock.locked)
+        eventually(lambda: quiet._connection and quiet._connection._awaited)
         assert not quiet.reset(0.01)
     eventually(lambda: quiet.lookup(b"ready") is LookupResult.HIT)
     assert len(daemon.wait_for(Reset)) == 2
@@ -234,30 +192,34 @@ def test_stale_session_connects_again(
     daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode
 ) -> None:
     """A daemon that does not know the session gets a new one by itself."""
-    good = daemon.replies[RequestFinished]
-    daemon.replies[RequestFinished] = lambda _: Error(code=code, text="who?")
-    assert scheduler.request_finished([b"k"]) == 0
-    daemon.replies[RequestFinished] = good
+    good = daemon.replies[Status]
+    daemon.replies[Status] = lambda _: Error(code=code, text="who?")
+    assert scheduler.status() == {}
+    daemon.replies[Status] = good
     daemon.wait_for(Hello, 2)
     until(scheduler, connected=True)
-    assert scheduler.request_finished([b"k"]) == 1
+    assert scheduler.status()
 
 
 @pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.LIMIT, ErrorCode.INTERNAL])
-def test_refusal_is_a_miss(daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode) -> None:
-    """A refused request comes to nothing, and the session goes on."""
-    daemon.replies[PrepareLoad] = lambda _: Error(code=code, text="no")
-    assert scheduler.prepare_load([b"k"]).keys == ()
-    assert scheduler.request_finished([b"k"]) == 1
-
-
-@pytest.mark.parametrize("reply", [store_prepared([99], []), Ping()], ids=["answer", "type"])
-def test_nonsense_from_the_daemon_is_a_miss(
-    daemon: FakeDaemon, scheduler: Scheduler, reply: Message
+def test_refusal_comes_to_nothing(
+    daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode
 ) -> None:
-    """A reply that contradicts itself or is of the wrong type ends the session, not the engine."""
-    daemon.replies[PrepareStore] = lambda _: reply
-    assert not scheduler.prepare_store([b"k"]).served
+    """A refused request comes to nothing, and the session goes on."""
+    good = daemon.replies[Status]
+    daemon.replies[Status] = lambda _: Error(code=code, text="no")
+    assert scheduler.status() == {}
+    daemon.replies[Status] = good
+    assert scheduler.status()
+    assert len(daemon.wait_for(Hello)) == 1
+
+
+def test_nonsense_from_the_daemon_ends_the_session(
+    daemon: FakeDaemon, scheduler: Scheduler
+) -> None:
+    """A reply of the wrong type ends the session, not the engine."""
+    daemon.replies[Status] = lambda _: Ping()
+    assert scheduler.status() == {}
     daemon.wait_for(Hello, 2)
 
 
@@ -287,19 +249,20 @@ def test_closed_raises(scheduler: Scheduler) -> None:
 
 def test_calls_from_many_threads(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """Concurrent calls each get their own reply."""
-    wrong: list[int] = []
-
-    def work(count: int) -> None:
-        keys = [b"%d" % i for i in range(count)]
-        wrong.extend(count for _ in range(30) if len(scheduler.prepare_store(keys)) != count)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
+    numbers = iter(range(1000))
+    daemon.replies[Status] = lambda _: StatusReport(status={"number": next(numbers)})
+    seen: list[int] = []
+    threads = [
+        threading.Thread(
+            target=lambda: seen.extend(scheduler.status()["number"] for _ in range(30))
+        )
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
-    assert len(daemon.wait_for(PrepareStore, 120)) == 120
+    assert sorted(seen) == list(range(120))
 
 
 def test_an_attachment_that_comes_with_the_end_of_its_session_is_forgotten(

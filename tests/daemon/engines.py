@@ -1,5 +1,6 @@
 """A small engine for tests: two groups, one a sliding window; content derived from the key."""
 
+import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from kvd_client import (
     RankLayout,
     Scheduler,
     Store,
+    StoreAnswer,
+    StoreTicket,
     TensorRef,
     Worker,
 )
@@ -62,9 +65,12 @@ class Engine:
     layout: RankLayout = field(default_factory=make_layout)
     ranks: Sequence[int] | None = None
     deadline: float = DEADLINE
+    steps: bool = False
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.runtime_dir, self.name, deadline=self.deadline)
+        self.scheduler = Scheduler(
+            self.runtime_dir, self.name, deadline=self.deadline, steps=self.steps
+        )
         self.workers: dict[int, Worker] = {}
         self.memory: dict[int, list[HostMemory]] = {}
         self.job = 0
@@ -166,20 +172,39 @@ class Engine:
             found[rank] = by_id[job]
         return found
 
+    def begin(
+        self, keys: Sequence[bytes], blocks: Sequence[tuple[int, int]] | None = None
+    ) -> StoreTicket:
+        """A ticket for these keys, with slots for all of them on loan before."""
+        lend(self.scheduler, len(keys))
+        return self.scheduler.prepare_store(keys, blocks)
+
     def store(
         self, keys: Sequence[bytes], first_block: int = 1, group: int = 0, *, must: bool = True
     ) -> list[bytes]:
-        """Fill, store by every rank, which `must` succeed, complete; the keys accepted."""
-        ticket = self.scheduler.prepare_store(keys)
-        blocks = self.fill(ticket.keys, first_block, group)
-        if ticket.keys:
-            jobs = self.submit(
-                "store", list(self.workers), blocks, ticket.slots, ticket.generations, group
-            )
-            results = self.results(jobs)
-            assert not must or all(result.success for result in results.values()), results
-            self.scheduler.complete_store(ticket.keys)
-        return list(ticket.keys)
+        """Fill, store by every rank, which `must` succeed, complete; the keys accepted.
+
+        Where the pool has to evict for them, slots come by and by.
+        """
+        stored: list[bytes] = []
+        rest = list(keys)
+        while rest:
+            ticket = self.scheduler.prepare_store(rest)
+            if ticket.keys:
+                blocks = self.fill(ticket.keys, first_block, group)
+                jobs = self.submit(
+                    "store", list(self.workers), blocks, ticket.slots, ticket.generations, group
+                )
+                results = self.results(jobs)
+                assert not must or all(result.success for result in results.values()), results
+                self.scheduler.complete_store(ticket)
+                stored += ticket.keys
+            rest = list(itertools.compress(rest, map(StoreAnswer.FULL.__eq__, ticket.answers)))
+            if rest and not must:
+                break
+            if rest:
+                lend(self.scheduler, 1)
+        return stored
 
     def load(self, keys: Sequence[bytes], first_block: int = 33, group: int = 0) -> tuple[int, int]:
         """Poison, load by every rank; (chunks found, wrong bytes among the successful loads)."""
@@ -212,6 +237,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def lend(scheduler: Scheduler, slots: int) -> None:
+    """Wait until so many slots are at hand, which the daemon must lend sooner or later."""
+    eventually(lambda: scheduler.reserve(slots, PATIENCE), lambda lent: lent >= slots)
 
 
 def wait_boot(client: Scheduler | Worker, boot_id: bytes) -> None:

@@ -57,15 +57,17 @@ def test_leaving_a_ticket_completes_it(engine: Engine) -> None:
             assert scheduler.status()["leases"] == 1
         assert scheduler.status()["leases"] == 0
         new = keys_of("new", 2)
-        ticket = scheduler.prepare_store(new)
+        ticket = engine.begin(new)
         assert len(ticket) == 2
         assert scheduler.lookup(new[0]) is LookupResult.HIT_PENDING
         with pytest.raises(ZeroDivisionError), ticket:
             raise ZeroDivisionError
-        assert scheduler.lookup_many(new) == [LookupResult.MISS] * 2
-        again = scheduler.prepare_store(new)
-        assert scheduler.complete_store(again, success=False).dropped == 2
-        assert scheduler.lookup_many(new) == [LookupResult.MISS] * 2
+        misses = [LookupResult.MISS] * 2
+        eventually(lambda: scheduler.lookup_many(new), lambda found: found == misses)
+        again = engine.begin(new)
+        assert len(again) == 2
+        scheduler.complete_store(again, success=False)
+        eventually(lambda: scheduler.lookup_many(new), lambda found: found == misses)
 
 
 def test_a_ticket_may_be_left_after_its_scheduler(engine: Engine) -> None:

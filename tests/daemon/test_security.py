@@ -13,15 +13,13 @@ import pytest
 
 from kvd.daemon.pool_files import area_name
 from kvd_client import LookupResult
-from kvd_proto.codec import WIRE
-from kvd_proto.messages import (
-    CompleteLoad,
-    Error,
-    Ok,
-)
+from kvd_proto.arrays import IntArray
+from kvd_proto.codec import HEADER_BYTES, WIRE
+from kvd_proto.messages import Error, Step, Stepped
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit
 from tests.daemon.raw_client import RawClient
+from tests.daemon.serving import wait_state
 from tests.descriptors import open_files
 from tests.http.serving import over_tcp, over_unix
 from tests.waiting import eventually
@@ -81,18 +79,44 @@ def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> 
         wait_hit(owner, keys)
         lease = owner.scheduler.prepare_load(keys)
         writing = keys_of("open", 2)
-        ticket = owner.scheduler.prepare_store(writing)
+        ticket = owner.begin(writing)
+        wait_state(daemon, writing=2, pinned=2)
         with Engine(daemon.runtime_dir, name="forger", world_size=1).wait_attached() as forger:
-            for guess in (*range(3), *range(lease.lease - 3, lease.lease + 3)):
-                assert forger.scheduler._request(CompleteLoad(lease=guess), Ok) == Ok()
-            done = forger.scheduler.complete_store(writing, success=False)
-            assert (done.pending, done.dropped) == (2, 0)
+            guesses = (*range(3), *range(lease.lease - 3, lease.lease + 3))
+            forged = Step(dropped=tuple(writing), unpinned=guesses)
+            assert forger.scheduler._request(forged, Stepped) is not None
         chunks = daemon.status()["namespaces"][0]["chunks"]
         assert (chunks["writing"], chunks["pinned"]) == (2, 2)
         owner.fill(writing, 1)
         jobs = owner.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
         assert owner.results(jobs)[0].success
         wait_hit(owner, writing)
+
+
+def test_slots_on_loan_to_another_engine_cannot_be_used(daemon: Daemon) -> None:
+    """Who names them in a step, or sends a job for them, gets no chunk; their owner goes on."""
+    with (
+        Engine(daemon.runtime_dir, name="owner", world_size=1, steps=True) as owner,
+        Engine(daemon.runtime_dir, name="forger", world_size=1) as forger,
+    ):
+        owner.wait_attached()
+        forger.wait_attached()
+        mine, stolen = keys_of("mine", 2), keys_of("stolen", 2)
+        ticket = owner.begin(mine)  # the daemon has not been told which keys these are for
+        forger.fill(stolen, 1)
+        jobs = forger.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
+        assert not forger.results(jobs)[0].success
+        arrays = IntArray.of(ticket.slots, "u4"), IntArray.of(ticket.generations, "u8")
+        forged = Step(keys=tuple(stolen), slots=arrays[0], generations=arrays[1])
+        assert forger.scheduler._request(forged, Stepped) is not None
+        assert forger.scheduler.lookup_many(stolen) == [LookupResult.MISS] * 2
+        owner.fill(mine, 1)
+        jobs = owner.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
+        assert owner.results(jobs)[0].success
+        owner.scheduler.end_step()
+        wait_hit(owner, mine)
+        assert owner.load(mine) == (2, 0)
+        assert daemon.status()["counters"]["stores_lost"] == 2
 
 
 def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(shared_daemon: Daemon) -> None:
@@ -153,7 +177,7 @@ def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
         after.wait_attached()
         liar.wait_attached()
         parts = [(1, 1)] * 8
-        taken = after.scheduler.prepare_store(keys_of("one block", 8), parts)
+        taken = after.begin(keys_of("one block", 8), parts)
         assert len(taken.keys) == 8  # room that was another namespace's
         for at, key in enumerate(taken.keys):
             (block,) = after.fill([key], 1, group=1)[1:]
@@ -212,13 +236,13 @@ def test_keys_and_tokens_are_nowhere_to_be_read(
         wait_hit(engine, keys)
         assert engine.load(keys) == (6, 0)
         given_up = [secret + b"lost".ljust(27, b".")]
-        engine.scheduler.prepare_store(given_up)
+        engine.begin(given_up)
         engine.scheduler.complete_store(given_up, success=False)
         client = RawClient(daemon.runtime_dir)
         client.hello()
-        body = b"\x81\xa4keys\x91\xc4" + bytes([len(secret)]) + secret + b"x"  # one byte too many
-        head = WIRE.encode(CompleteLoad(lease=1), 7, client.boot_id, client.token)[:48]
-        _, reply = client.raw(head[:6] + b"\x10\x00" + head[8:] + body)
+        body = b"\x81\xa4used\x91\xc4" + bytes([len(secret)]) + secret + b"x"  # one byte too many
+        head = WIRE.encode(Step(), 7, client.boot_id, client.token)[:HEADER_BYTES]
+        _, reply = client.raw(head + body)
         assert isinstance(reply, Error)
         texts = [reply.text, caplog.text, json.dumps(daemon.status())]
         with over_tcp(daemon) as http:

@@ -139,7 +139,7 @@ def test_the_command_reports_every_lane(shared_daemon: Daemon) -> None:
 
 
 def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemon) -> None:
-    """Where every chunk is leased it fails and says why; else next to nothing is evicted."""
+    """Where every slot is in use it fails and says why; else next to nothing is evicted."""
     daemon = start_daemon(cpu_bytes="32MiB")
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         total = engine.scheduler.num_chunks
@@ -148,16 +148,19 @@ def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemo
             engine.store(keys[first : first + 12])
         wait_hit(engine, keys[-12:])
         keys = [key for key in keys if engine.scheduler.lookup(key) is LookupResult.HIT]
-        assert len(keys) > 0.95 * total
+        assert len(keys) > 0.9 * total
         with engine.scheduler.prepare_load(keys) as ticket:
             assert len(ticket) == len(keys)
+            on_loan = engine.scheduler.reserve(0)  # these would be taken back
+            assert len(engine.scheduler.prepare_store(keys_of("open", on_loan))) == on_loan
             done = selftest(daemon.runtime_dir)
             assert done.returncode == 1
             assert "store failed: the pool is full" in done.stdout
             assert set(engine.scheduler.lookup_many(keys)) == {LookupResult.HIT}
         assert selftest(daemon.runtime_dir).returncode == 0
         here = [key for key in keys if engine.scheduler.lookup(key) is LookupResult.HIT]
-        assert 0 < len(keys) - len(here) <= total / 100
+        (namespace,) = daemon.status()["namespaces"]
+        assert 0 < namespace["counters"]["yielded"] <= total / 100
         for first in range(0, len(here), 12):
             some = here[first : first + 12]
             assert engine.load(some) == (len(some), 0)

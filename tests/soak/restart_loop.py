@@ -10,8 +10,8 @@ against what the next daemon has:
 - nothing else is a hit.
 
 There are two exceptions, both of an operation that the kill cut off: a chunk whose last
-share had just been reported may be one already, and those that an unanswered
-PREPARE_STORE was evicting may be gone.
+share had just been reported may be one already, and those that the daemon was evicting for
+slots to lend, in the answer to a step, may be gone.
 
 The last line of the output is JSON.
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from kvd_client import LookupResult
+from kvd_client.connection import Connection
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryView, SlotState
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import Daemon, StartDaemon, started_daemons
@@ -77,14 +78,21 @@ class Client:
         self.engine = Engine(runtime_dir, name=name, model=name, layout=layout)
         self.keys = keys_of(name, KEYS)
         self.directory: DirectoryView | None = None
+        self.line: Connection | None = None
         ranks = len(self.engine.workers)
         self.chunk_bytes = 2 * 2 * page * ranks
 
     def attach(self, daemon: Daemon) -> None:
         """Until the directory of this daemon is here."""
-        attached = self.engine.wait_attached(daemon).scheduler._attached
+        attached = self.engine.wait_attached(daemon).scheduler._attachment
         assert attached is not None
-        self.directory = attached[1]
+        self.directory = attached.directory
+        self.line = attached.line
+
+    @property
+    def asking(self) -> bool:
+        """Whether the daemon has not answered all that it was told."""
+        return self.line is not None and self.line.unanswered > 0
 
     def records(self, state: SlotState) -> dict[bytes, Record]:
         """The chunks in this state, by key, as the directory has them."""
@@ -110,7 +118,6 @@ class Loop:
             Client(runtime_dir, "split", replicated=False),
             Client(runtime_dir, "alike", replicated=True),
         ]
-        self.asking = False
         for client in self.clients:
             client.attach(self.daemon)
 
@@ -131,6 +138,7 @@ class Loop:
             timer.join()
         self.tally.stops += number == signal.SIGTERM
         self.tally.kills += number == signal.SIGKILL
+        asking = any(client.asking for client in self.clients)  # they share the pool
         ready = [client.records(SlotState.READY) for client in self.clients]
         writing = [client.records(SlotState.WRITING) for client in self.clients]
         self.daemon = self.begin()
@@ -139,8 +147,7 @@ class Loop:
             client.attach(self.daemon)
         self.tally.ready_ms.append(int((time.monotonic() - began) * 1000))
         for client, were, wrote in zip(self.clients, ready, writing, strict=True):
-            self.look(client, were, wrote)
-        self.asking = False
+            self.look(client, were, wrote, asking=asking)
 
     def step(self) -> None:
         """One store or load of some keys, which may fail in every way but a wrong byte."""
@@ -150,17 +157,15 @@ class Loop:
         if self.random.random() < 0.5:
             self.load(client, keys)
             return
-        self.asking = True
         engine = client.engine
         ticket = engine.scheduler.prepare_store(keys)
-        self.asking = not ticket.served
         if ticket.keys:
             blocks = engine.fill(ticket.keys, 1)
             jobs = engine.submit(
                 "store", list(engine.workers), blocks, ticket.slots, ticket.generations
             )
             engine.results(jobs)
-            engine.scheduler.complete_store(ticket.keys)
+            engine.scheduler.complete_store(ticket)
             self.tally.stores += len(ticket.keys)
 
     def load(self, client: Client, keys: list[bytes]) -> int:
@@ -172,11 +177,13 @@ class Loop:
             self.tally.violations.append(f"{wrong} wrong bytes among {keys[0]!r} and following")
         return found
 
-    def look(self, client: Client, were: dict[bytes, Record], wrote: dict[bytes, Record]) -> None:
+    def look(
+        self, client: Client, were: dict[bytes, Record], wrote: dict[bytes, Record], *, asking: bool
+    ) -> None:
         """Hold what the new daemon has against what the old one had."""
         now = client.records(SlotState.READY)
         missing = {key for key in were if now.get(key) != were[key]}
-        if missing and self.asking:
+        if missing and asking:
             self.tally.evicting += len(missing)
         elif missing:
             self.tally.violations.append(f"{len(missing)} READY chunks are gone: {min(missing)!r}")

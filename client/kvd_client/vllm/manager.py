@@ -202,7 +202,7 @@ class KvdOffloadingManager(OffloadingManager):
         blocks = [self.ranges.offered(key, req_context) for key in wanted]
         ticket = self.scheduler.prepare_store(wanted, blocks) if served else StoreTicket()
         accepted = [OffloadKey(key) for key in ticket.keys]
-        evicted = [OffloadKey(key) for key in ticket.evicted]
+        evicted = [OffloadKey(key) for key in self.scheduler.take_evicted()]
         pairs = zip(wanted, ticket.answers, strict=False)
         self._use((key for key, answer in pairs if answer in _USED), req_context)
         refused = ticket.answers.count(StoreAnswer.FULL)

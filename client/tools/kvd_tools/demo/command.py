@@ -124,7 +124,10 @@ def _run(
             Setup(daemon.runtime_dir, rank, world_size, num_blocks, corrupt and not rank)
             for rank in range(world_size)
         ]
-        with Ranks(setups) as ranks, Scheduler(daemon.runtime_dir, ENGINE) as scheduler:
+        with (
+            Ranks(setups) as ranks,
+            Scheduler(daemon.runtime_dir, ENGINE, steps=True) as scheduler,
+        ):
             end = time.monotonic() + ATTACH_SECONDS
             while not scheduler.wait_attached(LOOK_SECONDS):
                 ranks.receive(0)  # raises for one that has ended

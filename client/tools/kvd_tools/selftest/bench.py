@@ -30,6 +30,7 @@ MIN_CHUNK_BYTES = 4096
 POISON = 0xA5
 ANSWER_SECONDS = 5.0
 PATIENCE_SECONDS = 5.0  # until what was asked for can be seen
+LEND_SECONDS = 0.5  # for more slots than one
 _LOOK_SECONDS = 0.005
 
 
@@ -129,7 +130,9 @@ class Bench:
     # --------------------------------------------------------------- engine
 
     def store(self) -> None:
-        """Store the source blocks as chunks; as many as the daemon takes."""
+        """Store the source blocks as chunks; as many as the daemon lends slots for."""
+        if self.scheduler.reserve(1, LEND_SECONDS):
+            self.scheduler.reserve(len(self.keys), LEND_SECONDS)
         ticket = self.scheduler.prepare_store(self.keys)
         if not ticket.keys:
             raise StepFailed(self._why_not_one(ticket.answers))
@@ -175,9 +178,10 @@ class Bench:
             return f"the daemon takes no chunk: {', '.join(sorted({a.name for a in answers}))}"
         report = self._status()
         failed = "; ".join(f"{c['name']}: {c['text']}" for c in report["checks"] if not c["ok"])
+        if report["draining"]:
+            return f"the daemon is draining and refuses stores: {failed or 'no reason given'}"
         if not answers:
-            draining = "is draining and " if report["draining"] else ""
-            return f"the daemon {draining}refuses stores: {failed or 'no reason given'}"
+            return f"the daemon does not serve the engine: {failed or 'no reason given'}"
         if not report["ready"]:
             return f"there is no room yet: {failed}"
         return (

@@ -62,7 +62,7 @@ def _register(bench: Bench) -> str:
         raise StepFailed(f"no lane has mapped the memory within {bench.timeout:g} s")
     bench.namespace_id = bench.scheduler.namespace.hex()
     own = bench.own_namespace()
-    if own is None or own["engines"] != 1 or any(own["chunks"].values()):
+    if own is None or own["engines"] != 1 or own["chunks"]["ready"] or own["chunks"]["writing"]:
         raise StepFailed(f"not in an empty namespace of its own: {own}")
     return f"namespace {bench.namespace_id[:8]}, used by nobody else"
 

@@ -1,0 +1,195 @@
+"""What a scheduler has while it is attached: the directory, its loans, and the line to the daemon.
+
+Here decisions become messages, and their answers loans. Nothing here waits, and the scheduler lets
+one thread in at a time.
+"""
+
+import logging
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvd_client.connection import Connection, Notice
+from kvd_client.decisions import Decisions
+from kvd_client.errors import DaemonLost
+from kvd_client.loans import Loan, Loans
+from kvd_client.reuse import ReuseFilter
+from kvd_proto.directory import DirectoryView
+from kvd_proto.errors import DirectoryError
+from kvd_proto.messages import MAX_KEYS, Attached, Error, ErrorCode, Message, Stepped
+
+MAX_UNANSWERED = 64  # messages; what comes then is collected until some are answered
+LEAST_REMEMBERED = 1024  # keys, by the reuse filter
+# The daemon has detached the engine, and with that dropped what a step says.
+_VOID = (ErrorCode.NOT_READY, ErrorCode.LANE_LOST)
+
+log = logging.getLogger("kvd_client")
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a scheduler keeps from one attachment to the next.
+
+    loans: none of before; how many it needs.
+    reuse: how often keys were offered.
+    evicted: keys that had to go for its loans and that nobody has asked for, the latest.
+    """
+
+    loans: Loans = field(default_factory=Loans)
+    reuse: ReuseFilter = field(default_factory=lambda: ReuseFilter(1, LEAST_REMEMBERED))
+    evicted: deque[bytes] = field(default_factory=lambda: deque(maxlen=MAX_KEYS))
+
+
+class Attachment:
+    """One attachment of a scheduler.
+
+    Args:
+        attached: the daemon's notice.
+        directory: of the namespace.
+        line: the connection over which the notice came.
+        kept: what the scheduler keeps.
+        answer: the daemon's to the attachment's first step.
+        wake: has the keeper look at the line.
+
+    Raises:
+        DaemonLost: the first step was refused.
+    """
+
+    def __init__(  # noqa: PLR0917 an attachment has these parts
+        self,
+        attached: Attached,
+        directory: DirectoryView,
+        line: Connection,
+        kept: Kept,
+        answer: Message,
+        wake: Callable[[], None],
+    ) -> None:
+        self.attached = attached
+        self.directory = directory
+        self.line = line
+        self._kept = kept
+        self._wake = wake
+        if attached.reuse_threshold != kept.reuse.threshold:
+            remembered = max(LEAST_REMEMBERED, attached.num_chunks)
+            kept.reuse = ReuseFilter(attached.reuse_threshold, remembered)
+        self.begin()
+        self.lend(answer)
+
+    def begin(self) -> None:
+        """Begin with nothing: what was lent or begun is void."""
+        self._kept.loans.clear()
+        self.decisions = Decisions(self.directory, self._kept.loans, self._kept.reuse)
+
+    # ----------------------------------------------------------------- to tell
+
+    def has_room(self, items: int) -> bool:
+        """Whether the daemon can be told of so many keys, chunks and leases more."""
+        if not self.decisions.outbox.room(items):
+            self.send()
+        return self.decisions.outbox.room(items)
+
+    def end_step(self, patience: float, *, all_of_it: bool) -> None:
+        """Take in what was answered, and tell what is to be told.
+
+        Args:
+            patience: seconds after which the keeper is to look why there is no answer.
+            all_of_it: also what may wait for a message that is sent for something else.
+        """
+        line, outbox = self.line, self.decisions.outbox
+        if line.has_replies:
+            self.take_in()
+            if line.is_overdue(patience):
+                self._wake()
+        self._kept.loans.end_step()
+        if outbox if all_of_it else outbox.urgent:
+            self.send()
+
+    def send(self) -> None:
+        """Tell what is to be told, unless very much has no answer yet."""
+        while self.decisions.outbox and self.line.unanswered < MAX_UNANSWERED:
+            if not self._post(self._kept.loans.wanted):
+                return
+
+    def send_left(self, seconds: float) -> None:
+        """The same, where the oldest of it was left for so long."""
+        outbox = self.decisions.outbox
+        if outbox and time.monotonic() >= outbox.since + seconds:
+            self.send()
+
+    def _post(self, wanted: int) -> bool:
+        outbox = self.decisions.outbox
+        step, keys = outbox.take(wanted)
+        request = self.line.post(step)
+        if request:
+            outbox.sent(request, keys)
+        else:
+            self._wake()  # the keeper gives the session up
+        return bool(request)
+
+    # ------------------------------------------------------------------- loans
+
+    def look_for_loans(self, count: int) -> None:
+        """Have as many at hand, as far as answers that have arrived bring them."""
+        if len(self._kept.loans) < count and self.line.has_replies:
+            self.take_in()
+
+    def count_loans(self) -> int:
+        """How many there are to use."""
+        self.take_in()
+        return self._kept.loans.count(self.directory.is_lent)
+
+    def ask_for(self, loans: int, there: int) -> None:
+        """Ask for so many in all, where `there` are there."""
+        # The daemon lends more only where less than half of what is wanted is lent.
+        self._post(max(loans, 2 * there + 1))
+
+    def take_in(self) -> None:
+        """Take in what the daemon has answered."""
+        line = self.line
+        line.take_in()
+        try:
+            for request, reply in line.replies():
+                self.decisions.outbox.answered(request)
+                self.lend(reply)
+        except DaemonLost as error:
+            line.failed = line.failed or str(error)
+        if line.failed:
+            self._wake()
+
+    def lend(self, answer: Message) -> None:
+        """Take the loans of an answer to a step.
+
+        Raises:
+            DaemonLost: the daemon has not done what it was told, and not because it has detached
+                the engine: what it holds is not what is believed here.
+        """
+        if isinstance(answer, Stepped):
+            slots, generations = answer.slots.numpy(), answer.generations.numpy()
+            if len(slots) != len(generations):
+                raise DaemonLost("Stepped contradicts itself")
+            loans: list[Loan] = list(zip(slots.tolist(), generations.tolist(), strict=True))
+            self._kept.loans.add(loans)
+            self._kept.evicted.extend(answer.evicted)
+        elif not isinstance(answer, Error):
+            raise DaemonLost(f"a step was answered by {type(answer).__name__}")
+        elif answer.code not in _VOID:
+            raise DaemonLost(f"a step was refused: {answer.text} [{answer.code}]")
+
+    def __repr__(self) -> str:
+        return f"<Attachment to {self.attached.namespace.hex()[:8]}: {self.decisions!r}>"
+
+
+def map_directory(notice: Notice) -> DirectoryView | None:
+    """Map the directory that came with the notice; the mapping outlives the descriptor."""
+    if not 1 <= len(notice.fds) <= 2:
+        log.error("ATTACHED came with %d descriptors, one or two are needed", len(notice.fds))
+        return None
+    try:
+        size = os.fstat(notice.fds[0]).st_size
+        return DirectoryView(mmap.mmap(notice.fds[0], size, prot=mmap.PROT_READ))
+    except (OSError, ValueError, DirectoryError):
+        log.exception("the directory of the chunks cannot be read; nothing will be found")
+        return None

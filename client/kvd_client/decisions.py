@@ -1,0 +1,137 @@
+"""What a scheduler decides by itself about stores and loads, from the directory and its loans."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvd_client.arguments import Blocks, shown
+from kvd_client.errors import UsageError
+from kvd_client.loans import Loans
+from kvd_client.outbox import Outbox
+from kvd_client.reuse import ReuseFilter
+from kvd_proto.directory import DirectoryView, SlotState
+from kvd_proto.messages import StoreAnswer
+
+_READY = int(SlotState.READY)
+_ACCEPTED, _PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
+_PENDING, _FULL, _NOT_YET = StoreAnswer.PENDING, StoreAnswer.FULL, StoreAnswer.NOT_YET
+
+
+@dataclass(slots=True)
+class Chosen:
+    """Slots for some of the keys that were asked about.
+
+    keys, slots, generations: of those that have one, in the order of the request.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+
+    def add(self, key: bytes, slot: int, generation: int) -> None:
+        """One more."""
+        self.keys.append(key)
+        self.slots.append(slot)
+        self.generations.append(generation)
+
+
+class Decisions:
+    """Those of one attachment, and what the daemon is to be told of them. For one thread at a time.
+
+    Args:
+        directory: of the namespace.
+        loans: what is lent.
+        reuse: says which keys may be stored.
+    """
+
+    def __init__(self, directory: DirectoryView, loans: Loans, reuse: ReuseFilter) -> None:
+        self.outbox = Outbox(directory.blocks_per_chunk)
+        self._directory = directory
+        self._loans = loans
+        self._reuse = reuse
+
+    def offer(
+        self, keys: Sequence[bytes], ranges: Sequence[Blocks] | None
+    ) -> tuple[list[StoreAnswer], Chosen]:
+        """Begin to store those keys that are new, as far as there are loans.
+
+        Of equal keys the first counts; the others are PENDING, or what the first one got. A chunk
+        that is READY with a part of the offered blocks is stored anew.
+
+        Args:
+            keys: a prompt's head first.
+            ranges: for each the blocks that will be stored; None: all of all chunks.
+
+        Returns:
+            An answer to each key, and the slots of those accepted.
+        """
+        directory, outbox, loans, reuse = self._directory, self.outbox, self._loans, self._reuse
+        entry, is_lent = directory.entry, directory.is_lent
+        filtered = reuse.threshold > 1
+        counted: set[bytes] = set()  # by the filter, in this call
+        blocks = (0, directory.blocks_per_chunk)
+        answers: list[StoreAnswer] = []
+        chosen = Chosen()
+        for i, key in enumerate(keys):
+            if ranges is not None:
+                blocks = ranges[i]
+            answer = _ACCEPTED
+            if key in outbox.begun:
+                answer = _PENDING
+            elif found := entry(key):
+                if found[2] != _READY:
+                    answer = _PENDING
+                elif found[3:] == blocks or not _covers(blocks, found[3], found[4]):
+                    answer = _PRESENT
+            elif filtered and (key in counted or not reuse.offer(key)):
+                counted.add(key)
+                answer = _NOT_YET
+            if answer is _ACCEPTED:
+                if (loan := loans.take(is_lent)) is not None:
+                    outbox.begin(key, loan, blocks)
+                    chosen.add(key, *loan)
+                else:
+                    answer = _FULL
+                    if filtered and not found:
+                        reuse.give_back(key)
+            answers.append(answer)
+        if len(chosen.keys) < len(answers):
+            outbox.count(answers)
+        return answers, chosen
+
+    def find(
+        self, keys: Sequence[bytes], ranges: Sequence[Blocks] | None
+    ) -> tuple[list[bool], Chosen]:
+        """Return which keys are READY with the blocks that are needed, and their slots."""
+        entry = self._directory.entry
+        first, count = 0, self._directory.blocks_per_chunk
+        found: list[bool] = []
+        chosen = Chosen()
+        for i, key in enumerate(keys):
+            if ranges is not None:
+                first, count = ranges[i]
+            there = entry(key)
+            if there and there[2] == _READY and _covers(there[3:], first, count):
+                found.append(True)
+                chosen.add(key, there[0], there[1])
+            else:
+                found.append(False)
+        return found, chosen
+
+    def check(self, ranges: Sequence[Blocks]) -> None:
+        """Refuse blocks that a chunk does not have.
+
+        Raises:
+            UsageError: some are.
+        """
+        whole = self._directory.blocks_per_chunk
+        for blocks in ranges:
+            if sum(blocks) > whole:
+                raise UsageError(f"blocks={shown(blocks)}: a chunk has {whole} blocks")
+
+    def __repr__(self) -> str:
+        return f"<Decisions {self._loans!r}, {self.outbox!r}, {self._reuse!r}>"
+
+
+def _covers(held: Sequence[int], first: int, count: int) -> bool:
+    """Whether `count` blocks from `first` on are among those held: the first, and how many."""
+    return held[0] <= first and first + count <= held[0] + held[1]

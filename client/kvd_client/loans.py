@@ -1,0 +1,66 @@
+"""Slots that the daemon has lent to a scheduler, and how many it would like to have.
+
+A loan is a slot with a generation. Whether it still holds only the directory knows: the daemon
+takes loans back without a message.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+LEAST_WANTED = 64
+DECAY = 1 / 32  # of the peak, with each step that stores
+Loan: TypeAlias = tuple[int, int]
+"""A slot and its generation."""
+IsLent: TypeAlias = Callable[[int, int], bool]
+"""Whether a slot is on loan with this generation."""
+
+
+class Loans:
+    """The loans of one scheduler. Not for several threads at a time."""
+
+    def __init__(self) -> None:
+        self._at_hand: deque[Loan] = deque()
+        self._asked = 0  # in this step
+        self._peak = 0.0
+
+    @property
+    def wanted(self) -> int:
+        """How many loans to have at hand: twice what a step of late has asked for."""
+        return max(LEAST_WANTED, 2 * round(self._peak))
+
+    def add(self, loans: Iterable[Loan]) -> None:
+        """More were lent: slots and generations."""
+        self._at_hand.extend(loans)
+
+    def take(self, is_lent: IsLent) -> Loan | None:
+        """Return a loan that holds, which is used up now; None where there is none."""
+        self._asked += 1
+        at_hand = self._at_hand
+        while at_hand:
+            loan = at_hand.popleft()
+            if is_lent(*loan):
+                return loan
+        return None
+
+    def count(self, is_lent: IsLent) -> int:
+        """How many hold; the others are forgotten."""
+        self._at_hand = deque(loan for loan in self._at_hand if is_lent(*loan))
+        return len(self._at_hand)
+
+    def end_step(self) -> None:
+        """Learn from the step how many are needed; one that has asked for none says nothing."""
+        if self._asked:
+            self._peak = max(float(self._asked), self._peak * (1 - DECAY))
+            self._asked = 0
+
+    def clear(self) -> None:
+        """Forget all loans: they were those of another session."""
+        self._at_hand.clear()
+
+    def __len__(self) -> int:
+        """How many are at hand, with those that do not hold any more."""
+        return len(self._at_hand)
+
+    def __repr__(self) -> str:
+        return f"<Loans {len(self)} at hand, {self.wanted} wanted>"

@@ -1,0 +1,172 @@
+"""What a scheduler has decided and not told the daemon yet; it leaves as one `Step`.
+
+Also the keys that have begun and of which the daemon has not said anything yet: from its answer
+to the step that named them on, the directory says how they stand.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+
+from kvd_client.arguments import Blocks
+from kvd_client.loans import Loan
+from kvd_proto.arrays import IntArray
+from kvd_proto.messages import MAX_KEYS, NO_ITEMS, Pin, Step, StoreAnswer
+
+
+class Outbox:
+    """What one scheduler owes the daemon, in one attachment. Not for several threads at a time.
+
+    Args:
+        blocks_per_chunk: of the namespace.
+
+    Attributes:
+        begun: keys whose stores have begun, while the daemon has not answered to that.
+        since: `time.monotonic()` when the first was put in; meaningless where there is nothing.
+    """
+
+    def __init__(self, blocks_per_chunk: int) -> None:
+        self._whole = (0, blocks_per_chunk)
+        # With the list of keys of the step that begins it: which step that is, as an identity.
+        self.begun: dict[bytes, list[bytes]] = {}
+        self._sent: dict[int, list[bytes]] = {}  # by request, the keys of its step
+        self.since = 0.0
+        self._dropped: list[bytes] = []
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._keys: list[bytes] = []
+        self._slots: list[int] = []
+        self._generations: list[int] = []
+        self._blocks: list[Blocks] = []
+        self._parts = False  # whether any of them is not all of its chunk
+        self._late: list[bytes] = []
+        self._pins: list[Pin] = []
+        self._unpinned: list[int] = []
+        self._used: list[bytes] = []
+        self._items = len(self._dropped)
+        self._present = self._pending = self._not_yet = self._refused = 0
+
+    # ----------------------------------------------------------------- put in
+
+    def room(self, items: int) -> bool:
+        """Whether so many keys, chunks and leases more fit one message."""
+        return self._items + items <= MAX_KEYS
+
+    def _add(self, items: int) -> None:
+        if not self._items:
+            self.since = time.monotonic()
+        self._items += items
+
+    def begin(self, key: bytes, loan: Loan, blocks: Blocks) -> None:
+        """A store has begun: its slot with generation, and which blocks will be written."""
+        self._add(1)
+        self._keys.append(key)
+        self._slots.append(loan[0])
+        self._generations.append(loan[1])
+        self._blocks.append(blocks)
+        self._parts |= blocks != self._whole
+        self.begun[key] = self._keys
+
+    def count(self, answers: Sequence[StoreAnswer]) -> None:
+        """So were keys answered that were offered."""
+        if not self:
+            self.since = time.monotonic()
+        self._present += answers.count(StoreAnswer.PRESENT)
+        self._pending += answers.count(StoreAnswer.PENDING)
+        self._not_yet += answers.count(StoreAnswer.NOT_YET)
+        self._refused += answers.count(StoreAnswer.FULL)
+
+    def drop(self, keys: Collection[bytes]) -> None:
+        """Stores are given up.
+
+        A step's drops are carried out before its keys begin: of keys of this one they come late.
+        """
+        self._add(len(keys))
+        for key in keys:
+            if self.begun.get(key) is self._keys:
+                self._late.append(key)
+            else:
+                self.begun.pop(key, None)
+                self._dropped.append(key)
+
+    def pin(
+        self, lease: int, lease_ms: int, slots: Sequence[int], generations: Sequence[int]
+    ) -> None:
+        """Chunks are to stay."""
+        self._add(len(slots))
+        packed = IntArray.of(slots, "u4"), IntArray.of(generations, "u8")
+        self._pins.append(
+            Pin(lease=lease, lease_ms=lease_ms, slots=packed[0], generations=packed[1])
+        )
+
+    def unpin(self, lease: int) -> None:
+        """A lease is given back."""
+        self._add(1)
+        self._unpinned.append(lease)
+
+    def use(self, keys: Collection[bytes]) -> None:
+        """A request has finished that used these, a prompt's head first."""
+        self._add(len(keys))
+        self._used[:0] = keys  # those of the last one come first
+
+    # --------------------------------------------------------------- take out
+
+    @property
+    def urgent(self) -> bool:
+        """Whether there is more than counts of keys that need nothing.
+
+        Keys that got no slot are told of at once: the answer brings loans.
+        """
+        return bool(self._items or self._refused)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return self.urgent or bool(self._present or self._pending or self._not_yet)
+
+    def take(self, wanted: int) -> tuple[Step, list[bytes]]:
+        """Return all of it as a step, with the keys that begin in it, and begin the next one.
+
+        Args:
+            wanted: how many loans the scheduler would like to have.
+        """
+        first = count = NO_ITEMS
+        if self._parts:
+            first = IntArray.of([first for first, _ in self._blocks], "u2")
+            count = IntArray.of([count for _, count in self._blocks], "u2")
+        keys, late = self._keys, self._late
+        step = Step(
+            dropped=tuple(self._dropped),
+            keys=tuple(keys),
+            slots=IntArray.of(self._slots, "u4"),
+            generations=IntArray.of(self._generations, "u8"),
+            first=first,
+            count=count,
+            pins=tuple(self._pins),
+            unpinned=tuple(self._unpinned),
+            used=tuple(self._used),
+            wanted=wanted,
+            present=self._present,
+            pending=self._pending,
+            not_yet=self._not_yet,
+            refused=self._refused,
+        )
+        self._dropped = late
+        for key in late:
+            self.begun.pop(key, None)
+        self._begin_step()
+        return step, keys
+
+    def sent(self, request: int, keys: list[bytes]) -> None:
+        """A step that `take` gave was sent, as this request."""
+        if keys:
+            self._sent[request] = keys
+
+    def answered(self, request: int) -> None:
+        """The daemon knows what the step said: the directory has what began in it."""
+        keys = self._sent.pop(request, ())
+        for key in keys:
+            if self.begun.get(key) is keys:
+                del self.begun[key]
+
+    def __repr__(self) -> str:
+        return f"<Outbox {self._items} to tell, {len(self.begun)} keys begun>"

@@ -1,0 +1,73 @@
+"""The loans at hand, and how many a scheduler asks for."""
+
+from kvd_client.loans import LEAST_WANTED, Loans
+
+
+def always(slot: int, generation: int) -> bool:
+    """Every loan holds."""
+    del slot, generation
+    return True
+
+
+def lent(*slots: int) -> Loans:
+    """Loans of these slots, generation 5."""
+    loans = Loans()
+    loans.add((slot, 5) for slot in slots)
+    return loans
+
+
+def test_a_loan_is_given_once() -> None:
+    """In the order in which they came, until there is none."""
+    loans = lent(3, 4)
+    assert [loans.take(always) for _ in range(3)] == [(3, 5), (4, 5), None]
+
+
+def test_what_was_taken_back_is_passed_over() -> None:
+    """Only the directory says whether a loan holds; what does not is forgotten."""
+    loans = lent(1, 2, 3, 4)
+    assert loans.take(lambda slot, _: slot > 1) == (2, 5)
+    assert loans.count(lambda slot, _: slot == 4) == 1
+    assert len(loans) == 1
+    assert loans.take(lambda *_: False) is None
+    assert len(loans) == 0
+
+
+def test_twice_the_largest_step_is_wanted() -> None:
+    """Also what it did not get; a step that stores nothing changes nothing."""
+    loans = lent(1)
+    assert loans.wanted == LEAST_WANTED
+    for _ in range(100):
+        loans.take(always)
+    assert loans.wanted == LEAST_WANTED
+    loans.end_step()
+    loans.end_step()
+    assert loans.wanted == 200
+
+
+def test_what_was_needed_once_is_forgotten() -> None:
+    """Steps that store less lower it bit by bit, down to the least."""
+    loans = Loans()
+    for _ in range(1000):
+        loans.take(always)
+    loans.end_step()
+    wanted = []
+    for _ in range(200):
+        loans.take(always)
+        loans.end_step()
+        wanted.append(loans.wanted)
+    assert wanted == sorted(wanted, reverse=True)
+    assert 1900 < wanted[0] < 2000
+    assert wanted[-1] == LEAST_WANTED
+
+
+def test_a_new_session_keeps_the_need_and_no_loan() -> None:
+    """Loans are the session's that they were lent to."""
+    loans = lent(*range(100))
+    while loans.take(always):
+        pass
+    loans.end_step()
+    wanted = loans.wanted
+    loans.add([(1, 5)])
+    loans.clear()
+    assert loans.take(always) is None
+    assert loans.wanted == wanted > LEAST_WANTED

@@ -1,0 +1,191 @@
+"""No call of a step waits: not for the daemon, not for another thread that waits for it.
+
+The deadlines here are an hour: a call that waited would not return. Where one is short, the keeper
+alone notices.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvd_client import LookupResult, Scheduler, session
+from kvd_proto.messages import Hello, Ping, Reset, Status, Step
+from tests.client.fake_daemon import FakeDaemon
+from tests.client.test_steps import steps, wait_steps
+from tests.waiting import DEADLINE, eventually
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def patient(daemon: FakeDaemon) -> Iterator[Scheduler]:
+    """An attached scheduler that would wait for an hour."""
+    with Scheduler(daemon.runtime_dir, "engine", deadline=HOUR, steps=True) as one:
+        daemon.attach(one)
+        yield one
+        one.deadline = DEADLINE
+        daemon.thaw()
+
+
+def step(scheduler: Scheduler, name: str) -> None:
+    """All that an engine calls in a step; it decides from shared memory alone."""
+    key = name.encode()
+    assert scheduler.lookup(b"ready") is LookupResult.HIT
+    store = scheduler.prepare_store([key, b"ready"])
+    assert store.keys == (key,)
+    load = scheduler.prepare_load([b"ready"])
+    assert load.keys == (b"ready",)
+    scheduler.complete_load(load)
+    scheduler.complete_store(store)
+    scheduler.complete_store([b"failed"], success=False)
+    scheduler.request_finished([key])
+    scheduler.take_evicted()
+    scheduler.count_tokens(10, 5)
+    scheduler.end_step()
+    assert scheduler.lookup(key) is LookupResult.HIT_PENDING
+
+
+def test_no_call_of_a_step_waits_for_a_daemon_that_stands_still(
+    daemon: FakeDaemon, patient: Scheduler
+) -> None:
+    """Steps go on with the loans that are at hand; all of it is told when it goes on."""
+    daemon.freeze()
+    for i in range(10):
+        step(patient, f"k{i}")
+    assert steps(daemon) == []
+    daemon.thaw()
+    told = wait_steps(daemon, 10)
+    assert [key for each in told for key in each.keys] == [b"k%d" % i for i in range(10)]
+
+
+def test_what_is_owed_to_a_daemon_that_stands_still_is_bounded(
+    daemon: FakeDaemon, patient: Scheduler
+) -> None:
+    """So many messages are on their way; what comes then is collected, and told as one."""
+    daemon.freeze()
+    for i in range(200):
+        patient.request_finished([b"k%d" % i])
+        patient.end_step()
+    there = patient._attachment
+    assert there is not None
+    assert there.line.unanswered < 100
+    daemon.thaw()
+
+    def told() -> list[bytes]:
+        patient.end_step()
+        return [key for each in steps(daemon) for key in each.used]
+
+    assert len(eventually(told, lambda used: len(used) >= 200)) == 200
+    assert len(steps(daemon)) < 100
+
+
+def test_what_does_not_fit_is_not_begun(daemon: FakeDaemon, patient: Scheduler) -> None:
+    """A store that the daemon could not be told of has no slot, a load no lease."""
+    daemon.freeze()
+    keys = [b"%d" % i for i in range(60_000)]
+    for _ in range(100):
+        patient.request_finished(keys)
+    assert not patient.prepare_store(keys).keys
+    assert not patient.prepare_load([b"ready"] * 60_000).keys
+
+
+@pytest.mark.parametrize(
+    ("request_kind", "call"),
+    [
+        (Status, lambda scheduler: scheduler.status()),
+        (Reset, lambda scheduler: scheduler.reset(HOUR)),
+        (Step, lambda scheduler: scheduler.reserve(10_000, HOUR)),
+        (Ping, lambda scheduler: scheduler.close()),
+    ],
+    ids=["status", "reset", "reserve", "close"],
+)
+def test_a_thread_that_waits_for_the_daemon_holds_no_other_one_up(
+    daemon: FakeDaemon,
+    patient: Scheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    request_kind: type,
+    call: Callable[[Scheduler], object],
+) -> None:
+    """While one waits for an answer that does not come, others decide, tell and are answered."""
+    monkeypatch.setattr("kvd_client.session.LAST_REPORT_SECONDS", HOUR)
+    good = daemon.replies[request_kind]
+    asked = len([m for m in daemon.received if isinstance(m, request_kind)])
+    if request_kind is not Step:
+        daemon.replies[request_kind] = lambda _: None
+    patient.lookup(b"ready")  # so that there is something to tell
+    waiting = threading.Thread(target=call, args=(patient,))
+    waiting.start()
+    daemon.wait_for(request_kind, asked + 1)
+    if request_kind is Reset:  # nothing is found until it is answered, and nothing waits
+        assert not patient.prepare_store([b"k"]).served
+        assert patient.lookup(b"ready") is LookupResult.MISS
+    else:
+        for i in range(3):
+            step(patient, f"k{i}")
+            told = wait_steps(daemon, i + 1)
+        assert told[-1].keys == (b"k2",)
+    assert waiting.is_alive()
+    daemon.replies[request_kind] = good
+    daemon.kill()  # which ends all waiting
+    waiting.join()
+
+
+def test_the_keepers_own_requests_hold_nobody_up(daemon: FakeDaemon, patient: Scheduler) -> None:
+    """It tells the daemon of lookups by itself, and waits for the answer."""
+    daemon.replies[Ping] = lambda _: None
+    patient.lookup(b"ready")
+    daemon.wait_for(Ping)
+    step(patient, "k")
+    assert wait_steps(daemon, 1)[0].keys == (b"k",)
+
+
+@pytest.mark.parametrize("lock", ["_changed", "_ready_news"])
+def test_a_step_needs_no_lock_of_who_waits(
+    daemon: FakeDaemon, patient: Scheduler, lock: str
+) -> None:
+    """Whoever waits for an attachment, or is told of news, is in nobody's way."""
+    held = patient._changed if lock == "_changed" else patient._ready_news._lock
+    with held:
+        stepping = threading.Thread(target=step, args=(patient, "k"))
+        stepping.start()
+        stepping.join()
+    wait_steps(daemon, 1)
+
+
+def test_a_step_without_an_answer_ends_the_session(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper notices, also where the engine makes no more steps; then all is a miss."""
+    monkeypatch.setattr(session, "REPORT_SECONDS", 0.05)
+    with Scheduler(daemon.runtime_dir, "engine", deadline=0.2, steps=True) as scheduler:
+        daemon.attach(scheduler)
+        daemon.freeze()
+        step(scheduler, "k")
+        eventually(lambda: not scheduler.attached)
+        assert not scheduler.prepare_store([b"k"]).served
+        assert scheduler.lookup(b"k") is LookupResult.MISS
+        daemon.thaw()
+        daemon.wait_for(Hello, 2)
+        scheduler.deadline = DEADLINE
+        eventually(lambda: scheduler.connected)
+        daemon.attach(scheduler)
+        step(scheduler, "k")
+
+
+def test_steps_without_an_answer_wake_the_keeper(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would look much later by itself."""
+    monkeypatch.setattr(session, "REPORT_SECONDS", HOUR)
+    with Scheduler(daemon.runtime_dir, "engine", deadline=0.2, steps=True) as scheduler:
+        daemon.attach(scheduler)
+        daemon.freeze()
+        step(scheduler, "k")
+
+        def lost() -> bool:
+            scheduler.end_step()
+            return not scheduler.attached
+
+        eventually(lost)
+        daemon.thaw()

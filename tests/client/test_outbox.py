@@ -1,0 +1,121 @@
+"""What a scheduler has decided becomes one message, in the order in which it is carried out."""
+
+from kvd_client.outbox import Outbox
+from kvd_proto.messages import MAX_KEYS, Step, StoreAnswer
+
+WHOLE = (0, 2)
+
+
+def outbox() -> Outbox:
+    """For chunks of two blocks."""
+    return Outbox(2)
+
+
+def sent(box: Outbox, request: int) -> Step:
+    """What is to be told, as this request."""
+    step, keys = box.take(7)
+    box.sent(request, keys)
+    return step
+
+
+def tells(box: Outbox) -> bool:
+    """Whether there is something to tell at once."""
+    return box.urgent
+
+
+def test_everything_of_a_step_is_in_its_message() -> None:
+    """Stores, drops, pins, leases given back, keys used, and how many loans are wanted."""
+    box = outbox()
+    box.begin(b"a", (3, 30), WHOLE)
+    box.begin(b"b", (4, 40), (1, 1))
+    box.drop([b"old"])
+    box.pin(9, 1500, [5, 6], [50, 60])
+    box.unpin(8)
+    box.use([b"a", b"b"])
+    assert box.urgent
+    step = sent(box, 1)
+    assert (step.keys, step.dropped, step.used) == ((b"a", b"b"), (b"old",), (b"a", b"b"))
+    assert (step.slots.numpy().tolist(), step.generations.numpy().tolist()) == ([3, 4], [30, 40])
+    assert (step.first.numpy().tolist(), step.count.numpy().tolist()) == ([0, 1], [2, 1])
+    (pin,) = step.pins
+    assert (pin.lease, pin.lease_ms, pin.slots.numpy().tolist()) == (9, 1500, [5, 6])
+    assert (step.unpinned, step.wanted) == ((8,), 7)
+    assert sent(box, 2) == Step(wanted=7)
+
+
+def test_blocks_are_left_out_where_all_chunks_are_whole() -> None:
+    """The usual message is short."""
+    box = outbox()
+    box.begin(b"a", (3, 30), WHOLE)
+    step = sent(box, 1)
+    assert not len(step.first)
+    assert not len(step.count)
+
+
+def test_counts_wait_for_another_message_but_for_refused_keys() -> None:
+    """Keys without a slot are told of at once: the answer brings loans."""
+    box = outbox()
+    box.count([StoreAnswer.PRESENT, StoreAnswer.PENDING, StoreAnswer.PENDING, StoreAnswer.NOT_YET])
+    assert box
+    assert not tells(box)
+    box.count([StoreAnswer.FULL, StoreAnswer.ACCEPTED])
+    assert tells(box)
+    step = sent(box, 1)
+    assert (step.present, step.pending, step.not_yet, step.refused) == (1, 2, 1, 1)
+    assert not box
+
+
+def test_the_last_request_that_finished_comes_first() -> None:
+    """The daemon keeps what comes first for longest."""
+    box = outbox()
+    box.use([b"a1", b"a2"])
+    box.use([b"b1", b"b2"])
+    assert sent(box, 1).used == (b"b1", b"b2", b"a1", b"a2")
+
+
+def test_a_key_has_begun_until_its_own_step_is_answered() -> None:
+    """Answers to other steps say nothing of it; one that was begun anew waits for the later one."""
+    box = outbox()
+    box.begin(b"a", (3, 30), WHOLE)
+    sent(box, 1)
+    box.begin(b"b", (4, 40), WHOLE)
+    sent(box, 2)
+    assert set(box.begun) == {b"a", b"b"}
+    box.answered(1)
+    box.answered(99)
+    assert set(box.begun) == {b"b"}
+    box.drop([b"b"])
+    box.begin(b"b", (5, 50), WHOLE)
+    step = sent(box, 3)
+    assert (step.dropped, step.keys) == ((b"b",), (b"b",))
+    box.answered(2)
+    assert set(box.begun) == {b"b"}
+    box.answered(3)
+    assert not box.begun
+
+
+def test_a_store_given_up_in_the_step_that_begins_it_is_dropped_by_the_next_message() -> None:
+    """In one message the drop would come before the beginning."""
+    box = outbox()
+    box.begin(b"a", (3, 30), WHOLE)
+    box.drop([b"a"])
+    assert b"a" in box.begun
+    first = sent(box, 1)
+    assert (first.dropped, first.keys) == ((), (b"a",))
+    assert box.urgent
+    assert b"a" not in box.begun
+    second = sent(box, 2)
+    assert (second.dropped, second.keys) == ((b"a",), ())
+    assert not box
+
+
+def test_a_message_has_room_for_so_many_keys() -> None:
+    """Stores, pinned chunks, leases and used keys together."""
+    box = outbox()
+    assert box.room(MAX_KEYS)
+    box.use([b"k"] * (MAX_KEYS - 2))
+    box.pin(1, 1000, [1], [1])
+    assert box.room(1)
+    assert not box.room(2)
+    sent(box, 1)
+    assert box.room(MAX_KEYS)

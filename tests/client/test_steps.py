@@ -1,0 +1,546 @@
+"""Stores and loads: decided from shared memory, and the daemon is told; no reply is waited for."""
+
+import threading
+
+import pytest
+
+from kvd_client import LoadTicket, LookupResult, Scheduler, StoreAnswer, StoreTicket, UsageError
+from kvd_client.loans import LEAST_WANTED
+from kvd_proto.messages import Detached, Error, ErrorCode, Hello, Message, Step
+from tests.client.fake_daemon import BLOCKS_PER_CHUNK, NUM_SLOTS, FakeDaemon, stepped
+from tests.waiting import DEADLINE, eventually
+
+ACCEPTED, PRESENT, PENDING = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.PENDING
+FULL, NOT_YET = StoreAnswer.FULL, StoreAnswer.NOT_YET
+
+
+def keys_of(count: int, name: str = "k") -> list[bytes]:
+    """Some keys."""
+    return [f"{name}{i}".encode() for i in range(count)]
+
+
+def steps(daemon: FakeDaemon) -> list[Step]:
+    """The steps that were told so far, without those that only ask for loans."""
+    return [m for m in daemon.received if isinstance(m, Step) and m != Step(wanted=m.wanted)]
+
+
+def wait_steps(daemon: FakeDaemon, count: int) -> list[Step]:
+    """The same, once there are so many."""
+    return eventually(lambda: steps(daemon), lambda found: len(found) >= count)
+
+
+def answered(scheduler: Scheduler) -> None:
+    """Until everything that was told is answered, as with the next steps."""
+
+    def quiet() -> bool:
+        scheduler.end_step()
+        there = scheduler._attachment
+        return there is not None and not there.line.has_replies
+
+    eventually(quiet)
+
+
+def lent_to(ticket: StoreTicket) -> list[tuple[int, int]]:
+    """The ticket's slots and generations."""
+    return list(zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True))
+
+
+# ---------------------------------------------------------------------- stores
+
+
+def test_new_keys_get_slots_that_are_lent(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """The slots are on loan to this engine; the step tells the daemon which key has which."""
+    daemon.attach(stepping)
+    loans = set(daemon.lent())
+    assert len(loans) == LEAST_WANTED
+    ticket = stepping.prepare_store([b"a", b"b"])
+    assert (ticket.keys, ticket.answers) == ((b"a", b"b"), (ACCEPTED, ACCEPTED))
+    assert set(ticket.slots.tolist()) < loans
+    assert steps(daemon) == []
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    told = zip(step.slots.numpy().tolist(), step.generations.numpy().tolist(), strict=True)
+    assert (step.keys, list(told)) == (ticket.keys, lent_to(ticket))
+
+
+def test_what_is_there_or_under_way_is_not_stored(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """Every key has its answer; the daemon is told how many were which."""
+    daemon.attach(stepping)
+    stepping.prepare_store([b"mine"])
+    ticket = stepping.prepare_store([b"ready", b"writing", b"mine", b"new", b"new"])
+    assert ticket.answers == (PRESENT, PENDING, PENDING, ACCEPTED, PENDING)
+    assert ticket.keys == (b"new",)
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert step.keys == (b"mine", b"new")
+    assert (step.present, step.pending, step.not_yet, step.refused) == (1, 3, 0, 0)
+
+
+def test_a_key_that_was_begun_is_pending_from_then_on(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """First by the scheduler's own word, then by the directory's, and a hit when it is READY."""
+    daemon.attach(stepping)
+    assert stepping.lookup(b"k") is LookupResult.MISS
+    stepping.prepare_store([b"k"])
+    pending = [LookupResult.HIT_PENDING, LookupResult.MISS]
+    assert stepping.lookup_many([b"k", b"other"]) == pending
+    assert stepping.lookup(b"k") is LookupResult.HIT_PENDING
+    stepping.end_step()
+    assert stepping.lookup_many([b"k", b"other"]) == pending
+    answered(stepping)
+    assert stepping.lookup_many([b"k", b"other"]) == pending
+    daemon.make_ready(b"k")
+    assert stepping.lookup(b"k") is LookupResult.HIT
+    assert stepping.prepare_store([b"k"]).answers == (PRESENT,)
+
+
+def test_a_store_that_is_lost_may_be_offered_again(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """Once the daemon has answered, the directory says that nobody writes it."""
+    daemon.replies[Step] = lambda m: stepped() if m.keys else daemon.step(m)  # it was not begun
+    daemon.attach(stepping)
+    stepping.prepare_store([b"k"])
+    stepping.end_step()
+    answered(stepping)
+    assert stepping.lookup(b"k") is LookupResult.MISS
+    assert stepping.prepare_store([b"k"]).answers == (ACCEPTED,)
+
+
+def test_without_a_loan_the_first_keys_come_first(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """The others are FULL; the daemon is told, and lends twice as many for the next step."""
+    daemon.attach(stepping)
+    keys = keys_of(LEAST_WANTED + 10)
+    ticket = stepping.prepare_store(keys)
+    assert ticket.answers == (ACCEPTED,) * LEAST_WANTED + (FULL,) * 10
+    assert ticket.keys == tuple(keys[:LEAST_WANTED])
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert (step.refused, step.wanted) == (10, 2 * len(keys))
+    answered(stepping)
+    assert stepping.prepare_store(keys).answers == (PENDING,) * LEAST_WANTED + (ACCEPTED,) * 10
+
+
+def test_a_step_in_which_nothing_got_a_slot_asks_for_loans(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """There is nothing else to tell, and without the message there would never be a loan."""
+    daemon.attach(stepping)
+    daemon.take_back()
+    assert stepping.prepare_store([b"k"]).answers == (FULL,)
+    stepping.end_step()
+    answered(stepping)
+    assert stepping.prepare_store([b"k"]).answers == (ACCEPTED,)
+
+
+def test_answers_are_read_where_loans_run_short(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """Within a step, too: what has arrived by then is used."""
+    daemon.attach(stepping)
+    stepping.prepare_store(keys_of(LEAST_WANTED))
+    stepping.end_step()
+    there = stepping._attachment
+    assert there is not None
+
+    def arrived() -> bool:
+        there.line.take_in()
+        return not there.line.unanswered
+
+    eventually(arrived)
+    assert stepping.prepare_store([b"more"]).answers == (ACCEPTED,)
+
+
+def test_loans_that_were_taken_back_are_not_used(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """The directory says so, without a message; those that hold are used."""
+    daemon.attach(stepping)
+    kept = daemon.lent()[5]
+    daemon.take_back(besides=kept)
+    ticket = stepping.prepare_store(keys_of(3))
+    assert ticket.answers == (ACCEPTED, FULL, FULL)
+    assert ticket.slots.tolist() == [kept]
+
+
+@pytest.mark.parametrize(
+    ("held", "offered", "answer"),
+    [
+        ((0, 2), (0, 2), PRESENT),
+        ((0, 2), (1, 1), PRESENT),
+        ((1, 1), (1, 1), PRESENT),
+        ((0, 1), (1, 1), PRESENT),  # neither has all of the other
+        ((1, 1), (0, 2), ACCEPTED),
+        ((0, 1), None, ACCEPTED),
+    ],
+)
+def test_a_chunk_with_fewer_blocks_is_stored_anew(
+    daemon: FakeDaemon,
+    stepping: Scheduler,
+    held: tuple[int, int],
+    offered: tuple[int, int] | None,
+    answer: StoreAnswer,
+) -> None:
+    """Where the offered blocks are all that it has and more."""
+    daemon.attach(stepping)
+    daemon.make_ready(b"edge", *held)
+    blocks = None if offered is None else [offered]
+    assert stepping.prepare_store([b"edge"], blocks).answers == (answer,)
+
+
+def test_the_daemon_is_told_which_blocks_a_store_has(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """Of every key in the step, as soon as one lacks some."""
+    daemon.attach(stepping)
+    stepping.prepare_store([b"a"])
+    stepping.prepare_store([b"b", b"c"], [(1, 1), (0, 2)])
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert (step.first.numpy().tolist(), step.count.numpy().tolist()) == ([0, 1, 0], [2, 1, 2])
+
+
+def test_blocks_that_a_chunk_does_not_have_are_refused(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """As an invalid argument: the daemon would take the message for a broken client's."""
+    daemon.attach(stepping)
+    with pytest.raises(UsageError, match=f"a chunk has {BLOCKS_PER_CHUNK} blocks"):
+        stepping.prepare_store([b"k"], [(1, BLOCKS_PER_CHUNK)])
+    stepping.end_step()
+    assert stepping.prepare_load([b"ready"], blocks=[(1, BLOCKS_PER_CHUNK)]).keys == ()
+    assert steps(daemon) == []
+
+
+def test_a_failed_store_is_given_up_and_a_good_one_needs_no_word(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """The daemon knows from its lanes what was stored."""
+    daemon.attach(stepping)
+    good, bad = stepping.prepare_store([b"good"]), stepping.prepare_store([b"bad1", b"bad2"])
+    stepping.end_step()
+    wait_steps(daemon, 1)
+    stepping.complete_store(good)
+    stepping.end_step()
+    assert len(steps(daemon)) == 1
+    stepping.complete_store(bad, success=False)
+    stepping.end_step()
+    assert wait_steps(daemon, 2)[1].dropped == (b"bad1", b"bad2")
+    answered(stepping)
+    expected = [LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.MISS]
+    assert stepping.lookup_many([b"good", b"bad1", b"bad2"]) == expected
+    assert stepping.prepare_store([b"bad1"]).answers == (ACCEPTED,)
+
+
+def test_a_ticket_drops_what_is_unfinished_when_its_block_raises(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """In the step that began it: the daemon is told of the beginning, then of the end."""
+    daemon.attach(stepping)
+    with pytest.raises(OSError, match="no"), stepping.prepare_store([b"k"]):
+        raise OSError("no")
+    stepping.end_step()
+    begun, dropped = wait_steps(daemon, 2)
+    assert (begun.keys, begun.dropped) == ((b"k",), ())
+    assert (dropped.keys, dropped.dropped) == ((), (b"k",))
+
+
+@pytest.mark.parametrize("threshold", [2, 3])
+def test_a_key_is_stored_at_its_nth_offer(
+    daemon: FakeDaemon, stepping: Scheduler, threshold: int
+) -> None:
+    """The daemon says how often; two offers in one call are one."""
+    daemon.reuse_threshold = threshold
+    daemon.attach(stepping)
+    for _ in range(threshold - 1):
+        assert stepping.prepare_store([b"k", b"k", b"ready"]).answers == (NOT_YET, NOT_YET, PRESENT)
+    daemon.take_back()
+    assert stepping.prepare_store([b"k"]).answers == (FULL,)
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert (step.not_yet, step.refused) == (2 * (threshold - 1), 1)
+    answered(stepping)
+    assert stepping.prepare_store([b"k", b"k"]).answers == (ACCEPTED, PENDING)
+
+
+def test_what_was_evicted_is_told_once(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """By the daemon with its loans, to the engine when it asks."""
+    daemon.attach(stepping)
+    assert stepping.take_evicted() == []
+    daemon.replies[Step] = lambda _: stepped(evicted=[b"old", b"older"])
+    stepping.prepare_store([b"k"])
+    stepping.end_step()
+    answered(stepping)
+    assert stepping.take_evicted() == [b"old", b"older"]
+    assert stepping.take_evicted() == []
+
+
+# ----------------------------------------------------------------------- loads
+
+
+def test_a_load_pins_what_it_finds(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """Slot and generation are the directory's; the lease is given back when it is completed."""
+    daemon.attach(stepping)
+    ticket = stepping.prepare_load([b"ready", b"writing", b"no"], lease_seconds=2.5)
+    assert ticket.keys == (b"ready",)
+    assert ticket.found.tolist() == [True, False, False]
+    assert (ticket.lease_seconds, len(ticket)) == (2.5, 1)
+    assert ticket.lease > 0
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    (pin,) = step.pins
+    assert (pin.lease, pin.lease_ms) == (ticket.lease, 2500)
+    assert pin.slots.numpy().tolist() == ticket.slots.tolist()
+    assert pin.generations.numpy().tolist() == ticket.generations.tolist()
+    stepping.complete_load(ticket)
+    stepping.end_step()
+    assert wait_steps(daemon, 2)[1].unpinned == (ticket.lease,)
+
+
+def test_a_load_of_nothing_has_no_lease(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """And the daemon is told nothing."""
+    daemon.attach(stepping)
+    ticket = stepping.prepare_load([b"no"])
+    assert (ticket.lease, ticket.keys) == (0, ())
+    stepping.complete_load(ticket)
+    stepping.end_step()
+    assert steps(daemon) == []
+
+
+def test_a_chunk_that_lacks_a_block_is_not_loaded(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """What is there can be loaded by who needs no more."""
+    daemon.attach(stepping)
+    daemon.make_ready(b"edge", 1, 1)
+    assert stepping.prepare_load([b"edge"]).keys == ()
+    assert stepping.prepare_load([b"edge"], blocks=[(0, 1)]).keys == ()
+    assert stepping.prepare_load([b"edge"], blocks=[(1, 1)]).keys == (b"edge",)
+
+
+def test_lease_numbers_are_never_used_again(daemon: FakeDaemon) -> None:
+    """Not in another session either, so that a late ticket ends nobody else's lease."""
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, steps=True) as scheduler:
+        daemon.attach(scheduler)
+        old = scheduler.prepare_load([b"ready"])
+        broken = scheduler.prepare_store([b"k"])
+        scheduler.end_step()
+        daemon.kill()
+        eventually(lambda: not scheduler.attached)
+        with FakeDaemon(daemon.runtime_dir) as other:
+            other.wait_for(Hello)
+            other.attach(scheduler)
+            new = scheduler.prepare_load([b"ready"])
+            again = scheduler.prepare_store([b"k"])
+            assert again.answers == (ACCEPTED,)  # nothing of before is believed
+            scheduler.end_step()
+            scheduler.complete_load(old)
+            scheduler.complete_store(broken, success=False)
+            scheduler.end_step()
+            scheduler.complete_load(new)
+            scheduler.end_step()
+            told = wait_steps(other, 2)
+            assert new.lease > old.lease
+            assert [step.unpinned for step in told] == [(), (new.lease,)]
+            assert [step.dropped for step in told] == [(), ()]
+
+
+# ----------------------------------------------------------------------- steps
+
+
+def test_a_step_is_one_message(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """All that was decided in it, in however many calls; and nothing, where that is nothing."""
+    daemon.attach(stepping)
+    for key in keys_of(5):
+        stepping.prepare_store([key])
+        stepping.complete_load(stepping.prepare_load([b"ready"]))
+        stepping.request_finished([key, b"ready"])
+    stepping.end_step()
+    for _ in range(10):
+        stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert (len(step.keys), len(step.pins), len(step.unpinned), len(step.used)) == (5, 5, 5, 10)
+    assert step.used[:2] == (b"k4", b"ready")
+
+
+def test_without_steps_every_call_tells_at_once(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """An engine that says nothing of its steps need not call anything else."""
+    daemon.attach(scheduler)
+    scheduler.prepare_store([b"k"])
+    ticket = scheduler.prepare_load([b"ready"])
+    scheduler.complete_load(ticket)
+    scheduler.request_finished([b"ready"])
+    scheduler.prepare_store([b"ready"])
+    told = wait_steps(daemon, 5)
+    assert [s.keys for s in told] == [(b"k",), (), (), (), ()]
+    assert [s.unpinned for s in told] == [(), (), (ticket.lease,), (), ()]
+    assert [s.used for s in told] == [(), (), (), (b"ready",), ()]
+    assert [s.present for s in told] == [0, 0, 0, 0, 1]
+
+
+def test_the_keeper_sends_what_was_left_behind(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """An engine that has stopped making steps still gives its leases back."""
+    daemon.attach(stepping)
+    ticket = stepping.prepare_load([b"ready"])
+    stepping.end_step()
+    stepping.complete_load(ticket)
+    assert wait_steps(daemon, 2)[1].unpinned == (ticket.lease,)
+
+
+def test_what_was_left_behind_is_told_before_the_end(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """`close` sends it, and waits until it has arrived."""
+    daemon.attach(stepping)
+    stepping.request_finished([b"ready"])
+    stepping.close()
+    (step,) = steps(daemon)
+    assert step.used == (b"ready",)
+
+
+def test_a_message_that_would_be_too_large_leaves_early(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """What fits one message no more is told with the next."""
+    daemon.attach(stepping)
+    many = keys_of(40_000)
+    stepping.request_finished(many)
+    stepping.request_finished(many)
+    stepping.end_step()
+    assert [len(step.used) for step in wait_steps(daemon, 2)] == [40_000, 40_000]
+
+
+# ----------------------------------------------------------------------- loans
+
+
+def test_an_engine_is_attached_when_it_has_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """The daemon is asked first: who stores at once need not be refused."""
+    seen: list[bool] = []
+
+    def look(message: Step) -> Message:
+        seen.append(scheduler.attached)
+        return daemon.step(message)
+
+    daemon.replies[Step] = look
+    daemon.attach(scheduler)
+    assert seen == [False]
+    assert len(scheduler.prepare_store(keys_of(LEAST_WANTED))) == LEAST_WANTED
+
+
+def test_bulk_work_reserves_its_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """It waits until they are there; where there are enough the daemon is not asked."""
+    daemon.attach(scheduler)
+    assert scheduler.reserve(LEAST_WANTED) >= LEAST_WANTED
+    assert len(daemon.wait_for(Step)) == 1
+    assert scheduler.reserve(200) >= 200
+    assert len(scheduler.prepare_store(keys_of(200))) == 200
+
+
+def test_reserving_more_than_there_is_ends_in_time(
+    daemon: FakeDaemon, scheduler: Scheduler
+) -> None:
+    """What is there is told; without a timeout the daemon is asked and nothing is waited for."""
+    daemon.attach(scheduler)
+    room = NUM_SLOTS - 2  # two chunks are there
+    assert eventually(lambda: scheduler.reserve(NUM_SLOTS, 0.0), lambda found: found == room)
+    assert scheduler.reserve(NUM_SLOTS, 0.05) == room
+
+
+def test_a_reset_takes_the_loans_back_and_new_ones_come_with_its_answer(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """Who stores right after it is served; tickets of before it drop nothing."""
+    daemon.attach(stepping)
+    before = set(daemon.lent())
+    old = stepping.prepare_store([b"k"])
+    assert stepping.reset()
+    new = stepping.prepare_store([b"k"])
+    assert new.answers == (ACCEPTED,)
+    assert not before & set(new.slots.tolist())
+    stepping.complete_store(old, success=False)
+    stepping.end_step()
+    first, second = wait_steps(daemon, 2)
+    assert (first.keys, second.keys, second.dropped) == ((b"k",), (b"k",), ())
+
+
+def test_a_detached_engine_has_no_loans_and_owes_nothing(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """Its stores and leases ended with the attachment; the next one begins with nothing."""
+    daemon.attach(stepping)
+    load, store = stepping.prepare_load([b"ready"]), stepping.prepare_store([b"k"])
+    daemon.notify(Detached(reason="rank 0 is gone"))
+    eventually(lambda: not stepping.attached)
+    assert not stepping.prepare_store([b"k"]).served
+    assert stepping.lookup(b"k") is LookupResult.MISS
+    stepping.complete_load(load)
+    stepping.request_finished([b"ready"])
+    stepping.end_step()
+    daemon.attach(stepping)
+    stepping.complete_load(load)
+    stepping.complete_store(store, success=False)
+    stepping.end_step()
+    assert steps(daemon) == []
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.LANE_LOST])
+def test_a_step_that_came_too_late_for_its_attachment_is_void(
+    daemon: FakeDaemon, stepping: Scheduler, code: ErrorCode
+) -> None:
+    """The daemon has detached the engine, and says so next: the session goes on."""
+    daemon.attach(stepping)
+    daemon.replies[Step] = lambda _: Error(code=code, text="it has left")
+    stepping.prepare_store([b"k"])
+    stepping.end_step()
+    answered(stepping)
+    assert stepping.lookup(b"k") is LookupResult.MISS
+    assert stepping.connected
+    assert len(daemon.wait_for(Hello)) == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Error(code=ErrorCode.BAD_MESSAGE, text="no"),
+        Error(code=ErrorCode.BAD_SESSION, text="who?"),
+        Error(code=ErrorCode.LIMIT, text="too many"),
+        stepped([1, 2], [5]),
+    ],
+    ids=["bad message", "bad session", "limit", "contradicts itself"],
+)
+def test_a_step_that_was_refused_ends_the_session(
+    daemon: FakeDaemon, stepping: Scheduler, reply: Message
+) -> None:
+    """What the daemon holds is not what is believed here: all of it ends, and a new one begins."""
+    daemon.attach(stepping)
+    daemon.replies[Step] = lambda _: reply
+    stepping.prepare_store([b"k"])
+    stepping.end_step()
+    daemon.wait_for(Step, 2)
+    daemon.replies[Step] = daemon.step
+    daemon.wait_for(Hello, 2)
+    eventually(lambda: not stepping.attached)
+    daemon.attach()
+    eventually(lambda: stepping.prepare_store([b"k"]).answers == (ACCEPTED,))
+
+
+def test_threads_decide_one_after_another(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """No slot has two keys, no lease two tickets, and every begun key is told once."""
+    daemon.attach(scheduler)
+    stored: list[StoreTicket] = []
+    loaded: list[LoadTicket] = []
+
+    def work(name: str) -> None:
+        for key in keys_of(30, name):
+            stored.append(scheduler.prepare_store([key, b"shared" + key[1:]]))
+            loaded.append(scheduler.prepare_load([b"ready"]))
+            scheduler.complete_load(loaded[-1])
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loans = [loan for ticket in stored for loan in lent_to(ticket)]
+    assert len(set(loans)) == len(loans) > 0
+    assert len({ticket.lease for ticket in loaded}) == len(loaded) == 120
+    assert scheduler.reserve(0) >= 0  # it is told all that could be told
+
+    def told() -> list[bytes]:
+        return [key for step in steps(daemon) for key in step.keys]
+
+    accepted = sorted(key for ticket in stored for key in ticket.keys)
+    eventually(lambda: sorted(told()) == accepted)
