@@ -144,7 +144,7 @@ class JobTable:
                 text = (
                     _LANE_ENDED
                     if lane.dead
-                    else "the lane takes no message: too many wait, or it has closed the connection"
+                    else "the lane takes no message: too many wait, or there is no connection"
                 )
                 self._note(_failed(job_id, text))
                 self._collect()
@@ -153,7 +153,6 @@ class JobTable:
             if word:
                 self._free_words.pop()
             self._running[job_id] = _Running(lane, request_id, word, time.monotonic())
-            self.readiness.set()  # sending may have taken in what the descriptor would show
             return True
 
     def finished(self) -> list[JobResult]:
@@ -168,8 +167,9 @@ class JobTable:
         return finished
 
     def remind(self) -> None:
-        """Have an event loop call `finished` because of jobs that may be overdue."""
+        """Send what was kept, and have an event loop call `finished`: jobs may be overdue."""
         with self._lock:  # `close` closes the descriptor, whose number may be reused
+            self._collect()
             if self._running:
                 self.readiness.set()
 
@@ -232,9 +232,9 @@ class JobTable:
 
     def _collect(self) -> None:
         """Process lanes' answers, and the death of those that are dead."""
-        for link in list(self._links):
-            dead = link.dead
-            for header, message in link.receive():
+        for link in tuple(self._links):
+            arrived, dead = link.receive()
+            for header, message in arrived:
                 job_id = link.pending.pop(header.request_id, None)
                 if job_id is not None:
                     self._end(_result(job_id, message))
@@ -247,7 +247,7 @@ class JobTable:
                 link.pending.clear()
                 if link is self._lane:
                     self._lane, self._lane_ended = None, True
-            elif link.blocked and link is self._lane:  # it has closed the connection
+            elif link.closed and link is self._lane:
                 link.reopen()
             if not link.pending and link is not self._lane:
                 link.close()

@@ -41,6 +41,7 @@ from kvd_proto.messages import (
 
 REGISTER_SECONDS = 30.0
 MAX_JOB_SECONDS = 600.0
+MEET_SECONDS = 1.0  # for a lane that answers late: its jobs wait for a later call then
 TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
 
 log = logging.getLogger("kvd_client")
@@ -384,20 +385,24 @@ class Worker(Session):
 
     def _on_notice(self, notice: Notice) -> None:
         message = notice.message
+        lane = self._meet(message, notice) if isinstance(message, LaneUp) else None
         with self._changed:
-            if isinstance(message, LaneUp) and message.device == self.device:
-                self._lane_up(message, notice)
+            if lane is not None:
+                self._jobs.set_lane(lane)
             elif isinstance(message, (Attached, Detached)):
                 self._attached = isinstance(message, Attached)
             self._changed.notify_all()
 
-    def _lane_up(self, up: LaneUp, notice: Notice) -> None:
+    def _meet(self, up: LaneUp, notice: Notice) -> LaneLink | None:
+        """Connect to a lane; None where it is another device's."""
         connection = self._connection
-        if connection is not None and len(notice.fds) == 1:
-            identity = connection.boot_id, connection.token
-            lane = LaneLink(self._context, up, notice.fds[0], identity, self._jobs.readiness)
-            notice.fds.clear()  # owned by the link
-            self._jobs.set_lane(lane)
+        if up.device != self.device or connection is None or len(notice.fds) != 1:
+            return None
+        identity = connection.boot_id, connection.token
+        lane = LaneLink(up, notice.fds[0], identity, self._jobs.readiness)
+        notice.fds.clear()  # owned by the link
+        lane.meet(self._stop, MEET_SECONDS)
+        return lane
 
     def _on_lost(self) -> None:
         # Jobs go on until their lane is known to be dead.

@@ -63,8 +63,12 @@ class LaneJob(Queued):
     started_ns: int = 0
     ended_ns: int = 0
     outcome: Refusal = (JobStatus.OK, "")
+    direction: Direction = field(init=False)
     _chunks: Chunks | None = None
     _own: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.direction = Direction.LOAD if self.load else Direction.STORE
 
     @property
     def chunks(self) -> Chunks:
@@ -86,11 +90,6 @@ class LaneJob(Queued):
     def deadline_ns(self) -> int:
         """When it is given up, on the clock of `accepted_ns`."""
         return self.accepted_ns + self.request.deadline_ms * 1_000_000
-
-    @property
-    def direction(self) -> Direction:
-        """Which way its bytes go."""
-        return Direction.LOAD if self.load else Direction.STORE
 
     @property
     def unfinished(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvd.lane.devices.device import Device, Direction
 from kvd.lane.orders import FRAMES_PER_TURN, Orders
 from kvd.lane.queue import Limits
-from kvd.lane.reports import TEXT_LIMIT, Reports
+from kvd.lane.reports import SHARES_WAIT_MS, TEXT_LIMIT, Reports
 from kvd.lane.runner import Runner
 from kvd.lane.worker_requests import Requests
 from kvd.lane.workers import Workers
@@ -92,7 +92,7 @@ class LaneService:
                 requests = self._router.pending
                 if self._usable < self._pool_bytes:
                     self._tell_usable()
-                if self._reports.shares_due(idle=not requests and not len(self._runner)):
+                if self._reports.shares and self._reports.shares_due:
                     self._reports.send_shares()
                 if orders:
                     self._orders.read()
@@ -101,8 +101,7 @@ class LaneService:
                 moved = self._runner.turn()
                 self._reports.report_ended()
                 nap = self._back_off(nap, busy=moved or orders or requests)
-                stores_only = self._runner.last_way is Direction.STORE  # no load could move
-                if moved and stores_only and not self._device.pins:
+                if moved and len(self._runner) and not self._device.pins:
                     paused = self._pause(paused)
         except EOFError:
             _log.warning("the broker is gone: ending")
@@ -145,9 +144,9 @@ class LaneService:
 
     def _patience(self, nap: float) -> int | None:
         """Milliseconds to wait for messages; None: for ever, there is nothing to do."""
-        if self._reports.shares:
-            return 0
         if not len(self._runner):
+            if self._reports.shares:
+                return SHARES_WAIT_MS
             return FILLING_MS if self._usable < self._pool_bytes else None
         return 1 if nap >= LONGEST_NAP else 0
 
@@ -164,9 +163,10 @@ class LaneService:
         """Sleep a little if the last pause is a while ago; return when the last one was.
 
         Stores that this CPU copies without a pause keep those that share the CPU waiting,
-        the thread first of all that sends replies to engines that load.
+        engines first of all that load.
         """
-        if time.monotonic() - last < PAUSE_EVERY:
+        stores_only = self._runner.last_way is Direction.STORE  # no load could move
+        if not stores_only or time.monotonic() - last < PAUSE_EVERY:
             return last
         time.sleep(PAUSE_SECONDS)
         return time.monotonic()

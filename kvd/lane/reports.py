@@ -1,8 +1,8 @@
 """What the lane reports: replies and the Done of every ended job to workers, shares to the broker.
 
-To wake the broker costs more than a small copy, so under load the shares of several jobs wait
-for one wake-up. The broker is sent nothing newer than a share that still waits: what was written
-is reported before anything that depends on it.
+To wake the broker costs more than a small copy, so shares wait for others for a millisecond, and
+until the piece that is being copied has moved. The broker is sent nothing newer than a share that
+still waits: what was written is reported before anything that depends on it.
 """
 
 import time
@@ -12,7 +12,7 @@ from dataclasses import replace
 from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import LaneJob, Reply
 from kvd.lane.runner import Runner
-from kvd.metrics.counts import LaneCounts
+from kvd.metrics.counts import STAGES, LaneCounts
 from kvd.wire.link import LINK, ShareDone
 from kvd.wire.router import Router
 from kvd.wire.seqpacket import Channel
@@ -20,7 +20,7 @@ from kvd_proto.codec import WIRE, Header
 from kvd_proto.messages import Done, Job, JobStatus, Load, Message
 
 TEXT_LIMIT = 1000
-SHARES_WAIT_SECONDS = 1e-3
+SHARES_WAIT_MS = 1
 
 
 class Reports:
@@ -39,6 +39,9 @@ class Reports:
         self.link = link
         self.runner = runner
         self.counts = LaneCounts(limits=router.limits)
+        self._stages = {
+            way: [self.counts.stages[f"{way}_{stage}"] for stage in STAGES] for way in Direction
+        }
         self.shares: list[ShareDone] = []
         self._since = 0.0
 
@@ -84,13 +87,14 @@ class Reports:
             counts.load_seconds += job.copy_ns / 1e9
 
     def _count_stages(self, job: LaneJob, reported_ns: int) -> None:
-        for stage, nanoseconds in (
-            ("queued", job.started_ns - job.accepted_ns - job.stream_wait_ns),
-            ("stream_wait", job.stream_wait_ns),
-            ("copied", job.ended_ns - job.started_ns),
-            ("reported", reported_ns - job.ended_ns),
-        ):
-            self.counts.stages[f"{job.direction}_{stage}"].observe(nanoseconds / 1e9)
+        nanoseconds = (
+            job.started_ns - job.accepted_ns - job.stream_wait_ns,
+            job.stream_wait_ns,
+            job.ended_ns - job.started_ns,
+            reported_ns - job.ended_ns,
+        )
+        for stage, spent in zip(self._stages[job.direction], nanoseconds, strict=True):
+            stage.observe(spent / 1e9)
 
     def reply(self, identity: bytes, header: Header, message: Message) -> None:
         """Answer a request; never waits: a worker that is gone or does not read gets no answer."""
@@ -126,10 +130,10 @@ class Reports:
         for share in shares:
             self.link.send(LINK.encode(share))
 
-    def shares_due(self, *, idle: bool) -> bool:
-        """Whether shares wait that are to be sent now: nothing else to do, or waited enough."""
-        waited = time.monotonic() - self._since
-        return bool(self.shares) and (idle or waited >= SHARES_WAIT_SECONDS)
+    @property
+    def shares_due(self) -> bool:
+        """Whether the shares that wait have waited enough."""
+        return time.monotonic() - self._since >= SHARES_WAIT_MS / 1e3
 
     def _add_shares(self, shares: Iterable[ShareDone]) -> None:
         if not self.shares:

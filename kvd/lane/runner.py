@@ -17,6 +17,7 @@ from kvd_proto.errors import JobShapeError
 from kvd_proto.messages import Job, JobStatus, Load
 
 _log = logging.getLogger(__name__)
+_WAYS = tuple(Direction)  # to go through an enumeration costs more than what is asked here
 
 
 class Runner:
@@ -116,8 +117,9 @@ class Runner:
             open_ = (job.deadline_ns for job in self if job.deadline_ns > now)
             self._next_deadline = min(open_, default=math.inf)
         moved = False
-        while room := {way for way in Direction if self._device.has_room(way)}:
-            head = self._queue.next(_reached(now), lambda job: job.direction in room)
+        reached, has_room = _reached(now), self._device.has_room
+        while len(self._queue) and any(map(has_room, _WAYS)):
+            head = self._queue.next(reached, lambda job: has_room(job.direction))
             if head is None:
                 break
             self._feed(head)

@@ -38,13 +38,13 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     data: bytes
 
     def __post_init__(self) -> None:
-        width = _WIDTHS[self.dtype]
-        if len(self.data) % width:
+        width, nbytes = _WIDTHS[self.dtype], len(self.data)
+        if nbytes % width:
             raise ValueError(
-                f"{len(self.data)} bytes are no whole number of {self.dtype} items ({width} bytes)"
+                f"{nbytes} bytes are no whole number of {self.dtype} items ({width} bytes)"
             )
-        if len(self.data) > MAX_ARRAY_ITEMS * width:
-            raise ValueError(_too_many(len(self.data) // width))
+        if nbytes > MAX_ARRAY_ITEMS * width:
+            raise ValueError(_too_many(nbytes // width))
 
     @classmethod
     def of(cls, values: Integers, dtype: DType) -> "IntArray":

@@ -28,7 +28,7 @@ DTYPES: dict[str, DType] = {
     "slots": "u4",
     "generations": "u8",
 }
-_DTYPES = list(DTYPES.values())
+_DTYPES = tuple(DTYPES.values())
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 
     def __post_init__(self) -> None:
         arrays = (self.block_ids, self.group_sizes, self.block_indices, self.slots)
-        given = [array.dtype for array in (*arrays, self.generations)]
-        if given != _DTYPES:
-            raise ValueError(f"{', '.join(DTYPES)} are {given}, {_DTYPES} is needed")
+        dtypes = (*[array.dtype for array in arrays], self.generations.dtype)
+        if dtypes != _DTYPES:
+            raise ValueError(f"{', '.join(DTYPES)} are {[*dtypes]}, {[*_DTYPES]} is needed")
 
     @classmethod
     def of(
@@ -102,15 +102,22 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
                 raise type(error)(f"{name}: {error}") from error
         return cls(*packed)
 
-    @cached_property
+    @property
     def sizes(self) -> list[int]:
         """The group sizes."""
-        return self.group_sizes.tolist()
+        return self._listed("sizes", self.group_sizes)
 
-    @cached_property
+    @property
     def indices(self) -> list[int]:
         """The block indices."""
-        return self.block_indices.tolist()
+        return self._listed("indices", self.block_indices)
+
+    def _listed(self, name: str, array: IntArray) -> list[int]:
+        """An array's values, kept: functools.cached_property takes a lock every time."""
+        kept: dict[str, list[int]] = self.__dict__
+        if name not in kept:
+            kept[name] = array.tolist()
+        return kept[name]
 
     def check(self, layout: RankLayout, num_slots: int = 2**32) -> None:
         """Check that the arrays fit each other, the layout and an arena of `num_slots`.

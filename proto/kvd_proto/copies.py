@@ -31,9 +31,12 @@ class Copies:
         tensor_offset: int64, bytes from its start.
         arena_offset: int64, bytes from the start of the rank's arena.
         nbytes: int64.
+
+    Attributes:
+        few: going through the runs is faster than arithmetic on columns.
     """
 
-    __slots__ = ("_columns", "_runs")
+    __slots__ = ("_columns", "_runs", "few")
 
     def __init__(
         self,
@@ -44,12 +47,14 @@ class Copies:
     ) -> None:
         self._columns: Columns | None = (storage, tensor_offset, arena_offset, nbytes)
         self._runs: list[Run] | None = None
+        self.few = len(nbytes) <= FEW
 
     @classmethod
     def of(cls, runs: list[Run]) -> "Copies":
         """The same by runs, of which there are few."""
         made = cls.__new__(cls)
         made._columns, made._runs = None, runs  # noqa: SLF001  # of this class
+        made.few = len(runs) <= FEW
         return made
 
     @property
@@ -87,11 +92,6 @@ class Copies:
     def nbytes(self) -> npt.NDArray[np.int64]:
         """Bytes: [runs]."""
         return self.columns[3]
-
-    @property
-    def few(self) -> bool:
-        """Whether going through the runs is faster than arithmetic on columns."""
-        return len(self) <= FEW
 
     @property
     def total_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """What an engine calls in a step returns at once, whatever state lane and broker are in."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import HostMemory, JobResult, JobStatus, Worker, connection
+from kvd_client import HostMemory, JobResult, JobStatus, Worker, lane_socket
+from kvd_client import worker as worker_module
 from kvd_proto.messages import LaneUp, Load, Register, Store
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
@@ -20,8 +22,9 @@ JOBS = 20_000  # more than any connection keeps
 
 @pytest.fixture(autouse=True)
 def small_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections keep little that was not sent, so that they are soon full."""
-    monkeypatch.setattr(connection, "HIGH_WATER_MARK", 8)
+    """Connections keep little that was not sent, so that they are soon full; nothing is slow."""
+    monkeypatch.setattr(lane_socket, "MAX_UNSENT_BYTES", 2000)
+    monkeypatch.setattr(worker_module, "MEET_SECONDS", 0.01)
 
 
 def returns(action: Callable[[], object]) -> None:
@@ -65,34 +68,47 @@ def check(got: list[JobResult], worker: Worker) -> None:
     assert (void.job_id, void.status) == (1, JobStatus.VOID)
 
 
-@pytest.fixture(params=["does not accept", "has no place"])
-def silent_lane(
-    daemon: FakeDaemon, worker: Worker, runtime_dir: Path, request: pytest.FixtureRequest
-) -> Iterator[Worker]:
-    """A worker whose next lane answers no connection, or has so many that no other is made."""
-    path = runtime_dir / "silent.sock"
+@contextlib.contextmanager
+def silent_lane(daemon: FakeDaemon, worker: Worker, place: Path, *, full: bool) -> Iterator[None]:
+    """The worker's lane in here accepts no connection, or has so many that no other is made."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(str(path))
+    listening.bind(str(place))
     listening.listen(0)
     before = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if request.param == "has no place":
-        before.connect(str(path))
+    if full:
+        before.connect(str(place))
     lifeline = os.pipe()
-    up = LaneUp(device="host", incarnation=9, endpoint=f"ipc://{path}")
+    up = LaneUp(device="host", incarnation=9, endpoint=f"ipc://{place}")
     daemon.notify(up, (lifeline[0],))
     eventually(lambda: worker._jobs._lane, lambda lane: lane and lane.endpoint == up.endpoint)
-    yield worker
+    yield
     for fd in lifeline:
         os.close(fd)
     before.close()
     listening.close()
 
 
-def test_a_lane_that_does_not_answer_a_connection(silent_lane: Worker) -> None:
+def test_a_lane_that_does_not_accept_the_connection(
+    daemon: FakeDaemon, worker: Worker, runtime_dir: Path
+) -> None:
     """What is submitted is kept, up to the connection's bound, and refused from there on."""
     got: list[JobResult] = []
-    returns(lambda: got.extend(steps(silent_lane)))
-    check(got, silent_lane)
+    with silent_lane(daemon, worker, runtime_dir / "silent.sock", full=False):
+        returns(lambda: got.extend(steps(worker)))
+        check(got, worker)
+
+
+def test_a_lane_that_has_no_place_for_a_connection(
+    daemon: FakeDaemon, worker: Worker, runtime_dir: Path
+) -> None:
+    """Every job fails at once."""
+    got: list[JobResult] = []
+    with silent_lane(daemon, worker, runtime_dir / "silent.sock", full=True):
+        returns(lambda: got.extend(steps(worker)))
+        assert [(r.job_id, r.status) for r in got] == [
+            (number, JobStatus.FAILED) for number in (1, 2, 100, 3)
+        ]
+        assert not worker._jobs._running
 
 
 def test_a_lane_and_a_broker_that_read_nothing(daemon: FakeDaemon, worker: Worker) -> None:

@@ -1,0 +1,151 @@
+"""A ZeroMQ DEALER's end of one connection to a lane, whose bytes move in the caller's own calls.
+
+libzmq hands each message to a thread of its own, and each answer comes back from there: two more
+threads to wake for every job, which takes longer than all else that a small job needs. Here a
+call sends what the connection takes, and keeps the rest, within a bound, for the next call. None
+waits.
+
+The bytes are those of ZMTP 3.1 with the NULL mechanism: https://rfc.zeromq.org/spec/37/.
+"""
+
+import socket
+import struct
+from collections import deque
+
+from kvd_proto.codec import MAX_MESSAGE_BYTES
+
+READ_BYTES = 64 * 1024
+MAX_UNSENT_BYTES = 32 * 2**20
+"""Kept for a lane that does not read, before it is given no more."""
+_LONG, _COMMAND = 2, 4
+_GREETING_BYTES = 64
+_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+_OPENING = b"".join(
+    (
+        b"\xff" + bytes(8) + b"\x7f\x03\x01",  # signature and version
+        b"NULL".ljust(20, b"\0") + bytes(32),  # the mechanism; no server
+        bytes((_COMMAND, len(_READY))) + _READY,
+    )
+)
+
+
+class LaneSocket:
+    """One connection. A new one is made where it is closed.
+
+    Args:
+        path: where the lane listens.
+
+    Attributes:
+        open: the lane takes messages; those that are sent before are kept.
+        closed: by the lane, or for want of one that listens.
+
+    Raises:
+        OSError: no descriptor is free.
+    """
+
+    def __init__(self, path: str) -> None:
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        self._socket = socket.socket(socket.AF_UNIX, kind)
+        self.closed = False
+        self.open = False
+        self._greeted = False
+        self._arrived = b""  # the beginning of a frame
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        try:
+            self._socket.connect(path)
+            self._socket.send(_OPENING, socket.MSG_NOSIGNAL)  # a new socket has room for it
+        except OSError:  # nobody listens there, or the queue of connections is full
+            self.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor for polling; -1 where it is closed."""
+        return self._socket.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether messages wait until the lane reads others."""
+        return self.open and bool(self._unsent)
+
+    def send(self, frame: bytes) -> bool:
+        """Send a message, or keep it; False where it is closed or too much is kept."""
+        if self.closed or self._unsent_bytes > MAX_UNSENT_BYTES:
+            return False
+        size = len(frame)
+        head = bytes((0, size)) if size < 256 else struct.pack(">BQ", _LONG, size)
+        self._unsent.append(memoryview(head + frame))
+        self._unsent_bytes += len(head) + size
+        self._flush()
+        return not self.closed
+
+    def receive(self) -> list[bytes]:
+        """Return the messages that have arrived; send what was kept, as far as there is room."""
+        messages: list[bytes] = []
+        while not self.closed:
+            try:
+                data = self._socket.recv(READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                break
+            self._take(data, messages)
+            if len(data) < READ_BYTES:
+                break
+        self._flush()
+        return messages
+
+    def close(self) -> None:
+        """Close it; what was kept is forgotten. May be called again."""
+        self.closed = True
+        self.open = False
+        self._unsent.clear()
+        self._socket.close()
+
+    def _flush(self) -> None:
+        while self.open and self._unsent:
+            part = self._unsent[0]
+            try:
+                sent = self._socket.send(part, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close()
+                return
+            self._unsent_bytes -= sent
+            if sent == len(part):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = part[sent:]
+
+    def _take(self, data: bytes, messages: list[bytes]) -> None:
+        """Add the messages that are whole with this data; close where it is no ZMTP."""
+        buffer = self._arrived + data
+        at, end = 0, len(buffer)
+        if not self._greeted and end >= _GREETING_BYTES:
+            if buffer[0] != 0xFF or not buffer[9] & 1 or buffer[10] < 3:
+                self.close()
+                return
+            self._greeted = True
+            at = _GREETING_BYTES
+        while self._greeted and end - at >= 2:
+            flags, size, start = buffer[at], buffer[at + 1], at + 2
+            if flags & _LONG:
+                size, start = int.from_bytes(buffer[start - 1 : start + 7], "big"), start + 7
+            if flags & ~(_LONG | _COMMAND) or (start <= end and size > MAX_MESSAGE_BYTES):
+                self.close()
+                return
+            if start + size > end:
+                break
+            if not flags & _COMMAND:
+                messages.append(buffer[start : start + size])
+            elif buffer.startswith(_READY[:6], start):
+                self.open = True
+            at = start + size
+        self._arrived = buffer[at:]
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open" if self.open else "not answered yet"
+        return f"<LaneSocket {state}, {self._unsent_bytes} bytes unsent>"
