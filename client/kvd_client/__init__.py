@@ -13,7 +13,8 @@ both with the daemon's runtime directory and the engine's name::
         worker.load(2, ticket, [ChunkBlocks(keys, blocks)])
         worker.wait([2])
 
-A daemon that is absent, slow or restarting is a cache that misses. Memory comes
+None of the scheduler's calls above waits for the daemon. One that is absent, slow or
+restarting is a cache that misses. Memory comes
 from `HostMemory.allocate`, from device pointers by `DeviceMemory.at`, or from
 torch tensors by `kvd_client.torch_memory.share_torch`, the only module that
 imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
