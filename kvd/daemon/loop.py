@@ -118,7 +118,7 @@ class Service:
         self._lanes = Lanes(
             self._runtime.path, self.core, self._poller, self._carry_out, begun.lanes
         )
-        self._requests = Requests(self._runtime.broker_socket, self.core)
+        self._requests = Requests(self._runtime.broker_socket, self.core, self._poller)
         self._connections = Connections(
             Listener(self._runtime.control_socket, socket.SOCK_SEQPACKET),
             self.core,
@@ -128,9 +128,7 @@ class Service:
             allowed=begun.allowed,
             own=lambda peer: peer.pid == self._http.pid,
         )
-        self._requests_fd = self._requests.router.fileno()
-        for fd in (self._requests_fd, self._wake_read):
-            self._poller.register(fd, select.EPOLLIN)
+        self._poller.register(self._wake_read, select.EPOLLIN)
 
     # ----------------------------------------------------------------- loop
 
@@ -164,11 +162,11 @@ class Service:
         now = self._polled = time.monotonic()
         if stood_still := self._standstill.woke(now):
             self._note(Event(stood_still, "warning"))
-        asked = ready.pop(self._requests_fd, 0) or router.pending
+        router.look(ready)
         due = ready or now >= self._next_tick or busy or self._held_up
         if due:
             self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
-        if asked:
+        if router.pending:
             for effects in self._requests.receive(now):
                 self._carry_out(effects)
         if due:
@@ -177,6 +175,7 @@ class Service:
     def _look_around(self, ready: dict[int, int], now: float) -> None:
         """Look at all that is no request: what is ready of it, and what is due by the time."""
         self._connections.turn(ready, now)
+        self._requests.count()
         if self._wake_read in ready:
             os.read(self._wake_read, 512)
             self._next_tick = 0.0  # a signal has come, or more of the pool is there

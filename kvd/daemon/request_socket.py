@@ -1,6 +1,7 @@
 """The request socket: frames in, exactly one reply each out."""
 
 import logging
+import select
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +18,10 @@ _BATCH = 64
 
 
 class Requests:
-    """The broker's socket for requests, at `path`."""
+    """The broker's socket for requests, at `path`; `epoll` is its loop's."""
 
-    def __init__(self, path: Path, core: Broker) -> None:
-        self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES)
+    def __init__(self, path: Path, core: Broker, epoll: select.epoll) -> None:
+        self.router = Router(path, max_bytes=MAX_MESSAGE_BYTES, epoll=epoll)
         self._core = core
         self._boot_id = core.state.boot_id
         self._identities: dict[int, bytes] = {}  # of the sessions' sockets
@@ -29,7 +30,6 @@ class Requests:
 
     def receive(self, now: float) -> Iterator[list[Effect]]:
         """Serve what has arrived, a batch at most; yield the effects of each request."""
-        self.router.look()
         for _ in range(_BATCH):
             received = self.router.take()
             if received is None:
@@ -40,6 +40,10 @@ class Requests:
                 self._dropped += 1
                 continue
             yield self._received(received.identity, header, received.frame, now)
+        self.count()
+
+    def count(self) -> None:
+        """Pass on what was dropped, and which limits were reached."""
         if limits := self.router.limits:
             for limit, times in limits.items():
                 self._core.state.reached(limit, times)

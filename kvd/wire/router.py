@@ -83,6 +83,8 @@ class Router:
         max_bytes: of a message.
         max_kept: bytes of unfinished messages and unread replies, all peers together.
         max_unproven: connections without a session; above, one of them is closed.
+        epoll: that of a loop which waits for other things too, and gives `look` what is ready;
+            without one there is one here.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -95,6 +97,7 @@ class Router:
         max_bytes: int,
         max_kept: int = MAX_KEPT_BYTES,
         max_unproven: int = MAX_UNPROVEN,
+        epoll: select.epoll | None = None,
     ) -> None:
         self._path = path
         self._max_bytes = max_bytes
@@ -103,7 +106,9 @@ class Router:
         path.unlink(missing_ok=True)
         self._listener = Listener(path)
         self._inode = path.stat().st_ino
-        self._epoll = select.epoll()
+        self._epoll = epoll or select.epoll()
+        self._shares_epoll = epoll is not None
+        self._closed = False
         self._epoll.register(self._listener, select.EPOLLIN)
         self._by_fd: dict[int, _Connection] = {}
         self._by_identity: dict[bytes, _Connection] = {}
@@ -136,18 +141,27 @@ class Router:
     def __len__(self) -> int:
         return len(self._by_fd)
 
-    def look(self) -> None:
-        """Accept connections, send on what waited, and note which peers can be read."""
-        for fd, events in self._epoll.poll(0):
+    def look(self, ready: dict[int, int] | None = None) -> None:
+        """Accept connections, send on what waited, and note which peers can be read.
+
+        Args:
+            ready: events by descriptor, as epoll has reported them; those that are looked at here
+                are taken out. None: epoll is asked here.
+        """
+        found = self._epoll.poll(0) if ready is None else list(ready.items())
+        for fd, events in found:
             connection = self._by_fd.get(fd)
             if connection is None:
-                if fd == self._listener.fileno():
-                    self._accept()
-                continue
-            if events & select.EPOLLOUT:
-                self._flush(connection)
-            if events & ~select.EPOLLOUT and not connection.closed:
-                self._readable[connection.identity] = connection
+                if fd != self._listener.fileno():
+                    continue
+                self._accept()
+            else:
+                if events & select.EPOLLOUT:
+                    self._flush(connection)
+                if events & ~select.EPOLLOUT and not connection.closed:
+                    self._readable[connection.identity] = connection
+            if ready is not None:
+                del ready[fd]
 
     def take(self) -> Received | None:
         """Return the next message; peers take turns.
@@ -190,8 +204,9 @@ class Router:
 
     def close(self, linger: float = 0.0) -> None:
         """Close everything; replies get so many seconds to leave. May be called again."""
-        if self._epoll.closed:
+        if self._closed:
             return
+        self._closed = True
         end = time.monotonic() + linger
         self._epoll.unregister(self._listener)
         self._listener.close()  # first: a peer that is disconnected connects again at once
@@ -211,7 +226,8 @@ class Router:
                     self._epoll.modify(fd, select.EPOLLOUT)
         for connection in list(self._by_fd.values()):
             self._close(connection)
-        self._epoll.close()
+        if not self._shares_epoll:
+            self._epoll.close()
         with contextlib.suppress(FileNotFoundError):
             if self._path.stat().st_ino == self._inode:  # another daemon may listen there by now
                 self._path.unlink()

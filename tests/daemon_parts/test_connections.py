@@ -28,7 +28,7 @@ def poller() -> select.epoll:
 def connections(tmp_path: Path, poller: select.epoll) -> Iterator[Connections]:
     """None is there yet."""
     core = make_broker(devices=[])
-    requests = Requests(tmp_path / "broker.sock", core)
+    requests = Requests(tmp_path / "broker.sock", core, poller)
     made = Connections(
         Listener(tmp_path / "control.sock", socket.SOCK_SEQPACKET),
         core,
