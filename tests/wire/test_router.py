@@ -34,8 +34,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Makes routers at ``tmp_path / "socket"``."""
     made = []
 
-    def router(**bounds: int) -> Router:
-        made.append(Router(tmp_path / "socket", **{"max_bytes": MIB, **bounds}))
+    def router(epoll: select.epoll | None = None, **bounds: int) -> Router:
+        made.append(Router(tmp_path / "socket", epoll=epoll, **{"max_bytes": MIB, **bounds}))
         return made[-1]
 
     yield router
@@ -83,6 +83,33 @@ def test_a_dealers_message_is_received_and_answered(make: Make, tmp_path: Path, 
         while not dealer.poll(10):
             router.look()
         assert dealer.recv() == frame
+
+
+def test_a_loop_that_waits_for_other_things_too_hands_over_what_is_ready(
+    make: Make, tmp_path: Path
+) -> None:
+    """The router takes out what is its own, and leaves the rest and the epoll to the loop."""
+    epoll, (reading, writing) = select.epoll(), os.pipe()
+    epoll.register(reading, select.EPOLLIN)
+    router = make(epoll)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"ipc://{tmp_path / 'socket'}")
+        dealer.send(b"x")
+        os.write(writing, b"y")
+        found = None
+        while found is None:
+            ready = dict(epoll.poll(PATIENCE))
+            assert ready
+            router.look(ready)
+            assert ready.keys() <= {reading}
+            found = router.take()
+        assert found.frame == b"x"
+    router.close()
+    assert dict(epoll.poll(PATIENCE)) == {reading: select.EPOLLIN}
+    epoll.close()
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_peer_that_sends_much_waits_for_one_that_sends_little(make: Make, tmp_path: Path) -> None:
