@@ -83,7 +83,7 @@ class Caching:
             table.finished(message.used)
         if message.present or message.pending or message.not_yet or message.refused:
             self._note_offers(message, namespace)
-        lent, effects = self._lend(engine, namespace, message.wanted, now)
+        lent, effects = self._lend(engine, namespace, message, now)
         if revoke:
             effects += state.revoke(namespace, revoke)
         if ready:
@@ -108,19 +108,31 @@ class Caching:
         table.note_offers(message.present, message.pending, message.not_yet, refused)
 
     def _lend(
-        self, engine: Engine, namespace: Namespace, wanted: int, now: float
+        self, engine: Engine, namespace: Namespace, message: Step, now: float
     ) -> tuple[Stepped, list[Effect]]:
-        """Lend slots; where there are too few, take back what other engines do not use."""
-        state, table, owner = self._state, namespace.table, engine.number
+        """Lend slots that are free, and to an engine that stores others, too.
+
+        It gets what other engines do not use, or where they use all of theirs, what is evicted.
+        An engine that only loads takes nobody's room, not even its own chunks'.
+        """
+        state, table, owner, wanted = self._state, namespace.table, engine.number, message.wanted
         have = len(table.slots.loans.of(owner))
         if 2 * have >= wanted or state.draining or not state.allocated:
             return _NOTHING, []
         engines = max(1, namespace.engines)
+        # One that says nothing else asks for slots in bulk.
+        stores = message.keys or message.refused or message == Step(wanted=wanted)
+        spare = bool(stores) and self._spare(owner, now)
         slots, generations, evicted = table.lend(
-            owner, wanted, engines, now, state.usable_bytes(engine)
+            owner,
+            wanted,
+            engines,
+            now,
+            state.usable_bytes(engine),
+            evict=bool(stores) and not spare,
         )
         effects: list[Effect] = []
-        if 2 * (have + len(slots)) < wanted:
+        if spare and 2 * (have + len(slots)) < wanted:  # free when lanes have been asked
             for each in state.open_namespaces:
                 idle = each.table.call_in_idle(now - SPARE_SECONDS, but=owner)
                 effects += state.revoke(each, idle)
@@ -132,6 +144,13 @@ class Caching:
             evicted=tuple(evicted),
         )
         return lent, effects
+
+    def _spare(self, owner: int, now: float) -> bool:
+        """Whether other engines have loans that they have not used for a while."""
+        return any(
+            each.table.slots.loans.idle_since(now - SPARE_SECONDS, but=owner)
+            for each in self._state.open_namespaces
+        )
 
     def _prepare_store(self, request: Request[PrepareStore]) -> list[Effect]:
         message, state = request.message, self._state

@@ -212,15 +212,23 @@ class ChunkTable:
     # -------------------------------------------------------------------- loans
 
     def lend(
-        self, owner: int, wanted: int, engines: int, now: float, usable: int | None = None
+        self,
+        owner: int,
+        wanted: int,
+        engines: int,
+        now: float,
+        usable: int | None = None,
+        *,
+        evict: bool = True,
     ) -> tuple[list[int], list[int], list[bytes]]:
         """Lend slots ahead of need to one of the namespace's `engines`.
 
         It gets some where it has fewer than half of what is `wanted`: first of what is free in
-        this namespace and of what no namespace owns, shared with the other engines; beyond that
-        others' columns and evicted chunks, up to a part of its share of what the namespace
-        holds: one that holds little does not evict it all to have loans. While only
-        `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
+        this namespace and of what no namespace owns, shared with the other engines. Where it may
+        `evict`, others' columns come next, up to a part of its share of all slots, and then
+        chunks of this namespace, up to a part of its share of what that holds: one that holds
+        little does not lose it all for loans. While only `usable` bytes of the pool can be used,
+        as it is filled, nothing is evicted.
 
         Returns:
             Slots, generations, and the keys that were evicted for them.
@@ -235,14 +243,19 @@ class ChunkTable:
             self.sweep()
         self._pool.claim_unowned(space, need * engines, usable)
         slots = space.take(min(need, space.free_within(usable) // engines), usable)
-        held = self._pool.held_bytes(space) // sum(space.geometry.slot_bytes)
-        most = max(1, held // (LENT_PARTS * engines))
-        more = min(need, most - have) - len(slots)
         evicted: list[bytes] = []
-        if more > 0 and usable is None:
-            besides, evicted = self._room(more, set(), None)
-            slots += besides
-            self.counts.evicted += len(evicted)
+        if evict and usable is None:
+            parts = LENT_PARTS * engines
+            more = min(need, max(1, space.geometry.num_slots // parts) - have) - len(slots)
+            if more > 0:
+                self._pool.acquire(space, more)
+                slots += space.take(more)
+            held = self.held_bytes // sum(space.geometry.slot_bytes)
+            more = min(need, max(1, held // parts) - have) - len(slots)
+            if more > 0:
+                besides, evicted = self._room(more, set(), None)
+                slots += besides
+                self.counts.evicted += len(evicted)
         return slots, self.slots.lend(slots, owner, now), evicted
 
     def begin(  # noqa: PLR0917 stores have these parts
@@ -331,8 +344,8 @@ class ChunkTable:
 
         None of `but`, who asks for it.
         """
-        idle = self.slots.loans.idle_since(since)
-        return [ref for owner in idle if owner != but for ref in self.call_in(owner)]
+        idle = self.slots.loans.idle_since(since, but)
+        return [ref for owner in idle for ref in self.call_in(owner)]
 
     def note_offers(self, present: int, pending: int, not_yet: int, refused: int) -> None:
         """Count keys that a scheduler has offered and answered by itself."""

@@ -67,9 +67,9 @@ class Loans:
         self.raced.clear()
         return slots
 
-    def idle_since(self, when: float) -> list[int]:
-        """The owners who have used none of their loans, and got none, since `when`."""
-        return [owner for owner, used in self._used.items() if used <= when]
+    def idle_since(self, when: float, but: int | None = None) -> list[int]:
+        """The owners, `but` this one, who have used none of their loans, and got none, since."""
+        return [owner for owner, used in self._used.items() if used <= when and owner != but]
 
     def expire(self, now: float) -> list[int]:
         """Forget the lost races whose deadline has come: the slots."""
