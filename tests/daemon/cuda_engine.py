@@ -22,6 +22,7 @@ from kvd_client import (
     LookupResult,
     Scheduler,
     Store,
+    StoreTicket,
     Worker,
 )
 from tests.asked import Asked
@@ -31,6 +32,7 @@ from tests.daemon.engines import (
     POISON,
     TENSORS,
     content,
+    lend,
     make_layout,
     wait_boot,
 )
@@ -276,15 +278,20 @@ class CudaEngine:
         results = [rank.ask("result", job) for rank in self.ranks.values()]
         return all(result.success for result in results)
 
+    def begin(self, keys: Sequence[bytes]) -> StoreTicket:
+        """A ticket for these keys, with slots for all of them on loan before."""
+        lend(self.scheduler, len(keys))
+        return self.scheduler.prepare_store(keys)
+
     def store(self, keys: list[bytes], first_block: int = 1) -> None:
         """Fill, store and complete; until all of it is a hit."""
         blocks = blocks_of(keys, first_block)
         for rank in self.ranks.values():
             rank.ask("fill", keys, blocks)
-        ticket = self.scheduler.prepare_store(keys)
+        ticket = self.begin(keys)
         assert list(ticket.keys) == keys
         assert self.succeeded(self.submit("store", ticket, blocks))
-        self.scheduler.complete_store(ticket.keys)
+        self.scheduler.complete_store(ticket)
         self.wait_hit(keys)
 
     def wait_hit(self, keys: list[bytes]) -> None:

@@ -124,7 +124,7 @@ def test_a_store_reads_when_the_stream_is_there_and_not_before(shared: CudaEngin
     """Kernels that still run when the store is submitted are waited for, by nobody on the host."""
     keys = keys_of("late", 3)
     blocks = blocks_of(keys, 1)
-    ticket = shared.scheduler.prepare_store(keys)
+    ticket = shared.begin(keys)
     for rank in shared.ranks.values():
         rank.ask("poison", blocks)
         rank.ask("switch", "hold=kernels")
@@ -146,7 +146,7 @@ def test_wait_voids_a_store_whose_stream_is_not_there(shared: CudaEngine) -> Non
     """Preemption: after `wait` the blocks may be overwritten, and the store never is a hit."""
     keys = keys_of("void", 2)
     blocks = blocks_of(keys, 1)
-    ticket = shared.scheduler.prepare_store(keys)
+    ticket = shared.begin(keys)
     for rank in shared.ranks.values():
         rank.ask("switch", "hold=kernels")
         rank.ask("compute", COMPUTED, blocks)
@@ -171,7 +171,7 @@ def test_a_worker_killed_in_a_copy_costs_nobody_else(
     keys = keys_of("kept", 4)
     engine.store(keys)
     lane = wait_lane(daemon, workers=2)
-    ticket = engine.scheduler.prepare_store(keys_of("lost", 2))
+    ticket = engine.begin(keys_of("lost", 2))
     lanes.switch("hold=copies")
     engine.submit("store", ticket, blocks_of(ticket.keys, 20))
     in_copy(daemon, 2 * RANK_CHUNK_BYTES * len(ticket.keys))  # of both ranks
@@ -285,7 +285,7 @@ def test_chunks_outlive_the_daemon_that_pinned_them(lanes: Lanes) -> None:
         engine.store(kept)
         pid = lane_of(first)["pid"]
         lanes.switch("hold=copies")
-        ticket = engine.scheduler.prepare_store(lost)
+        ticket = engine.begin(lost)
         job = engine.submit("store", ticket, blocks_of(lost, 20))
         in_copy(first)
         first.stop(signal.SIGKILL)
@@ -317,7 +317,9 @@ def test_lookups_are_answered_while_the_pool_is_pinned_anew(lanes: Lanes) -> Non
         wait_lane(second, workers=2, usable_bytes=POOL // 2)
         assert not second.status()["ready"]
         assert engine.scheduler.lookup_many(keys) == [LookupResult.HIT] * 6
-        assert not engine.scheduler.prepare_load(keys).keys
+        found = engine.scheduler.prepare_load(keys)
+        assert not engine.succeeded(engine.submit("load", found, blocks_of(keys, 33)))
+        engine.scheduler.complete_load(found)
         lanes.switch("unhang=")
         wait_lane(second, usable_bytes=POOL)
         assert engine.load(keys) == 0

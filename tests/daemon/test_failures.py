@@ -47,7 +47,7 @@ def test_a_killed_worker_frees_what_was_in_writing(
         assert rank_process.stdin is not None
         assert rank_process.stdout is not None
         whole, half = keys_of("whole", 3), keys_of("half", 5)
-        ticket = engine.scheduler.prepare_store(whole)
+        ticket = engine.begin(whole)
         blocks = engine.fill(whole, 1)
         engine.results(engine.submit("store", [0], blocks, ticket.slots, ticket.generations))
         pairs = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
@@ -55,14 +55,14 @@ def test_a_killed_worker_frees_what_was_in_writing(
         rank_process.stdin.flush()
         assert rank_process.stdout.readline() == "done ok\n"
         wait_hit(engine, whole)
-        ticket = engine.scheduler.prepare_store(half)
+        ticket = engine.begin(half)
         engine.results(
             engine.submit("store", [0], engine.fill(half, 11), ticket.slots, ticket.generations)
         )
         wait_state(daemon, writing=5)
         rank_process.kill()
         wait_state(daemon, ready=3, writing=0, draining=0)
-        assert not engine.scheduler.prepare_store(half).served
+        eventually(lambda: not engine.scheduler.prepare_store(half).served)
         daemon.wait_log(f"rank 1 (pid {rank_process.pid}) is gone; 5 chunks in writing freed")
 
 
@@ -102,7 +102,7 @@ def test_a_killed_lane_costs_its_jobs_and_nothing_else(
         keys = keys_of("kept", 6)
         engine.store(keys)
         wait_hit(engine, keys)
-        ticket = engine.scheduler.prepare_store(keys_of("lost", 2))
+        ticket = engine.begin(keys_of("lost", 2))
         blocks = engine.fill(ticket.keys, 20)
         never = engine.workers[0].timeline.reserve()
         engine.workers[0].submit(
@@ -143,6 +143,7 @@ def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there
         engine.store(keys)
         wait_hit(engine, keys)
         ticket = engine.scheduler.prepare_load(keys, lease_seconds=600.0)
+        eventually(lambda: daemon.status()["counters"]["leases_expired"])
         wait_state(daemon, pinned=0, ready=3)
         blocks = list(range(33, 39))
         engine.poison(blocks)

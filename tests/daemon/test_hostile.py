@@ -21,10 +21,10 @@ from kvd_proto.messages import (
     Ok,
     Ping,
     Pong,
-    PrepareStore,
     Registered,
     Reset,
     Status,
+    Step,
     Unregister,
     Welcome,
 )
@@ -50,8 +50,9 @@ def test_a_body_that_is_no_message_is_answered_by_its_id(client: RawClient) -> N
     """Any body behind a readable header gets exactly one ERROR with that id."""
     client.hello()
     head = WIRE.encode(Ping(), 55, client.boot_id, client.token)[:HEADER_BYTES]
+    step = WIRE.encode(Step())
     for body in (b"", b"\xc1", b"\x80\x80", b"\x81\xa4keys\x01", os.urandom(200)):
-        request_id, reply = client.raw(head[:6] + b"\x10\x00" + head[8:] + body)
+        request_id, reply = client.raw(step[:8] + head[8:] + body)
         assert request_id == 55
         assert code_of(reply) is ErrorCode.BAD_MESSAGE
     request_id, reply = client.raw(head[:6] + b"\xff\x7f" + head[8:] + b"\x80")
@@ -82,11 +83,11 @@ def test_tokens_and_boot_ids_are_checked(client: RawClient, shared_daemon: Daemo
 
 def test_the_handshake_is_enforced(client: RawClient) -> None:
     """Nothing before HELLO, HELLO once, and only with a common version."""
-    assert code_of(client.ask(PrepareStore(keys=(b"k",)))) is ErrorCode.BAD_STATE
+    assert code_of(client.ask(Step(used=(b"k",)))) is ErrorCode.BAD_STATE
     assert code_of(client.hello(protocol=9)) is ErrorCode.BAD_VERSION
     assert isinstance(client.hello(), Welcome)
     assert code_of(client.hello()) is ErrorCode.BAD_STATE
-    assert code_of(client.ask(PrepareStore(keys=(b"k",)))) is ErrorCode.NOT_READY
+    assert code_of(client.ask(Step(used=(b"k",)))) is ErrorCode.NOT_READY
     assert code_of(client.ask(Reset())) is ErrorCode.NOT_READY
     assert code_of(client.ask(Pong(pid=1))) is ErrorCode.BAD_MESSAGE
 
@@ -94,7 +95,7 @@ def test_the_handshake_is_enforced(client: RawClient) -> None:
 def test_a_tool_changes_nothing(client: RawClient) -> None:
     """A session of kind tool may ask for the status and cannot store or register."""
     client.hello(kind="tool")
-    assert code_of(client.ask(PrepareStore(keys=(b"k",)))) is ErrorCode.BAD_STATE
+    assert code_of(client.ask(Step(used=(b"k",)))) is ErrorCode.BAD_STATE
     assert not isinstance(client.ask(Status()), Error)
 
 
@@ -213,7 +214,7 @@ def test_a_forged_job_moves_nothing(daemon: Daemon) -> None:
         owner.store(keys)
         wait_hit(owner, keys)
         open_keys = keys_of("open", 2)
-        ticket = owner.scheduler.prepare_store(open_keys)
+        ticket = owner.begin(open_keys)
         owner.fill(open_keys, 1)
         forger.poison(range(1, 5))
         ready = owner.scheduler.prepare_load(keys)
@@ -269,7 +270,8 @@ def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: Sta
     daemon = start_daemon(cpu_bytes="96MiB")
     layout = flat_layout(4096)
     with Engine(daemon.runtime_dir, world_size=1, layout=layout).wait_attached() as engine:
-        assert len(engine.scheduler.prepare_store(keys_of("many", 20_000))) == 20_000
+        assert len(engine.begin(keys_of("many", 20_000))) == 20_000
+        wait_state(daemon, writing=20_000)
         engine.scheduler.close()
         assert wait_state(daemon, writing=0, draining=0)
         assert daemon.status()["lanes"][0]["counters"]["restarts"] == 0

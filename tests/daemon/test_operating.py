@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import LookupResult
+from kvd_client import LookupResult, StoreAnswer
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.serving import run_kvd
+from tests.daemon.serving import run_kvd, wait_state
 from tests.waiting import eventually
 
 
@@ -28,14 +28,15 @@ def test_a_drained_daemon_ends_what_began_refuses_stores_and_serves_loads(daemon
         engine.store(keys)
         wait_hit(engine, keys)
         lease = engine.scheduler.prepare_load(keys)
-        writing = engine.scheduler.prepare_store(keys_of("begun", 2))
+        writing = engine.begin(keys_of("begun", 2))
+        wait_state(daemon, writing=2, pinned=3)
         drained = kvd(daemon, "drain", "--wait", "200ms")
         assert drained.returncode == 1
         assert "2 chunks being written, 1 leases" in drained.stdout
         blocks = engine.fill(writing.keys, 1)
         jobs = engine.submit("store", [0, 1], blocks, writing.slots, writing.generations)
         assert all(result.success for result in engine.results(jobs).values())
-        engine.scheduler.complete_store(writing.keys)
+        engine.scheduler.complete_store(writing)
         engine.scheduler.complete_load(lease)
         drained = kvd(daemon, "drain", "--wait", "20s")
         assert (drained.returncode, drained.stderr) == (0, "")
@@ -43,7 +44,8 @@ def test_a_drained_daemon_ends_what_began_refuses_stores_and_serves_loads(daemon
         report = daemon.status()
         assert not report["ready"]
         assert report["drain"]["uid"] == report["engines"][0]["sessions"][0]["uid"]
-        assert engine.store(keys_of("refused", 2)) == []
+        refused = engine.scheduler.prepare_store(keys_of("refused", 2))
+        assert set(refused.answers) == {StoreAnswer.FULL}
         assert engine.load(list(writing.keys)) == (2, 0)
         with Engine(daemon.runtime_dir, name="late").wait_attached() as late:
             assert late.load(keys) == (3, 0)
@@ -72,7 +74,7 @@ def store_and_load(engine: Engine, chance: random.Random) -> tuple[int, int]:
         blocks = engine.fill(ticket.keys, 1)
         jobs = engine.submit("store", [0, 1], blocks, ticket.slots, ticket.generations)
         stored = all(result.success for result in engine.results(jobs).values())
-        engine.scheduler.complete_store(ticket.keys, success=stored)
+        engine.scheduler.complete_store(ticket, success=stored)
     return engine.load(keys)
 
 
@@ -117,15 +119,16 @@ def test_clear_and_evict_say_how_many(daemon: Daemon) -> None:
         assert done.stdout == "all namespaces: 0 chunks evicted, 0 B\n"
         done = kvd(daemon, "evict", "--older-than", "0", "--namespace", "other")
         assert done.stdout.endswith("(other): 4 chunks evicted, 128 KiB\n"), done
-        assert set(two.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+        eventually(lambda: set(two.scheduler.lookup_many(keys)), {LookupResult.MISS}.__eq__)
         assert one.load(keys) == (4, 0)
         lease = one.scheduler.prepare_load(keys[:1])
+        eventually(lambda: daemon.status()["leases"])
         done = kvd(daemon, "clear", "--yes")
         assert done.stdout == (
             "all namespaces: 3 chunks dropped, 96 KiB; 1 more go when their leases end\n"
         )
         one.scheduler.complete_load(lease)
-        assert set(one.scheduler.lookup_many(keys)) == {LookupResult.MISS}
+        eventually(lambda: set(one.scheduler.lookup_many(keys)), {LookupResult.MISS}.__eq__)
         assert one.store(keys) == keys
     daemon.wait_log("all namespaces cleared by uid ")
 

@@ -60,7 +60,7 @@ def test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load(
         engine.store(mine)
         wait_hit(engine, mine)
         lease = engine.scheduler.prepare_load(mine)
-        ticket = engine.scheduler.prepare_store(keys_of("flood", STORES))
+        ticket = engine.begin(keys_of("flood", STORES))
         assert len(ticket.keys) == STORES
         (lane,) = daemon.status()["lanes"]
         connection = engine.workers[0]._connection

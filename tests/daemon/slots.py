@@ -1,0 +1,69 @@
+"""The slots of a namespace, as its directory has them."""
+
+import os
+import socket
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryHeader, SlotState
+from kvd_proto.errors import DirectoryError
+from tests.daemon.raw_client import RawClient
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots of a namespace.
+
+    Attributes:
+        namespace: its id.
+        states: how many are in each state.
+        lent: how many are lent to each engine, by the broker's number of it.
+        twice: keys that are READY in two slots.
+    """
+
+    namespace: bytes
+    states: dict[SlotState, int]
+    lent: dict[int, int]
+    twice: list[bytes]
+
+
+def slots_of(runtime_dir: Path, engine: str) -> Slots | None:
+    """What the directory of an attached engine says; None where nobody is let in."""
+    fds: list[int] = []
+    try:
+        # Of a worker's session: the end of a scheduler's would give up what the engine stores.
+        client = RawClient(runtime_dir)
+        try:
+            client.hello("worker", engine)
+            _, fds, _, _ = socket.recv_fds(client.control_socket, 65536, 4)
+        finally:
+            client.close()
+        return read(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
+    except (OSError, AssertionError, IndexError, DirectoryError):
+        return None
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def read(directory: bytes) -> Slots:
+    """What the records of a whole directory say.
+
+    Raises:
+        DirectoryError: it is none.
+    """
+    head = DirectoryHeader.unpack(memoryview(directory))
+    table = np.frombuffer(directory, RECORD_DTYPE, head.num_slots, head.records_offset)
+    floor = int.from_bytes(directory[FLOOR_AT : FLOOR_AT + 8], "little")
+    found = table[(table["state"] == SlotState.READY) & (table["generation"] > floor)]
+    ready = Counter(bytes(row["key"])[: row["key_len"]] for row in found)
+    states = Counter(table["state"].tolist())
+    return Slots(
+        head.namespace,
+        {state: states[state] for state in SlotState},
+        dict(Counter(table["owner"][table["state"] == SlotState.LENT].tolist())),
+        [key for key, times in ready.items() if times > 1],
+    )
