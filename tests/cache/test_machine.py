@@ -54,6 +54,17 @@ class Chunk:
 
 
 @dataclass
+class Loan:
+    """A LENT slot of the model, with what lanes have reported of it; `deadline` of a lost race."""
+
+    generation: int
+    owner: int
+    deadline: float = 0.0
+    ranks: set[int] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=lambda: set(range(BLOCKS)))
+
+
+@dataclass
 class Lease:
     """A lease of the model: pinned slots, with repetitions."""
 
@@ -78,8 +89,12 @@ class Model:
         self.chunks: dict[bytes, Chunk] = {}
         self.order: list[bytes] = []  # used longest ago first; may name keys that are gone
         self.draining: dict[int, int] = {}
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[tuple[int, int], Lease] = {}  # by owner and number
         self.doomed: set[int] = set()
+        self.loans: dict[int, Loan] = {}
+        self.raced: dict[int, Loan] = {}
+        self.loans_used: dict[int, float] = {}
+        self.seen: list[tuple[int, int]] = []  # slots and generations that were READY once
         self.room = 0
 
     def use(self, keys: list[bytes]) -> None:
@@ -103,11 +118,28 @@ class Model:
         assert sorted(refs) == sorted((chunk.slot, chunk.generation) for chunk in gone)
         self.draining.update(refs)
 
+    def call_in(self, slots: list[int], refs: Refs) -> None:
+        """These LENT slots are DRAINING now, and exactly they were reported."""
+        gone = {**self.loans, **self.raced}
+        assert sorted(refs) == sorted((slot, gone[slot].generation) for slot in slots)
+        for slot in slots:
+            self.loans.pop(slot, None)
+            self.raced.pop(slot, None)
+        self.draining.update(refs)
+
+    def lent(self) -> dict[int, Loan]:
+        """Loans, and lost races."""
+        return {**self.loans, **self.raced}
+
+    def loans_of(self, owner: int) -> list[int]:
+        """The slots that an owner may give to keys."""
+        return sorted(slot for slot, loan in self.loans.items() if loan.owner == owner)
+
     def writing(self) -> list[bytes]:
         """Keys that are being written."""
         return sorted(key for key, chunk in self.chunks.items() if not chunk.ready)
 
-    def end_leases(self, numbers: list[int]) -> None:
+    def end_leases(self, numbers: list[tuple[int, int]]) -> None:
         """Leases end; doomed chunks that nobody pins any more go."""
         for number in numbers:
             del self.leases[number]
@@ -234,6 +266,239 @@ class TableMachine(RuleBasedStateMachine):
         if full:
             assert not any(model.evictable(key) for key in model.chunks if key not in keys)
 
+    @rule(
+        space=st.sampled_from(SPACES),
+        owner=st.sampled_from(OWNERS),
+        wanted=st.sampled_from([1, 3, 8, 40]),
+        engines=st.integers(1, 3),
+    )
+    def lend(self, space: int, owner: int, wanted: int, engines: int) -> None:
+        """An engine says how many loans it would like to have."""
+        model, other = self.models[space], self.models[1 - space]
+        protected = other.protected_bytes(self.namespaces)
+        had = len(model.loans_of(owner))
+        slots, generations, evicted = model.table.lend(owner, wanted, engines, self.now)
+        other.forget_yielded()
+        assert other.protected_bytes(self.namespaces) >= protected
+        evictable = [key for key in model.order if model.evictable(key)]
+        if self.policy == "lru":
+            assert evicted == evictable[: len(evicted)]
+        for key in evicted:
+            assert model.evictable(key)
+            del model.chunks[key]
+        have = had + len(slots)
+        assert have <= max(wanted, had)
+        if 2 * had >= wanted:
+            assert not slots
+        elif have < wanted:
+            space_ = model.table.space
+            most = max(1, space_.geometry.num_slots // (4 * engines))
+            room = space_.free_slots or any(map(model.evictable, model.chunks))
+            assert have >= most or not room
+        taken = {*model.lent(), *model.draining, *model.doomed}
+        taken |= {chunk.slot for chunk in model.chunks.values()}
+        assert not taken & set(slots)
+        for slot, generation in zip(slots, generations, strict=True):
+            model.loans[slot] = Loan(generation, owner)
+        if slots:
+            model.loans_used[owner] = self.now
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        blocks=st.sampled_from(PARTS),
+        data=st.data(),
+    )
+    def begin_with_any(
+        self,
+        space: int,
+        keys: list[bytes],
+        owner: int,
+        blocks: tuple[int, int],
+        data: st.DataObject,
+    ) -> None:
+        """Keys get slots, some of which are no loans, or another's, or not of this generation."""
+        model = self.models[space]
+        refs = [(slot, loan.generation) for slot, loan in model.lent().items()]
+        refs += [*model.draining.items(), (1000, 1)]
+        refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values()]
+        refs += [(slot, generation - 1) for slot, generation in refs]
+        drawn = data.draw(st.lists(st.sampled_from(sorted(refs)), max_size=len(keys)))
+        self.give(model, keys, drawn, owner, blocks)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        owner=st.sampled_from(OWNERS),
+        blocks=st.sampled_from(PARTS),
+        dropped=keys_strategy,
+    )
+    def step(
+        self,
+        space: int,
+        keys: list[bytes],
+        owner: int,
+        blocks: tuple[int, int],
+        dropped: list[bytes],
+    ) -> None:
+        """An engine drops stores, begins others and asks for more loans."""
+        model = self.models[space]
+        gone = [k for k in model.writing() if k in dropped and model.chunks[k].owner == owner]
+        model.give_up(gone, model.table.drop(dropped, owner))
+        refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
+        self.give(model, keys, refs[: len(keys)], owner, blocks)
+        self.lend(space=space, owner=owner, wanted=8, engines=1)
+
+    def give(
+        self,
+        model: Model,
+        keys: list[bytes],
+        refs: list[tuple[int, int]],
+        owner: int,
+        blocks: tuple[int, int],
+    ) -> None:
+        """The first keys get these slots; what comes of it."""
+        keys = keys[: len(refs)]
+        whole = blocks == (0, BLOCKS)
+        lost = model.table.counts.stores_lost
+        ready, revoke = model.table.begin(
+            keys,
+            [slot for slot, _ in refs],
+            [generation for _, generation in refs],
+            owner,
+            self.now,
+            () if whole else [blocks] * len(keys),
+            seconds=TICKET,
+        )
+        begun, over = [], []
+        for key, (slot, generation) in zip(keys, refs, strict=True):
+            loan, here = model.loans.get(slot), model.chunks.get(key)
+            if loan is None or (loan.owner, loan.generation) != (owner, generation):
+                lost += 1
+                continue
+            del model.loans[slot]
+            model.loans_used[owner] = self.now
+            if here is not None and not (here.ready and here.blocks < part(*blocks)):
+                loan.deadline = self.now + TICKET
+                model.raced[slot] = loan
+                if loan.ranks == model.expected(slot):
+                    over.append(slot)
+                continue
+            if here is not None and here.slot in model.pinned():
+                model.doomed.add(here.slot)
+            model.chunks[key] = Chunk(
+                *(slot, generation, owner, self.now + TICKET),
+                *(loan.ranks, loan.blocks),
+                used=self.now,
+            )
+            begun.append(key)
+        model.use(begun)
+        at_once = [
+            k for k in begun if model.chunks[k].ranks == model.expected(model.chunks[k].slot)
+        ]
+        for key in at_once:
+            self.is_ready(model, model.chunks[key])
+        assert ready == len(at_once)
+        assert model.table.counts.stores_lost == lost
+        model.call_in(over, revoke)
+
+    @staticmethod
+    def is_ready(model: Model, chunk: Chunk) -> None:
+        """All shares of a chunk are there, and its key is known."""
+        chunk.ready = True
+        model.seen.append((chunk.slot, chunk.generation))
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        data=st.data(),
+        rank=st.integers(0, 2),
+        blocks=st.sampled_from([*PARTS, *PARTS, (0, 0)]),
+    )
+    def share_before_the_key(
+        self, space: int, data: st.DataObject, rank: int, blocks: tuple[int, int]
+    ) -> None:
+        """A lane reports a share in a LENT slot, also twice or of a rank whose turn it is not."""
+        model = self.models[space]
+        if model.lent():
+            self.report_lent(model, data.draw(st.sampled_from(sorted(model.lent()))), rank, blocks)
+
+    @rule(space=st.sampled_from(SPACES))
+    def shares_before_the_keys(self, space: int) -> None:
+        """All ranks report all of every LENT slot."""
+        model = self.models[space]
+        for slot in list(model.lent()):
+            for rank in range(model.world_size):
+                if slot in model.lent():
+                    self.report_lent(model, slot, rank, (0, BLOCKS))
+
+    @staticmethod
+    def report_lent(model: Model, slot: int, rank: int, blocks: tuple[int, int]) -> None:
+        """A share in a LENT slot."""
+        loan, rank = model.lent()[slot], rank % model.world_size
+        ready, revoke = model.table.share_done(
+            *(loan.owner, rank, [slot], [loan.generation]),
+            *([blocks[0]], [blocks[1]], [0]),
+            ok=True,
+        )
+        over = False
+        if rank in model.expected(slot) - loan.ranks:
+            loan.blocks &= part(*blocks)
+            loan.ranks.add(rank)
+            complete = loan.ranks == model.expected(slot)
+            over = not loan.blocks or (complete and slot in model.raced)
+        assert ready == []
+        model.call_in([slot] if over else [], revoke)
+
+    @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))
+    def call_in(self, space: int, owner: int) -> None:
+        """An engine's loans are taken back."""
+        model = self.models[space]
+        mine = model.loans_of(owner)
+        model.call_in(mine, model.table.call_in(owner))
+
+    @rule(space=st.sampled_from(SPACES), seconds=st.sampled_from([0.0, 5.0]), but=st.integers(0, 2))
+    def call_in_idle(self, space: int, seconds: float, but: int) -> None:
+        """The loans of engines that used none for a while are taken back."""
+        model, since = self.models[space], self.now - seconds
+        idle = [o for o in OWNERS if o != but and model.loans_used.get(o, 0.0) <= since]
+        slots = [slot for owner in idle for slot in model.loans_of(owner)]
+        model.call_in(slots, model.table.call_in_idle(since, but or None))
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        owner=st.sampled_from(OWNERS),
+        number=st.integers(1, 3),
+        seconds=st.sampled_from([1.0, 5.0, 10.0]),
+        data=st.data(),
+    )
+    def pin(self, space: int, owner: int, number: int, seconds: float, data: st.DataObject) -> None:
+        """Chunks are pinned as they were seen, under a number that may be in use."""
+        model = self.models[space]
+        refs = [*model.seen[-12:], (1000, 1)]
+        refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values()]
+        refs += [(slot, loan.generation) for slot, loan in model.lent().items()]
+        named = data.draw(st.lists(st.sampled_from(sorted(refs)), max_size=6))
+        directory = model.table.directory
+        keys = {(c.slot, c.generation): k for k, c in model.chunks.items() if c.ready}
+        there = [
+            ref
+            for ref in named
+            if ref in keys
+            or (ref[0] in model.doomed and directory.generation(ref[0]) == ref[1] > directory.floor)
+        ]
+        slots, generations = [slot for slot, _ in named], [generation for _, generation in named]
+        model.table.pin(number, slots, generations, owner, self.now, seconds)
+        if not there:
+            return
+        lease = Lease(owner, self.now + seconds, [slot for slot, _ in there])
+        model.leases[owner, number] = lease
+        model.end_leases([])
+        here = [keys[ref] for ref in there if ref in keys]
+        model.use(here)
+        for key in here:
+            model.chunks[key].used = self.now
+
     def report(self, model: Model, keys: list[bytes], rank: int, first: int, count: int) -> None:
         """A lane reports one rank's share of WRITING chunks of one owner; count 0: it failed."""
         chunks = [model.chunks[key] for key in keys]
@@ -258,7 +523,7 @@ class TableMachine(RuleBasedStateMachine):
             chunk.ranks.add(rank)
             if chunk.ranks != model.expected(chunk.slot):
                 continue
-            chunk.ready = True
+            self.is_ready(model, chunk)
             ready.append((chunk.slot, chunk.generation))
         assert now_ready == ready
         model.give_up(failed, dropped)
@@ -288,6 +553,7 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         refs = [(c.slot, c.generation, c.owner) for c in model.chunks.values()]
         refs += [(slot, generation, 1) for slot, generation in model.draining.items()]
+        refs += [(slot, loan.generation, loan.owner) for slot, loan in model.lent().items()]
         if refs:
             slot, generation, owner = data.draw(st.sampled_from(sorted(refs)))
             outcome = model.table.share_done(
@@ -393,19 +659,19 @@ class TableMachine(RuleBasedStateMachine):
             assert part(*model.table.directory.blocks(chunk.slot)) == chunk.blocks
         assert bool(decision.lease) == bool(found)
         if found:
-            assert decision.lease not in model.leases
+            assert (owner, decision.lease) not in model.leases
             slots = [chunk.slot for chunk in chunks]
-            model.leases[decision.lease] = Lease(owner, self.now + seconds, slots)
+            model.leases[owner, decision.lease] = Lease(owner, self.now + seconds, slots)
 
     @rule(space=st.sampled_from(SPACES), data=st.data(), owner=st.sampled_from(OWNERS))
     def complete_load(self, space: int, data: st.DataObject, owner: int) -> None:
         """A lease is given back, perhaps by somebody who does not hold it."""
         model = self.models[space]
-        number = data.draw(st.sampled_from([0, *sorted(model.leases)]))
-        mine = number in model.leases and model.leases[number].owner == owner
+        _, number = data.draw(st.sampled_from([(0, 0), *sorted(model.leases)]))
+        mine = (owner, number) in model.leases
         assert model.table.unpin(number, owner) == mine
         if mine:
-            model.end_leases([number])
+            model.end_leases([(owner, number)])
 
     @rule(space=st.sampled_from(SPACES), keys=keys_strategy)
     def finished(self, space: int, keys: list[bytes]) -> None:
@@ -426,8 +692,10 @@ class TableMachine(RuleBasedStateMachine):
         self.now += seconds
         for model in self.models:
             refs = model.table.expire(self.now)
+            over = [slot for slot, loan in model.raced.items() if loan.deadline <= self.now]
+            model.call_in(over, refs[: len(over)])
             late = [key for key in model.writing() if model.chunks[key].deadline <= self.now]
-            model.give_up(late, refs)
+            model.give_up(late, refs[len(over) :])
             ended = [n for n, lease in model.leases.items() if lease.deadline <= self.now]
             model.end_leases(ended)
 
@@ -435,7 +703,8 @@ class TableMachine(RuleBasedStateMachine):
     def drop_owner(self, space: int, owner: int) -> None:
         """An engine dies."""
         model = self.models[space]
-        refs, _ = model.table.drop_owner(owner)
+        refs, lent = model.table.drop_owner(owner)
+        model.call_in([s for s, loan in model.lent().items() if loan.owner == owner], lent)
         theirs = [key for key in model.writing() if model.chunks[key].owner == owner]
         model.give_up(theirs, refs)
         model.end_leases([n for n, lease in model.leases.items() if lease.owner == owner])
@@ -449,8 +718,10 @@ class TableMachine(RuleBasedStateMachine):
         pinned = model.pinned()
         ready = {chunk.slot for chunk in model.chunks.values() if chunk.ready}
         assert outcome.deferred == len(ready & pinned)
-        assert outcome.dropped == len(ready) + len(model.writing()) - outcome.deferred
-        model.give_up(model.writing(), revoke)
+        writing = len(model.writing())
+        assert outcome.dropped == len(ready) + writing - outcome.deferred
+        model.give_up(model.writing(), revoke[:writing])
+        model.call_in(list(model.lent()), revoke[writing:])
         model.doomed |= ready & pinned
         model.chunks.clear()
 
@@ -547,15 +818,20 @@ class TableMachine(RuleBasedStateMachine):
             ready = sum(chunk.ready for chunk in model.chunks.values())
             assert table.slots.stats() == {
                 "ready": ready + len(model.doomed),
-                "lent": 0,
+                "lent": len(model.lent()),
                 "writing": len(model.writing()),
                 "draining": len(model.draining),
                 "pinned": len(model.pinned()),
                 "doomed": len(model.doomed),
             }
             assert table.slots.is_idle == (
-                not model.writing() and not model.draining and not model.pinned()
+                not model.writing()
+                and not model.lent()
+                and not model.draining
+                and not model.pinned()
             )
+            for slot, loan in model.lent().items():
+                assert table.directory.is_lent(slot, loan.generation)
 
 
 class QuotaTableMachine(TableMachine):

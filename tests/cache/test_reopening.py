@@ -107,7 +107,7 @@ class Reopening(TableMachine):
             model.namespace = self.open(number)
             model.table = model.namespace.table
             model.chunks = {key: chunk for key, chunk in model.chunks.items() if chunk.ready}
-            for gone in (model.draining, model.leases, model.doomed):
+            for gone in (model.draining, model.leases, model.doomed, model.loans, model.raced):
                 gone.clear()
             assert model.table.expire(self.now) == []
         assert [held(model.table) for model in self.models] == before
