@@ -344,11 +344,45 @@ class TableMachine(RuleBasedStateMachine):
     ) -> None:
         """An engine drops stores, begins others and asks for more loans."""
         model = self.models[space]
+        if not model.loans_of(owner):
+            self.lend(space=space, owner=owner, wanted=8, engines=1)
         gone = [k for k in model.writing() if k in dropped and model.chunks[k].owner == owner]
         model.give_up(gone, model.table.drop(dropped, owner))
         refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
         self.give(model, keys, refs[: len(keys)], owner, blocks)
         self.lend(space=space, owner=owner, wanted=8, engines=1)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
+        blocks=st.tuples(st.sampled_from(PARTS), st.sampled_from(PARTS)),
+        early=st.lists(st.integers(0, 2), max_size=4),
+        late=st.lists(st.integers(0, 2), max_size=4),
+    )
+    def race(
+        self,
+        space: int,
+        keys: list[bytes],
+        blocks: tuple[tuple[int, int], tuple[int, int]],
+        early: list[int],
+        late: list[int],
+    ) -> None:
+        """Two engines store the same chunks, whose shares come before and after their keys."""
+        model = self.models[space]
+        for owner in OWNERS:
+            self.lend(space=space, owner=owner, wanted=4, engines=2)
+        for rank in early:
+            self.report_all_lent(model, rank)
+        for owner, offered in zip(OWNERS, blocks, strict=True):
+            refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
+            self.give(model, keys, refs, owner, offered)
+        for rank in late:
+            self.report_all_lent(model, rank)
+
+    def report_all_lent(self, model: Model, rank: int) -> None:
+        """A rank's share in every LENT slot."""
+        for slot in list(model.lent()):
+            self.report_lent(model, slot, rank, (0, BLOCKS))
 
     def give(
         self,
@@ -426,11 +460,8 @@ class TableMachine(RuleBasedStateMachine):
     @rule(space=st.sampled_from(SPACES))
     def shares_before_the_keys(self, space: int) -> None:
         """All ranks report all of every LENT slot."""
-        model = self.models[space]
-        for slot in list(model.lent()):
-            for rank in range(model.world_size):
-                if slot in model.lent():
-                    self.report_lent(model, slot, rank, (0, BLOCKS))
+        for rank in range(self.models[space].world_size):
+            self.report_all_lent(self.models[space], rank)
 
     @staticmethod
     def report_lent(model: Model, slot: int, rank: int, blocks: tuple[int, int]) -> None:
