@@ -132,10 +132,10 @@ class Caching:
             evict=bool(stores) and not spare,
         )
         effects: list[Effect] = []
-        if spare and 2 * (have + len(slots)) < wanted:  # free when lanes have been asked
+        if stores and 2 * (have + len(slots)) < wanted:  # free when lanes have been asked
             for each in state.open_namespaces:
-                idle = each.table.call_in_idle(now - SPARE_SECONDS, but=owner)
-                effects += state.revoke(each, idle)
+                refs = each.table.call_in_spare(now - SPARE_SECONDS, but=owner)
+                effects += state.revoke(each, refs)
         if not slots:
             return _NOTHING, effects
         lent = Stepped(

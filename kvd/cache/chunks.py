@@ -241,7 +241,7 @@ class ChunkTable:
         need = min(wanted - have, LEND_AT_ONCE)
         while space.free_slots < need and self.slots.forgotten:
             self.sweep()
-        self._pool.claim_unowned(space, need * engines, usable)
+        self._pool.acquire(space, need * engines, usable, evict=False)
         slots = space.take(min(need, space.free_within(usable) // engines), usable)
         evicted: list[bytes] = []
         if evict and usable is None:
@@ -339,13 +339,19 @@ class ChunkTable:
         """Take back all loans, and what stores that have lost a race hold; to be revoked."""
         return self.slots.call_in(self.slots.loans.take_all())
 
-    def call_in_idle(self, since: float, but: int | None = None) -> Refs:
+    def call_in_spare(self, since: float, but: int | None = None) -> Refs:
         """Take back the loans of owners that have used none since then; slots to be revoked.
 
-        None of `but`, who asks for it.
+        None of `but`, who asks for it. And whoever's loans are in a column that is to leave.
         """
-        idle = self.slots.loans.idle_since(since, but)
-        return [ref for owner in idle for ref in self.call_in(owner)]
+        loans, stays = self.slots.loans, self.space.stays
+        refs = [ref for owner in loans.idle_since(since, but) for ref in self.call_in(owner)]
+        if self.space.leaving:
+            leaving = [(owner, slot) for owner, slot, _ in loans.entries() if not stays(slot)]
+            for owner, slot in leaving:
+                loans.remove(owner, slot)
+            refs += self.slots.call_in([slot for _, slot in leaving])
+        return refs
 
     def note_offers(self, present: int, pending: int, not_yet: int, refused: int) -> None:
         """Count keys that a scheduler has offered and answered by itself."""
@@ -643,8 +649,12 @@ class ChunkTable:
     # ------------------------------------------------------------ for the pool
 
     def busy_slots(self) -> Iterable[int]:
-        """Slots that must stay: pinned, on loan, being written, draining."""
+        """Slots that must stay: pinned, being written, draining."""
         return self.slots.busy()
+
+    def lent_slots(self) -> Iterable[int]:
+        """Slots that are on loan: `call_in_spare` takes back those that others need."""
+        return self.slots.loans.slots()
 
     def yield_slots(self, slots: list[int]) -> None:
         """Evict these READY, unpinned chunks: another namespace needs the room."""

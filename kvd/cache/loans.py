@@ -78,9 +78,13 @@ class Loans:
             del self.raced[slot]
         return late
 
-    def __iter__(self) -> Iterator[int]:
+    def slots(self) -> Iterator[int]:
+        """Every slot that is on loan, without those of lost races."""
         for slots in self._of.values():
             yield from slots
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.slots()
         yield from self.raced
 
     def __len__(self) -> int:

@@ -91,14 +91,20 @@ class Slots:
         return self.refs(slots)
 
     def victims(self, n: int, named: set[int]) -> list[int]:
-        """Up to `n` READY slots that are to be evicted: none that is pinned, or in `named`."""
+        """Up to `n` READY slots that are to be evicted: none that is pinned, or in `named`.
+
+        And none in a column that is to leave: what is evicted there is of no use here.
+        """
         pins, policy, state = self.leases.pins, self.policy, self.directory.state
+        stays = self.space.stays if self.space.leaving else lambda _: True
         pinned = len(pins) - len(self._doomed)
         staying = sum(slot not in pins and state(slot) == _READY for slot in named)
         # Where fewer may go than are needed, nobody looks through all that stay.
         return policy.victims(
             min(n, len(policy) - len(self.tickets) - pinned - staying),
-            lambda slot: slot not in pins and slot not in named and state(slot) == _READY,
+            lambda slot: (
+                slot not in pins and slot not in named and state(slot) == _READY and stays(slot)
+            ),
         )
 
     def finish(self, slot: int) -> None:
@@ -205,9 +211,9 @@ class Slots:
             self.space.give(freed)
 
     def busy(self) -> Iterable[int]:
-        """Slots that must stay: pinned, on loan, being written, draining."""
+        """Slots that must stay: pinned, being written, draining; also by who lost a race."""
         yield from self.leases.pins
-        yield from self.loans
+        yield from self.loans.raced
         yield from self.tickets
         yield from self._draining
 

@@ -11,7 +11,8 @@ share (the budget divided by the number of namespaces with engines attached), th
 column used least recently of those that hold more than theirs. A namespace that holds
 nothing may take its first column from any other, and so may one whose model is below its
 floor. No column is taken in which a chunk is pinned, being written or draining. Beyond
-that a namespace must evict its own chunks.
+that a namespace must evict its own chunks. Where only loans keep a column from being taken, it
+is to leave: its owner gives nothing in it away, and takes the loans back.
 
 Quotas (`kvd.pool.shares`) bound all of it: no model claims beyond its cap, none
 takes what leaves another below its floor.
@@ -37,6 +38,7 @@ from kvd.pool.shares import Quotas
 from kvd.pool.space import Space, Tenant
 
 Columns = list[tuple[Space, int]]
+LOOKS = 8  # that the pool is looked through while a column is to leave: two seconds
 
 
 class Pool:
@@ -73,21 +75,37 @@ class Pool:
         self.trim()
 
     def trim(self) -> None:
-        """Bring every model down to its cap: the columns used least recently go, if they may."""
+        """Bring every model down to its cap: the columns used least recently go, if they may.
+
+        To be called now and then: columns that were to leave, and that nobody took, stay.
+        """
+        for space in self._spaces:
+            space.look()
         for group in self.quotas:
             if group.room >= 0:
                 continue
             columns = [
-                (column not in space.empty, used_at[column], space.number, column, space)
+                (
+                    column in lent,
+                    column not in space.empty,
+                    *(used_at[column], space.number, column, space),
+                )
                 for space in group.spaces
-                for busy, used_at in [(space.busy_columns(), space.used_at())]
+                for busy, lent, used_at in [
+                    (space.busy_columns(), space.lent_columns(), space.used_at())
+                ]
                 for column in space.claimed
                 if column not in busy
             ]
-            for *_, column, space in sorted(columns, key=lambda entry: entry[:4]):
-                if group.room >= 0:
+            leaving = sum(len(s.column_extents[c]) for s in group.spaces for c in s.leaving)
+            for lent, *_, column, space in sorted(columns, key=lambda entry: entry[:5]):
+                if group.room + leaving >= 0:
                     break
-                self._empty_out(space, column)
+                if not lent:
+                    self._empty_out(space, column)
+                elif column not in space.leaving:
+                    space.leave(column, LOOKS)
+                    leaving += len(space.column_extents[column])
 
     def is_capped(self, space: Space) -> bool:
         """Whether nothing but the model's cap keeps the space from having another column."""
@@ -132,24 +150,35 @@ class Pool:
 
     # ------------------------------------------------------------------ acquiring
 
-    def acquire(self, space: Space, slots: int, usable: int | None = None) -> None:
+    def acquire(
+        self, space: Space, slots: int, usable: int | None = None, *, evict: bool = True
+    ) -> None:
         """Claim columns until `slots` are free in `space`, or no more may be had.
 
-        Chunks of other namespaces may be evicted for it, never those of `space`. While the
-        pool is filled, they are free inside `usable` bytes, and nothing is evicted.
+        Chunks of other namespaces may be evicted for it, never those of `space`; none without
+        `evict`. While the pool is filled, they are free inside `usable` bytes, and nothing is
+        evicted.
         """
-        self.claim_unowned(space, slots, usable)
+        self._claim_unowned(space, slots, usable)
         while usable is None and space.free_slots < slots and not space.is_whole:
+            if not (evict or any(other.empty for other in self._spaces if other is not space)):
+                return
             found = self._best_take(space)
             if found is None:
                 return
-            column, others = found
+            column, others, lent = found
+            if not evict and any(theirs not in other.empty for other, theirs in others):
+                return
+            if lent:
+                for other, theirs in others:
+                    other.leave(theirs, LOOKS)
+                return
             for other, theirs in others:
                 self._empty_out(other, theirs)
             self._claim(space, column)
-            self.claim_unowned(space, slots, usable)
+            self._claim_unowned(space, slots, usable)
 
-    def claim_unowned(self, space: Space, slots: int, usable: int | None) -> None:
+    def _claim_unowned(self, space: Space, slots: int, usable: int | None) -> None:
         """Claim columns over extents that no other namespace owns."""
         short = slots - space.free_within(usable)
         if space.exhausted == self._changes or space.is_whole:
@@ -168,8 +197,12 @@ class Pool:
         if usable is None:
             space.exhausted = self._changes
 
-    def _best_take(self, space: Space) -> tuple[int, Columns] | None:
-        """The best column to take from others, with the columns that go for it."""
+    def _best_take(self, space: Space) -> tuple[int, Columns, bool] | None:
+        """The best column to take from others, with the columns that go for it.
+
+        And whether they have to leave first, because something in them is on loan. One that is
+        leaving is waited for.
+        """
         if space.capped == self._changes:
             return None
         quotas, fair = self.quotas, self.quotas.fair()
@@ -186,10 +219,11 @@ class Pool:
             return None
         rich = {other for other in others if other.held > fair[other]}
         busy = {other: other.busy_columns() for other in others}
+        lent = {other: other.lent_columns() for other in others}
         used_at = {other: other.used_at() for other in others}
         counted = group is not None or any(each.floor for each in quotas)
         fits = False
-        best: tuple[tuple[bool, bool, int, int], int, Columns] | None = None
+        best: tuple[tuple[bool, bool, bool, int, int], int, Columns] | None = None
         for column in _search_order(space):
             if column in space:
                 continue
@@ -213,12 +247,16 @@ class Pool:
             ):
                 continue
             last = max((used_at[other][c] for other, c in holding), default=0)
-            rank = (bool(holding), from_poor and below_floor, last, len(theirs))
+            on_loan = any(c in lent[other] for other, c in holding)
+            rank = (on_loan, bool(holding), from_poor and below_floor, last, len(theirs))
             if best is None or rank < best[0]:
                 best = (rank, column, theirs)
         if not fits:
             space.capped = self._changes
-        return best and best[1:]
+        if best is None or (best[0][0] and any(other.leaving for other in others)):
+            return None
+        (on_loan, *_), column, theirs = best
+        return column, theirs, on_loan
 
     def _empty_out(self, space: Space, column: int) -> None:
         """Evict what is in a column and release it."""

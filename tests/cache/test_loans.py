@@ -8,6 +8,7 @@ from kvd.cache.chunks import ChunkTable
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
+from kvd.pool.pool import LOOKS
 from kvd_proto.directory import LookupResult, SlotState
 from tests.cache.tables import PAGE, add, make_namespaces, make_table, names, store
 
@@ -226,13 +227,13 @@ def test_idle_loans_are_taken_back() -> None:
     table = make_table(64)
     mine, theirs = lend(table, 8), lend(table, 8, owner=2)
     table.begin([b"a"], [mine[0][0]], [mine[0][1]], 1, 5.0)
-    assert table.call_in_idle(4.0, but=2) == []
-    assert table.call_in_idle(4.0) == theirs
+    assert table.call_in_spare(4.0, but=2) == []
+    assert table.call_in_spare(4.0) == theirs
     assert all(table.directory.state(slot) == SlotState.DRAINING for slot, _ in theirs)
     begin(table, [b"b"], theirs[:1], owner=2)
     assert table.counts.stores_lost == 1
     free(table, theirs)
-    assert table.call_in_idle(5.0) == mine[1:]
+    assert table.call_in_spare(5.0) == mine[1:]
     table.check_integrity()
 
 
@@ -319,6 +320,44 @@ def test_a_lease_number_that_comes_again_ends_the_lease_of_before() -> None:
     table.check_integrity()
 
 
+def test_loans_keep_nobody_from_a_fair_share() -> None:
+    """A column that others are to have is left: nothing more of it is lent, nor used for others."""
+    namespaces = make_namespaces(64 * 4096)
+    old, new = add(namespaces, 0, 1024).table, add(namespaces, 1, 1024).table
+    columns, width = old.space.geometry.columns, old.space.geometry.column_slots
+    keys = names(columns * width)
+    store(old, keys)
+    old.finished([key for key in keys if old.directory.find(key) % width])
+    refs = lend(old, 64)
+    assert len({slot // width for slot, _ in refs}) == columns  # one of each column, and others
+    assert lend(new, 8, owner=2) == []
+    (column,) = old.space.leaving
+    revoke = old.call_in_spare(-1.0)
+    assert {slot // width for slot, _ in revoke} == {column}
+    free(old, revoke)
+    begin(old, names(len(refs), 1000), refs)
+    assert lend(new, 8, owner=2) != []
+    assert not old.space.leaving
+    assert old.counts.yielded == width - len(revoke)
+    namespaces.check_integrity()
+
+
+def test_a_column_that_nobody_takes_stays() -> None:
+    """What is free there is lent again when the pool was looked through a few times."""
+    namespaces = make_namespaces(64 * 4096)
+    old, new = add(namespaces, 0, 4096).table, add(namespaces, 1, 4096).table
+    assert len(lend(old, 64)) == 64
+    assert lend(new, 8, owner=2) == []
+    (column,) = old.space.leaving
+    free(old, old.call_in_spare(-1.0))
+    assert lend(old, 1000) == []
+    namespaces.check_integrity()
+    for _ in range(LOOKS + 1):
+        namespaces.pool.trim()
+    assert [slot // 2 for slot, _ in lend(old, 1000)] == [column, column]
+    namespaces.check_integrity()
+
+
 def test_a_namespace_with_loans_is_not_closed() -> None:
     """Loans are slots in use, for the table and for the pool."""
     namespaces = make_namespaces(64 * 4096)
@@ -326,7 +365,7 @@ def test_a_namespace_with_loans_is_not_closed() -> None:
     refs = lend(namespace.table, 4)
     namespaces.detach_engine(namespace)
     assert namespaces.closable() == []
-    assert set(namespace.table.busy_slots()) == {slot for slot, _ in refs}
+    assert set(namespace.table.lent_slots()) == {slot for slot, _ in refs}
     free(namespace.table, namespace.table.call_in(1))
     assert namespaces.closable() == [namespace]
 

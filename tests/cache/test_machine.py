@@ -165,6 +165,10 @@ class Model:
             and self.chunks[key].slot not in self.pinned()
         )
 
+    def evictable_here(self, key: bytes) -> bool:
+        """The same, for a chunk of this namespace: its column is not to leave."""
+        return self.evictable(key) and self.table.space.stays(self.chunks[key].slot)
+
 
 class TableMachine(RuleBasedStateMachine):
     """Every rule does the same to the tables and to the model and compares the answers."""
@@ -229,7 +233,7 @@ class TableMachine(RuleBasedStateMachine):
         assert answers[-2:] == [StoreAnswer.BAD_KEY] * 2
         other.forget_yielded()
         assert other.protected_bytes(self.namespaces) >= protected
-        evictable = [k for k in model.order if model.evictable(k) and k not in keys]
+        evictable = [k for k in model.order if model.evictable_here(k) and k not in keys]
         if self.policy == "lru":
             assert list(decision.evicted) == evictable[: len(decision.evicted)]
         assert len(set(decision.evicted)) == len(decision.evicted)
@@ -264,7 +268,7 @@ class TableMachine(RuleBasedStateMachine):
         if decision.evicted or full:
             assert model.table.space.free_slots <= len(lesser)
         if full:
-            assert not any(model.evictable(key) for key in model.chunks if key not in keys)
+            assert not any(model.evictable_here(key) for key in model.chunks if key not in keys)
 
     @rule(
         space=st.sampled_from(SPACES),
@@ -280,7 +284,7 @@ class TableMachine(RuleBasedStateMachine):
         slots, generations, evicted = model.table.lend(owner, wanted, engines, self.now)
         other.forget_yielded()
         assert other.protected_bytes(self.namespaces) >= protected
-        evictable = [key for key in model.order if model.evictable(key)]
+        evictable = [key for key in model.order if model.evictable_here(key)]
         if self.policy == "lru":
             assert evicted == evictable[: len(evicted)]
         for key in evicted:
@@ -292,8 +296,9 @@ class TableMachine(RuleBasedStateMachine):
             assert not slots
         elif have < wanted:
             space_ = model.table.space
-            most = max(1, space_.geometry.num_slots // (4 * engines))
-            room = space_.free_slots or any(map(model.evictable, model.chunks))
+            held = self.namespaces.pool.held_bytes(space_) // space_.geometry.bytes_per_chunk
+            most = max(1, held // (4 * engines))
+            room = space_.free_slots or any(map(model.evictable_here, model.chunks))
             assert have >= most or not room
         taken = {*model.lent(), *model.draining, *model.doomed}
         taken |= {chunk.slot for chunk in model.chunks.values()}
@@ -393,7 +398,7 @@ class TableMachine(RuleBasedStateMachine):
         blocks: tuple[int, int],
     ) -> None:
         """The first keys get these slots; what comes of it."""
-        keys = keys[: len(refs)]
+        keys, refs = keys[: len(refs)], refs[: len(keys)]
         whole = blocks == (0, BLOCKS)
         lost = model.table.counts.stores_lost
         ready, revoke = model.table.begin(
@@ -489,12 +494,13 @@ class TableMachine(RuleBasedStateMachine):
         model.call_in(mine, model.table.call_in(owner))
 
     @rule(space=st.sampled_from(SPACES), seconds=st.sampled_from([0.0, 5.0]), but=st.integers(0, 2))
-    def call_in_idle(self, space: int, seconds: float, but: int) -> None:
+    def call_in_spare(self, space: int, seconds: float, but: int) -> None:
         """The loans of engines that used none for a while are taken back."""
         model, since = self.models[space], self.now - seconds
         idle = [o for o in OWNERS if o != but and model.loans_used.get(o, 0.0) <= since]
         slots = [slot for owner in idle for slot in model.loans_of(owner)]
-        model.call_in(slots, model.table.call_in_idle(since, but or None))
+        slots += [s for s in model.loans if s not in slots and not model.table.space.stays(s)]
+        model.call_in(slots, model.table.call_in_spare(since, but or None))
 
     @rule(
         space=st.sampled_from(SPACES),
@@ -813,7 +819,7 @@ class TableMachine(RuleBasedStateMachine):
             space = model.table.space
             group = self.namespaces.pool.quotas.of(space)
             if group is not None and group.room < 0:
-                busy = {slot // space.geometry.column_slots for slot in model.table.busy_slots()}
+                busy = space.busy_columns() | space.leaving.keys()
                 assert busy >= set(space.claimed)
 
     @invariant()

@@ -1,0 +1,318 @@
+"""A scheduler's step: what it says is carried out, and what the broker lends and takes back."""
+
+from typing import Any
+
+import pytest
+
+from kvd.broker.broker import LOAN_SECONDS, Broker
+from kvd.broker.caching import SPARE_SECONDS
+from kvd.broker.effects import ChunksReady, Effect, ToLane
+from kvd.broker.sessions import Session
+from kvd.cache.chunks import ChunkTable
+from kvd.wire.link import Revoke, Revoked, ShareDone
+from kvd_proto.arrays import IntArray
+from kvd_proto.directory import LookupResult
+from kvd_proto.messages import Drain, ErrorCode, Fingerprint, Pin, Resume, Step, Stepped
+from tests.broker.brokers import (
+    PAGE,
+    join,
+    lane_up,
+    make_broker,
+    mapped,
+    refusal,
+    register,
+    replies,
+)
+
+Ref = tuple[int, int]
+
+
+def bring_up(broker: Broker, engine: str = "e", model: str = "m") -> Session:
+    """The scheduler of an engine of one rank, which is attached."""
+    scheduler, worker = join(broker, "scheduler", engine), join(broker, "worker", engine)
+    broker.request(worker, 2, register(fingerprint=Fingerprint(model=model)), 0.0, 2)
+    mapped(broker, worker)
+    return scheduler
+
+
+class Bench:
+    """A broker with a lane and an engine of one rank."""
+
+    def __init__(self, chunks: int = 64, **settings: Any) -> None:
+        self.broker = make_broker(chunks * PAGE, **settings)
+        lane_up(self.broker)
+        self.scheduler = bring_up(self.broker)
+        self.worker = next(iter(self.engine(self.scheduler).workers.values()))
+
+    @staticmethod
+    def engine(session: Session) -> Any:
+        """The engine of a session."""
+        assert session.engine is not None
+        return session.engine
+
+    def table(self, session: Session | None = None) -> ChunkTable:
+        """The table of an engine's namespace."""
+        table: ChunkTable = self.engine(session or self.scheduler).namespace.table
+        return table
+
+    def step(
+        self, session: Session | None = None, now: float = 1.0, **fields: Any
+    ) -> tuple[list[Ref], list[Effect]]:
+        """What a step is lent, and everything that follows from it."""
+        effects = self.broker.request(session or self.scheduler, 3, Step(**fields), now)
+        (reply,) = replies(effects)
+        assert isinstance(reply.message, Stepped)
+        slots, generations = reply.message.slots.numpy(), reply.message.generations.numpy()
+        return list(zip(slots.tolist(), generations.tolist(), strict=True)), effects
+
+    def begin(
+        self, keys: list[bytes], refs: list[Ref], session: Session | None = None, **fields: Any
+    ) -> list[Effect]:
+        """Keys get these slots."""
+        return self.step(
+            session,
+            keys=tuple(keys),
+            slots=IntArray.of([slot for slot, _ in refs], "u4"),
+            generations=IntArray.of([generation for _, generation in refs], "u8"),
+            **fields,
+        )[1]
+
+    def share(self, refs: list[Ref]) -> list[Effect]:
+        """The lane reports the rank's share of these slots."""
+        n = len(refs)
+        report = ShareDone(
+            session=self.worker.number,
+            rank=0,
+            namespace=self.engine(self.worker).namespace.id,
+            slots=IntArray.of([slot for slot, _ in refs], "u4"),
+            generations=IntArray.of([generation for _, generation in refs], "u8"),
+            first=IntArray.of([0] * n, "u2"),
+            count=IntArray.of([1] * n, "u2"),
+            groups=IntArray.of([0] * n, "u2"),
+            ok=True,
+        )
+        return self.broker.supervision.received("host", report, 1.0)
+
+    def answer(self, effects: list[Effect]) -> None:
+        """The lane has nothing under way in the slots that are called back."""
+        for effect in effects:
+            match effect:
+                case ToLane(message=Revoke() as revoke):
+                    answer = Revoked(
+                        namespace=revoke.namespace,
+                        slots=revoke.slots,
+                        generations=revoke.generations,
+                    )
+                    self.broker.supervision.received("host", answer, 1.0)
+
+
+def revoked(effects: list[Effect]) -> list[Ref]:
+    """The slots that lanes are to leave."""
+    refs: list[Ref] = []
+    for effect in effects:
+        match effect:
+            case ToLane(message=Revoke(slots=slots, generations=generations)):
+                refs += zip(slots.numpy().tolist(), generations.numpy().tolist(), strict=True)
+    return sorted(refs)
+
+
+def pin(number: int, refs: list[Ref]) -> Pin:
+    """A lease of ten seconds on these chunks."""
+    return Pin(
+        lease=number,
+        lease_ms=10_000,
+        slots=IntArray.of([slot for slot, _ in refs], "u4"),
+        generations=IntArray.of([generation for _, generation in refs], "u8"),
+    )
+
+
+def test_a_step_does_all_that_it_says() -> None:
+    """Stores begin and are dropped, chunks are pinned and let go, and slots are lent."""
+    bench = Bench()
+    refs, _ = bench.step(wanted=8)
+    assert len(refs) == 8
+    bench.begin([b"a", b"b", b"c"], refs[:3], wanted=8)
+    directory = bench.table().directory
+    assert directory.lookup_many([b"a", b"b", b"c"]) == [LookupResult.HIT_PENDING] * 3
+    assert ChunksReady(bench.engine(bench.scheduler).number) in bench.share(refs[:2])
+    more, effects = bench.step(dropped=(b"c",), pins=(pin(1, refs[:2]),), used=(b"a", b"b"))
+    assert more == []
+    assert revoked(effects) == refs[2:3]
+    assert directory.lookup_many([b"a", b"b", b"c"]) == [1, 1, 0]
+    assert bench.table().slots.stats()["pinned"] == 2
+    bench.step(unpinned=(1, 2))
+    assert bench.table().slots.stats()["pinned"] == 0
+    bench.answer(effects)
+    bench.broker.state.check_integrity()
+
+
+def test_a_chunk_whose_shares_came_first_is_ready_with_its_key() -> None:
+    """The engine's pipe is told, as with a last share."""
+    bench = Bench()
+    refs, _ = bench.step(wanted=2)
+    assert bench.share(refs[:1]) == []
+    effects = bench.begin([b"a"], refs[:1])
+    assert ChunksReady(bench.engine(bench.scheduler).number) in effects
+    assert bench.table().directory.lookup(b"a") is LookupResult.HIT
+
+
+def test_only_a_served_engines_scheduler_steps() -> None:
+    """Others are told why; nothing of what they said is done."""
+    broker = make_broker(64 * PAGE)
+    lane_up(broker)
+    scheduler = join(broker, "scheduler")
+    step = Step(wanted=8)
+    assert refusal(broker.request(scheduler, 3, step, 0.0)).code is ErrorCode.NOT_READY
+    tool = join(broker, "tool", "t")
+    assert refusal(broker.request(tool, 3, step, 0.0)).code is ErrorCode.BAD_STATE
+    bench = Bench()
+    assert refusal(bench.broker.request(bench.worker, 3, step, 0.0)).code is ErrorCode.BAD_STATE
+    refs, _ = bench.step(wanted=8)
+    bench.broker.supervision.lost("host", "killed")
+    refused = refusal(bench.broker.request(bench.scheduler, 3, step, 0.0))
+    assert refused.code is ErrorCode.LANE_LOST
+    assert bench.table().slots.is_idle
+    assert not bench.table().directory.is_lent(*refs[0])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"keys": (b"a",)},
+        {"keys": (b"a",), "slots": IntArray.of((0,), "u4")},
+        {"slots": IntArray.of((0,), "u4"), "generations": IntArray.of((1,), "u8")},
+        {"first": IntArray.of((0,), "u2"), "count": IntArray.of((1,), "u2")},
+        {
+            "pins": (
+                Pin(
+                    lease=1,
+                    lease_ms=1,
+                    slots=IntArray.of((0,), "u4"),
+                    generations=IntArray.of((), "u8"),
+                ),
+            )
+        },
+    ],
+)
+def test_a_step_that_contradicts_itself_is_refused_whole(fields: dict[str, Any]) -> None:
+    """One error, and nothing of it was done."""
+    bench = Bench()
+    refs, _ = bench.step(wanted=8)
+    bench.begin([b"k"], refs[:1])
+    effects = bench.broker.request(bench.scheduler, 3, Step(dropped=(b"k",), **fields), 0.0)
+    assert refusal(effects).code is ErrorCode.BAD_MESSAGE
+    assert bench.table().directory.lookup(b"k") is LookupResult.HIT_PENDING
+
+
+def test_a_store_of_blocks_that_no_chunk_has_is_refused() -> None:
+    """Chunks have one block here."""
+    bench = Bench()
+    refs, _ = bench.step(wanted=1)
+    message = Step(
+        keys=(b"k",),
+        slots=IntArray.of((refs[0][0],), "u4"),
+        generations=IntArray.of((refs[0][1],), "u8"),
+        first=IntArray.of((0,), "u2"),
+        count=IntArray.of((2,), "u2"),
+    )
+    error = refusal(bench.broker.request(bench.scheduler, 3, message, 0.0))
+    assert (error.code, error.text) == (ErrorCode.BAD_MESSAGE, "2 blocks from 0 on of a chunk of 1")
+
+
+def test_leases_above_the_limit_are_not_held() -> None:
+    """The limit is counted, and so are the chunks that are not pinned."""
+    bench = Bench(max_leases=2)
+    refs, _ = bench.step(wanted=1)
+    bench.begin([b"a"], refs)
+    bench.share(refs)
+    bench.step(pins=tuple(pin(number, refs) for number in (1, 2, 3)))
+    table = bench.table()
+    assert (len(table.slots.leases), table.counts.pins_refused) == (2, 1)
+    assert bench.broker.state.counts.limits["max_leases"] == 1
+    bench.step(unpinned=(1,), pins=(pin(4, refs),))
+    assert table.counts.pins_refused == 2
+    bench.step(pins=(pin(5, refs),))
+    assert len(table.slots.leases) == 2
+    table.check_integrity()
+
+
+def test_what_a_scheduler_answered_by_itself_is_counted() -> None:
+    """In a drain the keys without a slot are those of the drain."""
+    bench = Bench()
+    bench.step(present=1, pending=2, not_yet=3, refused=4)
+    bench.broker.request(join(bench.broker, "tool", "t"), 2, Drain(), 0.0)
+    bench.step(refused=5)
+    counts = bench.table().counts
+    assert (counts.present, counts.pending, counts.not_yet, counts.full) == (1, 2, 3, 4)
+    assert (counts.draining, counts.offered) == (5, 15)
+    counts.check_integrity()
+
+
+def test_a_drain_takes_loans_back_and_lends_none() -> None:
+    """Until it is undone."""
+    bench, keys = Bench(), [b"a"]
+    refs, _ = bench.step(wanted=8)
+    bench.begin(keys, refs[:1])
+    tool = join(bench.broker, "tool", "t")
+    effects = bench.broker.request(tool, 2, Drain(), 0.0)
+    assert revoked(effects) == refs[1:]
+    bench.answer(effects)
+    assert bench.step(wanted=8)[0] == []
+    assert ChunksReady(bench.engine(bench.scheduler).number) in bench.share(refs[:1])
+    bench.broker.request(tool, 2, Resume(), 0.0)
+    assert len(bench.step(wanted=8)[0]) == 8
+
+
+def test_nothing_is_lent_before_the_pool_has_memory() -> None:
+    """The step is served all the same."""
+    bench = Bench(allocated=0)
+    assert bench.step(wanted=8)[0] == []
+
+
+def test_loans_without_use_go_back_after_a_while() -> None:
+    """At a tick, of the engine that has used none for so long."""
+    bench = Bench()
+    other = bring_up(bench.broker, "f")
+    mine, theirs = bench.step(wanted=8)[0], bench.step(other, wanted=8)[0]
+    bench.begin([b"a"], mine[:1], now=LOAN_SECONDS)
+    effects = bench.broker.tick(LOAN_SECONDS + 1.5)
+    assert revoked(effects) == theirs
+    assert bench.table().slots.loans.of(bench.engine(bench.scheduler).number)
+    bench.answer(effects)
+    bench.broker.state.check_integrity()
+
+
+@pytest.mark.parametrize("model", ["m", "n"])
+def test_who_gets_too_few_gets_what_others_do_not_use(model: str) -> None:
+    """Of the same namespace and of another one, once they have used none for a second."""
+    bench = Bench(chunks=16)
+    bench.step(wanted=8)
+    taken = bench.step(wanted=64)[0]
+    other = bring_up(bench.broker, "f", model)
+    lent, effects = bench.step(other, now=1.0 + SPARE_SECONDS / 2, wanted=16)
+    column = revoked(effects)  # who holds nothing gets one from whoever has more
+    assert len(column) == (0 if model == "m" else 2)
+    bench.answer(effects)
+    lent, effects = bench.step(other, now=1.1 + SPARE_SECONDS, wanted=16)
+    assert set(revoked(effects)) >= set(taken) - set(column)
+    assert not any(bench.table().directory.is_lent(*ref) for ref in taken)
+    bench.answer(effects)
+    lent += bench.step(other, now=3.0, wanted=16)[0]
+    assert len(lent) >= 8
+    bench.broker.state.check_integrity()
+
+
+def test_an_engine_that_leaves_holds_nothing() -> None:
+    """The scheduler's end, and a rank's, end loans, stores, lost races and leases."""
+    for rank_leaves in (False, True):
+        bench = Bench()
+        refs, _ = bench.step(wanted=8)
+        bench.begin([b"a", b"a", b"b"], refs[:3])
+        bench.share(refs[2:3])
+        bench.step(pins=(pin(1, refs[2:3]),))
+        table = bench.table()
+        effects = bench.broker.lost(bench.worker if rank_leaves else bench.scheduler)
+        assert revoked(effects) == sorted(refs[:2] + refs[3:])
+        bench.answer(effects)
+        assert table.slots.is_idle
+        bench.broker.state.check_integrity()
