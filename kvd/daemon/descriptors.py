@@ -8,6 +8,7 @@ some already nothing more is received.
 
 import contextlib
 import logging
+import math
 import select
 import socket
 import time
@@ -27,6 +28,7 @@ SECONDS = 2.0
 """For one connection; the kernel answers in microseconds."""
 FIRST_SECONDS = 20.0
 """For the first connection of a process, which may still be starting on a busy machine."""
+_START_AFTER_SECONDS = 1.0  # until then what the daemon's own start needs goes first
 LAST_MS = 1000
 """For a process to end at the daemon's end."""
 MAX_HELD = 4
@@ -51,7 +53,7 @@ class Receiver:
     def __init__(self, poller: select.epoll) -> None:
         self._poller = poller
         self._child: ChildProcess | None = None
-        self._started = False  # once; later only where there is something to read
+        self._eager_at: float | None = None  # once; later only where there is something to read
         self._orders: deque[_Order] = deque()
         self._until = 0.0  # when the first of these is given up; 0: it has not been sent
         self._frame = b""  # of that one
@@ -100,7 +102,9 @@ class Receiver:
         elif self._until and now >= self._until:
             self._end(self._orders[0].uid)
             self._done(Refused(ErrorCode.BAD_LAYOUT, "a descriptor could not be received in time"))
-        if self._child is None and (self._orders or not self._started):
+        if self._eager_at is None:
+            self._eager_at = now + _START_AFTER_SECONDS
+        if self._child is None and (self._orders or now >= self._eager_at):
             self._start(now)
         if self._orders and not self._until:
             self._send(now)
@@ -126,7 +130,7 @@ class Receiver:
         return self._child.link if self._child is not None else None
 
     def _start(self, now: float) -> None:
-        self._started = True
+        self._eager_at = math.inf
         child = ChildProcess(
             "kvd.daemon.receiver", "the process that receives descriptors", self._poller
         )

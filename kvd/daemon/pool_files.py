@@ -16,9 +16,7 @@ import fcntl
 import hashlib
 import logging
 import os
-import shutil
 import stat
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
@@ -191,6 +189,8 @@ class PoolFiles:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
             path.chmod(0o700)
             return path
+        import tempfile  # noqa: PLC0415  # seldom needed, and slow to import
+
         other = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
         log.error(
             "%s belongs to uid %d or is no directory: the pool lies in %s and is not kept when the"
@@ -225,6 +225,8 @@ def is_own_file(status: os.stat_result) -> bool:
 def remove_tree(path: Path) -> None:
     """Remove a file or a directory, where this user may."""
     if path.is_dir() and not path.is_symlink():
+        import shutil  # noqa: PLC0415  # seldom needed, and slow to import
+
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
