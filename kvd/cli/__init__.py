@@ -58,8 +58,7 @@ class _LazyGroup(click.Group):
         del ctx
         target = _OWN.get(cmd_name)
         if target is not None:
-            # numpy would start a thread for each core as it is imported. None of these commands
-            # computes, nor do the processes of a daemon, which inherit this.
+            # None of these computes, and numpy would start a thread for each core.
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
             module, _, name = target.partition(":")
             command = getattr(importlib.import_module(module), name)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import resource
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.daemon.start import serve as run_daemon
 from kvd.errors import KvdError
 from kvd.logs.setup import configure
+from kvd.machine.process import raise_descriptor_limit
 from kvd.version import VERSION
 from kvd_proto.sizes import format_size
 
@@ -44,8 +44,7 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
     configure(settings.log_level, settings.log_format, "broker")
     for warning in loaded.warnings:
         log.warning("%s", warning)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # sessions bring descriptors
+    raise_descriptor_limit()
     try:
         status = run_daemon(loaded, places, f"kvd {VERSION}", cold=cold)
     except KvdError as error:

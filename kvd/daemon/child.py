@@ -1,19 +1,23 @@
 """A process that the broker starts, watches and starts again."""
 
-import logging
 import os
 import select
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from kvd.client_names import Fields
 from kvd.wire.seqpacket import Channel
 
-log = logging.getLogger("kvd.daemon")
+if TYPE_CHECKING:  # what the first lanes' start does not need is imported beside them
+    from kvd.client_names import Fields
+
 _FIRST_DELAY = 0.05
 _LONGEST_DELAY = 5.0
+_FOR_THE_BROKER = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
+# None of them computes, and numpy would start a thread for each core while it is imported.
+_FOR_CHILDREN = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class ChildProcess:
@@ -83,6 +87,9 @@ class ChildProcess:
                     ours.close()
                     raise
         except OSError as error:
+            import logging  # noqa: PLC0415  # what the first lanes need not wait for
+
+            log = logging.getLogger("kvd.daemon")
             log.error("%s cannot be started: %s", self.name, error, extra=self.fields)  # noqa: TRY400  # the text has the reason
             self._put_off(now)
             return False
@@ -97,6 +104,8 @@ class ChildProcess:
             [sys.executable, "-P", "-m", self._module, *arguments],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
+            env=_FOR_CHILDREN
+            | {name: text for name, text in os.environ.items() if name not in _FOR_THE_BROKER},
         )
         try:
             self.pidfd = os.pidfd_open(process.pid)

@@ -69,13 +69,12 @@ class Lanes:
         for process in self.processes.values():
             if not process.running and now >= process.start_at:
                 process.spawn([], now)
-            if process.running and not process.begun:
+            if process.running and process.socket is None:
                 self._begin(process, pool)
 
     def _begin(self, process: LaneProcess, pool: PoolMemory) -> None:
         number, settings = next(self._incarnations), self._core.state.settings
         process.socket = self._runtime_dir / lane_socket(process.device, number)
-        process.begun = True
         begin = BeginLane(
             device=process.device,
             incarnation=number,
@@ -84,6 +83,7 @@ class Lanes:
             max_queued_jobs=settings.max_queued_jobs,
             max_queued_bytes=settings.queued_bytes,
             log_level=settings.log_level,
+            log_style=settings.log_format,
         )
         self.send(process.device, begin, [pool.fd])
 
@@ -125,7 +125,7 @@ class Lanes:
         process = self.processes[device]
         if process.link is None:
             return
-        if not process.begun:
+        if process.socket is None:
             if isinstance(message, StopLane):
                 process.kill()
             return

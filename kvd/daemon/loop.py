@@ -88,7 +88,7 @@ class Service:
             keeps=settings.keep_pool == "yes",
             cold=cold,
         )
-        self._poller = begun.poller
+        self._poller = begun.first.poller
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen, self._poller
         )
@@ -109,14 +109,14 @@ class Service:
             boot_id=self._boot_id,
             version=version,
             pid=os.getpid(),
-            devices=[lane.device for lane in begun.lanes],
+            devices=[lane.device for lane in begun.first.processes],
             started=time.time(),
             usage=self._usage.read,
         )
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._lanes = Lanes(
-            self._runtime.path, self.core, self._poller, self._carry_out, begun.lanes
+            self._runtime.path, self.core, self._poller, self._carry_out, begun.first.processes
         )
         self._requests = Requests(self._runtime.broker_socket, self.core, self._poller)
         self._connections = Connections(

@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvd.errors import ConfigError
@@ -61,15 +61,15 @@ class Notifier:
             log.warning("NOTIFY_SOCKET=%s is neither a path nor @name: not used", address)
 
     @classmethod
-    def from_environment(cls, environ: MutableMapping[str, str]) -> "Notifier":
-        """Read and remove the variables of sd_notify(3) and sd_watchdog_enabled(3).
+    def from_environment(cls, environ: Mapping[str, str]) -> "Notifier":
+        """Read the variables of sd_notify(3) and sd_watchdog_enabled(3).
 
         Raises:
             ConfigError: WATCHDOG_USEC is no number of microseconds.
         """
-        address = environ.pop("NOTIFY_SOCKET", "")
-        usec = environ.pop("WATCHDOG_USEC", "")
-        pid = environ.pop("WATCHDOG_PID", "")
+        address = environ.get("NOTIFY_SOCKET", "")
+        usec = environ.get("WATCHDOG_USEC", "")
+        pid = environ.get("WATCHDOG_PID", "")
         watchdog = None
         if usec and pid in {"", str(os.getpid())}:
             if not usec.isdecimal() or int(usec) == 0:

@@ -1,39 +1,29 @@
-"""The start of a daemon, in the order in which it takes least time.
+"""The start of a daemon: what must come before the broker's loop is imported, and the loop.
 
-A lane's process has about as much to import as the broker. So it is started as soon as the
-settings are good and the runtime directory is this daemon's, and only then does this process
-import the broker's loop. What comes before that (this module, settings, the log, the command line)
-imports neither numpy nor messages.
+The first lanes' processes were started before (see kvd.__main__), and import beside this one.
 """
 
 import os
-import select
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.config.sources import Loaded, Sources
 from kvd.daemon.allowed import AllowList
-from kvd.daemon.lane_process import LaneProcess
+from kvd.daemon.lane_process import FirstLanes, first_lanes
 from kvd.daemon.notify import Notifier
 from kvd.daemon.runtime_dir import RuntimeDir
-
-FIRST_LANES = ("host",)
-"""Devices that are served from the start: HOST of kvd_proto.messages."""
+from kvd.machine.process import starting
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a daemon has before its loop is imported.
-
-    lanes: their processes wait to be told what to serve.
-    """
+    """What a daemon has before its loop is imported."""
 
     allowed: AllowList
     notifier: Notifier
     runtime: RuntimeDir
-    poller: select.epoll
-    lanes: tuple[LaneProcess, ...]
+    first: FirstLanes
 
 
 def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
@@ -49,20 +39,19 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
         KvdError: it cannot start, with the remedy.
     """
     settings = loaded.settings
-    allowed = AllowList(settings.allow_users, settings.allow_groups)
-    notifier = Notifier.from_environment(os.environ)
-    runtime = RuntimeDir(Path(settings.runtime_dir))
-    runtime.lock()
-    poller = select.epoll()
-    lanes = tuple(LaneProcess(device, poller) for device in FIRST_LANES)
+    first = first_lanes()
     try:
-        for lane in lanes:
-            lane.spawn([], time.monotonic())
-        from kvd.daemon.loop import Service  # noqa: PLC0415  # see above
+        allowed = AllowList(settings.allow_users, settings.allow_groups)
+        notifier = Notifier.from_environment(os.environ)
+        runtime = RuntimeDir(Path(settings.runtime_dir))
+        runtime.lock()  # before what takes longer: who comes second learns it at once
+        begun = Begun(allowed, notifier, runtime, first)
+        with starting():
+            from kvd.daemon.loop import Service  # noqa: PLC0415
 
-        begun = Begun(allowed, notifier, runtime, poller, lanes)
-        return Service(loaded, sources, version, begun, cold=cold).run()
+            service = Service(loaded, sources, version, begun, cold=cold)
+        return service.run()
     finally:
-        for lane in lanes:  # of a start that failed
-            lane.kill()
-            lane.reap(time.monotonic())
+        for process in first.processes:  # of a start that failed
+            process.kill()
+            process.reap(time.monotonic())

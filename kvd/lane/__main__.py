@@ -2,13 +2,14 @@
 
 import sys
 
-from kvd.machine.process import tie_to_parent
+from kvd.machine.process import starting, tie_to_parent
 
 
 def main() -> int:
     """Serve until the broker is done; the exit status."""
     tie_to_parent()  # before the imports that take long
-    from kvd.lane.process import run  # noqa: PLC0415
+    with starting():
+        from kvd.lane.process import run  # noqa: PLC0415
 
     return run(int(sys.argv[1]))
 

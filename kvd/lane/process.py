@@ -16,7 +16,8 @@ from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT
-from kvd.logs.setup import configure_child, set_level
+from kvd.logs.setup import configure
+from kvd.machine.process import raise_descriptor_limit
 from kvd.wire.link import LINK, BeginLane, LaneFailed
 from kvd.wire.seqpacket import Channel
 from kvd_proto.messages import HOST
@@ -33,8 +34,9 @@ def run(link_fd: int) -> int:
     except EOFError:  # the broker had no use for it
         return 0
     name = f"lane {begin.device}#{begin.incarnation}"
-    configure_child(name, lane=begin.device, incarnation=begin.incarnation)
-    set_level(begin.log_level)
+    context = {"lane": begin.device, "incarnation": begin.incarnation}
+    configure(begin.log_level, begin.log_style, name, **context)
+    raise_descriptor_limit()
     try:
         pool_fd = move_up(pool_fd)
         lifeline = open_lifeline()

@@ -1,8 +1,8 @@
 """The report: what `kvd status --json` prints, and /status, the page and /metrics are made from.
 
 docs/status.md is generated from here. Times are seconds, those called `time` or `started`
-since 1970; sizes are bytes. What is made here is written out at once, so these classes have
-nothing generated that compares or shows them: that is half of the time that making them takes.
+since 1970; sizes are bytes. What is made of these classes is written out at once, so they are
+not frozen, which would double the time that a daemon's start takes to make them.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ MAX_ENGINES = 64
 """Engines that have metrics of their own."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Drain:
     """An operator's drain."""
 
@@ -36,7 +36,7 @@ class Drain:
     leases_in_flight: int = shown("Leases that began before it and have not ended")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Check:
     """One condition of readiness."""
 
@@ -60,7 +60,7 @@ class Check:
         return f"{self.name}: {self.text}"
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Condition:
     """Something that is wrong."""
 
@@ -72,7 +72,7 @@ class Condition:
     remedy: str = shown("What to do")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Quota:
     """What a model with a quota may hold."""
 
@@ -84,7 +84,7 @@ class Quota:
     held_bytes: int = gauge("Bytes that all its namespaces hold now", "kvd_quota_held_bytes")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Pool:
     """The memory that holds chunks."""
 
@@ -96,7 +96,7 @@ class Pool:
     quotas: list[Quota] = listed(Items(("model",), lambda quota: (quota["model"],)))
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Chunks:
     """Chunks of a namespace by state."""
 
@@ -116,7 +116,7 @@ class Chunks:
     doomed: int = shown("Of `ready`: dropped by a reset, gone when the last lease ends")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Namespace:
     """Chunks that may be shared."""
 
@@ -149,7 +149,7 @@ class Namespace:
     counters: ChunkCounts = part(prefix="kvd_namespace_")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class SessionOfEngine:
     """A connection of an engine's process."""
 
@@ -162,7 +162,7 @@ class SessionOfEngine:
     seconds: float = shown("Since its HELLO")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Engine:
     """An inference server instance.
 
@@ -182,7 +182,7 @@ class Engine:
     counters: LookupCounts = part(prefix="kvd_engine_")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Lane:
     """The process of one device. Its own figures are up to half a second old."""
 
@@ -230,7 +230,7 @@ class Broker(BrokerCounts):
     max_fds: int = gauge("Most of them at one time; 0 where there is no limit", "process_max_fds")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Sessions:
     """Connections to the control socket."""
 
@@ -238,7 +238,7 @@ class Sessions:
     limit: int = gauge("Most of them at one time", "kvd_sessions_limit")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Event:
     """Something that happened; the last 200, oldest first."""
 
@@ -248,7 +248,7 @@ class Event:
     text: str = shown("For people")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Report:
     """The daemon."""
 

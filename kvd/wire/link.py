@@ -27,7 +27,7 @@ class BeginLane(Message, frozen=True):
     """Broker → lane, first: what it is to serve. Carries the pool's file.
 
     endpoint: where workers will send it jobs.
-    log_level: of now; its process may have waited since the settings were read.
+    log_level, log_style: its process was started before the settings were read.
     """
 
     device: Name
@@ -37,6 +37,7 @@ class BeginLane(Message, frozen=True):
     max_queued_jobs: Count
     max_queued_bytes: Count
     log_level: Name
+    log_style: Name
 
 
 class LaneReady(Message, frozen=True):

@@ -5,7 +5,7 @@ from typing import Any
 
 import psutil
 
-from kvd.daemon.start import FIRST_LANES
+from kvd.daemon.lane_process import FIRST_DEVICES
 from kvd_proto.messages import HOST
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine
@@ -23,11 +23,14 @@ def waiting_lane(pid: int) -> psutil.Process:
 
 
 def test_nothing_large_is_imported_before_the_lane_is_started() -> None:
-    """The broker's own imports run beside the lane's, so what comes before them has none."""
-    code = "import sys, kvd.cli.serve; print({'numpy', 'kvd_proto.messages'} & set(sys.modules))"
-    done = python("-c", code)
-    assert done.stdout == "set()\n", done.stderr
-    assert FIRST_LANES == (HOST,)
+    """The broker's own imports run beside the lane's, and the directory is locked before most."""
+    for module, later in (
+        ("kvd.daemon.lane_process", "{'numpy', 'msgspec', 'click', 'logging'}"),
+        ("kvd.cli.serve", "{'numpy', 'kvd_proto.messages'}"),
+    ):
+        done = python("-c", f"import sys, {module}; print({later} & set(sys.modules))")
+        assert done.stdout == "set()\n", done.stderr
+    assert FIRST_DEVICES == (HOST,)
 
 
 def test_a_lane_that_waits_for_a_pool_goes_with_its_broker(start_daemon: StartDaemon) -> None:

@@ -165,9 +165,8 @@ def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig, memory
 def test_a_process_that_has_ended_is_replaced(rig: Rig, memory: int) -> None:
     """The session whose turn it was is refused, the next one is served by another process."""
     Child.deaf = True
-    rig.turn()
-    Child.deaf = False
     rig.send(memory, HONEST)
+    Child.deaf = False
     Child.all[0].there.close()
     assert "has ended" in str(rig.outcome())
     rig.send(memory, HONEST)

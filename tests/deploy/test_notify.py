@@ -15,6 +15,7 @@ import pytest
 from kvd.daemon.notify import SHUTDOWN_SECONDS, Notifier
 from kvd.errors import ConfigError
 from tests.conftest import StartDaemon
+from tests.processes import children_running
 
 WATCHDOG_SECONDS = 0.8
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
@@ -137,18 +138,24 @@ def test_an_aborted_daemon_says_where_its_loop_stood(
     assert "in _turn" in daemon.log.read_text()
 
 
-def test_lanes_inherit_nothing_of_it(tmp_path: Path) -> None:
-    """The variables are gone from the environment that children get."""
-    environ = {
-        "NOTIFY_SOCKET": str(tmp_path / "notify.sock"),
-        "WATCHDOG_USEC": "30000000",
-        "WATCHDOG_PID": str(os.getpid()),
-        "PATH": "/bin",
-    }
-    notifier = Notifier.from_environment(environ)
-    assert environ == {"PATH": "/bin"}
-    assert "watchdog every 15 s" in repr(notifier)
-    notifier.close()
+def test_lanes_inherit_nothing_of_it(
+    start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables are for the broker; a lane's process has the rest of its environment."""
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify.sock"))
+    monkeypatch.setenv("WATCHDOG_USEC", "30000000")
+    monkeypatch.setenv("LANE_SEES", "this")
+    daemon = start_daemon()
+    (lane,) = children_running(daemon.process.pid, "kvd.lane")
+    seen = lane.environ()
+    assert seen["LANE_SEES"] == "this"
+    assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"} & set(seen)
+
+
+def test_the_watchdog_is_fed_twice_in_its_time() -> None:
+    """WATCHDOG_USEC for this process."""
+    environ = {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}
+    assert "watchdog every 15 s" in repr(Notifier.from_environment(environ))
 
 
 def test_a_watchdog_meant_for_another_process_is_left_alone() -> None:

@@ -305,6 +305,7 @@ class Lane:
             max_queued_jobs=Limits().jobs,
             max_queued_bytes=Limits().nbytes,
             log_level="info",
+            log_style="human",
         )
         self.tell(begin, [self.pool.fd])
         self.workers: list[FakeWorker] = []
