@@ -105,6 +105,7 @@ class JobTable:
             if lane is not None:
                 self._links.append(lane)
             self._collect()
+            self._tell()
 
     # ------------------------------------------------------------------ jobs
 
@@ -126,13 +127,15 @@ class JobTable:
             lane = self._lane if usable else None
             if lane is None:
                 text = _LANE_ENDED if self._lane_ended else "no lane serves this worker now"
-                self._note(_failed(job_id, text))
+                self._finished.append(_failed(job_id, text))
+                self._tell()
                 return False
             word = 0
             if kind is Store:
                 if not self._free_words:
                     text = f"{CONTROL_WORDS - 1} stores are under way already; wait for some"
-                    self._note(JobResult(job_id, JobStatus.SHED, text=text))
+                    self._finished.append(JobResult(job_id, JobStatus.SHED, text=text))
+                    self._tell()
                     return False
                 word = self._free_words[-1]
                 fields |= {"word": word, "epoch": self._control.epoch(word)}
@@ -146,8 +149,9 @@ class JobTable:
                     if lane.dead
                     else "the lane takes no message: too many wait, or there is no connection"
                 )
-                self._note(_failed(job_id, text))
+                self._finished.append(_failed(job_id, text))
                 self._collect()
+                self._tell()
                 return False
             lane.pending[request_id] = job_id
             if word:
@@ -160,7 +164,6 @@ class JobTable:
         with self._lock:
             self.readiness.clear()
             self._ask_about_overdue()
-            # After sending, which may process what the descriptor would have shown.
             self._collect()
             self._void_overdue()
             finished, self._finished = self._finished, []
@@ -170,7 +173,7 @@ class JobTable:
         """Send what was kept, and have an event loop call `finished`: jobs may be overdue."""
         with self._lock:  # `close` closes the descriptor, whose number may be reused
             self._collect()
-            if self._running:
+            if self._running or self._finished:
                 self.readiness.set()
 
     def wait(self, job_ids: Iterable[int], timeout: float) -> frozenset[int]:
@@ -188,8 +191,8 @@ class JobTable:
                 if hurry_at is not None and time.monotonic() >= hurry_at:
                     self._tell_lanes(Wait, left)
                     hurry_at = None
-                # After sending, which may process what the descriptor would have shown.
                 self._collect()
+                self._tell()
                 left &= self._running.keys()
                 for link in {self._running[job].link for job in left}:
                     link.watch(poller)
@@ -202,6 +205,7 @@ class JobTable:
         with self._lock:
             left &= self._running.keys()
             self._void([job for job in left if self._running[job].is_store], timeout)
+            self._tell()
             return left & self._running.keys()
 
     def cancel(self, job_ids: Iterable[int]) -> None:
@@ -209,6 +213,7 @@ class JobTable:
         with self._lock:
             self._tell_lanes(Cancel, frozenset(job_ids) & self._running.keys())
             self._collect()
+            self._tell()
 
     def close(self) -> None:
         """Forget every job and lane; stores that have not ended are void."""
@@ -257,7 +262,7 @@ class JobTable:
         running = self._running.pop(result.job_id, None)
         if running is not None:
             self._free(running)
-        self._note(result)
+        self._finished.append(result)
 
     def _free(self, running: _Running) -> None:
         """Void whatever a lane may still do for a store, whose word serves the next one."""
@@ -265,9 +270,10 @@ class JobTable:
             self._control.next_epoch(running.word)
             self._free_words.append(running.word)
 
-    def _note(self, result: JobResult) -> None:
-        self._finished.append(result)
-        self.readiness.set()
+    def _tell(self) -> None:
+        """Have event loops hear of results that nobody has fetched."""
+        if self._finished:
+            self.readiness.set()
 
     def _void(self, job_ids: Collection[int], seconds: float) -> None:
         if not job_ids:

@@ -73,9 +73,10 @@ class LaneSocket:
             return False
         size = len(frame)
         head = bytes((0, size)) if size < 256 else struct.pack(">BQ", _LONG, size)
-        self._unsent.append(memoryview(head + frame))
-        self._unsent_bytes += len(head) + size
-        self._flush()
+        sent = self._send(head + frame) if self.open and not self._unsent else 0
+        if sent < len(head) + size and not self.closed:
+            self._unsent.append(memoryview(head + frame)[sent:])
+            self._unsent_bytes += len(head) + size - sent
         return not self.closed
 
     def receive(self) -> list[bytes]:
@@ -104,21 +105,26 @@ class LaneSocket:
         self._unsent.clear()
         self._socket.close()
 
+    def _send(self, data: bytes | memoryview) -> int:
+        """Send what there is room for; the number of bytes."""
+        try:
+            return self._socket.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.close()
+            return 0
+
     def _flush(self) -> None:
         while self.open and self._unsent:
             part = self._unsent[0]
-            try:
-                sent = self._socket.send(part, socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return
-            except OSError:
-                self.close()
-                return
+            sent = self._send(part)
             self._unsent_bytes -= sent
-            if sent == len(part):
-                self._unsent.popleft()
-            else:
-                self._unsent[0] = part[sent:]
+            if sent < len(part):
+                if not self.closed:
+                    self._unsent[0] = part[sent:]
+                return
+            self._unsent.popleft()
 
     def _take(self, data: bytes, messages: list[bytes]) -> None:
         """Add the messages that are whole with this data; close where it is no ZMTP."""

@@ -17,6 +17,7 @@ class Readiness:
         self._epoll = select.epoll()
         self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._flag, select.EPOLLIN)
+        self._is_set = False
 
     def fileno(self) -> int:
         """Return the descriptor."""
@@ -33,19 +34,18 @@ class Readiness:
             self._epoll.unregister(fd)
 
     def set(self) -> None:
-        """Be readable until `clear`."""
-        if not self._epoll.closed:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_write(self._flag, 1)
+        """Be readable until `clear`. Not in two threads at once, nor with `clear`."""
+        if not self._is_set and not self._epoll.closed:
+            self._is_set = True
+            os.eventfd_write(self._flag, 1)
 
     def clear(self) -> bool:
         """Undo `set`; return whether it was called since the last time."""
-        if self._epoll.closed:
+        if not self._is_set or self._epoll.closed:
             return False
-        try:
-            return os.eventfd_read(self._flag) > 0
-        except BlockingIOError:
-            return False
+        self._is_set = False
+        os.eventfd_read(self._flag)
+        return True
 
     def close(self) -> None:
         """Close the descriptors."""

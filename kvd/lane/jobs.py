@@ -11,13 +11,10 @@ from kvd.lane.claims import not_covered, not_ready, not_to_write
 from kvd.lane.devices.device import Device, Direction
 from kvd.lane.queue import Queued
 from kvd.lane.workers import Binding, Worker
-from kvd.wire.link import ShareDone
-from kvd_proto.arrays import DType, IntArray
 from kvd_proto.blocks import Chunks
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Job, JobStatus, Message, Store
 
-SHARES_PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
 VOID_TEXT = "the worker has taken the store's blocks back"
 
 
@@ -143,17 +140,15 @@ class LaneJob(Queued):
         copies.check_bounds(self.worker.layout.storages, slot_bytes * num_slots)
         self.pieces = copies.pieces(piece_bytes)
 
-    def shares(self, *, ok: bool) -> list[ShareDone]:
-        """Return the messages to the broker about a store's chunks.
+    def to_report(self, *, ok: bool) -> Sequence[int]:
+        """Return the numbers of a store's chunks that the broker is to be told of.
 
         Of a store that failed, those that are still this engine's to write: a job may have
         named what never was.
         """
-        which = self.own
-        if not ok:
-            lost = set(not_to_write(self.binding, self.chunks, which))
-            which = [i for i in which if i not in lost]
-        return _share_messages(self.worker, self.binding, self.chunks, which, ok=ok)
+        if ok:
+            return self.own
+        return _still_own(self.binding, self.chunks, self.own)
 
     def __repr__(self) -> str:
         return (
@@ -182,20 +177,18 @@ def outside(job: LaneJob, device: Device) -> Refusal | None:
     return JobStatus.STALE, text
 
 
-def refused_shares(worker: Worker, binding: Binding, request: Job) -> list[ShareDone]:
-    """Return the messages to the broker about a refused store: its chunks are given up.
+def refused_chunks(worker: Worker, binding: Binding, request: Job) -> tuple[Chunks, Sequence[int]]:
+    """Return the chunks of a refused store, and the numbers of those that are given up.
 
-    Names those that are this engine's to write, as far as slots and generations can be paired.
+    Those are this engine's to write, as far as slots and generations can be paired.
     """
     slots, generations = request.blocks.slots.tolist(), request.blocks.generations.tolist()
-    if len(slots) != len(generations):
-        return []
     nothing = [0] * len(slots)
     chunks = Chunks(slots, generations, nothing, nothing, nothing)
+    if len(slots) != len(generations):
+        return chunks, ()
     inside = [i for i in own_chunks(worker, slots) if slots[i] < binding.order.num_slots]
-    lost = set(not_to_write(binding, chunks, inside))
-    which = [i for i in inside if i not in lost]
-    return _share_messages(worker, binding, chunks, which, ok=False)
+    return chunks, _still_own(binding, chunks, inside)
 
 
 def own_chunks(worker: Worker, slots: Sequence[int]) -> Sequence[int]:
@@ -206,26 +199,6 @@ def own_chunks(worker: Worker, slots: Sequence[int]) -> Sequence[int]:
     return [i for i, slot in enumerate(slots) if slot % size == rank]
 
 
-def _share_messages(
-    worker: Worker, binding: Binding, chunks: Chunks, which: Sequence[int], *, ok: bool
-) -> list[ShareDone]:
-    def some(values: list[int], dtype: DType, part: Sequence[int]) -> IntArray:
-        return IntArray.of([values[i] for i in part], dtype)
-
-    return [
-        ShareDone(
-            session=worker.order.session,
-            rank=worker.order.rank,
-            namespace=binding.order.namespace,
-            slots=some(chunks.slots, "u4", part),
-            generations=some(chunks.generations, "u8", part),
-            first=some(chunks.first, "u2", part),
-            count=some(chunks.count, "u2", part),
-            groups=some(chunks.group, "u2", part),
-            ok=ok,
-        )
-        for part in (
-            which[begin : begin + SHARES_PER_MESSAGE]
-            for begin in range(0, len(which), SHARES_PER_MESSAGE)
-        )
-    ]
+def _still_own(binding: Binding, chunks: Chunks, which: Sequence[int]) -> list[int]:
+    lost = set(not_to_write(binding, chunks, which))
+    return [i for i in which if i not in lost]

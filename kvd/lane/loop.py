@@ -92,7 +92,7 @@ class LaneService:
                 requests = self._router.pending
                 if self._usable < self._pool_bytes:
                     self._tell_usable()
-                if self._reports.shares and self._reports.shares_due:
+                if self._reports.shares_due:
                     self._reports.send_shares()
                 if orders:
                     self._orders.read()

@@ -5,15 +5,14 @@ until the piece that is being copied has moved. The broker is sent nothing newer
 still waits: what was written is reported before anything that depends on it.
 """
 
-import time
-from collections.abc import Iterable
 from dataclasses import replace
 
 from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import LaneJob, Reply
 from kvd.lane.runner import Runner
+from kvd.lane.shares import Shares
 from kvd.metrics.counts import STAGES, LaneCounts
-from kvd.wire.link import LINK, ShareDone
+from kvd.wire.link import LINK
 from kvd.wire.router import Router
 from kvd.wire.seqpacket import Channel
 from kvd_proto.codec import WIRE, Header
@@ -42,8 +41,7 @@ class Reports:
         self._stages = {
             way: [self.counts.stages[f"{way}_{stage}"] for stage in STAGES] for way in Direction
         }
-        self.shares: list[ShareDone] = []
-        self._since = 0.0
+        self.shares = Shares()
 
     # ---------------------------------------------------------- to workers
 
@@ -65,7 +63,9 @@ class Reports:
                 self._count_stages(job, self.runner.clock())
             # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
             if job.direction is Direction.STORE:
-                self._add_shares(job.shares(ok=status is JobStatus.OK))
+                ok = status is JobStatus.OK
+                which = job.to_report(ok=ok)
+                self.shares.add(job.worker, job.binding, job.chunks, which, ok=ok)
         for action in self.runner.take_due():
             action()
 
@@ -126,16 +126,10 @@ class Reports:
         Raises:
             ChannelFull, EOFError: see `tell_broker`.
         """
-        shares, self.shares = self.shares, []
-        for share in shares:
+        for share in self.shares.take():
             self.link.send(LINK.encode(share))
 
     @property
     def shares_due(self) -> bool:
-        """Whether the shares that wait have waited enough."""
-        return time.monotonic() - self._since >= SHARES_WAIT_MS / 1e3
-
-    def _add_shares(self, shares: Iterable[ShareDone]) -> None:
-        if not self.shares:
-            self._since = time.monotonic()
-        self.shares += shares
+        """Whether shares wait and have waited enough."""
+        return bool(self.shares) and self.shares.waited >= SHARES_WAIT_MS / 1e3

@@ -9,7 +9,7 @@ import os
 from functools import partial
 
 from kvd.errors import LaneError, Refused
-from kvd.lane.jobs import Reply, refused_shares
+from kvd.lane.jobs import Reply, refused_chunks
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.workers import Worker, Workers
 from kvd.wire.router import Received
@@ -106,5 +106,5 @@ class Requests:
             self._reports.refuse_job(request, reply, str(error))
             shapeless = isinstance(error, JobShapeError) and isinstance(request, Store)
             if shapeless and worker.binding is not None:
-                for share in refused_shares(worker, worker.binding, request):
-                    self._reports.tell_broker(share)
+                chunks, which = refused_chunks(worker, worker.binding, request)
+                self._reports.shares.add(worker, worker.binding, chunks, which, ok=False)
