@@ -567,8 +567,7 @@ class ChunkTable:
         found.pop(-1, None)
         slots = list(found)
         # The tail of a prompt is useless without its head, so it has to look colder.
-        for slot in reversed(slots):
-            self.slots.policy.use(slot)
+        self.slots.policy.use_all(slots[::-1])
         self._mark(slots)
         return len(slots)
 

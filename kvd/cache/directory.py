@@ -215,11 +215,12 @@ class DirectoryWriter(DirectoryView):
         base, highest = self._generation_base, self._highest
         generations = []
         for slot in slots:
-            generation = max(words[slot * _WORDS], base) + 1
+            last = words[slot * _WORDS]
+            generation = (max(base, last)) + 1
             at = slot * RECORD_BYTES
             pack_into(records, at, generation, 0, owner, _LENT, 0, 0, NO_SHARE_YET, 0, b"")
             generations.append(generation)
-            highest = max(highest, generation)
+        highest = max(highest, *generations) if generations else highest
         self._highest = highest
         return generations
 

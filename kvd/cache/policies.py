@@ -54,7 +54,7 @@ class LruPolicy:
 
     def refresh(self, slot: int) -> None:
         """A chunk is being used by a request that has not finished: no reference yet."""
-        self._slots.renew(slot)
+        self._slots.renew_all((slot,))
 
     def use(self, slot: int) -> None:
         """A request that used or stored the chunk has finished.
@@ -62,6 +62,10 @@ class LruPolicy:
         One reference, but for the first call after `insert`: that request stored the chunk.
         """
         self.refresh(slot)
+
+    def use_all(self, slots: Iterable[int]) -> None:
+        """`use` each of these."""
+        self._slots.renew_all(slots)
 
     def remove(self, slot: int) -> None:
         """Remove a chunk that goes for a reason that says nothing about its worth."""
@@ -78,8 +82,7 @@ class LruPolicy:
         return filter(may_evict, self._slots.walk(1))
 
     def _evict(self, slots: list[int]) -> None:
-        for slot in slots:
-            self._slots.remove(slot)
+        self._slots.remove_all(slots)
 
     def order(self) -> list[int]:
         """All slots, list by list, coldest first in each."""
@@ -156,6 +159,11 @@ class ArcPolicy(LruPolicy):
         self._slots.remove(slot)
         self._slots.append(_T2, slot)
         self._trim()
+
+    def use_all(self, slots: Iterable[int]) -> None:
+        """`use` each of these."""
+        for slot in slots:
+            self.use(slot)
 
     def remove(self, slot: int) -> None:
         """Remove a chunk; it leaves no ghost."""

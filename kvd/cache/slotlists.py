@@ -71,24 +71,21 @@ class SlotLists:
             count += 1
         self._sizes[which] += count
 
-    def renew(self, slot: int) -> None:
-        """Move a slot to the hot end of its list; IntegrityError where it is in none."""
-        which = self._where[slot]
-        if not which:
-            raise IntegrityError(f"slot {slot} is in no list")
-        following, before = self._next, self._prev
-        head, place = which - 1, slot + self._lists
-        after = following[place]
-        if after == head:
-            return
-        previous = before[place]
-        following[previous] = after
-        before[after] = previous
-        last = before[head]
-        following[last] = place
-        before[place] = last
-        following[place] = head
-        before[head] = place
+    def renew_all(self, slots: Iterable[int]) -> None:
+        """Move each of these to the hot end of its list, or IntegrityError, the hottest last."""
+        following, before, where, shift = self._next, self._prev, self._where, self._lists
+        for slot in slots:
+            if not where[slot]:
+                raise IntegrityError(f"slot {slot} is in no list")
+            head, place = where[slot] - 1, slot + shift
+            after, previous = following[place], before[place]
+            following[previous] = after
+            before[after] = previous
+            last = before[head]
+            following[last] = place
+            before[place] = last
+            following[place] = head
+            before[head] = place
 
     def extend(self, which: int, slots: npt.NDArray[np.int64]) -> None:
         """`append` for many slots that are in no list, coldest first."""
@@ -111,6 +108,21 @@ class SlotLists:
         self._where[slot] = NOWHERE
         self._sizes[which] -= 1
         return which
+
+    def remove_all(self, slots: Iterable[int]) -> None:
+        """`remove` each of these."""
+        following, before, where, shift = self._next, self._prev, self._where, self._lists
+        sizes = self._sizes
+        for slot in slots:
+            which = where[slot]
+            if not which:
+                raise IntegrityError(f"slot {slot} is in no list")
+            place = slot + shift
+            previous, after = before[place], following[place]
+            following[previous] = after
+            before[after] = previous
+            where[slot] = NOWHERE
+            sizes[which] -= 1
 
     def walk(self, which: int) -> Iterator[int]:
         """The slots of a list, coldest first. Do not change the list meanwhile."""

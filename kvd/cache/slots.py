@@ -95,16 +95,20 @@ class Slots:
 
         And none in a column that is to leave: what is evicted there is of no use here.
         """
-        pins, policy, state = self.leases.pins, self.policy, self.directory.state
-        stays = self.space.stays if self.space.leaving else lambda _: True
+        pins, policy, tickets = self.leases.pins, self.policy, self.tickets
         pinned = len(pins) - len(self._doomed)
+        state = self.directory.state
         staying = sum(slot not in pins and state(slot) == _READY for slot in named)
+
+        def may_go(slot: int) -> bool:
+            """What the policy knows is READY where it is not WRITING."""
+            return slot not in pins and slot not in tickets and slot not in named
+
+        stays = self.space.stays
         # Where fewer may go than are needed, nobody looks through all that stay.
         return policy.victims(
-            min(n, len(policy) - len(self.tickets) - pinned - staying),
-            lambda slot: (
-                slot not in pins and slot not in named and state(slot) == _READY and stays(slot)
-            ),
+            min(n, len(policy) - len(tickets) - pinned - staying),
+            (lambda slot: may_go(slot) and stays(slot)) if self.space.leaving else may_go,
         )
 
     def finish(self, slot: int) -> None:
