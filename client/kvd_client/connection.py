@@ -25,8 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import zmq
-
+from kvd_client.dealer import Dealer
 from kvd_client.errors import DaemonLost, Refused, UsageError
 from kvd_proto.codec import NO_ID, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize
@@ -47,10 +46,8 @@ MAX_SOCKET_PATH = 107
 MAX_NOTICE_BYTES = 64 * 2**10
 SOCKET_BUFFER_BYTES = 2**20
 CLIENT_NAME = "kvd_client"
-HIGH_WATER_MARK = 10_000
-CONNECT_MS = 1000
+CONNECT_SECONDS = 1.0
 HANDSHAKE_SECONDS = 10.0  # many short tries would fill the queue of a daemon that stands still
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # their enums cost microseconds
 LOOK_MS = 20  # a reply may have been taken in by another thread
 
 
@@ -84,24 +81,10 @@ def socket_path(runtime_dir: Path, name: str) -> Path:
     return path
 
 
-def dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
-    """A request socket that forgets at once when closed and never reconnects behind our back."""
-    sock = context.socket(zmq.DEALER)
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-    # A new process behind the same path is another daemon: the session must notice.
-    sock.setsockopt(zmq.RECONNECT_IVL, -1)
-    sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    sock.connect(endpoint)
-    return sock
-
-
 class Connection:
     """Control socket and request socket of one session, greeted and welcomed.
 
     Args:
-        context: the session's ZeroMQ context.
         runtime_dir: the daemon's.
         kind, engine: who we are.
         stop: descriptor that becomes readable when the session is being closed.
@@ -116,7 +99,6 @@ class Connection:
 
     def __init__(
         self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
         runtime_dir: Path,
         kind: Kind,
         engine: str,
@@ -141,16 +123,11 @@ class Connection:
             self.boot_id = greeting.header.boot_id
             self.token = greeting.header.session
             self.pid = greeting.message.pid
-            self._dealer = dealer(context, f"ipc://{socket_path(runtime_dir, 'broker.sock')}")
+            self._dealer = Dealer(os.fspath(socket_path(runtime_dir, "broker.sock")))
         except BaseException:
             self._control.close()
             raise
-        # Of the control socket only the hang-up: what can be read there is the keeper's.
-        self._watched = (
-            (self._dealer.FD, select.POLLIN),
-            (self.fileno(), 0),
-            (stop, select.POLLIN),
-        )
+        self._fd, self._others = self._dealer.fileno(), (self.fileno(), stop)
         try:
             hello = Hello(
                 kind=kind,
@@ -207,7 +184,7 @@ class Connection:
     def _open_control_socket(self, path: Path) -> None:
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-        self._control.settimeout(CONNECT_MS / 1000)
+        self._control.settimeout(CONNECT_SECONDS)
         self._control.connect(os.fspath(path))
         self._control.setblocking(False)
 
@@ -278,10 +255,12 @@ class Connection:
             Whether the daemon is gone, or the session is being closed.
         """
         poller = select.poll()  # one must not be used by two threads
-        for fd, events in self._watched:
-            poller.register(fd, events)
+        poller.register(self._fd, select.POLLIN | (select.POLLOUT * self._dealer.wants_write))
+        control, stop = self._others
+        poller.register(control, 0)  # only the hang-up: what can be read there is the keeper's
+        poller.register(stop, select.POLLIN)
         ready = poller.poll(min(LOOK_MS, max(0.0, seconds * 1000)))
-        return any(fd != self._watched[0][0] for fd, _ in ready)
+        return any(fd != self._fd for fd, _ in ready)
 
     def post(self, message: Message) -> int:
         """Send a request and wait for nothing; `replies` will have its reply.
@@ -304,26 +283,20 @@ class Connection:
 
     def _send(self, frame: bytes, posted: int = 0) -> None:
         with self._lock:
-            if self._dealer.closed:
-                raise DaemonLost("this connection is closed")
             if posted:
                 self._posted[posted] = time.monotonic()
-            try:
-                self._dealer.send(frame, zmq.NOBLOCK)
-            except zmq.Again as error:
-                raise DaemonLost("the daemon takes no requests") from error
+            if not self._dealer.send(frame):
+                raise DaemonLost(self.failed or "the daemon takes no requests")
 
     # ---------------------------------------------------------------- replies
 
     def take_in(self) -> None:
         """Take in all replies that have arrived. Never waits."""
         with self._lock:
-            dealer = self._dealer
-            if dealer.closed:
-                self.failed = self.failed or "this connection is closed"
-                return
-            while (self._posted or self._awaited) and int(dealer.get(_EVENTS)) & _POLLIN:
-                self._keep(dealer.recv(zmq.NOBLOCK))
+            for frame in self._dealer.receive():
+                self._keep(frame)
+            if self._dealer.closed:
+                self.failed = self.failed or "the daemon has closed the connection"
 
     def _keep(self, frame: bytes) -> None:
         """Keep a reply for whoever has made the request."""
@@ -408,12 +381,12 @@ class Connection:
         with self._lock:
             self.failed = self.failed or "this connection is closed"
             self._control.close()
-            self._dealer.close(linger=0)
+            self._dealer.close()
 
     def abandon(self) -> None:
         """Close what a forked child has inherited, without the parent's lock."""
         self._lock = threading.Lock()
-        self.close()  # ZeroMQ itself leaves sockets of another process alone
+        self.close()
 
     def __repr__(self) -> str:
         return f"<Connection to {self.daemon} pid {self.pid}, boot {self.boot_id.hex()[:8]}>"

@@ -5,8 +5,8 @@ import select
 import time
 from collections.abc import Iterable
 
+from kvd_client.dealer import Dealer
 from kvd_client.errors import DaemonLost
-from kvd_client.lane_socket import LaneSocket
 from kvd_client.readiness import Readiness
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
@@ -39,7 +39,7 @@ class LaneLink:
         self.pending: dict[int, int] = {}  # request id -> job id of what has not ended
         self._waits: dict[int, frozenset[int]] = {}  # Wait's request id -> those of its jobs
         self._readiness = readiness
-        self._socket = LaneSocket(up.endpoint.removeprefix(_SCHEME))
+        self._socket = Dealer(up.endpoint.removeprefix(_SCHEME))
         self._lifeline = lifeline
         readiness.watch(lifeline, 0)
         self._poll = select.poll()
@@ -82,7 +82,7 @@ class LaneLink:
         The endpoint is this incarnation's own, for as long as the daemon lives that named it.
         """
         try:
-            self._socket = LaneSocket(self.endpoint.removeprefix(_SCHEME))
+            self._socket = Dealer(self.endpoint.removeprefix(_SCHEME))
         except OSError:  # no descriptor is free; it is tried again
             return
         self._watch_socket()

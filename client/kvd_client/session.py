@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
-import zmq
-
 from kvd_client.arguments import seconds, shown
 from kvd_client.connection import Connection, Notice, socket_path
 from kvd_client.errors import DaemonLost, Refused, UsageError
@@ -91,7 +89,6 @@ class Session:
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._events_lock = threading.Lock()  # a late `_wake` must not write to a closed number
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tried = threading.Event()
         self._keeper = threading.Thread(target=self._live, name=f"kvd-{self._kind}", daemon=True)
 
@@ -253,9 +250,7 @@ class Session:
     def _try(self) -> float:
         """Connect and serve the connection to its end; seconds to wait at most until the next."""
         try:
-            connection = Connection(
-                self._context, self.runtime_dir, self._kind, self.engine, self._stop
-            )
+            connection = Connection(self.runtime_dir, self._kind, self.engine, self._stop)
         except Refused as error:
             if str(error) != self._refusal:
                 self._refusal = str(error)
@@ -353,7 +348,6 @@ class Session:
         self._on_fork()
 
     def _free(self) -> None:
-        self._context.destroy(linger=0)
         with self._events_lock:
             self._close_events()
 

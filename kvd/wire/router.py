@@ -1,6 +1,6 @@
 """Connections of ZeroMQ's DEALER sockets to one Unix socket, each within bounds.
 
-Clients use libzmq. This end does not: libzmq has no bound for a message of many parts (see
+Clients may use libzmq. This end does not: libzmq has no bound for a message of many parts (see
 `zmtp`), and reads in a thread of its own; here bytes are read by the loop that serves them.
 
 Connections take turns: one message each, round after round. What is buffered for all of

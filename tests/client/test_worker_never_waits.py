@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import HostMemory, JobResult, JobStatus, Worker, lane_socket
+from kvd_client import HostMemory, JobResult, JobStatus, Worker, dealer
 from kvd_client import worker as worker_module
 from kvd_proto.messages import LaneUp, Load, Register, Store
 from tests.client.conftest import FINGERPRINT, LAYOUT
@@ -23,7 +23,7 @@ JOBS = 20_000  # more than any connection keeps
 @pytest.fixture(autouse=True)
 def small_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections keep little that was not sent, so that they are soon full; nothing is slow."""
-    monkeypatch.setattr(lane_socket, "MAX_UNSENT_BYTES", 2000)
+    monkeypatch.setattr(dealer, "MAX_UNSENT_BYTES", 2000)
     monkeypatch.setattr(worker_module, "MEET_SECONDS", 0.01)
 
 

@@ -1,4 +1,4 @@
-"""A ZeroMQ DEALER's end of one connection to a lane, whose bytes move in the caller's own calls.
+"""A ZeroMQ DEALER's end of one connection to the daemon; its bytes move in the caller's own calls.
 
 libzmq hands each message to a thread of its own, and each answer comes back from there: two more
 threads to wake for every job, which takes longer than all else that a small job needs. Here a
@@ -16,7 +16,7 @@ from kvd_proto.codec import MAX_MESSAGE_BYTES
 
 READ_BYTES = 64 * 1024
 MAX_UNSENT_BYTES = 32 * 2**20
-"""Kept for a lane that does not read, before it is given no more."""
+"""Kept for a daemon that does not read, before it is given no more."""
 _LONG, _COMMAND = 2, 4
 _GREETING_BYTES = 64
 _READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -29,15 +29,15 @@ _OPENING = b"".join(
 )
 
 
-class LaneSocket:
+class Dealer:
     """One connection. A new one is made where it is closed.
 
     Args:
-        path: where the lane listens.
+        path: where a lane or the broker listens.
 
     Attributes:
-        open: the lane takes messages; those that are sent before are kept.
-        closed: by the lane, or for want of one that listens.
+        open: the other end takes messages; those that are sent before are kept.
+        closed: by the other end, or for want of one that listens.
 
     Raises:
         OSError: no descriptor is free.
@@ -64,7 +64,7 @@ class LaneSocket:
 
     @property
     def wants_write(self) -> bool:
-        """Whether messages wait until the lane reads others."""
+        """Whether messages wait until others are read."""
         return self.open and bool(self._unsent)
 
     def send(self, frame: bytes) -> bool:
@@ -154,4 +154,4 @@ class LaneSocket:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open" if self.open else "not answered yet"
-        return f"<LaneSocket {state}, {self._unsent_bytes} bytes unsent>"
+        return f"<Dealer {state}, {self._unsent_bytes} bytes unsent>"

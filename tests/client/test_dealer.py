@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvd.wire.router import Router
 from kvd.wire.zmtp import opening
-from kvd_client import lane_socket
-from kvd_client.lane_socket import LaneSocket
+from kvd_client import dealer
+from kvd_client.dealer import Dealer
 from tests.waiting import PATIENCE, eventually
 
 MIB = 2**20
@@ -29,24 +29,24 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def connected(path: Path) -> Iterator[tuple[LaneSocket, socket.socket]]:
+def connected(path: Path) -> Iterator[tuple[Dealer, socket.socket]]:
     """A connection to a listener of the test's own, and the listener's end, which is not open."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(str(path))
         listening.listen()
-        client = LaneSocket(str(path))
+        client = Dealer(str(path))
         peer, _ = listening.accept()
         with peer:
             yield client, peer
         client.close()
 
 
-def until_open(client: LaneSocket) -> None:
+def until_open(client: Dealer) -> None:
     """Take the other end's greeting in."""
     eventually(lambda: (client.receive(), client.open)[1])
 
 
-def wait(client: LaneSocket) -> None:
+def wait(client: Dealer) -> None:
     """For something to read."""
     assert select.select([client], [], [], PATIENCE)[0]
 
@@ -57,7 +57,7 @@ def test_a_router_of_libzmq_gets_the_messages_and_answers(path: Path, size: int)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         router.bind(f"ipc://{path}")
-        client = LaneSocket(str(path))
+        client = Dealer(str(path))
         frames = [bytes([number]) * size for number in range(3)]
         assert client.send(frames[0])
         until_open(client)
@@ -79,7 +79,7 @@ def test_a_router_of_libzmq_gets_the_messages_and_answers(path: Path, size: int)
 def test_the_lanes_own_end_gets_the_messages_and_answers(path: Path) -> None:
     """That of the daemon speaks the same."""
     router = Router(path, max_bytes=16 * MIB)
-    client = LaneSocket(str(path))
+    client = Dealer(str(path))
 
     def look() -> bool:
         router.look()
@@ -120,7 +120,7 @@ def test_messages_are_whole_however_their_bytes_arrive(
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(stream) - 1)), max_size=8)))
     ours, theirs = socket.socketpair()
     with theirs:
-        client = LaneSocket("/nowhere")
+        client = Dealer("/nowhere")
         client._socket, client.closed = ours, False
         ours.setblocking(False)
         got: list[bytes] = []
@@ -136,7 +136,7 @@ def test_what_the_lane_does_not_read_is_kept_up_to_a_bound(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then nothing more is taken; when it reads, all of it arrives in order."""
-    monkeypatch.setattr(lane_socket, "MAX_UNSENT_BYTES", MIB)
+    monkeypatch.setattr(dealer, "MAX_UNSENT_BYTES", MIB)
     with connected(path) as (client, peer):
         peer.sendall(GREETING)
         until_open(client)
@@ -149,10 +149,10 @@ def test_what_the_lane_does_not_read_is_kept_up_to_a_bound(
         assert not client.closed
         taken = b""
         peer.settimeout(PATIENCE)
-        while len(taken) < len(sent) + len(lane_socket._OPENING):
+        while len(taken) < len(sent) + len(dealer._OPENING):
             taken += peer.recv(MIB)
             client.receive()
-        assert taken == lane_socket._OPENING + sent
+        assert taken == dealer._OPENING + sent
         eventually(lambda: not client.wants_write)
         assert client.send(b"again")
 
@@ -194,7 +194,7 @@ def test_answers_before_the_end_of_a_connection_are_received(path: Path) -> None
 
 def test_where_nobody_listens_the_connection_is_closed(path: Path) -> None:
     """At once, without an error."""
-    client = LaneSocket(str(path))
+    client = Dealer(str(path))
     assert client.closed
     assert not client.send(b"x")
     assert client.receive() == []
