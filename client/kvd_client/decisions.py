@@ -1,7 +1,7 @@
 """What a scheduler decides by itself about stores and loads, from the directory and its loans."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvd_client.arguments import Blocks, shown
 from kvd_client.errors import UsageError
@@ -16,22 +16,15 @@ _ACCEPTED, _PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
 _PENDING, _FULL, _NOT_YET = StoreAnswer.PENDING, StoreAnswer.FULL, StoreAnswer.NOT_YET
 
 
-@dataclass(slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """Slots for some of the keys that were asked about.
 
     keys, slots, generations: of those that have one, in the order of the request.
     """
 
-    keys: list[bytes] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
-
-    def add(self, key: bytes, slot: int, generation: int) -> None:
-        """One more."""
-        self.keys.append(key)
-        self.slots.append(slot)
-        self.generations.append(generation)
+    keys: list[bytes]
+    slots: list[int]
+    generations: list[int]
 
 
 class Decisions:
@@ -64,39 +57,54 @@ class Decisions:
         Returns:
             An answer to each key, and the slots of those accepted.
         """
-        directory, outbox, loans, reuse = self._directory, self.outbox, self._loans, self._reuse
-        entry, is_lent = directory.entry, directory.is_lent
+        directory, outbox, reuse = self._directory, self.outbox, self._reuse
+        entry, is_lent, take, begun = (
+            directory.entry,
+            directory.is_lent,
+            self._loans.take,
+            outbox.begun,
+        )
         filtered = reuse.threshold > 1
         counted: set[bytes] = set()  # by the filter, in this call
         blocks = (0, directory.blocks_per_chunk)
         answers: list[StoreAnswer] = []
-        chosen = Chosen()
+        stored: list[bytes] = []
+        slots: list[int] = []
+        generations: list[int] = []
+        parts: list[Blocks] = []
         for i, key in enumerate(keys):
             if ranges is not None:
                 blocks = ranges[i]
-            answer = _ACCEPTED
-            if key in outbox.begun:
-                answer = _PENDING
-            elif found := entry(key):
+            if key in begun:
+                answers.append(_PENDING)
+                continue
+            if (found := entry(key)) is not None:
                 if found[2] != _READY:
-                    answer = _PENDING
-                elif found[3:] == blocks or not _covers(blocks, found[3], found[4]):
-                    answer = _PRESENT
+                    answers.append(_PENDING)
+                    continue
+                if found[3:] == blocks or not _covers(blocks, found[3], found[4]):
+                    answers.append(_PRESENT)
+                    continue
             elif filtered and (key in counted or not reuse.offer(key)):
                 counted.add(key)
-                answer = _NOT_YET
-            if answer is _ACCEPTED:
-                if (loan := loans.take(is_lent)) is not None:
-                    outbox.begin(key, loan, blocks)
-                    chosen.add(key, *loan)
-                else:
-                    answer = _FULL
-                    if filtered and not found:
-                        reuse.give_back(key)
-            answers.append(answer)
-        if len(chosen.keys) < len(answers):
+                answers.append(_NOT_YET)
+                continue
+            if (loan := take(is_lent)) is None:
+                if filtered and found is None:
+                    reuse.give_back(key)
+                answers.append(_FULL)
+                continue
+            answers.append(_ACCEPTED)
+            begun[key] = outbox.keys
+            stored.append(key)
+            slots.append(loan[0])
+            generations.append(loan[1])
+            parts.append(blocks)
+        if stored:
+            outbox.begin(stored, slots, generations, parts)
+        if len(stored) < len(answers):
             outbox.count(answers)
-        return answers, chosen
+        return answers, Chosen(stored, slots, generations)
 
     def find(
         self, keys: Sequence[bytes], ranges: Sequence[Blocks] | None
@@ -105,16 +113,22 @@ class Decisions:
         entry = self._directory.entry
         first, count = 0, self._directory.blocks_per_chunk
         found: list[bool] = []
-        chosen = Chosen()
+        chosen = Chosen([], [], [])
         for i, key in enumerate(keys):
             if ranges is not None:
                 first, count = ranges[i]
             there = entry(key)
-            if there and there[2] == _READY and _covers(there[3:], first, count):
-                found.append(True)
-                chosen.add(key, there[0], there[1])
-            else:
-                found.append(False)
+            is_there = (
+                there is not None
+                and there[2] == _READY
+                and there[3] <= first
+                and first + count <= there[3] + there[4]
+            )
+            found.append(is_there)
+            if there is not None and is_there:
+                chosen.keys.append(key)
+                chosen.slots.append(there[0])
+                chosen.generations.append(there[1])
         return found, chosen
 
     def check(self, ranges: Sequence[Blocks]) -> None:

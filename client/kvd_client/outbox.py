@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Sequence
 
 from kvd_client.arguments import Blocks
-from kvd_client.loans import Loan
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import MAX_KEYS, NO_ITEMS, Pin, Step, StoreAnswer
 
@@ -20,13 +19,14 @@ class Outbox:
         blocks_per_chunk: of the namespace.
 
     Attributes:
-        begun: keys whose stores have begun, while the daemon has not answered to that.
+        keys: those that begin in this step.
+        begun: keys whose stores have begun, while the daemon has not answered to that; with each
+            the `keys` of its step, which says by identity which step that is.
         since: `time.monotonic()` when the first was put in; meaningless where there is nothing.
     """
 
     def __init__(self, blocks_per_chunk: int) -> None:
         self._whole = (0, blocks_per_chunk)
-        # With the list of keys of the step that begins it: which step that is, as an identity.
         self.begun: dict[bytes, list[bytes]] = {}
         self._sent: dict[int, list[bytes]] = {}  # by request, the keys of its step
         self.since = 0.0
@@ -34,11 +34,10 @@ class Outbox:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._keys: list[bytes] = []
+        self.keys: list[bytes] = []
         self._slots: list[int] = []
         self._generations: list[int] = []
         self._blocks: list[Blocks] = []
-        self._parts = False  # whether any of them is not all of its chunk
         self._late: list[bytes] = []
         self._pins: list[Pin] = []
         self._unpinned: list[int] = []
@@ -57,15 +56,26 @@ class Outbox:
             self.since = time.monotonic()
         self._items += items
 
-    def begin(self, key: bytes, loan: Loan, blocks: Blocks) -> None:
-        """A store has begun: its slot with generation, and which blocks will be written."""
-        self._add(1)
-        self._keys.append(key)
-        self._slots.append(loan[0])
-        self._generations.append(loan[1])
-        self._blocks.append(blocks)
-        self._parts |= blocks != self._whole
-        self.begun[key] = self._keys
+    def begin(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        generations: Sequence[int],
+        blocks: Sequence[Blocks],
+    ) -> None:
+        """Stores have begun; the caller has put their keys into `begun`, with `self.keys`.
+
+        Args:
+            keys: a prompt's head first.
+            slots: each one's loan.
+            generations: of these slots.
+            blocks: which ones of each chunk will be written.
+        """
+        self._add(len(keys))
+        self.keys.extend(keys)
+        self._slots.extend(slots)
+        self._generations.extend(generations)
+        self._blocks.extend(blocks)
 
     def count(self, answers: Sequence[StoreAnswer]) -> None:
         """So were keys answered that were offered."""
@@ -83,7 +93,7 @@ class Outbox:
         """
         self._add(len(keys))
         for key in keys:
-            if self.begun.get(key) is self._keys:
+            if self.begun.get(key) is self.keys:
                 self._late.append(key)
             else:
                 self.begun.pop(key, None)
@@ -130,10 +140,10 @@ class Outbox:
             wanted: how many loans the scheduler would like to have.
         """
         first = count = NO_ITEMS
-        if self._parts:
+        if self._blocks.count(self._whole) < len(self._blocks):
             first = IntArray.of([first for first, _ in self._blocks], "u2")
             count = IntArray.of([count for _, count in self._blocks], "u2")
-        keys, late = self._keys, self._late
+        keys, late = self.keys, self._late
         step = Step(
             dropped=tuple(self._dropped),
             keys=tuple(keys),

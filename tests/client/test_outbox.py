@@ -11,6 +11,12 @@ def outbox() -> Outbox:
     return Outbox(2)
 
 
+def begin(box: Outbox, key: bytes, loan: tuple[int, int], blocks: tuple[int, int]) -> None:
+    """Begin one store."""
+    box.begun[key] = box.keys
+    box.begin([key], [loan[0]], [loan[1]], [blocks])
+
+
 def sent(box: Outbox, request: int) -> Step:
     """What is to be told, as this request."""
     step, keys = box.take(7)
@@ -26,8 +32,8 @@ def tells(box: Outbox) -> bool:
 def test_everything_of_a_step_is_in_its_message() -> None:
     """Stores, drops, pins, leases given back, keys used, and how many loans are wanted."""
     box = outbox()
-    box.begin(b"a", (3, 30), WHOLE)
-    box.begin(b"b", (4, 40), (1, 1))
+    begin(box, b"a", (3, 30), WHOLE)
+    begin(box, b"b", (4, 40), (1, 1))
     box.drop([b"old"])
     box.pin(9, 1500, [5, 6], [50, 60])
     box.unpin(8)
@@ -46,7 +52,7 @@ def test_everything_of_a_step_is_in_its_message() -> None:
 def test_blocks_are_left_out_where_all_chunks_are_whole() -> None:
     """The usual message is short."""
     box = outbox()
-    box.begin(b"a", (3, 30), WHOLE)
+    begin(box, b"a", (3, 30), WHOLE)
     step = sent(box, 1)
     assert not len(step.first)
     assert not len(step.count)
@@ -76,16 +82,16 @@ def test_the_last_request_that_finished_comes_first() -> None:
 def test_a_key_has_begun_until_its_own_step_is_answered() -> None:
     """Answers to other steps say nothing of it; one that was begun anew waits for the later one."""
     box = outbox()
-    box.begin(b"a", (3, 30), WHOLE)
+    begin(box, b"a", (3, 30), WHOLE)
     sent(box, 1)
-    box.begin(b"b", (4, 40), WHOLE)
+    begin(box, b"b", (4, 40), WHOLE)
     sent(box, 2)
     assert set(box.begun) == {b"a", b"b"}
     box.answered(1)
     box.answered(99)
     assert set(box.begun) == {b"b"}
     box.drop([b"b"])
-    box.begin(b"b", (5, 50), WHOLE)
+    begin(box, b"b", (5, 50), WHOLE)
     step = sent(box, 3)
     assert (step.dropped, step.keys) == ((b"b",), (b"b",))
     box.answered(2)
@@ -97,7 +103,7 @@ def test_a_key_has_begun_until_its_own_step_is_answered() -> None:
 def test_a_store_given_up_in_the_step_that_begins_it_is_dropped_by_the_next_message() -> None:
     """In one message the drop would come before the beginning."""
     box = outbox()
-    box.begin(b"a", (3, 30), WHOLE)
+    begin(box, b"a", (3, 30), WHOLE)
     box.drop([b"a"])
     assert b"a" in box.begun
     first = sent(box, 1)
