@@ -24,8 +24,11 @@ from kvd_client import (
     Scheduler,
     Store,
     StoreAnswer,
+    StoreTicket,
     Worker,
 )
+from kvd_client.connection import Connection
+from tests.chaos.given import note
 from tests.chaos.memory import Memory
 from tests.chaos.shared import (
     BATCH,
@@ -81,7 +84,9 @@ class Conductor(Member):
         super().__init__(folder, engine, engine, seed, NAP_SECONDS)
         self._held: list[LoadTicket] = []  # while it is told to pin
         with self._calls.within(DEADLINE, "Scheduler()"):
-            self._scheduler = Scheduler(runtime_dir, engine, deadline=DEADLINE)
+            self._scheduler = Scheduler(
+                runtime_dir, engine, deadline=DEADLINE, steps=self.spec.steps
+            )
 
     def run(self) -> None:
         """Until the run ends."""
@@ -89,6 +94,8 @@ class Conductor(Member):
             self._calls.counters[Count.ATTACHED] = self._scheduler.attached
             if self._phase[0] == Phase.REST:
                 self._let_go()
+                self._end_step()
+                self._calls.counters[Count.LOANS] = self._scheduler.reserve(0, 0.0)
                 self._calls.counters[Count.RESTS] = 1
                 time.sleep(NAP_SECONDS)
                 continue
@@ -112,9 +119,9 @@ class Conductor(Member):
         elif chance < 0.92:
             self._load(group, keys)
         elif chance < 0.99:
-            with self._calls.within(0.0, "lookup_many"):
+            with self._calls.step("lookup_many"):
                 self._scheduler.lookup_many(keys)
-            with self._calls.within(DEADLINE, "request_finished"):
+            with self._calls.step("request_finished"):
                 self._scheduler.request_finished(keys)
         elif chance < 0.995:
             with self._calls.within(DEADLINE, "status"):
@@ -122,38 +129,55 @@ class Conductor(Member):
         else:
             with self._calls.within(DEADLINE, "reset"):
                 self._scheduler.reset()
+        self._end_step()
         if not self._scheduler.attached:
             time.sleep(NAP_SECONDS)
+
+    def _end_step(self) -> None:
+        if self.spec.steps:
+            with self._calls.step("end_step"):
+                self._scheduler.end_step()
+        with self._calls.step("take_evicted"):
+            self._scheduler.take_evicted()
 
     # ------------------------------------------------------------- transfers
 
     def _store(self, group: int, keys: list[bytes]) -> None:
-        with self._calls.within(DEADLINE, "prepare_store"):
+        connection = self._scheduler._connection
+        with self._calls.step("prepare_store"):
             ticket = self._scheduler.prepare_store(keys)
         self._calls.add(Count.FULL, ticket.answers.count(StoreAnswer.FULL))
+        self._note(connection, ticket)
         if not ticket.keys or self._random.random() < FORGETFUL:
             return
         slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
         success = self._have_done("store", group, ticket.keys, slots, generations)
         if self._random.random() < FORGETFUL:
             return
-        with self._calls.within(DEADLINE, "complete_store"):
+        with self._calls.step("complete_store"):
             self._scheduler.complete_store(ticket.keys, success=success)
 
+    def _note(self, connection: Connection | None, ticket: StoreTicket) -> None:
+        """Write down which slots were given, if it is certain whose they are."""
+        namespace = self._scheduler.namespace
+        if ticket.keys and connection is not None and connection is self._scheduler._connection:
+            given = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
+            note(self._folder, [(connection.boot_id, namespace, *each) for each in given])
+
     def _load(self, group: int, keys: list[bytes]) -> None:
-        with self._calls.within(DEADLINE, "prepare_load"):
+        with self._calls.step("prepare_load"):
             ticket = self._scheduler.prepare_load(keys, LEASE_SECONDS)
         if ticket.keys:
             slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
             self._have_done("load", group, ticket.keys, slots, generations)
         if self._random.random() >= FORGETFUL:
-            with self._calls.within(DEADLINE, "complete_load"):
+            with self._calls.step("complete_load"):
                 self._scheduler.complete_load(ticket)
 
     def _pin(self, *, forget: bool) -> None:
         """Take leases over all that is there; keep them, or leave it to time to end them."""
         for group in range(GROUPS):
-            with self._calls.within(DEADLINE, "prepare_load"):
+            with self._calls.step("prepare_load"):
                 ticket = self._scheduler.prepare_load(self.spec.keys(group), LEASE_SECONDS)
             if not forget:
                 self._held.append(ticket)
@@ -163,7 +187,7 @@ class Conductor(Member):
 
     def _let_go(self) -> None:
         while self._held:
-            with self._calls.within(DEADLINE, "complete_load"):
+            with self._calls.step("complete_load"):
                 self._scheduler.complete_load(self._held.pop())
 
     # ----------------------------------------------------------------- ranks
@@ -292,14 +316,14 @@ class Rank(Member):
         sizes[order.group] = len(blocks)
         kind = Store if order.way == "store" else Load
         arrays = JobBlocks.of(blocks, sizes, indices, order.slots, order.generations)
-        with self._calls.within(0.0, f"submit_{order.way}"):
+        with self._calls.step(f"submit_{order.way}"):
             worker.submit(kind, job, arrays)
         if order.cancel:
-            with self._calls.within(0.0, "cancel"):
+            with self._calls.step("cancel"):
                 worker.cancel([job])
         with self._calls.within(order.patience, "wait"):
             unfinished = worker.wait([job], order.patience)
-        with self._calls.within(0.0, "get_finished"):
+        with self._calls.step("get_finished"):
             results = {result.job_id: result for result in worker.get_finished()}
         if job in unfinished and job not in results:
             self._overdue[job] = blocks
@@ -331,7 +355,7 @@ class Rank(Member):
     def _settle(self, worker: Worker) -> None:
         """Loads that were late and have ended by now give their blocks back."""
         if self._overdue:
-            with self._calls.within(0.0, "get_finished"):
+            with self._calls.step("get_finished"):
                 results = worker.get_finished()
             self._ended({result.job_id for result in results})
 

@@ -60,6 +60,19 @@ def _stop(pids: Callable[[World], list[int]]) -> Inject:
     return inject
 
 
+def _stop_broker(world: World, action: Action) -> Undo:
+    """Engines go on: they load what is there, and store into the slots that they have on loan."""
+    pid = action.pick(_broker(world))
+    world.freeze(pid)
+    before = world.total(Count.LOADS, world.ranks())
+
+    def undo() -> None:
+        world.frozen_loads += world.total(Count.LOADS, world.ranks()) - before
+        world.thaw(pid)
+
+    return undo
+
+
 def _restart(number: int, changes: Sequence[Config | None] = CHANGES) -> Inject:
     """By this signal, with one of these changes of the configuration."""
 
@@ -155,7 +168,7 @@ def _jump_clock(world: World, action: Action) -> Undo:
 
 INJECTIONS: dict[str, Injection] = {
     "kill broker": Injection(_restart(signal.SIGKILL, (None,)), 2),
-    "stop broker": Injection(_stop(_broker), 2),
+    "stop broker": Injection(_stop_broker, 3),
     "kill lane": Injection(_kill_lane, 2),
     "stop lane": Injection(_stop(_lanes), 2),
     "kill worker": Injection(_kill_client(World.ranks), 3),

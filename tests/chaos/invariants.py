@@ -9,10 +9,13 @@ from typing import Any
 import psutil
 
 from kvd.errors import NotRunning, Refused
+from kvd_proto.directory import SlotState
 from kvd_proto.messages import Check, Checked
-from tests.chaos.shared import Count, Phase
+from tests.chaos.given import Given, given_twice
+from tests.chaos.shared import SPECS, Count, Phase
 from tests.chaos.world import World
 from tests.daemon.serving import left_over
+from tests.daemon.slots import slots_of
 
 RECOVERY_SECONDS = 45.0
 REST_SECONDS = 30.0
@@ -44,6 +47,8 @@ class Invariants:
     first: dict[tuple[str, int], Held] = field(default_factory=dict)
     _complaints_read: int = 0
     _log_read: int = 0
+    _notes_read: int = 0
+    _given: set[Given] = field(default_factory=set)
 
     def look(self) -> None:
         """Wait until all has recovered, have everybody rest, and look."""
@@ -60,6 +65,7 @@ class Invariants:
             self.most_quiet = max(self.most_quiet, time.monotonic() - began)
             if report:
                 self._integrity()
+                self._owned()
                 self._bounded(report)
         finally:
             world.phase[0] = Phase.RUN
@@ -94,6 +100,53 @@ class Invariants:
             time.sleep(NAP_SECONDS)
         self.world.violated(f"left over after {QUIET_SECONDS:g} s of quiet: {left}")
         return {}
+
+    def _owned(self) -> None:
+        """Each slot that is lent has an owner that knows of it, and no key is there twice."""
+        end = time.monotonic() + QUIET_SECONDS
+        wrong = self._wrong_owners()
+        while wrong and time.monotonic() < end:  # a message may have been under way
+            time.sleep(NAP_SECONDS)
+            wrong = self._wrong_owners()
+        for text in wrong:
+            self.world.violated(text)
+        twice, self._notes_read = given_twice(self.world.folder, self._notes_read, self._given)
+        for boot_id, namespace, slot, generation in twice:
+            self.world.violated(
+                f"slot {slot}, generation {generation} of {namespace.hex()[:8]} was given twice"
+                f" by daemon {boot_id.hex()[:8]}"
+            )
+
+    def _wrong_owners(self) -> list[str]:
+        world, wrong = self.world, []
+        for model in {spec.model for spec in SPECS.values()}:
+            names = [spec.name for spec in SPECS.values() if spec.model == model]
+            found = slots_of(world.daemon.runtime_dir, names[0])
+            if found is None:  # at a limit of the daemon, say
+                continue
+            lent = found.states[SlotState.LENT]
+            known = sum(world.clients[name].counters[Count.LOANS] for name in names)
+            if lent > known:
+                wrong.append(f"{model}: {lent} slots are lent, {known} are at hand: {found.lent}")
+            if len(found.lent) > len(names):
+                wrong.append(f"{model}: slots are lent to {found.lent}, engines are {names}")
+            if found.twice:
+                wrong.append(f"{model}: READY in two slots are {found.twice}")
+        return wrong
+
+    def nothing_lent(self) -> None:
+        """When all engines have ended, nothing is theirs."""
+        end = time.monotonic() + QUIET_SECONDS
+        lent: dict[str, int] = {}
+        while time.monotonic() < end:
+            report = self.world.daemon.report()
+            if report:
+                spaces = report["namespaces"]
+                lent = {space["model"]: space["chunks"]["lent"] for space in spaces}
+                if not any(lent.values()) and not left_over(report):
+                    return
+            time.sleep(NAP_SECONDS)
+        self.world.violated(f"lent to engines that have ended: {lent}")
 
     def _integrity(self) -> None:
         try:

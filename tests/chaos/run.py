@@ -61,6 +61,7 @@ class Run:
                 world.violated(f"{client.name} does not end")
             elif client.status:
                 world.violated(f"{client.name} ended with status {client.status}")
+        self.invariants.nothing_lent()
 
     def _step(self, step: Step) -> None:
         """The actions, each undone when its time is over; all undone at the end."""
@@ -106,6 +107,7 @@ class Run:
         """As one JSON object."""
         world = self.world
         ranks, schedulers = world.ranks(), world.schedulers()
+        longest = max(c.counters[Count.LONGEST_NS] for c in world.clients.values())
         return {
             "seconds": round(seconds, 1),
             "seed": world.seed,
@@ -121,6 +123,9 @@ class Run:
             "refused_full": world.total(Count.FULL, schedulers),
             "most_pinned": max(c.counters[Count.PINNED] for c in schedulers),
             "calls": world.total(Count.CALLS, [*ranks, *schedulers]),
+            "step_calls": world.total(Count.STEP_CALLS, [*ranks, *schedulers]),
+            "longest_step_call_ms": round(longest / 1e6, 1),
+            "loads_beside_a_frozen_broker": world.frozen_loads,
             "daemons": world.daemon.starts,
             "clients": sum(client.starts for client in world.clients.values()),
             "slowest_recovery_seconds": round(self.invariants.most_recovery, 1),

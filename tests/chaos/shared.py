@@ -44,6 +44,9 @@ class Count(IntEnum):
     PIN = 10  # not 0: pin all that can be pinned, and hold it; written by the harness
     PINNED = 11  # chunks that it pinned when it was told to
     FULL = 12  # keys that were refused for want of room
+    STEP_CALLS = 13  # calls that an engine makes in a step
+    LONGEST_NS = 14  # the longest of them
+    LOANS = 15  # slots that a scheduler at rest has at hand
 
 
 class Phase(IntEnum):
@@ -92,6 +95,17 @@ class Calls:
             if took > seconds + SLACK_SECONDS:
                 self.complain(f"{what} took {took:.2f} s, {seconds:g} s are allowed")
 
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """The same for a call of a step, which waits for nobody."""
+        frozen, began = self.counters[Count.STOPPED_NS], time.monotonic_ns()
+        with self.within(0.0, what):
+            yield
+        if self.counters[Count.STOPPED_NS] == frozen:
+            took = time.monotonic_ns() - began
+            self.counters[Count.LONGEST_NS] = max(self.counters[Count.LONGEST_NS], took)
+        self.add(Count.STEP_CALLS)
+
     def add(self, count: Count, more: int = 1) -> None:
         """Count."""
         self.counters[count] += more
@@ -121,6 +135,7 @@ class Spec:
         ranks: how many.
         page: bytes of a page.
         replicated: every rank holds the same bytes.
+        steps: its scheduler says at a step's end what it has to say, and not with each call.
     """
 
     name: str
@@ -128,6 +143,7 @@ class Spec:
     ranks: int
     page: int = 4096
     replicated: bool = False
+    steps: bool = True
 
     @property
     def layout(self) -> RankLayout:
@@ -143,7 +159,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         Spec("one", "split", 2),
-        Spec("two", "split", 2),
+        Spec("two", "split", 2, steps=False),
         Spec("alike", "alike", 2, page=8192, replicated=True),
     )
 }

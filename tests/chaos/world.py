@@ -64,6 +64,7 @@ class World:
         clients: schedulers and ranks by name.
         injected: how often each kind was injected; `skipped` says why some were not.
         violations: in words, all of them.
+        frozen_loads: chunks' shares that were loaded while the broker was frozen.
     """
 
     def __init__(self, seed: int, folder: Path, pool_dir: Path, *, may_fill: bool) -> None:
@@ -77,6 +78,7 @@ class World:
         self.injected: Counter[str] = Counter()
         self.skipped: dict[str, str] = {}
         self.violations: list[str] = []
+        self.frozen_loads = 0
         self.now_doing = "nothing yet"
         self.clients: dict[str, Client] = {}
         self._frozen: dict[int, float] = {}  # by pid, since when
