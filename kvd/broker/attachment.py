@@ -62,7 +62,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     )
     namespace.tokens_per_chunk = tokens_per_chunk(layouts[0])
     state.namespaces.attach_engine(namespace)
-    engine.namespace = namespace
+    engine.namespace, engine.stepped = namespace, False
     # The others are bound when their lane, which was lost meanwhile, has mapped their memory.
     return [
         *(bind(worker) for worker in workers if worker.imported),

@@ -113,15 +113,18 @@ class Caching:
         """Lend slots that are free, and to an engine that stores others, too.
 
         It gets what other engines do not use, or where they use all of theirs, what is evicted.
-        An engine that only loads takes nobody's room, not even its own chunks'.
+        An engine that only loads takes nobody's room, not even its own chunks'; nor does one that
+        has just been attached, so that what a daemon has kept is there for the first request.
         """
         state, table, owner, wanted = self._state, namespace.table, engine.number, message.wanted
+        first, engine.stepped = not engine.stepped, True
         have = len(table.slots.loans.of(owner))
         if 2 * have >= wanted or state.draining or not state.allocated:
             return _NOTHING, []
         engines = max(1, namespace.engines)
         # One that says nothing else asks for slots in bulk.
-        stores = message.keys or message.refused or message == Step(wanted=wanted)
+        bulk = not first and message == Step(wanted=wanted)
+        stores = message.keys or message.refused or bulk
         spare = bool(stores) and self._spare(owner, now)
         slots, generations, evicted = table.lend(
             owner,

@@ -132,6 +132,7 @@ class Engine:
     """One inference server instance: its scheduler and its ranks.
 
     uid: the user whose processes they are; no other user may join under this name.
+    stepped: its scheduler has sent a step since it was attached.
     """
 
     number: int
@@ -140,6 +141,7 @@ class Engine:
     sessions: dict[int, Session] = field(default_factory=dict)
     workers: dict[int, Session] = field(default_factory=dict)
     namespace: Namespace | None = None
+    stepped: bool = False
     lookups: LookupCounts = field(default_factory=LookupCounts)
 
     @property

@@ -282,6 +282,22 @@ def test_loans_without_use_go_back_after_a_while() -> None:
     bench.broker.state.check_integrity()
 
 
+def test_nobody_s_room_is_taken_before_something_is_stored() -> None:
+    """In a full pool, by an engine's first step after it was attached, by pins, or by uses."""
+    bench = Bench(chunks=8)
+    loans = bench.step(wanted=8)[0]
+    bench.begin([b"%d" % slot for slot, _ in loans], loans)
+    bench.share(loans)
+    other = bring_up(bench.broker, "f")
+    table = bench.table()
+    assert table.slots.stats()["ready"] == 8
+    for fields in ({}, {"pins": (pin(1, [(0, 1)]),)}, {"used": (b"1",), "unpinned": (1,)}):
+        assert bench.step(other, wanted=8, **fields)[0] == []
+    assert table.counts.evicted == 0
+    assert bench.step(other, wanted=8, refused=1)[0]
+    assert table.counts.evicted
+
+
 @pytest.mark.parametrize("model", ["m", "n"])
 def test_who_gets_too_few_gets_what_others_do_not_use(model: str) -> None:
     """Of the same namespace and of another one, once they have used none for a second."""
@@ -289,6 +305,7 @@ def test_who_gets_too_few_gets_what_others_do_not_use(model: str) -> None:
     bench.step(wanted=8)
     taken = bench.step(wanted=64)[0]
     other = bring_up(bench.broker, "f", model)
+    bench.step(other)  # the first one takes nobody's room
     lent, effects = bench.step(other, now=1.0 + SPARE_SECONDS / 2, wanted=16)
     column = revoked(effects)  # who holds nothing gets one from whoever has more
     assert len(column) == (0 if model == "m" else 2)
