@@ -92,14 +92,14 @@ class LaneService:
                 requests = self._router.pending
                 if self._usable < self._pool_bytes:
                     self._tell_usable()
-                if self._reports.shares_due:
-                    self._reports.send_shares()
                 if orders:
                     self._orders.read()
                 if requests:
                     self._serve_workers()
                 moved = self._runner.turn()
                 self._reports.report_ended()
+                if self._reports.shares_due:  # after the replies: to wake the broker takes a while
+                    self._reports.send_shares()
                 nap = self._back_off(nap, busy=moved or orders or requests)
                 if moved and len(self._runner) and not self._device.pins:
                     paused = self._pause(paused)
