@@ -47,6 +47,8 @@ GOALS = {
     "lookup_us_per_key": "at most 1.5, 100,000 chunks, another process",
     "prepare_store_1000_ms": "at most 5",
     "job_p50_us": "at most 400, two ranks",
+    "job_ratio": "at most 2.5 round trips of one bare client, two ranks",
+    "alone_job_ratio": "the same of one rank",
     "start_ready_ms": "well under 1000",
     "directory_bytes_per_chunk": "shared memory, 1,000,000 chunks",
     "broker_bytes_per_chunk": "of the broker's own memory, 100,000 chunks",

@@ -2,9 +2,11 @@
 
 Two ranks in processes of their own, first one after the other, then at the same time. A bare
 round trip is a frame as long as a job's, from a DEALER socket to a ROUTER's process and back,
-by the same ranks in the same turns. `python latency.py` prints the figures, and where the time
-goes; `python latency.py RUNTIME_DIR ENGINE RANK` is one rank, and `python latency.py ENDPOINT`
-the process that sends frames back.
+by the same ranks in the same turns. An engine does not wait for its jobs: what its step pays is
+`JobBlocks.of`, `submit`, and a `get_finished`, with a result or without.
+
+`python latency.py` prints the figures, and where the time goes; `python latency.py RUNTIME_DIR
+ENGINE RANK` is one rank, and `python latency.py ENDPOINT` the process that sends frames back.
 """
 
 import contextlib
@@ -46,7 +48,8 @@ CHUNKS = 250  # jobs in a series; bare round trips, stores and loads take turns
 SERIES = 4
 FRAME_BYTES = 240  # of a job of one chunk
 MODES = ("alone", "together")
-KINDS = ("bare", "store", "load")
+JOBS = ("store", "load")
+KINDS = ("bare", *JOBS)
 STEPS = ("JobBlocks.of", "submit", "wait", "get_finished")
 STAGES = {
     "queued": "lane: until the first byte (plan, checks)",
@@ -73,15 +76,15 @@ def measure() -> Figures:
     """Percentiles over all jobs of both ranks at once, of stores and loads apart, and of one."""
     series = run()
     figures: Figures = {}
+    one_bare = series["alone", "bare"].percentile(50)
     for mode in MODES:
         name = "" if mode == "together" else "alone_"
-        bare = series[mode, "bare"].percentile(50)
         both = np.concatenate([series[mode, kind].us.sum(axis=1) for kind in ("store", "load")])
         figures |= {
-            f"{name}bare_p50_us": bare,
+            f"{name}bare_p50_us": series[mode, "bare"].percentile(50),
             f"{name}job_p50_us": float(np.percentile(both, 50)),
             f"{name}job_p99_us": float(np.percentile(both, 99)),
-            f"{name}job_ratio": float(np.percentile(both, 50)) / bare,
+            f"{name}job_ratio": float(np.percentile(both, 50)) / one_bare,
         }
         for kind in ("store", "load"):
             figures[f"{name}{kind}_job_p50_us"] = series[mode, kind].percentile(50)
@@ -105,7 +108,7 @@ def run() -> dict[tuple[str, str], Series]:
             raise RuntimeError("the engine does not become complete")
 
         def jobs_done() -> int:
-            return sum(len(took) for (_, kind), took in times.items() if kind != "bare")
+            return sum(len(took) for (_, kind), took in times.items() if kind in JOBS)
 
         for turn in range(SERIES * len(MODES)):
             mode = MODES[turn % len(MODES)]
@@ -119,6 +122,7 @@ def run() -> dict[tuple[str, str], Series]:
                     stages[mode, kind][stage] += after - before[stage]  # noqa: B023
 
             series("bare", endpoint=endpoint)
+            series("idle")
             keys = fresh_keys(CHUNKS)
             scheduler.reserve(CHUNKS, SECONDS)
             stores = scheduler.prepare_store(keys)
@@ -134,7 +138,7 @@ def run() -> dict[tuple[str, str], Series]:
             {
                 stage: stages[which][f"{which[1]}_{stage}"] / len(took) * 1e6
                 for stage in STAGES
-                if which[1] != "bare"
+                if which[1] in JOBS
             },
         )
         for which, took in times.items()
@@ -152,7 +156,7 @@ def lane_stages(daemon: Daemon, jobs: int) -> dict[str, float]:
     """Seconds that all jobs so far, so many, have spent in the lane, by direction and stage."""
     while True:  # the broker asks its lanes once a second
         stages = daemon.status()["lanes"][0]["counters"]["stages"]
-        if sum(sum(stages[f"{kind}_reported"]["counts"]) for kind in KINDS[1:]) == jobs:
+        if sum(sum(stages[f"{kind}_reported"]["counts"]) for kind in JOBS) == jobs:
             return {name: histogram["sum"] for name, histogram in stages.items()}
         time.sleep(POLL_SECONDS)
 
@@ -209,7 +213,13 @@ def run_rank(runtime_dir: str, engine: str, rank: int) -> None:
             raise RuntimeError("the engine does not become complete")
         for line in sys.stdin:
             asked = json.loads(line)
-            took = bare(asked["endpoint"]) if asked["kind"] == "bare" else jobs(worker, **asked)
+            match asked["kind"]:
+                case "bare":
+                    took = bare(asked["endpoint"])
+                case "idle":
+                    took = idle(worker)
+                case _:
+                    took = jobs(worker, **asked)
             print(json.dumps(took), flush=True)
     memory.close()
 
@@ -226,6 +236,16 @@ def bare(endpoint: str) -> list[list[float]]:
         dealer.recv()
         took.append([(time.perf_counter() - started) * 1e6])
     dealer.close()
+    return took
+
+
+def idle(worker: Worker) -> list[list[float]]:
+    """Microseconds of looking for results where there are none."""
+    took = []
+    for _ in range(CHUNKS):
+        started = time.perf_counter()
+        worker.get_finished()
+        took.append([(time.perf_counter() - started) * 1e6])
     return took
 
 
@@ -255,15 +275,16 @@ def main() -> None:
     series = run()
     console = Console()
     table = Table("", *(f"{kind}, {mode}" for mode in MODES for kind in KINDS))
-    stages = Table("mean µs of a job", *(f"{k}, {m}" for m in MODES for k in KINDS[1:]))
+    stages = Table("mean µs of a job", *(f"{k}, {m}" for m in MODES for k in JOBS))
     for column in (*table.columns[1:], *stages.columns[1:]):
         column.justify = "right"
     order = [series[mode, kind] for mode in MODES for kind in KINDS]
     for q in (50, 99):
         table.add_row(f"p{q} µs", *(f"{one.percentile(q):.0f}" for one in order))
-    bare_of = [series[mode, "bare"].percentile(50) for mode in MODES for _ in KINDS]
-    ratios = (f"{o.percentile(50) / b:.2f}" for o, b in zip(order, bare_of, strict=True))
-    table.add_row("p50, of a bare round trip", *ratios)
+    for mode in MODES:
+        bare = series[mode, "bare"].percentile(50)
+        ratios = (f"{one.percentile(50) / bare:.2f}" for one in order)
+        table.add_row(f"p50, of bare, {mode}", *ratios)
     of_jobs = [one for one in order if one.lane_us]
     client = [one.us.mean(axis=0) for one in of_jobs]
     for index, step in enumerate(STEPS):
@@ -278,7 +299,8 @@ def main() -> None:
     rest = (f"{mean.sum() - sure:.0f}" for mean, sure in zip(client, known, strict=True))
     stages.add_row("the rest: wake-ups, sockets, reading", *rest)
     stages.add_row("all", *(f"{mean.sum():.0f}" for mean in client))
-    console.print(table, stages, sep="\n")
+    idle_us = series["alone", "idle"].percentile(50)
+    console.print(table, stages, f"get_finished without results: p50 {idle_us:.1f} µs", sep="\n")
 
 
 if __name__ == "__main__":
