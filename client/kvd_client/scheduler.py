@@ -6,13 +6,9 @@ for it nor for a lock that anybody holds while waiting.
 """
 
 import contextlib
-import itertools
-import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Collection, Container
-from typing import Any
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -28,42 +24,25 @@ from kvd_client.arguments import (
     shown,
     whole,
 )
-from kvd_client.attachment import Attachment, Kept, map_directory
-from kvd_client.connection import Connection, Notice
+from kvd_client.attachment import Attachment
 from kvd_client.errors import UsageError
-from kvd_client.lookups import LookupCounts
-from kvd_client.readiness import ReadyNews
-from kvd_client.session import LAST_REPORT_SECONDS, Session
+from kvd_client.scheduler_session import SchedulerSession
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_proto.directory import MAX_SLOTS, LookupResult
 from kvd_proto.messages import (
     MAX_KEY_BYTES,
-    Attached,
-    Detached,
-    Lookups,
-    Message,
-    Ping,
-    Reset,
-    ResetDone,
-    Status,
-    StatusReport,
-    Step,
     StoreAnswer,
 )
 
 MAX_LEASE_SECONDS = 600.0
-RESET_SECONDS = 30.0  # it takes a daemon milliseconds for ten thousands of chunks
 MAX_TOKENS = 2**48  # of one request; totals have room for tens of thousands of such
-LEFT_BEHIND_SECONDS = 1.0  # after which the keeper sends what no `end_step` has sent
 AGAIN_SECONDS = 0.01  # until the daemon is asked again for loans that somebody waits for
 
 _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _U4, _U8, _BOOL = np.dtype("<u4"), np.dtype("<u8"), np.dtype(np.bool_)
 
-log = logging.getLogger("kvd_client")
 
-
-class Scheduler(Session):
+class Scheduler(SchedulerSession):
     """An engine's scheduler.
 
     Whatever happens to the daemon, no call of a step waits for it: neither lookups nor
@@ -84,8 +63,6 @@ class Scheduler(Session):
         UsageError: an invalid argument. An absent daemon is no error.
     """
 
-    _kind = "scheduler"
-
     def __init__(
         self,
         runtime_dir: str | os.PathLike[str],
@@ -95,25 +72,8 @@ class Scheduler(Session):
         counts_tokens: bool = False,
         steps: bool = False,
     ) -> None:
-        self._counts_tokens = flag("counts_tokens", counts_tokens)
         self._steps = flag("steps", steps)
-        super().__init__(runtime_dir, engine, deadline)
-        self._ready_news = ReadyNews()
-        # Of what follows up to the gap; held to decide and to send, never to wait.
-        self._state = threading.Lock()
-        self._attachment: Attachment | None = None
-        self._kept = Kept()
-        self._serials = itertools.count(1)  # of tickets, those of one session after another
-        self._first_store = self._first_lease = 0  # serials below it are over
-        # A reset that no daemon has answered yet; its answer is put into it.
-        self._owed: list[ResetDone] | None = None
-
-        # Replaced whenever that changes, so that a lookup tests nothing.
-        self._find: Callable[..., LookupResult] = self._find_nothing
-        self._begun: Container[bytes] = ()
-        self._counts = LookupCounts()
-        self._reported: Lookups | None = None
-        self._start()
+        super().__init__(runtime_dir, engine, deadline=deadline, counts_tokens=counts_tokens)
 
     # ---------------------------------------------------------------- lookups
 
@@ -164,11 +124,6 @@ class Scheduler(Session):
             )
         self._counts.tokens += asked
         self._counts.hit_tokens += found
-
-    def _find_nothing(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
-        del key, first, count
-        self._check_open()
-        return _MISS
 
     # ----------------------------------------------------------------- stores
 
@@ -344,9 +299,9 @@ class Scheduler(Session):
         """
         wanted = whole("slots", slots, 0, MAX_SLOTS)
         patience = self.deadline if timeout is None else seconds("timeout", timeout)
+        self._check_open()
         end, asked = time.monotonic() + patience, 0.0
         while True:
-            self._check_open()
             with self._state:
                 there = self._attachment
                 if there is None:
@@ -373,185 +328,3 @@ class Scheduler(Session):
             evicted = list(self._kept.evicted)
             self._kept.evicted.clear()
         return evicted
-
-    # ------------------------------------------------------------ event loops
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `take_ready` has news.
-
-        The descriptor is the same until `close`, before which the loop must forget it.
-        """
-        self._check_open()
-        return self._ready_news.fileno()
-
-    def take_ready(self) -> bool:
-        """Return whether stored chunks became READY, or all chunks became found or missed.
-
-        The latter happens when the engine is attached or detached, and when the daemon has answered
-        a reset. Since the last call; never waits. Look at what is of interest with `lookup`.
-        """
-        self._check_open()
-        return self._ready_news.take()
-
-    # ----------------------------------------------------------------- others
-
-    def reset(self, timeout: float | None = None) -> ResetDone | None:
-        """Drop every chunk of this engine's namespace, for all engines that share it.
-
-        A daemon that cannot be asked now or does not answer in time is asked again as soon as
-        possible. Until it has answered this engine finds and stores nothing.
-
-        Args:
-            timeout: seconds to wait for the answer; None: the deadline.
-
-        Returns:
-            How many chunks are dropped now, and deferred to the end of their leases; None where the
-            daemon has not answered.
-        """
-        patience = self.deadline if timeout is None else seconds("timeout", timeout)
-        self._check_open()
-        owed: list[ResetDone] = []
-        with self._changed:
-            with self._state:
-                self._owed = owed
-                if (there := self._attachment) is not None:
-                    there.send()  # before the reset: it is to end these stores too
-                    there.begin()
-                    self._first_store = next(self._serials)
-            self._choose()
-            self._wake()
-            self._changed.wait_for(lambda: owed or not self.attached, patience)
-        return owed[0] if owed else None
-
-    def _work(self) -> bool:
-        """Ask for the reset that is owed, if one is."""
-        owed = self._owed
-        if owed is not None and self.attached:
-            reply = self._ask(Reset(), RESET_SECONDS)
-            # It has taken all loans back: there are new ones before anything is stored again.
-            lent = self._borrow() if isinstance(reply, ResetDone) else None
-            if isinstance(reply, ResetDone) and lent is not None:
-                with self._changed:
-                    with self._state:
-                        if self._attachment is not None:
-                            self._attachment.lend(lent)
-                        if self._owed is owed:  # none was asked for later
-                            self._owed = None
-                    owed.append(reply)
-                    self._choose()
-                    self._changed.notify_all()
-        return True
-
-    def _borrow(self) -> Message | None:
-        """Ask for loans and wait for the answer, in the keeper; None where there is none."""
-        return self._ask(Step(wanted=self._kept.loans.wanted), self.deadline)
-
-    def status(self) -> dict[str, Any]:
-        """Return the daemon's state as `kvd status --json` prints it; empty without a daemon."""
-        reply = self._request(Status(), StatusReport)
-        return {} if reply is None else reply.status
-
-    @property
-    def attached(self) -> bool:
-        """Whether every rank is registered and has a lane, so that chunks can be found."""
-        return self._attachment is not None
-
-    @property
-    def namespace(self) -> bytes:
-        """The id of the namespace, 16 bytes; empty while not attached."""
-        there = self._attachment
-        return there.attached.namespace if there else b""
-
-    @property
-    def num_chunks(self) -> int:
-        """The largest number of chunks of the namespace; 0 while not attached."""
-        there = self._attachment
-        return there.attached.num_chunks if there else 0
-
-    @property
-    def bytes_per_chunk(self) -> int:
-        """Bytes of a chunk, all ranks together; 0 while not attached."""
-        there = self._attachment
-        return there.attached.bytes_per_chunk if there else 0
-
-    def close(self) -> None:
-        """End the session: leases are dropped, unfinished stores given up. May be called again."""
-        if not self._closed:
-            self._tell_rest(min(self.deadline, LAST_REPORT_SECONDS))
-        super().close()
-        self._attach(None)
-        self._ready_news.close()
-
-    def _tell_rest(self, patience: float) -> None:
-        """Have the daemon know all that was decided."""
-        there, end = self._attachment, time.monotonic() + patience
-        while there is not None and not there.line.failed:
-            with self._state:
-                there.send()
-                there.take_in()
-            left = end - time.monotonic()
-            if not there.line.unanswered or left <= 0 or there.line.wait_readable(left):
-                return
-
-    # -------------------------------------------------------- session's events
-
-    def _on_open(self) -> None:
-        # What the session before has not reported is not counted.
-        self._counts, self._reported = LookupCounts(), None
-
-    def _news(self) -> Ping | None:
-        """The totals of this session; None where the daemon has been told."""
-        lookups = self._counts.report(with_tokens=self._counts_tokens)
-        if not self._counts or lookups == self._reported:
-            return None
-        self._reported = lookups
-        return Ping(lookups=lookups)
-
-    def _on_notice(self, notice: Notice) -> None:
-        message, connection = notice.message, self._connection
-        if isinstance(message, Attached):
-            directory, answer = map_directory(notice), self._borrow()
-            if directory is None or answer is None or connection is None:
-                self._attach(None)
-                return
-            with self._state:
-                there = Attachment(message, directory, connection, self._kept, answer, self._wake)
-            self._attach(there, notice.fds.pop() if len(notice.fds) > 1 else -1)
-        elif isinstance(message, Detached):
-            log.info("engine %s is detached: %s", self.engine, message.reason)
-            self._attach(None)
-
-    def _tend(self, connection: Connection) -> None:
-        with self._state:
-            there = self._attachment
-            if there is not None and there.line is connection:
-                there.take_in()
-                there.send_left(LEFT_BEHIND_SECONDS)
-
-    def _on_lost(self) -> None:
-        self._attach(None)
-
-    def _on_fork(self) -> None:
-        # The child reads no directory that it cannot load from.
-        self._state = threading.Lock()
-        self._ready_news.abandon()
-        self._attachment = None
-        self._find, self._begun = self._find_nothing, ()
-
-    def _attach(self, attachment: Attachment | None, ready_pipe: int = -1) -> None:
-        self._ready_news.replace(ready_pipe)
-        with self._changed:
-            with self._state:
-                self._attachment = attachment
-                self._first_store = self._first_lease = next(self._serials)
-            self._choose()
-            self._changed.notify_all()
-
-    def _choose(self) -> None:
-        """Choose what lookups read: the directory, where its chunks can be loaded."""
-        there = None if self._owed is not None else self._attachment
-        if there is None:
-            self._find, self._begun = self._find_nothing, ()
-        else:
-            self._find, self._begun = there.directory.lookup, there.decisions.outbox.begun
-        self._ready_news.set()  # not before: an event loop that is woken up looks things up

@@ -125,7 +125,9 @@ class Session:
     def close(self) -> None:
         """End the session. The daemon sees it at once. May be called again."""
         if not self._closed:
-            self._tell_news(min(self.deadline, LAST_REPORT_SECONDS))
+            patience = min(self.deadline, LAST_REPORT_SECONDS)
+            self._tell_rest(patience)
+            self._tell_news(patience)
         with self._events_lock:
             if self._closed:
                 return
@@ -224,6 +226,12 @@ class Session:
 
     def _news(self) -> Message | None:
         """Return what to tell the daemon, if anything; asked once a second and before the end."""
+
+    def _tell_rest(self, patience: float) -> None:
+        """Before the end, tell the daemon what it has not been told yet, and wait until it knows.
+
+        patience: seconds to wait at most.
+        """
 
     def _tend(self, connection: Connection) -> None:
         """Take in replies that nobody waits for; whenever the keeper wakes up."""
