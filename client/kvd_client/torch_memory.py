@@ -245,7 +245,9 @@ def _into_sealed_file(address: int, nbytes: int, fd: int) -> None:
     try:
         with mmap.mmap(file, nbytes) as copy:
             copy[:] = (ctypes.c_char * nbytes).from_address(address)
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        # All pages are there: mapped now, they are not one by one when a model computes.
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
         if _mmap(address, nbytes, protection, flags, file, 0) != address:
             reason = os.strerror(ctypes.get_errno())
             raise UnsupportedMemory(f"{nbytes} bytes cannot be mapped anew: {reason}")
