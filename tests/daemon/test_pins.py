@@ -1,6 +1,7 @@
 """Pins that leave without an answer: they keep chunks, and hardly ever come too late."""
 
 import itertools
+import random
 import threading
 
 from kvd_client import LookupResult
@@ -10,8 +11,7 @@ from tests.daemon.serving import wait_state
 
 POOL = "1MiB"  # 64 chunks
 BATCH = 4
-TURNS = 100
-AGE = 64  # chunks
+LOADED = 1000  # chunks
 
 
 def flood(engine: Engine, ended: threading.Event) -> None:
@@ -48,10 +48,11 @@ def test_chunks_of_requests_that_wait_are_kept(start_daemon: StartDaemon) -> Non
 
 
 def test_pins_hardly_ever_come_too_late(start_daemon: StartDaemon) -> None:
-    """An engine loads what is next to be evicted, over and over, while another one stores."""
-    daemon = start_daemon(cpu_bytes=POOL)
+    """An engine loads what it finds while another one stores without end; no load brings others."""
+    daemon = start_daemon(cpu_bytes="8MiB")  # 512 chunks
     ended = threading.Event()
-    pinned = failed = 0
+    chance = random.Random(1)
+    pinned = 0
     with (
         Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine,
         Engine(daemon.runtime_dir, "other", world_size=1).wait_attached() as other,
@@ -60,20 +61,16 @@ def test_pins_hardly_ever_come_too_late(start_daemon: StartDaemon) -> None:
         flooding = threading.Thread(target=flood, args=(other, ended))
         flooding.start()
         try:
-            for turn in range(TURNS):
-                keys += engine.store(keys_of(f"mine-{turn}", BATCH))
-                # Of all ages: the oldest that are found are the next to be evicted.
-                answers = engine.scheduler.lookup_many(keys[-AGE:])
-                hits = map(LookupResult.HIT.__eq__, answers)
-                found = list(itertools.compress(keys[-AGE:], hits))[:BATCH]
-                loaded, wrong = engine.load(found)
-                assert wrong == 0
+            while pinned < LOADED or not daemon.status()["counters"]["evicted"]:
+                keys += engine.store(keys_of(f"mine-{len(keys)}", BATCH))
+                answers = engine.scheduler.lookup_many(keys)
+                hits = list(itertools.compress(keys, map(LookupResult.HIT.__eq__, answers)))
+                found = chance.sample(hits, min(BATCH, len(hits)))
+                assert engine.load(found)[1] == 0
                 pinned += len(found)
-                failed += len(found) - loaded
         finally:
             ended.set()
             flooding.join()
         late = daemon.status()["counters"]["pins_late"]
-    print(f"{pinned} chunks pinned, {late} too late, {failed} not loaded")
-    assert pinned > TURNS
-    assert late <= pinned / 20
+    print(f"{pinned} chunks pinned, {late} too late")
+    assert late <= pinned / 50
