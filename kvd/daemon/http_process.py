@@ -6,7 +6,7 @@ connect meanwhile wait in the kernel's queue for the next one. A thread would sh
 the interpreter's lock with the broker's loop.
 
 The process starts two seconds after the broker, or with the first connection. It
-sends a byte every second; one that stops doing so is killed and replaced.
+sends a byte every five seconds; one that stops doing so is killed and replaced.
 """
 
 import errno
