@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from harness import SECONDS, Daemon, Engine, Figures, Ints, fresh_keys, layout, median
+from harness import Daemon, Engine, Figures, Ints, fresh_keys, layout, median
 
 from kvd_client.memory import HostMemory
 from kvd_proto.blocks import JobBlocks
@@ -86,7 +86,6 @@ def rate(work: Callable[[], None]) -> float:
 def store(engine: Engine, blocks: Ints, order: Ints) -> tuple[list[bytes], float]:
     """Store these blocks under new keys, chunks in this order: the keys, GB/s."""
     keys = fresh_keys(CHUNKS)
-    engine.scheduler.reset(SECONDS)  # the daemon lends all slots only where all are free
     ticket = engine.offer(keys)
     slots, generations = ticket.slots[order], ticket.generations[order]
     ticket = replace(ticket, slots=slots, generations=generations)

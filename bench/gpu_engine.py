@@ -22,8 +22,8 @@ def chunks_for(fragment: int, nbytes: int) -> int:
 
 
 def pool_bytes(fragment: int, nbytes: int) -> int:
-    """A pool for what is stored while as much is loaded, a quarter of which may be on loan."""
-    return 5 * chunks_for(fragment, nbytes) * fragment * TENSORS * BLOCKS_PER_CHUNK
+    """A pool for what is stored while as much is loaded, and as much again."""
+    return 3 * chunks_for(fragment, nbytes) * fragment * TENSORS * BLOCKS_PER_CHUNK
 
 
 class GpuEngine(Engine):

@@ -245,9 +245,24 @@ class Engine:
             raise RuntimeError("the engine does not become complete")
 
     def offer(self, keys: list[bytes]) -> StoreTicket:
-        """Slots for all of these keys, which are asked for before."""
-        self.scheduler.reserve(len(keys), SECONDS)
-        return _all(self.scheduler.prepare_store(keys), keys)
+        """Slots for all of these keys, which are new.
+
+        Where other chunks have to go for them, the daemon lends a part of the pool at a time.
+        """
+        tickets: list[StoreTicket] = []
+        rest = keys
+        while rest:
+            self.scheduler.reserve(1, SECONDS)
+            ticket = self.scheduler.prepare_store(rest)
+            if not ticket.keys:
+                raise RuntimeError(f"{ticket!r}: slots are needed for all keys")
+            tickets.append(ticket)
+            rest = rest[len(ticket) :]
+        return StoreTicket(
+            tuple(keys),
+            np.concatenate([ticket.slots for ticket in tickets]),
+            np.concatenate([ticket.generations for ticket in tickets]),
+        )
 
     def find(self, keys: list[bytes]) -> LoadTicket:
         """All of these chunks, pinned."""
