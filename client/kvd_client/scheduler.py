@@ -318,6 +318,18 @@ class Scheduler(SchedulerSession):
             if there.line.wait_readable(min(end - now, AGAIN_SECONDS)):
                 return loans
 
+    @property
+    def loans(self) -> int | None:
+        """How many loans are at hand; None where none is, and an answer is under way that may lend.
+
+        0 where the daemon has answered all and lent nothing, and where nothing can be stored.
+        """
+        with self._state:
+            there = self._attachment
+            if there is None or self._owed is not None:
+                return 0
+            return there.count_loans() or (None if there.line.unanswered else 0)
+
     def take_evicted(self) -> list[bytes]:
         """Return the keys of chunks that had to go for this scheduler's loans, since the last call.
 

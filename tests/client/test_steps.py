@@ -420,6 +420,28 @@ def test_an_engine_is_attached_when_it_has_loans(daemon: FakeDaemon, scheduler: 
     assert len(scheduler.prepare_store(keys_of(LEAST_WANTED))) == LEAST_WANTED
 
 
+def test_a_scheduler_knows_whether_more_loans_may_come(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """While an answer is under way nobody can say; where it lent nothing there are none."""
+    assert not stepping.loans
+    daemon.attach(stepping)
+    assert eventually(lambda: stepping.loans) == LEAST_WANTED
+    answer = threading.Event()
+
+    def lend_nothing(message: Step) -> Message:
+        del message
+        assert answer.wait(DEADLINE)
+        return stepped([], [])
+
+    daemon.replies[Step] = lend_nothing
+    stepping.prepare_store(keys_of(LEAST_WANTED))
+    stepping.end_step()
+    assert stepping.loans is None
+    answer.set()
+    eventually(lambda: stepping.loans == 0)
+
+
 def test_bulk_work_reserves_its_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """It waits until they are there; where there are enough the daemon is not asked."""
     daemon.attach(scheduler)

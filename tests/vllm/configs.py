@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -36,17 +36,17 @@ class WholeChunks(BlockRanges):
     """In place of `BlockRanges`, where every request has and needs all blocks of its chunks."""
 
     def __init__(self, blocks_per_chunk: int) -> None:
-        self._size = blocks_per_chunk
-
-    def least(self, key: OffloadKey) -> tuple[int, int]:
-        """See BlockRanges."""
-        del key
-        return self.whole
-
-    def offered(self, key: OffloadKey, request: ReqContext) -> tuple[int, int]:
-        """See BlockRanges."""
-        del key, request
-        return self.whole
+        groups: Any = [
+            SimpleNamespace(
+                group_idx=number,
+                sliding_window_size_in_chunks=None,
+                requires_cow_source=False,
+                tokens_per_chunk=blocks_per_chunk * BLOCK,
+            )
+            for number in range(4)
+        ]
+        config: Any = SimpleNamespace(kv_group_configs=groups, blocks_per_chunk=blocks_per_chunk)
+        super().__init__(config, {})
 
 
 def engine_config(

@@ -2,7 +2,6 @@
 
 import dis
 import inspect
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +10,9 @@ from typing import Any
 import prometheus_client
 import pytest
 import vllm
-from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
     TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -27,21 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.model_executor.layers.attention import Attention
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     OffloadKey,
-    PrepareStoreOutput,
     get_offload_group_idx,
 )
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
 
 import kvd_client.vllm
-from kvd_client import LookupResult as Found
 from kvd_client import UnsupportedVllm
 from kvd_client.vllm import (
     KvdConnector,
@@ -52,7 +42,8 @@ from kvd_client.vllm import (
 )
 from kvd_client.vllm.connector import KvdConnectorScheduler, KvdConnectorWorker
 from kvd_client.vllm.manager import ChunkSlots
-from tests.vllm.configs import BLOCK, configured, engine_config, full, window
+from tests.vllm.configs import BLOCK, engine_config, window
+from tests.vllm.stepping import Lender, Stepping
 
 PROMPT_BLOCKS = 3
 
@@ -152,101 +143,44 @@ def test_vllm_reports_the_stores_that_a_rank_leaves_to_another() -> None:
 # ----------------------------------------------------- in the scheduler
 
 
-class Pool(KvdOffloadingManager):
-    """A manager that stores all it is offered, and finds nothing."""
-
-    def __init__(self) -> None:
-        scheduler: Any = SimpleNamespace(attached=False, lookup=lambda *_: Found.MISS)
-        super().__init__(scheduler, pending_timeout=1.0)
-        scheduler.reset = scheduler.count_tokens = lambda *_: None
-        self.offered: list[tuple[OffloadKey, ...]] = []
-
-    def prepare_store(self, keys: Collection[OffloadKey], _context: object) -> PrepareStoreOutput:
-        """Take note, and take all."""
-        self.offered.append(tuple(keys))
-        return PrepareStoreOutput(list(keys), ChunkSlots(), [])
-
-
-class Stepping:
-    """vLLM's half in the scheduler with one request, stepped as vLLM's scheduler does it."""
-
-    def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, *windows: KVCacheGroupSpec
-    ) -> None:
-        vllm_config, kv_cache_config, config = configured(folder, full(["a", "b"]), *windows)
-        self.pool = Pool()
-        spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
-        monkeypatch.setattr(spec, "get_manager", lambda: self.pool)
-        self.half = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
-        init_none_hash(sha256)
-        self.request = Request(
-            "request",
-            list(range(PROMPT_BLOCKS * BLOCK)),
-            SamplingParams(max_tokens=4),
-            None,
-            block_hasher=get_request_block_hasher(BLOCK, sha256),
-        )
-        self.half.on_new_request(self.request)
-        assert self.half.get_num_new_matched_tokens(self.request, 0) == (0, False)
-        blocks = [
-            list(range(group * PROMPT_BLOCKS + 1, (group + 1) * PROMPT_BLOCKS + 1))
-            for group in range(1 + len(windows))
-        ]
-        self._new = [NewRequestData.from_request(self.request, tuple(blocks))]
-
-    def step(self, tokens: int) -> tuple[int, ...]:
-        """Schedule so many tokens of the request; numbers of the stores that begin with it."""
-        output = SchedulerOutput(
-            scheduled_new_reqs=self._new,
-            scheduled_cached_reqs=CachedRequestData.make_empty(),
-            num_scheduled_tokens={"request": tokens},
-            total_num_scheduled_tokens=tokens,
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
-            num_common_prefix_blocks=[],
-            finished_req_ids=set(),
-            free_encoder_mm_hashes=[],
-        )
-        self._new = []
-        stores = tuple(self.half.build_connector_meta(output).store_jobs)
-        self.request.num_computed_tokens += tokens
-        return stores
-
-    def end(self, job_id: int) -> None:
-        """All ranks have reported this job."""
-        report = OffloadingWorkerMetadata(completed_jobs={job_id: 1})
-        self.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+@pytest.fixture
+def lender() -> Lender:
+    """A daemon that stores all it is offered."""
+    return Lender(99)
 
 
 def test_a_store_is_known_by_its_keys_and_offered_again_after_a_failed_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
 ) -> None:
     """It is found by number until it has ended; then all of it is offered to be stored again."""
-    stepping = Stepping(tmp_path, monkeypatch)
-    (job,) = stepping.step(PROMPT_BLOCKS * BLOCK)
-    (offered,) = stepping.pool.offered
+    stepping = Stepping(tmp_path, monkeypatch, lender)
+    stepping.add("request", PROMPT_BLOCKS)
+    jobs = stepping.step(request=PROMPT_BLOCKS * BLOCK)
+    (job,) = jobs
+    (offered,) = lender.offered
     assert len(offered) == PROMPT_BLOCKS
     assert set(stepping.half._store_keys(job)) == set(offered)
-    stepping.end(job)
+    stepping.report(jobs)
     assert not stepping.half._store_keys(job)
-    assert not stepping.step(1)  # what is stored is not offered twice, unless a load failed
+    assert not stepping.step(request=1)  # what is stored is not offered twice, unless a load failed
     stepping.half.update_connector_output(KVConnectorOutput(failed_recving={"request", "gone"}))
-    assert stepping.step(1)
-    assert stepping.pool.offered == [offered, offered]
+    lender.present.clear()
+    assert stepping.step(request=1)
+    assert lender.offered == [offered, offered]
 
 
 def test_a_reset_does_not_store_again_what_a_window_has_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
 ) -> None:
     """Where a window has been the blocks may be another request's; the other groups' are stored."""
-    stepping = Stepping(tmp_path, monkeypatch, window(["c", "d"]))
-    (job,) = stepping.step(PROMPT_BLOCKS * BLOCK)
-    stepping.end(job)
+    stepping = Stepping(tmp_path, monkeypatch, lender, window(["c", "d"]))
+    stepping.add("request", PROMPT_BLOCKS)
+    stepping.report(stepping.step(request=PROMPT_BLOCKS * BLOCK))
     stepping.half.reset_cache()
-    assert stepping.step(1)
-    first, again = stepping.pool.offered
+    assert stepping.step(request=1)
+    first, again = ([OffloadKey(key) for key in keys] for keys in lender.offered)
     assert set(map(get_offload_group_idx, first)) == {0, 1}
-    assert again == tuple(key for key in first if get_offload_group_idx(key) == 0)
+    assert again == [key for key in first if get_offload_group_idx(key) == 0]
 
 
 def test_chunks_are_counted_from_a_requests_first() -> None:

@@ -19,7 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
@@ -38,6 +41,7 @@ from kvd_client.vllm.identity import random_hash_seed
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import OptionsError
 from kvd_client.vllm.ranges import BlockRanges
+from kvd_client.vllm.refused import RefusedChunks
 from kvd_client.vllm.spec import KvdOffloadingSpec
 from kvd_client.vllm.upstream import CONFIG, GROUP, check, require
 from kvd_client.vllm.versions import untested
@@ -116,10 +120,12 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         require(self, "manager", "config", "_jobs", "_req_status")
+        require(self, "_current_batch_allocated_block_ids")
         require(self.config, *CONFIG)
         for group in self.config.kv_group_configs:
             require(group, *GROUP)
         self._ranges = self.manager.ranges = BlockRanges(self.config, self._req_status)
+        self._refused = RefusedChunks(self.manager, self.config, self._req_status)
         self._asked: dict[str, int] = {}  # prompt tokens, by request that is not admitted yet
 
     def get_num_new_matched_tokens(
@@ -140,9 +146,12 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         vLLM searches for chunks of which any block is cached. A chunk that lacks a block which the
         found end needs is of no use for an earlier end either: the search is repeated without it.
         """
+        if not self._ranges.parts:
+            found: int | None = super()._lookup_complete_chunks(req_status, max_num_new_tokens)
+            return found
         with self.manager.missing() as missing:
             while True:
-                found: int | None = super()._lookup_complete_chunks(req_status, max_num_new_tokens)
+                found = super()._lookup_complete_chunks(req_status, max_num_new_tokens)
                 if not found:
                     return found
                 needed = self._ranges.needed(req_status.req.request_id, found)
@@ -160,7 +169,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         asked = self._asked.pop(request.request_id, None)
         if asked is not None:
             self.manager.scheduler.count_tokens(asked, min(asked, num_external_tokens))
-        if num_external_tokens:
+        if num_external_tokens and self._ranges.parts:
             needed = self._ranges.needed(request.request_id, num_external_tokens)
             self.manager.need(request.request_id, needed)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -174,8 +183,19 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return a step's jobs. At its end it is known which requests have finished."""
         meta = super().build_connector_meta(scheduler_output)
-        self.manager.tell_finished()
+        self.manager.end_step()
         return meta
+
+    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        """Begin what requests of the step can store, and what got no slot before."""
+        allocated = self._current_batch_allocated_block_ids
+        again = scheduler_output
+        if self.manager.refused:
+            again = self._refused.offer_again(scheduler_output, allocated)
+        jobs: dict[int, TransferJob] = super()._build_store_jobs(again)
+        if self.manager.refused or again is not scheduler_output:
+            self._refused.keep(allocated)
+        return jobs
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the jobs that ended in this step."""

@@ -1,13 +1,13 @@
 """The scheduler's side of vLLM's offloading interface, on a kvd `Scheduler`.
 
-Whatever happens to the daemon, no method raises and none waits longer than the
-deadline: a lookup misses, a store is not begun, a load is marked as missing so
-that every rank reports it as failed and the request is computed.
+Whatever happens to the daemon, no method raises and none waits: a lookup misses, a
+store is not begun, a load is marked as missing so that every rank reports it as failed
+and the request is computed. The daemon is told of a step at its end, in one message.
 """
 
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +27,10 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    get_offload_group_idx,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client import LoadTicket, Scheduler, StoreAnswer, StoreTicket
+from kvd_client import LoadTicket, Scheduler, StoreAnswer
 from kvd_client import LookupResult as Found
 from kvd_client.arguments import Blocks
 from kvd_client.vllm import metrics
@@ -40,7 +39,8 @@ from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.messages import MAX_KEYS
 
 _USED = (StoreAnswer.ACCEPTED, StoreAnswer.PRESENT)
-RESET_SECONDS = 0.04  # the engine stands still meanwhile
+_FULL = StoreAnswer.FULL
+_MISS, _HIT = Found.MISS, Found.HIT
 
 
 @dataclass(slots=True)
@@ -67,6 +67,10 @@ class KvdOffloadingManager(OffloadingManager):
         scheduler: the session with the daemon; closed by `shutdown`.
         pending_timeout: seconds that a request waits for a chunk that is being stored.
         events: whether `take_events` reports stored and removed chunks.
+
+    Attributes:
+        refused: by request, group and number of the chunks that were offered while no slot was at
+            hand, to be offered again or given up.
     """
 
     ranges: BlockRanges  # set by the connector's half, which has vLLM's state of the requests
@@ -83,6 +87,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._failed: set[OffloadKey] = set()
         self._used: dict[str, dict[OffloadKey, None]] = {}  # by request, in order
         self._finished: list[list[OffloadKey]] = []  # used by requests that have finished
+        self.refused: dict[str, set[tuple[int, int]]] = {}
         self._lacking: set[OffloadKey] = set()
         self._needed: dict[str, Mapping[OffloadKey, Blocks]] = {}
         self._stats = OffloadingConnectorStats()
@@ -91,35 +96,40 @@ class KvdOffloadingManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Keep nothing: a request has no state before its first lookup."""
-        del req_context
+        self.refused.pop(req_context.req_id, None)  # of an earlier request with the same name
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget the request, but for a load that is still running.
 
-        What it used is told to the daemon by `tell_finished`.
+        What it used is told to the daemon by `end_step`. May be called again for chunks that were
+        stored later.
         """
-        keys = list(self._used.pop(req_context.req_id, ()))
-        ends = {key: req_context.get_offload_key_position(key) for key in keys}
-        if None not in ends.values():  # a prompt's head first, groups side by side
-            keys.sort(key=lambda key: (ends[key], get_offload_group_idx(key)))
-        if keys:
+        req_id = req_context.req_id
+        used = self._used.pop(req_id, None)
+        if used:
+            keys = list(used)
+            ends = [req_context.get_offload_key_position(key) for key in keys]
+            if None not in ends:  # a prompt's head first, groups side by side
+                keys = [keys[at] for at in sorted(range(len(keys)), key=ends.__getitem__)]
             self._finished.append(keys)
-        self._no_loads.discard(req_context.req_id)
-        self._pending_since.pop(req_context.req_id, None)
-        self._needed.pop(req_context.req_id, None)
+        self._no_loads.discard(req_id)
+        self._pending_since.pop(req_id, None)
+        self._needed.pop(req_id, None)
 
-    def tell_finished(self) -> None:
-        """Tell the daemon which chunks finished requests used: one message for all.
+    def end_step(self) -> None:
+        """Tell the daemon what was decided in this step, in one message that nobody waits for.
 
         As with vLLM's own manager a chunk that a request loaded, stored, or offered while it was
         present is as recent as the request's end, and a prompt's head more recent than its tail.
         """
-        latest_first = reversed(self._finished)
-        keys = list(dict.fromkeys(key for used in latest_first for key in used))[:MAX_KEYS]
-        self._finished.clear()
-        if keys and self.scheduler.attached:
-            self.scheduler.request_finished(keys)
+        if self._finished:
+            latest_first = reversed(self._finished)
+            keys = list(dict.fromkeys(key for used in latest_first for key in used))[:MAX_KEYS]
+            self._finished.clear()
+            if self.scheduler.attached:
+                self.scheduler.request_finished(keys)
+        self.scheduler.end_step()
 
     def stop_loading(self, req_id: str) -> None:
         """After a failed load, let the request's lookups miss, so that it cannot loop."""
@@ -131,9 +141,9 @@ class KvdOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Look the key up in the mapped directory, without a message."""
         found = self.scheduler.lookup(key, *self.ranges.least(key))
-        if found is Found.MISS or req_context.req_id in self._no_loads or key in self._lacking:
+        if found is _MISS or key in self._lacking or req_context.req_id in self._no_loads:
             return LookupResult.MISS
-        if found is Found.HIT:
+        if found is _HIT:
             return LookupResult.HIT
         now = time.monotonic()
         since = self._pending_since.setdefault(req_context.req_id, now)
@@ -143,7 +153,7 @@ class KvdOffloadingManager(OffloadingManager):
     def lacking(self, needed: Mapping[OffloadKey, Blocks]) -> set[OffloadKey]:
         """Return the chunks that lack some of the blocks that are needed of them."""
         lookup = self.scheduler.lookup
-        return {key for key, blocks in needed.items() if lookup(key, *blocks) is not Found.HIT}
+        return {key for key, blocks in needed.items() if lookup(key, *blocks) is not _HIT}
 
     @contextmanager
     def missing(self) -> Iterator[set[OffloadKey]]:
@@ -169,16 +179,16 @@ class KvdOffloadingManager(OffloadingManager):
         needed = self._needed.pop(req_context.req_id, {})
         if len(wanted) > MAX_KEYS:  # more than one message holds
             return ChunkSlots(missing=len(wanted))
-        blocks = [needed.get(key, self.ranges.whole) for key in wanted]
-        prepare = self.scheduler.prepare_load
-        ticket = prepare(wanted, blocks=blocks) if wanted else LoadTicket()
+        whole = self.ranges.whole
+        blocks = [needed.get(key, whole) for key in wanted] if needed else None
+        ticket = self.scheduler.prepare_load(wanted, blocks=blocks) if wanted else LoadTicket()
         missing = len(wanted) - len(ticket)
         if missing:
             self.scheduler.complete_load(ticket)
             return ChunkSlots(missing=missing)
         self._tickets[req_context.req_id] = ticket
         self._use(wanted, req_context)
-        return ChunkSlots(ticket.slots, ticket.generations, _per_group(wanted))
+        return ChunkSlots(ticket.slots, ticket.generations, self.ranges.per_group(wanted))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin the chunks of the request's load."""
@@ -192,30 +202,61 @@ class KvdOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
-        """Ask for slots; some keys may get none.
+        """Give slots to the keys that need one; some may get none, and are then in `refused`.
 
         Never None: vLLM would ask again for the same chunks in every step.
         """
-        wanted = list(keys)[:MAX_KEYS]
-        # While no daemon serves this engine nothing is asked: the answer is known.
-        served = self.scheduler.attached
-        blocks = [self.ranges.offered(key, req_context) for key in wanted]
-        ticket = self.scheduler.prepare_store(wanted, blocks) if served else StoreTicket()
+        offered = list(keys)
+        if not self.scheduler.attached:  # nothing is asked: the answer is known
+            return PrepareStoreOutput([], ChunkSlots(), [])
+        wanted = offered[:MAX_KEYS]
+        ranges = self.ranges
+        blocks = [ranges.offered(key, req_context) for key in wanted] if ranges.parts else None
+        ticket = self.scheduler.prepare_store(wanted, blocks)
         accepted = [OffloadKey(key) for key in ticket.keys]
-        evicted = [OffloadKey(key) for key in self.scheduler.take_evicted()]
-        pairs = zip(wanted, ticket.answers, strict=False)
-        self._use((key for key, answer in pairs if answer in _USED), req_context)
-        refused = ticket.answers.count(StoreAnswer.FULL)
-        if refused or (served and not ticket.served):
-            self._stats.increase_counter(ALLOCATION_FAILURE)
-        if refused:
-            self._stats.increase_counter(metrics.CHUNKS_REFUSED, refused)
-        self._report(evicted, removed=True)
+        if len(accepted) == len(offered):
+            self._use(accepted, req_context)
+        else:
+            answers = list(zip(wanted, ticket.answers, strict=False))
+            self._use((key for key, answer in answers if answer in _USED), req_context)
+            refused = [key for key, answer in answers if answer is _FULL]
+            self._refuse([*refused, *offered[MAX_KEYS:]], req_context)
         return PrepareStoreOutput(
             keys_to_store=accepted,
-            store_spec=ChunkSlots(ticket.slots, ticket.generations, _per_group(accepted)),
-            evicted_keys=evicted,
+            store_spec=ChunkSlots(ticket.slots, ticket.generations, ranges.per_group(accepted)),
+            evicted_keys=[],
         )
+
+    def _refuse(self, keys: list[OffloadKey], req_context: ReqContext) -> None:
+        if not keys:
+            return
+        self._stats.increase_counter(ALLOCATION_FAILURE)
+        chunks = [self.ranges.chunk_of(key, req_context) for key in keys]
+        refused = {chunk for chunk in chunks if chunk is not None}
+        if refused:
+            self.refused.setdefault(req_context.req_id, set()).update(refused)
+        self._count_refused(len(keys) - len(refused))
+
+    def loans(self) -> int | None:
+        """How many slots are at hand; None where none is, and the daemon has yet to answer."""
+        return self.scheduler.loans
+
+    def give_up(self, req_id: str, chunks: AbstractSet[tuple[int, int]] | None = None) -> None:
+        """Leave refused chunks of the request, these or all of them, out of the cache."""
+        refused = self.refused[req_id]
+        gone = refused if chunks is None else refused & chunks
+        self._count_refused(len(gone))
+        refused -= gone
+        if not refused:
+            del self.refused[req_id]
+
+    def _count_refused(self, chunks: int) -> None:
+        if chunks:
+            self._stats.increase_counter(metrics.CHUNKS_REFUSED, chunks)
+
+    def has_pending_work(self) -> bool:
+        """Whether vLLM is to go on stepping without requests: chunks wait to be offered again."""
+        return bool(self.refused)
 
     def mark_failed(self, keys: Collection[OffloadKey]) -> None:
         """Let the coming `complete_store` of these keys, which some rank did not store, fail."""
@@ -226,6 +267,9 @@ class KvdOffloadingManager(OffloadingManager):
     ) -> None:
         """Give up what failed. The daemon knows from its lanes what was stored."""
         del req_context
+        if success and not self._failed:
+            self._report(keys, removed=False)
+            return
         failed = [key for key in keys if not success or key in self._failed]
         stored = [key for key in keys if success and key not in self._failed]
         if failed:
@@ -239,21 +283,25 @@ class KvdOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Drop every chunk of the namespace, for all engines that share it.
 
-        Where the daemon does not answer at once, nothing is found until it has; the engine
-        does not wait for that.
+        Nothing is found and nothing stored until the daemon has done it; the engine does not wait
+        for that.
         """
-        self.scheduler.reset(RESET_SECONDS)
+        self.scheduler.reset(0)
         for ticket in self._tickets.values():
             self.scheduler.complete_load(ticket)
         self._tickets.clear()
         self._failed.clear()
         self._used.clear()
         self._finished.clear()
+        self.refused.clear()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return chunks stored by this engine, and removed to make room for its stores."""
-        events, self._events = self._events, None if self._events is None else []
-        return events or ()
+        if self._events is None:
+            return ()
+        self._report([OffloadKey(key) for key in self.scheduler.take_evicted()], removed=True)
+        events, self._events = self._events, []
+        return events
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Return counters since the last call, and whether chunks can be found now."""
@@ -268,10 +316,7 @@ class KvdOffloadingManager(OffloadingManager):
     def _use(self, keys: Iterable[OffloadKey], request: ReqContext) -> None:
         self._used.setdefault(request.req_id, {}).update(dict.fromkeys(keys))
 
-    def _report(self, keys: list[OffloadKey], *, removed: bool) -> None:
+    def _report(self, keys: Collection[OffloadKey], *, removed: bool) -> None:
         if self._events is not None and keys:
-            self._events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed))
-
-
-def _per_group(keys: Iterable[Any]) -> dict[int, int]:
-    return dict(Counter(map(get_offload_group_idx, keys)))
+            event = OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=removed)
+            self._events.append(event)

@@ -22,6 +22,6 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
         documentation="Store jobs that failed; their chunks are not in the cache."
     ),
     CHUNKS_REFUSED: OffloadingCounterMetadata(
-        documentation="Chunks that got no slot because the pool had no room."
+        documentation="Chunks that got no slot: no room in the pool, or too late an answer."
     ),
 }

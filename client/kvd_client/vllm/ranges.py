@@ -5,7 +5,8 @@ chunk, the request has, and needs, only the blocks behind the edge. vLLM's own m
 such a chunk as whole; a chunk of kvd's has the blocks that were stored, and no others are loaded.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
@@ -25,6 +26,10 @@ class BlockRanges:
     Args:
         config: vLLM's configuration of groups and chunks.
         requests: vLLM's state of every request, by request id.
+
+    Attributes:
+        whole: the range of all blocks of a chunk.
+        parts: whether a chunk of some group may have only some of its blocks.
     """
 
     def __init__(
@@ -36,16 +41,39 @@ class BlockRanges:
         self._requests = requests
         self._size = config.blocks_per_chunk
         self._last = (config.blocks_per_chunk - 1, 1)
+        self.whole: Blocks = (0, config.blocks_per_chunk)
+        self.parts = any(
+            group.requires_cow_source or group.sliding_window_size_in_chunks is not None
+            for group in config.kv_group_configs
+        )
 
-    @property
-    def whole(self) -> Blocks:
-        """Return the range of all blocks of a chunk."""
-        return 0, self._size
+    def least(self, key: OffloadKey) -> Blocks | tuple[()]:
+        """Return what any load needs of the chunk: of a window's chunk at least the last block.
 
-    def least(self, key: OffloadKey) -> Blocks:
-        """Return what any load needs of the chunk: of a window's chunk at least the last block."""
+        Nothing where that are all of its blocks.
+        """
+        if not self.parts:
+            return ()
         _, group = self._groups[get_offload_group_idx(key)]
-        return self.whole if group.sliding_window_size_in_chunks is None else self._last
+        return () if group.sliding_window_size_in_chunks is None else self._last
+
+    def per_group(self, keys: Sequence[OffloadKey]) -> dict[int, int]:
+        """Count keys by group."""
+        if len(self._groups) > 1:
+            return dict(Counter(map(get_offload_group_idx, keys)))
+        return {next(iter(self._groups)): len(keys)} if keys else {}
+
+    def chunk_of(self, key: OffloadKey, request: ReqContext) -> tuple[int, int] | None:
+        """Return the number of the key's group, and of its chunk in the request.
+
+        None where vLLM would not offer the chunk again, whatever the request is said to store next:
+        states that are handed over in one step, and tails that are no whole chunk.
+        """
+        number, group = self._groups[get_offload_group_idx(key)]
+        end = request.get_offload_key_position(key)
+        if end is None or end % group.tokens_per_chunk or group.requires_cow_source:
+            return None
+        return number, end // group.tokens_per_chunk - 1
 
     def offered(self, key: OffloadKey, request: ReqContext) -> Blocks:
         """Return which blocks the request has of a chunk that it offers, up to the chunk's end."""

@@ -68,6 +68,7 @@ class KvdOffloadingSpec(OffloadingSpec):
             self.config.engine_id,
             deadline=self.options.deadline,
             counts_tokens=True,
+            steps=True,
         )
         if not scheduler.connected:
             log.warning(

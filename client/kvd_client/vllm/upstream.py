@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvd_client.vllm.versions import unsupported
@@ -53,6 +54,8 @@ METHODS: tuple[tuple[type, str, str], ...] = (
     # the search for what can be loaded, repeated without chunks that lack needed blocks
     (OffloadingConnectorScheduler, "_lookup_complete_chunks", "req_status max_num_new_tokens"),
     (OffloadingConnectorScheduler, "build_connector_meta", "scheduler_output"),
+    # where refused chunks are offered again: what it stores is up to `next_stored_chunk_idx`
+    (OffloadingConnectorScheduler, "_build_store_jobs", "scheduler_output"),
     (OffloadingConnectorScheduler, "request_finished", "request"),
     (OffloadingConnectorScheduler, "reset_cache", ""),
     (OffloadingConnectorScheduler, "update_connector_output", "connector_output"),
@@ -64,10 +67,11 @@ METHODS: tuple[tuple[type, str, str], ...] = (
 # Fields of dataclasses that are read or written.
 FIELDS: tuple[tuple[type, str], ...] = (
     (TransferJobStatus, "keys is_store"),  # which chunks a failed store leaves out
-    (RequestOffloadState, "group_states num_locally_computed_tokens req"),
+    (RequestOffloadState, "group_states num_locally_computed_tokens req req_context transfer_jobs"),
     # which blocks of its chunks a request has, and which chunk it stores next
     (RequestGroupState, "block_ids next_stored_chunk_idx offload_keys"),
     (OffloadingWorkerMetadata, "completed_jobs transfer_stats"),
+    (SchedulerOutput, "finished_req_ids"),
     (KVConnectorOutput, "kv_connector_worker_meta failed_recving"),
     (KVConnectorTransferResults, "finished_recving failed_recving"),
 )

@@ -1,0 +1,179 @@
+"""vLLM's half of the connector in the scheduler, stepped as vLLM's scheduler does it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvd_client import LookupResult, StoreAnswer, StoreTicket
+from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingSpec
+from kvd_client.vllm.connector import KvdConnectorScheduler
+from tests.vllm.configs import BLOCK, configured, full
+
+
+class Lender:
+    """A scheduler's session with a daemon that lends as many slots as the test says.
+
+    Attributes:
+        loans: how many are at hand; None: none, and no answer yet.
+        present: keys that are found.
+        offered: keys of each offer.
+        used, steps: keys that finished requests have used, and steps that have ended.
+    """
+
+    def __init__(self, loans: int | None) -> None:
+        self.attached = self.connected = True
+        self.loans = loans
+        self.present: set[bytes] = set()
+        self.offered: list[tuple[bytes, ...]] = []
+        self.used: list[list[bytes]] = []
+        self.steps = 0
+
+    def lookup(self, key: bytes, *blocks: int) -> LookupResult:
+        """See Scheduler."""
+        del blocks
+        return LookupResult.HIT if key in self.present else LookupResult.MISS
+
+    def prepare_store(self, keys: Sequence[bytes], blocks: object = None) -> StoreTicket:
+        """See Scheduler: the first keys get what there is, and are stored at once."""
+        del blocks
+        self.offered.append(tuple(keys))
+        answers, accepted = [], []
+        for key in keys:
+            if key in self.present:
+                answers.append(StoreAnswer.PRESENT)
+            elif self.loans:
+                self.loans -= 1
+                answers.append(StoreAnswer.ACCEPTED)
+                accepted.append(key)
+                self.present.add(key)
+            else:
+                answers.append(StoreAnswer.FULL)
+        count = len(accepted)
+        return StoreTicket(
+            tuple(accepted), np.zeros(count, "<u4"), np.zeros(count, "<u8"), tuple(answers)
+        )
+
+    def count_tokens(self, asked: int, found: int) -> None:
+        """See Scheduler."""
+
+    def request_finished(self, keys: list[bytes]) -> None:
+        """See Scheduler."""
+        self.used.append(keys)
+
+    def end_step(self) -> None:
+        """See Scheduler."""
+        self.steps += 1
+
+    def reset(self, timeout: float) -> None:
+        """See Scheduler."""
+        assert timeout == 0
+        self.present.clear()
+
+
+class Stepping:
+    """The half, and requests that are scheduled as the test says.
+
+    Args:
+        folder: for the model's configuration.
+        monkeypatch: of the test.
+        scheduler: of the manager.
+        windows: groups beside one of full attention.
+        extra: of the connector.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        scheduler: Any,
+        *windows: KVCacheGroupSpec,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        vllm_config, kv_cache_config, config = configured(
+            folder, full(["a", "b"]), *windows, extra=extra
+        )
+        self.manager = KvdOffloadingManager(scheduler, pending_timeout=1.0)
+        spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
+        monkeypatch.setattr(spec, "get_manager", lambda: self.manager)
+        self.half = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
+        self._groups = 1 + len(windows)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._new: list[NewRequestData] = []
+        self._blocks = 1
+        self.requests: dict[str, Request] = {}
+        self.ended: set[str] = set()
+        self.jobs: dict[int, TransferJob] = {}
+
+    def add(self, name: str, blocks: int, first: int | None = None) -> Request:
+        """A request of so many blocks, all of its own, is to run with the next step.
+
+        Its blocks are new ones, or those from this number on.
+        """
+        start = sum(map(len, self.requests)) * 1000 + len(self.requests)
+        request = Request(
+            name,
+            list(range(start, start + blocks * BLOCK)),
+            SamplingParams(max_tokens=100),
+            None,
+            block_hasher=self._hasher,
+        )
+        self.requests[name] = request
+        self.half.on_new_request(request)
+        assert self.half.get_num_new_matched_tokens(request, 0) == (0, False)
+        begin = self._blocks if first is None else first
+        self._blocks = max(self._blocks, begin + self._groups * blocks)
+        ids = tuple(
+            list(range(begin + group * blocks, begin + (group + 1) * blocks))
+            for group in range(self._groups)
+        )
+        self._new.append(NewRequestData.from_request(request, ids))
+        return request
+
+    def step(self, **tokens: int) -> dict[int, TransferJob]:
+        """Schedule so many tokens of these requests; the stores that begin with it."""
+        output = SchedulerOutput(
+            scheduled_new_reqs=self._new,
+            scheduled_cached_reqs=CachedRequestData.make_empty(),
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=[],
+            finished_req_ids=self.ended,
+            free_encoder_mm_hashes=[],
+        )
+        self._new, self.ended = [], set()
+        meta = self.half.build_connector_meta(output)
+        self.flushed = meta.jobs_to_flush
+        for name, count in tokens.items():
+            self.requests[name].num_computed_tokens += count
+        stores: dict[int, TransferJob] = meta.store_jobs
+        self.jobs |= stores
+        return stores
+
+    def finish(self, name: str) -> None:
+        """The request has its answer."""
+        request = self.requests[name]
+        request.status = RequestStatus.FINISHED_STOPPED
+        self.half.request_finished(request)
+        self.ended.add(name)
+
+    def report(self, jobs: Collection[int] | Mapping[int, object]) -> None:
+        """All ranks have reported these jobs."""
+        report = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(jobs, 1))
+        self.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))

@@ -1,0 +1,230 @@
+"""Chunks that find no slot at hand are offered again, also after their request's end."""
+
+import random
+from pathlib import Path
+
+import pytest
+from vllm.v1.kv_offload.base import make_offload_key
+
+from kvd_client.vllm import metrics
+from kvd_client.vllm.upstream import ALLOCATION_FAILURE
+from tests.vllm.configs import BLOCK, window
+from tests.vllm.stepping import Lender, Stepping
+
+
+@pytest.fixture
+def lender() -> Lender:
+    """A daemon whose loans are used up, and whose answer is under way."""
+    return Lender(None)
+
+
+@pytest.fixture
+def stepping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender) -> Stepping:
+    """A scheduler of one group; a chunk is a block."""
+    return Stepping(tmp_path, monkeypatch, lender)
+
+
+def blocks_of(stepping: Stepping, jobs: dict[int, object]) -> list[int]:
+    """The blocks that these stores read, in order."""
+    return [int(block) for number in jobs for block in stepping.jobs[number].src_spec.block_ids]
+
+
+def counted(stepping: Stepping) -> dict[str, float]:
+    """The manager's statistics since the last time."""
+    figures: dict[str, float] = stepping.manager.get_stats().reduce()
+    return figures
+
+
+def test_a_running_requests_chunks_are_offered_again_when_loans_have_come(
+    stepping: Stepping, lender: Lender
+) -> None:
+    """Nothing is offered while the answer is under way; then all at once, and each once."""
+    stepping.add("a", 4)
+    assert not stepping.step(a=3 * BLOCK)
+    assert counted(stepping)[ALLOCATION_FAILURE] == 1
+    assert not stepping.step(a=1)
+    assert len(lender.offered) == 1
+    lender.loans = 8
+    jobs = stepping.step(a=BLOCK - 1)
+    assert blocks_of(stepping, jobs) == [1, 2, 3, 4]
+    assert not stepping.step(a=1)
+    assert metrics.CHUNKS_REFUSED not in counted(stepping)
+    stepping.report(jobs)
+    assert not stepping.half.has_pending_push_work()
+
+
+def test_the_last_chunks_of_a_request_are_not_lost_because_loans_came_a_step_late(
+    stepping: Stepping, lender: Lender
+) -> None:
+    """Steps go on; they are offered in the step after, and then the request is forgotten."""
+    stepping.add("a", 3)
+    stepping.step(a=3 * BLOCK)
+    stepping.finish("a")
+    assert not stepping.step()
+    assert not stepping.half._req_status
+    assert stepping.half.has_pending_push_work()
+    lender.loans = 2
+    jobs = stepping.step()
+    assert blocks_of(stepping, jobs) == [1, 2]
+    lender.loans = 1
+    more = stepping.step()
+    assert blocks_of(stepping, more) == [3]
+    assert not stepping.manager.refused
+    stepping.report([*jobs, *more])
+    assert not stepping.half._req_status
+    assert not stepping.half.has_pending_push_work()
+    assert sorted(key for used in lender.used for key in used) == sorted(lender.present)
+    assert metrics.CHUNKS_REFUSED not in counted(stepping)
+
+
+def test_a_pool_that_stays_full_is_not_asked_for_ever(stepping: Stepping, lender: Lender) -> None:
+    """Where the daemon has lent nothing the chunks are given up, and counted."""
+    stepping.add("a", 3)
+    stepping.add("b", 2)
+    stepping.step(a=3 * BLOCK, b=2 * BLOCK)
+    stepping.finish("a")
+    stepping.step(b=1)
+    lender.loans = 0
+    for _ in range(3):
+        assert not stepping.step(b=1)
+    assert len(lender.offered) == 2
+    assert not stepping.half.has_pending_push_work()
+    assert counted(stepping)[metrics.CHUNKS_REFUSED] == 5
+
+
+def test_chunks_whose_blocks_others_have_are_given_up(stepping: Stepping, lender: Lender) -> None:
+    """Of a request that has ended; what is given away in the step itself is stored before."""
+    stepping.add("a", 5)
+    stepping.step(a=5 * BLOCK)
+    stepping.finish("a")
+    stepping.add("b", 2, first=2)
+    stepping.step(b=1)
+    lender.loans = 9
+    stepping.add("c", 1, first=5)
+    jobs = stepping.step(c=1)
+    assert blocks_of(stepping, jobs) == [1, 4, 5]
+    assert stepping.flushed == set(jobs)
+    assert counted(stepping)[metrics.CHUNKS_REFUSED] == 2
+
+
+def test_a_chunk_of_several_blocks_is_given_up_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
+) -> None:
+    """One of its blocks is another request's: none of the others is stored in a wrong place."""
+    stepping = Stepping(tmp_path, monkeypatch, lender, extra={"blocks_per_chunk": 2})
+    stepping.add("a", 6)
+    stepping.step(a=6 * BLOCK)
+    stepping.finish("a")
+    stepping.add("b", 1, first=3)
+    stepping.step(b=1)
+    lender.loans = 9
+    assert blocks_of(stepping, stepping.step(b=1)) == [1, 2, 5, 6]
+
+
+def test_what_a_window_has_passed_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
+) -> None:
+    """Its block may be another request's while the request still runs; a full group's is not."""
+    stepping = Stepping(tmp_path, monkeypatch, lender, window(["c", "d"]))
+    stepping.add("a", 5)
+    stepping.step(a=5 * BLOCK)
+    stepping.add("b", 1, first=6)
+    lender.loans = 99
+    # The window's last chunk, of block 10, is not offered: a load ends before the last token.
+    assert blocks_of(stepping, stepping.step(a=1, b=1)) == [1, 2, 3, 4, 5, 8, 9]
+
+
+def test_as_many_requests_as_there_are_loans_for_are_offered_in_a_step(
+    stepping: Stepping, lender: Lender
+) -> None:
+    """The others wait for a later one."""
+    for name in "abc":
+        stepping.add(name, 2)
+    stepping.step(a=2 * BLOCK, b=2 * BLOCK, c=2 * BLOCK)
+    lender.loans = 2
+    assert blocks_of(stepping, stepping.step(a=1, b=1, c=1)) == [1, 2]
+    assert len(lender.offered) == 4
+    lender.loans = 4
+    assert blocks_of(stepping, stepping.step(a=1, b=1, c=1)) == [3, 4, 5, 6]
+
+
+def test_another_request_of_the_same_name_has_nothing_to_do_with_it(
+    stepping: Stepping, lender: Lender
+) -> None:
+    """What the earlier one was refused is forgotten."""
+    stepping.add("a", 2)
+    stepping.step(a=2 * BLOCK)
+    stepping.finish("a")
+    stepping.step()
+    stepping.add("a", 1)
+    assert not stepping.manager.refused
+    stepping.step(a=1)
+    lender.loans = 9
+    assert blocks_of(stepping, stepping.step(a=BLOCK - 1)) == [3]
+
+
+def test_a_reset_forgets_what_was_refused(stepping: Stepping, lender: Lender) -> None:
+    """A request that has ended is not offered again; one that runs offers all it has."""
+    stepping.add("a", 2)
+    stepping.add("b", 2)
+    stepping.step(a=2 * BLOCK, b=2 * BLOCK)
+    stepping.finish("a")
+    stepping.step(b=1)
+    stepping.half.reset_cache()
+    assert not stepping.half.has_pending_push_work()
+    lender.loans = 9
+    assert blocks_of(stepping, stepping.step(b=1)) == [3, 4]
+
+
+def test_states_that_are_handed_over_once_are_not_waited_for(stepping: Stepping) -> None:
+    """They would not be offered again."""
+    manager, request = stepping.manager, stepping.half
+    stepping.add("a", 1)
+    context = request._req_status["a"].req_context
+    tail = make_offload_key(b"tail", 0)
+    context.set_offload_key_position(tail, BLOCK - 1)
+    assert manager.prepare_store([tail], context).keys_to_store == []
+    assert not manager.refused
+    assert counted(stepping)[metrics.CHUNKS_REFUSED] == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_chunk_is_stored_in_the_end(stepping: Stepping, lender: Lender, seed: int) -> None:
+    """Whatever loans come when, as long as some come: from its own block, and once."""
+    source = random.Random(seed)
+    going: dict[str, int] = {}
+    own: dict[bytes, int] = {}
+    begun: dict[int, int] = {}
+    names = iter(f"r{number}" for number in range(30))
+    for _ in range(400):
+        if (name := next(names, None)) is not None:
+            blocks = source.randint(1, 6)
+            going[name] = blocks * BLOCK
+            first = stepping._blocks
+            stepping.add(name, blocks)
+            own[name.encode()] = first
+        tokens = {
+            name: min(left, source.randint(1, 3 * BLOCK))
+            for name, left in going.items()
+            if left and source.random() < 0.7
+        }
+        for name in stepping._new:
+            tokens.setdefault(name.req_id, 1)
+        lender.loans = source.choice([None, None, 1, 2, 5])
+        for number, job in stepping.step(**tokens).items():
+            begun[number] = len(job.src_spec.block_ids)
+        for name, count in tokens.items():
+            going[name] -= count
+            if not going[name]:
+                del going[name]
+                stepping.finish(name)
+        ended = [number for number in list(begun) if source.random() < 0.5]
+        stepping.report(ended)
+        for number in ended:
+            del begun[number]
+        if not going and not stepping.half.has_pending_push_work() and not stepping.ended:
+            break
+    stored = sorted(blocks_of(stepping, stepping.jobs))
+    assert stored == list(range(1, stepping._blocks))
+    assert metrics.CHUNKS_REFUSED not in counted(stepping)
+    assert not stepping.half._req_status
