@@ -22,6 +22,7 @@ from kvd_proto.errors import DirectoryError
 from kvd_proto.messages import MAX_KEYS, Attached, Error, ErrorCode, Message, Stepped
 
 MAX_UNANSWERED = 64  # messages; what comes then is collected until some are answered
+SEVERAL = 8  # messages without an answer, after which the keeper looks for answers
 LEAST_REMEMBERED = 1024  # keys, by the reuse filter
 # The daemon has detached the engine, and with that dropped what a step says.
 _VOID = (ErrorCode.NOT_READY, ErrorCode.LANE_LOST)
@@ -92,18 +93,20 @@ class Attachment:
         return self.decisions.outbox.room(items)
 
     def end_step(self, patience: float, *, all_of_it: bool) -> None:
-        """Take in what was answered, and tell what is to be told.
+        """Tell what is to be told.
+
+        What the daemon has answered is taken in by the keeper, beside the engine's next step; by
+        a step only when it needs more loans than there are.
 
         Args:
             patience: seconds after which the keeper is to look why there is no answer.
             all_of_it: also what may wait for a message that is sent for something else.
         """
         line, outbox = self.line, self.decisions.outbox
-        if line.has_replies:
-            self.take_in()
-            if line.is_overdue(patience):
-                self._wake()
-        self._kept.loans.end_step()
+        unanswered = line.unanswered
+        if unanswered and (unanswered % SEVERAL == 0 or line.is_overdue(patience)):
+            self._wake()
+        self._kept.loans.end_step(answered=not unanswered)
         if outbox if all_of_it else outbox.urgent:
             self.send()
 

@@ -21,12 +21,12 @@ class Loans:
 
     def __init__(self) -> None:
         self._at_hand: deque[Loan] = deque()
-        self._asked = 0  # in this step
+        self._asked = 0  # since the daemon had answered all
         self._peak = 0.0
 
     @property
     def wanted(self) -> int:
-        """How many loans to have at hand: twice what a step of late has asked for."""
+        """How many loans to have at hand: twice what was asked for of late between two answers."""
         return max(LEAST_WANTED, 2 * round(self._peak))
 
     def add(self, loans: Iterable[Loan]) -> None:
@@ -48,11 +48,17 @@ class Loans:
         self._at_hand = deque(loan for loan in self._at_hand if is_lent(*loan))
         return len(self._at_hand)
 
-    def end_step(self) -> None:
-        """Learn from the step how many are needed; one that has asked for none says nothing."""
+    def end_step(self, *, answered: bool = True) -> None:
+        """Learn how many are needed; steps that have asked for none say nothing.
+
+        Args:
+            answered: the daemon has answered all; otherwise the next step is added to this one,
+                since it has to do with the same loans.
+        """
         if self._asked:
             self._peak = max(float(self._asked), self._peak * (1 - DECAY))
-            self._asked = 0
+            if answered:
+                self._asked = 0
 
     def clear(self) -> None:
         """Forget all loans: they were those of another session."""

@@ -270,7 +270,7 @@ class Scheduler(SchedulerSession):
                 self._end_call(there)
 
     def end_step(self) -> None:
-        """Tell the daemon what was decided since the last step, and take in what it has answered.
+        """Tell the daemon what was decided since the last step.
 
         Where there is nothing to tell nothing is sent. Never waits.
         """

@@ -44,6 +44,16 @@ def test_twice_the_largest_step_is_wanted() -> None:
     assert loans.wanted == 200
 
 
+def test_steps_that_wait_for_the_same_answer_count_as_one() -> None:
+    """They have to do with the same loans: where answers come late, more are to be at hand."""
+    loans = Loans()
+    for answered in (False, False, True, True):
+        for _ in range(40):
+            loans.take(always)
+        loans.end_step(answered=answered)
+    assert loans.wanted == 240
+
+
 def test_what_was_needed_once_is_forgotten() -> None:
     """Steps that store less lower it bit by bit, down to the least."""
     loans = Loans()
