@@ -37,7 +37,9 @@ MODEL = LLAMA | {
 KV_BYTES_PER_TOKEN = 2 * 16 * 8 * 128 * 2  # keys and values, layers, heads, numbers, bfloat16
 CPU_BYTES = 2**30  # of each cache: all prompts of a start
 BLOCK_TOKENS = 32
-GPU_BLOCKS = 400  # all prompts of a start, so that one found in this memory is the floor
+# The measured prompts of a start, which the floor finds there; few enough that each block was used
+# before it is measured.
+GPU_BLOCKS = 208
 MAX_MODEL_LEN = 2048
 STEP_TOKENS = 512  # a prompt takes several steps, so that storing it begins while it is computed
 LMCACHE_MODE = "lmcache_driven"  # the server copies, as kvd does; the other is slower here
