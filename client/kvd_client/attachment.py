@@ -106,7 +106,7 @@ class Attachment:
         unanswered = line.unanswered
         if unanswered and (unanswered % SEVERAL == 0 or line.is_overdue(patience)):
             self._wake()
-        self._kept.loans.end_step(answered=not unanswered)
+        self._kept.loans.end_step()
         if outbox if all_of_it else outbox.urgent:
             self.send()
 

@@ -21,7 +21,7 @@ class Loans:
 
     def __init__(self) -> None:
         self._at_hand: deque[Loan] = deque()
-        self._asked = 0  # since the daemon had answered all
+        self._asked = 0  # since the latest answer
         self._peak = 0.0
 
     @property
@@ -30,7 +30,12 @@ class Loans:
         return max(LEAST_WANTED, 2 * round(self._peak))
 
     def add(self, loans: Iterable[Loan]) -> None:
-        """More were lent: slots and generations."""
+        """The daemon has answered: slots and generations that are lent now, maybe none.
+
+        What was asked for before counts together: it had to do with the same loans.
+        """
+        self.end_step()
+        self._asked = 0
         self._at_hand.extend(loans)
 
     def take(self, is_lent: IsLent) -> Loan | None:
@@ -48,17 +53,10 @@ class Loans:
         self._at_hand = deque(loan for loan in self._at_hand if is_lent(*loan))
         return len(self._at_hand)
 
-    def end_step(self, *, answered: bool = True) -> None:
-        """Learn how many are needed; steps that have asked for none say nothing.
-
-        Args:
-            answered: the daemon has answered all; otherwise the next step is added to this one,
-                since it has to do with the same loans.
-        """
+    def end_step(self) -> None:
+        """Learn how many are needed; steps that have asked for none say nothing."""
         if self._asked:
             self._peak = max(float(self._asked), self._peak * (1 - DECAY))
-            if answered:
-                self._asked = 0
 
     def clear(self) -> None:
         """Forget all loans: they were those of another session."""
