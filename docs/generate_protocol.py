@@ -33,7 +33,6 @@ from kvd_proto.messages import (
     JobStatus,
     Lookups,
     Pin,
-    StoreAnswer,
     VmmHandle,
 )
 
@@ -63,7 +62,8 @@ JOB = {
 }
 """Life of a job, in its lane."""
 SLOT = {
-    "free": {"prepare_store": "writing"},
+    "free": {"lend": "lent"},
+    "lent": {"begin": "writing", "take_back": "draining"},
     "writing": {"all_shares": "ready", "give_up": "draining"},
     "ready": {"evict": "free"},
     "draining": {"revoked": "free"},
@@ -115,26 +115,6 @@ EXAMPLES: tuple[m.Message, ...] = (
         generations=IntArray.of((1, 1), "u8"),
         evicted=(),
     ),
-    m.PrepareStore(keys=_KEYS),
-    m.StorePrepared(
-        answers=IntArray.of((1, 2), "u1"),
-        slots=IntArray.of((0,), "u4"),
-        generations=IntArray.of((1,), "u8"),
-        evicted=(),
-    ),
-    m.CompleteStore(keys=_KEYS, success=True),
-    m.StoreCompleted(ready=1, pending=1, dropped=0),
-    m.PrepareLoad(keys=_KEYS, lease_ms=60000),
-    m.LoadPrepared(
-        lease=5,
-        lease_ms=60000,
-        found=IntArray.of((1, 0), "u1"),
-        slots=IntArray.of((0,), "u4"),
-        generations=IntArray.of((1,), "u8"),
-    ),
-    m.CompleteLoad(lease=5),
-    m.RequestFinished(keys=_KEYS),
-    m.RequestNoted(found=1),
     m.Reset(),
     m.ResetDone(dropped=1, deferred=0),
     m.Store(job=11, blocks=_BLOCKS, after=3, word=1, epoch=0, deadline_ms=30000),
@@ -372,16 +352,23 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
     mask = writer.header.index_capacity - 1
     names = (b"chunk-%d" % number for number in range(1000))
     keys = [key for key in names if crc32(key) & mask == mask][:4]
-    writer.begin(keys[:1], [4], 1)
+    _begin(writer, keys[:1], [4])
     writer.add_share(4, 0, 0, 4, 1)
     writer.write_state(4, SlotState.READY)
     writer.forget()
-    writer.begin(keys[:3], [2, 0, 1], 1)
+    _begin(writer, keys[:3], [2, 0, 1])
     writer.add_share(2, 0, 0, 4, 1)
     writer.write_state(2, SlotState.READY)
     writer.add_share(1, 0, 2, 2, 1)
     writer.write_state(1, SlotState.READY)
     return writer, keys
+
+
+def _begin(writer: DirectoryWriter, keys: list[bytes], slots: list[int]) -> None:
+    """Chunks that are being written by engine 1."""
+    writer.lend(slots, 1)
+    for key, slot in zip(keys, slots, strict=True):
+        writer.place(key, slot)
 
 
 def _lookup(writer: DirectoryWriter, key: bytes) -> str:
@@ -453,7 +440,6 @@ def generated() -> str:
     parts = [
         _messages(),
         _all_fields(),
-        _codes("Store answers", StoreAnswer),
         _codes("Error codes", ErrorCode),
         _codes("Job statuses", JobStatus),
         _directory(),

@@ -16,16 +16,9 @@ from kvd_proto.messages import (
     NO_GENERATIONS,
     NO_ITEMS,
     NO_SLOTS,
-    CompleteLoad,
-    CompleteStore,
     ErrorCode,
     Message,
-    Ok,
     Pin,
-    PrepareLoad,
-    PrepareStore,
-    RequestFinished,
-    RequestNoted,
     Reset,
     Step,
     Stepped,
@@ -45,11 +38,6 @@ class Caching:
         """Return who serves which request; each refuses engines that are not complete."""
         return {
             Step: self._step,
-            PrepareStore: self._prepare_store,
-            CompleteStore: self._complete_store,
-            PrepareLoad: self._prepare_load,
-            CompleteLoad: self._complete_load,
-            RequestFinished: self._request_finished,
             Reset: self._reset,
         }
 
@@ -82,7 +70,13 @@ class Caching:
         if message.used:
             table.finished(message.used)
         if message.present or message.pending or message.not_yet or message.refused:
-            self._note_offers(message, namespace)
+            table.note_offers(
+                message.present,
+                message.pending,
+                message.not_yet,
+                message.refused,
+                draining=state.draining,
+            )
         lent, effects = self._lend(engine, namespace, message, now)
         if revoke:
             effects += state.revoke(namespace, revoke)
@@ -99,13 +93,6 @@ class Caching:
         slots, generations = pin.slots.tolist(), pin.generations.tolist()
         seconds = min(pin.lease_ms / 1000, settings.lease_seconds)
         table.pin(pin.lease, slots, generations, owner, now, seconds)
-
-    def _note_offers(self, message: Step, namespace: Namespace) -> None:
-        refused, table = message.refused, namespace.table
-        if refused and self._state.draining:
-            table.count_refused(refused)
-            refused = 0
-        table.note_offers(message.present, message.pending, message.not_yet, refused)
 
     def _lend(
         self, engine: Engine, namespace: Namespace, message: Step, now: float
@@ -154,65 +141,6 @@ class Caching:
             each.table.slots.loans.idle_since(now - SPARE_SECONDS, but=owner)
             for each in self._state.open_namespaces
         )
-
-    def _prepare_store(self, request: Request[PrepareStore]) -> list[Effect]:
-        message, state = request.message, self._state
-        if state.draining:
-            if request.session.engine is not None and request.session.engine.namespace is not None:
-                request.session.engine.namespace.table.count_refused(len(message.keys))
-            raise Refused(ErrorCode.DRAINING, "the daemon is draining, it takes no new chunks")
-        if not state.allocated:
-            raise Refused(ErrorCode.NOT_READY, "nothing of the pool's memory is there yet")
-        engine, namespace = _served(request.session)
-        reply = namespace.table.prepare_store(
-            message.keys,
-            engine.number,
-            request.now,
-            state.usable_bytes(engine),
-            _blocks(message, namespace),
-            seconds=state.settings.ticket_seconds,
-        )
-        return [request.reply(reply)]
-
-    def _complete_store(self, request: Request[CompleteStore]) -> list[Effect]:
-        engine, namespace = _attached(request.session)
-        reply, slots = namespace.table.complete_store(
-            request.message.keys, engine.number, success=request.message.success
-        )
-        return [request.reply(reply), *self._state.revoke(namespace, slots)]
-
-    def _prepare_load(self, request: Request[PrepareLoad]) -> list[Effect]:
-        message, settings = request.message, self._state.settings
-        engine, namespace = _served(request.session)
-        held = namespace.table.slots.leases.held_by(engine.number)
-        if held >= settings.max_leases:
-            raise Refused(
-                ErrorCode.LIMIT,
-                f"engine {engine.name!r} holds {held} leases: give them back when loads have"
-                f" ended, or raise max_leases (now {settings.max_leases})",
-                limit="max_leases",
-            )
-        seconds = min(message.lease_ms / 1000, settings.lease_seconds)
-        reply = namespace.table.prepare_load(
-            message.keys,
-            engine.number,
-            request.now,
-            seconds,
-            self._state.usable_bytes(engine),
-            _blocks(message, namespace),
-        )
-        return [request.reply(reply)]
-
-    @staticmethod
-    def _complete_load(request: Request[CompleteLoad]) -> list[Effect]:
-        engine, namespace = _attached(request.session)
-        namespace.table.unpin(request.message.lease, engine.number)
-        return [request.reply(Ok())]
-
-    @staticmethod
-    def _request_finished(request: Request[RequestFinished]) -> list[Effect]:
-        _, namespace = _attached(request.session)
-        return [request.reply(RequestNoted(found=namespace.table.finished(request.message.keys)))]
 
     def _reset(self, request: Request[Reset]) -> list[Effect]:
         """Answer at once: nothing of before is found any more; slots are freed afterwards."""
@@ -268,7 +196,7 @@ def _checked(message: Step, namespace: Namespace) -> list[Blocks]:
     return _blocks(message, namespace)
 
 
-def _blocks(message: Step | PrepareStore | PrepareLoad, namespace: Namespace) -> list[Blocks]:
+def _blocks(message: Step, namespace: Namespace) -> list[Blocks]:
     """Return what of each chunk is meant; nothing where it is all of every chunk."""
     first, count, keys = message.first, message.count, len(message.keys)
     if first is NO_ITEMS and count is NO_ITEMS:

@@ -6,7 +6,6 @@ It is the only writer of its directory. The states of a slot::
     LENT -> WRITING     begin: it has done so, and no other chunk has the key
     LENT -> DRAINING    call_in, a share failed, the session is gone, reset; and where begin
                         came too late: when all shares are there, or the deadline has passed
-    FREE -> WRITING     prepare_store
     WRITING -> READY    share_done, with the last rank that was expected; begin, where that
                         came before
     WRITING -> DRAINING a share failed, the store was dropped, the ticket's deadline passed,
@@ -32,15 +31,14 @@ import numpy.typing as npt
 
 from kvd.cache.directory import Blocks, DirectoryWriter, Refs, covers
 from kvd.cache.ledger import KeptChunks
-from kvd.cache.offers import Offer, ReuseFilter
 from kvd.cache.policies import POLICIES
 from kvd.cache.slots import Ints, Slots
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
-from kvd_proto.arrays import FEW, IntArray
+from kvd_proto.arrays import FEW
 from kvd_proto.directory import Entry, SlotState
-from kvd_proto.messages import LoadPrepared, ResetDone, StoreAnswer, StoreCompleted, StorePrepared
+from kvd_proto.messages import ResetDone
 
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
 EMPTY_PIECES = 16  # so many that hold none are looked at in one go
@@ -59,7 +57,6 @@ class ChunkTable:
         geometry: the namespace's grid in the pool.
         pool: where its room comes from.
         policy: a name in `POLICIES`.
-        reuse_threshold: a key gets a slot at its n-th offer.
         model: whose quota counts; empty where none does.
 
     Attributes:
@@ -67,21 +64,15 @@ class ChunkTable:
             knows them.
     """
 
-    def __init__(  # noqa: PLR0917 a table has these six parts
+    def __init__(
         self,
         directory: DirectoryWriter,
         geometry: Geometry,
         pool: Pool,
         policy: str,
-        reuse_threshold: int = 1,
         model: str = "",
     ) -> None:
         self.directory = directory
-        self._filter = (
-            ReuseFilter(reuse_threshold, max(1024, geometry.num_slots))
-            if reuse_threshold > 1
-            else None
-        )
         ledger = directory.ledger
         self.counts = ChunkCounts()
         self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
@@ -138,77 +129,6 @@ class ChunkTable:
         if slots:
             self.counts.eviction_age.observe_all(self._ages(slots))
 
-    # ------------------------------------------------------------------- stores
-
-    def prepare_store(
-        self,
-        keys: Sequence[bytes],
-        owner: int,
-        now: float,
-        usable: int | None = None,
-        blocks: Sequence[Blocks] = (),
-        *,
-        seconds: float = 60.0,
-    ) -> StorePrepared:
-        """Give slots to as many new keys as there is room for, to be written within `seconds`.
-
-        The first keys come first. `blocks` says what of each chunk will be stored; all of it
-        where it is left out. A key whose READY chunk holds less is new.
-
-        What is evicted for it goes all or nothing: first it is known how many can
-        go, then exactly those are evicted that the accepted keys need. Of equal keys
-        the first counts; the others are PENDING, or what the first one got. While only
-        `usable` bytes of the pool can be used, as it is filled, nothing is evicted.
-        """
-        self.set_time(now)
-        offer = Offer.of(keys, blocks, self.directory, self._filter)
-        slots, evicted = self._room(len(offer.wanted), offer.named, usable)
-        taken = list(offer.wanted)[: len(slots)]
-        lesser = [offer.lesser[key] for key in taken if key in offer.lesser]
-        self.slots.drop(lesser)
-        self.counts.replaced += len(lesser)
-        begun, slots, generations = self.slots.begin(taken, slots, owner, now + seconds)
-        self._mark(slots)
-        capped = len(taken) < len(offer.wanted) and self._pool.is_capped(self.space)
-        no_room = StoreAnswer.QUOTA if capped else StoreAnswer.FULL
-        answers = offer.settle(begun, len(taken), no_room)
-        self.counts.answered(answers)
-        self.counts.index_full += len(taken) - len(begun)
-        self.counts.evicted += len(evicted)
-        return StorePrepared(
-            answers=IntArray("u1", bytes(answers)),
-            slots=IntArray.of(slots, "u4"),
-            generations=IntArray.of(generations, "u8"),
-            evicted=tuple(evicted),
-        )
-
-    def _room(
-        self, need: int, named: set[int], usable: int | None
-    ) -> tuple[list[int], list[bytes]]:
-        """Up to `need` slots, and the keys evicted for them; never slots in `named`."""
-        space = self.space
-        if usable is not None:
-            self._pool.acquire(space, need, usable)
-            return space.take(need, usable), []
-        while space.free_slots < need and self.slots.forgotten:
-            self.sweep()
-        if space.free_slots < need:
-            self._pool.acquire(space, need)
-        slots = space.take(need)
-        short = need - len(slots)
-        if not short:
-            return slots, []
-        victims = self.slots.victims(short, named)
-        self._count_evicted(victims)
-        evicted = self.directory.free(victims)
-        slots += sorted(victims)
-        return slots, evicted
-
-    def count_refused(self, keys: int) -> None:
-        """Count keys that were offered while the daemon drains."""
-        self.counts.offered += keys
-        self.counts.draining += keys
-
     # -------------------------------------------------------------------- loans
 
     def lend(
@@ -253,9 +173,11 @@ class ChunkTable:
             held = self.held_bytes // sum(space.geometry.slot_bytes)
             more = min(need, max(1, held // parts) - have) - len(slots)
             if more > 0:
-                besides, evicted = self._room(more, set(), None)
-                slots += besides
-                self.counts.evicted += len(evicted)
+                victims = self.slots.victims(more)
+                self._count_evicted(victims)
+                self.counts.evicted += len(victims)
+                evicted = self.directory.free(victims)
+                slots += sorted(victims)
         return slots, self.slots.lend(slots, owner, now), evicted
 
     def begin(  # noqa: PLR0917 stores have these parts
@@ -353,14 +275,18 @@ class ChunkTable:
             refs += self.slots.call_in([slot for _, slot in leaving])
         return refs
 
-    def note_offers(self, present: int, pending: int, not_yet: int, refused: int) -> None:
+    def note_offers(
+        self, present: int, pending: int, not_yet: int, refused: int, *, draining: bool
+    ) -> None:
         """Count keys that a scheduler has offered and answered by itself."""
         counts = self.counts
         counts.offered += present + pending + not_yet + refused
         counts.present += present
         counts.pending += pending
         counts.not_yet += not_yet
-        if refused and self._pool.is_capped(self.space):
+        if draining:
+            counts.draining += refused
+        elif refused and self._pool.is_capped(self.space):
             counts.quota += refused
         else:
             counts.full += refused
@@ -422,30 +348,6 @@ class ChunkTable:
         self.counts.stale_reports += stale
         return life.refs(ready), over + self._give_up(list(failed))
 
-    def complete_store(
-        self, keys: Sequence[bytes], owner: int, *, success: bool
-    ) -> tuple[StoreCompleted, Refs]:
-        """End these stores for the engine. Without success what `owner` writes is given up.
-
-        Returns:
-            How the keys stand, and the slots to be revoked.
-        """
-        directory, ready, pending, gone = self.directory, 0, 0, 0
-        failed: dict[int, None] = {}
-        for key in keys:
-            slot = directory.find(key)
-            if slot < 0 or slot in failed:
-                gone += 1
-            elif directory.state(slot) == _READY:
-                ready += 1
-            elif success or directory.owner(slot) != owner:
-                pending += 1
-            else:
-                failed[slot] = None
-                gone += 1
-        summary = StoreCompleted(ready=ready, pending=pending, dropped=gone)
-        return summary, self._give_up(list(failed))
-
     def drop(self, keys: Sequence[bytes], owner: int) -> Refs:
         """Give up what `owner` writes under these keys; slots to be revoked."""
         directory, gone = self.directory, dict[int, None]()
@@ -460,51 +362,6 @@ class ChunkTable:
         return self.slots.give_up(slots)
 
     # -------------------------------------------------------------------- loads
-
-    def prepare_load(  # noqa: PLR0917 a request has these six parts
-        self,
-        keys: Sequence[bytes],
-        owner: int,
-        now: float,
-        seconds: float,
-        usable: int | None = None,
-        blocks: Sequence[Blocks] = (),
-    ) -> LoadPrepared:
-        """Pin the keys that are READY, under a lease of so many seconds.
-
-        `blocks` says what is needed of each chunk; all of it where it is left out. A chunk that
-        lacks some of that is missed.
-        While only `usable` bytes of the pool can be used, what lies elsewhere is missed.
-        """
-        self.set_time(now)
-        within = self.space.is_within
-        found, slots = bytearray(len(keys)), []
-        find, state, held = self.directory.find, self.directory.state, self.directory.blocks
-        whole = (0, self.directory.blocks_per_chunk)
-        for i, key in enumerate(keys):
-            slot = find(key)
-            if slot < 0 or state(slot) != _READY or not (usable is None or within(slot, usable)):
-                continue
-            if covers(held(slot), blocks[i] if blocks else whole):
-                found[i] = 1
-                slots.append(slot)
-        lease_id = self.slots.leases.grant(owner, slots, now, now + seconds) if slots else 0
-        for slot in reversed(slots):
-            self.slots.policy.refresh(slot)
-        self._mark(slots)
-        self.counts.asked += len(keys)
-        self.counts.hits += len(slots)
-        self.counts.misses += len(keys) - len(slots)
-        self.counts.leases += bool(slots)
-        array = np.array(slots, "<u4")
-        generations = self.directory.generations(array)
-        return LoadPrepared(
-            lease=lease_id,
-            lease_ms=int(seconds * 1000),
-            found=IntArray("u1", bytes(found)),
-            slots=IntArray.of(array, "u4"),
-            generations=IntArray.of(generations, "u8"),
-        )
 
     def pin(  # noqa: PLR0917 a lease has these parts
         self,
@@ -667,8 +524,6 @@ class ChunkTable:
     def check_integrity(self) -> None:
         """Raise IntegrityError where slots or counters contradict each other."""
         self.slots.check_integrity()
-        if self._filter is not None:
-            self._filter.check_integrity()
         self.counts.check_integrity()
 
     def __repr__(self) -> str:

@@ -162,53 +162,6 @@ class DirectoryWriter(DirectoryView):
         first, count = self._halves[at : at + 2]
         return first, count
 
-    def begin(
-        self,
-        keys: Sequence[bytes],
-        slots: Sequence[int],
-        owner: int,
-    ) -> list[int]:
-        """FREE -> WRITING: give every key its slot, with the next generation.
-
-        The keys have 1 to 48 bytes and are not in the index yet.
-
-        Returns:
-            The generations; 0 where the index has no room near the key's home, and
-            then the slot stays FREE.
-        """
-        index, mask, limit = self._index, self._mask, self._limit
-        words, records, pack_into = self._words, self._records, RECORD.pack_into
-        base, highest = self._generation_base, self._highest
-        generations = []
-        for key, slot in zip(keys, slots, strict=True):
-            hash32 = crc32(key)
-            home = hash32 & mask
-            for i in range(home, home + limit):
-                if not index[i & mask]:
-                    break
-            else:
-                generations.append(0)
-                continue
-            generation = max(words[slot * _WORDS], base) + 1
-            pack_into(
-                records,
-                slot * RECORD_BYTES,
-                generation,
-                0,
-                owner,
-                _WRITING,
-                len(key),
-                0,
-                NO_SHARE_YET,
-                0,
-                key,
-            )
-            index[i & mask] = hash32 << 32 | slot + 1
-            generations.append(generation)
-            highest = max(highest, generation)
-        self._highest = highest
-        return generations
-
     def lend(self, slots: Sequence[int], owner: int) -> list[int]:
         """FREE -> LENT: `owner` may give these slots to keys; their new generations."""
         words, records, pack_into = self._words, self._records, RECORD.pack_into

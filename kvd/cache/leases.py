@@ -25,7 +25,6 @@ class Leases:
     def __init__(self) -> None:
         self.pins: dict[int, int] = {}
         self._leases: dict[int, dict[int, Lease]] = {}  # owner -> number -> lease
-        self._last = 0
 
     def held_by(self, owner: int) -> int:
         """How many leases an owner has."""
@@ -33,16 +32,6 @@ class Leases:
 
     def __len__(self) -> int:
         return sum(map(len, self._leases.values()))
-
-    def grant(self, owner: int, slots: Sequence[int], now: float, deadline: float) -> int:
-        """Pin the slots; the lease's number, which grows.
-
-        It is no earlier one's of another daemon or namespace, either: who gives back a lease
-        of before does not end one of now. Nanoseconds of the clock see to that.
-        """
-        self._last = max(self._last + 1, int(now * 1e9))
-        self.hold(owner, self._last, slots, now, deadline)
-        return self._last
 
     def hold(
         self, owner: int, number: int, slots: Sequence[int], now: float, deadline: float

@@ -240,10 +240,9 @@ class Namespaces:
         base = self._keeping.generation_base if self._keeping is not None else 0
         directory = DirectoryWriter(buffer, header, ledger, base)
         model = "" if temporary else label
-        policy, threshold = self.settings.policy, self.settings.reuse_threshold
-        table = ChunkTable(directory, geometry, self.pool, policy, threshold, model)
+        table = ChunkTable(directory, geometry, self.pool, self.settings.policy, model)
         namespace = self._open[ns_id] = Namespace(
-            ns_id, label, table, temporary, reuse_threshold=threshold
+            ns_id, label, table, temporary, reuse_threshold=self.settings.reuse_threshold
         )
         return namespace
 

@@ -47,31 +47,6 @@ class Slots:
         self.forgotten = 0
         self._swept = 0  # where `sweep` goes on
 
-    def begin(
-        self,
-        keys: list[bytes],
-        slots: list[int],
-        owner: int,
-        deadline: float,
-    ) -> tuple[list[bytes], list[int], list[int]]:
-        """FREE -> WRITING: `owner` may write these chunks until `deadline`.
-
-        A prompt's head comes first and must be the last to be evicted.
-
-        Returns:
-            Keys, slots and generations, without those whose key the index refused.
-        """
-        generations = self.directory.begin(keys, slots, owner)
-        if not all(generations):
-            placed = [generation > 0 for generation in generations]
-            self.space.give(slot for slot, good in zip(slots, placed, strict=True) if not good)
-            keys = [key for key, good in zip(keys, placed, strict=True) if good]
-            slots = [slot for slot, good in zip(slots, placed, strict=True) if good]
-            generations = [generation for generation in generations if generation]
-        self.tickets.update(dict.fromkeys(slots, deadline))
-        self.policy.insert_all(slots[::-1])
-        return keys, slots, generations
-
     def lend(self, slots: Sequence[int], owner: int, now: float) -> list[int]:
         """FREE -> LENT: the slots' new generations."""
         generations = self.directory.lend(slots, owner)
@@ -90,24 +65,22 @@ class Slots:
         self._draining.update((slot, set()) for slot in slots)
         return self.refs(slots)
 
-    def victims(self, n: int, named: set[int]) -> list[int]:
-        """Up to `n` READY slots that are to be evicted: none that is pinned, or in `named`.
+    def victims(self, n: int) -> list[int]:
+        """Up to `n` READY slots that are to be evicted: none that is pinned.
 
         And none in a column that is to leave: what is evicted there is of no use here.
         """
         pins, policy, tickets = self.leases.pins, self.policy, self.tickets
         pinned = len(pins) - len(self._doomed)
-        state = self.directory.state
-        staying = sum(slot not in pins and state(slot) == _READY for slot in named)
+        stays = self.space.stays
 
         def may_go(slot: int) -> bool:
             """What the policy knows is READY where it is not WRITING."""
-            return slot not in pins and slot not in tickets and slot not in named
+            return slot not in pins and slot not in tickets
 
-        stays = self.space.stays
         # Where fewer may go than are needed, nobody looks through all that stay.
         return policy.victims(
-            min(n, len(policy) - len(tickets) - pinned - staying),
+            min(n, len(policy) - len(tickets) - pinned),
             (lambda slot: may_go(slot) and stays(slot)) if self.space.leaving else may_go,
         )
 

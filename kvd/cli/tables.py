@@ -14,7 +14,7 @@ from kvd.metrics.histogram import Histogram
 from kvd.metrics.words import NOTHING, duration, number, percent, several, size
 
 _PIPED_COLUMNS = 10_000
-_REFUSED = ("present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
+_REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
 
 
 def print_report(report: dict[str, Any]) -> None:

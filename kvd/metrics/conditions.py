@@ -23,6 +23,7 @@ OLD_JOB_SECONDS = 2.0
 WAITING_SECONDS = 30.0  # ranks of one engine start apart, but not that far
 LAG_SECONDS = 0.25
 NEARLY_ALL = 0.9
+REFUSED_SHARE = 0.05  # as the alert KvdStoresRefused
 YOUNG_SECONDS = 60.0
 
 
@@ -140,6 +141,12 @@ def _young(namespace: Span) -> Case:
     return {"age": duration(age) if age >= 1 else latency(age)}
 
 
+def _refused(span: Span) -> Case:
+    # A few are an engine that wanted more at once than it had on loan: it offers them again.
+    share = span.share("full", "offered")
+    return share is not None and share > REFUSED_SHARE and {"share": percent(share)}
+
+
 def _few_hits(span: Span) -> Case:
     share = span.share("hit_chunks", "lookup_chunks")
     few = share is not None and share < 0.01 and span.rise("counters", "stored") > 0
@@ -220,8 +227,8 @@ WARNINGS = (
     ),
     Kind(
         "no room",
-        _rises("counters", "full", word="chunk"),
-        "{times} got no room in the last minute: everything in the pool is in use.",
+        _refused,
+        "{share} of the chunks that were offered in the last minute found no room.",
         "Enlarge the pool (cpu_bytes), or let the engines serve fewer requests at a time.",
     ),
     Kind(
@@ -268,12 +275,6 @@ WARNINGS = (
         _rises("broker", "dropped_frames", word="message"),
         "{times} could not be understood in the last minute.",
         "Look in the log for who sent them; an engine may run another version of kvd's client.",
-    ),
-    Kind(
-        "bad keys",
-        _rises("counters", "bad_key", word="chunk"),
-        "{times} with a key that kvd cannot hold came in the last minute.",
-        "Look at the engine's connector; docs/protocol.md says what a key may be.",
     ),
     Kind(
         "leases expired",

@@ -12,7 +12,7 @@ from typing import Any, Self
 from kvd.errors import IntegrityError
 from kvd.metrics.declare import counter, counters, histogram, histograms
 from kvd.metrics.histogram import Histogram
-from kvd_proto.messages import JobStatus, StoreAnswer
+from kvd_proto.messages import JobStatus
 
 MOST = 2**63 - 1
 """The largest number that a message carries; sums stop there."""
@@ -93,7 +93,7 @@ class ChunkCounts(Counts):
 
     offered: int = counter(
         "Chunks that engines asked to store: `accepted` + `present` +"
-        " `pending` + `full` + `quota` + `not_yet` + `bad_key` + `draining`",
+        " `pending` + `full` + `quota` + `not_yet` + `draining`",
         "store_offered_chunks_total",
     )
     accepted: int = counter("Got a slot", "store_answered_chunks_total", answer="accepted")
@@ -102,13 +102,13 @@ class ChunkCounts(Counts):
         "Were being written by somebody", "store_answered_chunks_total", answer="pending"
     )
     full: int = counter(
-        "Got no room: all is pinned, being written, or named in the same request",
+        "Found no slot at hand: the engine had used what was lent to it, which is less than it"
+        " would like where all is pinned or being written",
         "store_answered_chunks_total",
         answer="full",
     )
     quota: int = counter(
-        "The model holds what its cap allows, and all of that is pinned, being written, or named"
-        " in the same request",
+        "Found no slot at hand, and the model holds what its cap allows",
         "store_answered_chunks_total",
         answer="quota",
     )
@@ -117,17 +117,10 @@ class ChunkCounts(Counts):
         "store_answered_chunks_total",
         answer="not_yet",
     )
-    bad_key: int = counter(
-        "Had an empty key, or one that is too long",
-        "store_answered_chunks_total",
-        answer="bad_key",
-    )
     draining: int = counter(
         "Were offered while the daemon took none", "store_answered_chunks_total", answer="draining"
     )
-    index_full: int = counter(
-        "Of `full` and `stores_raced`: no room in the directory near the key's place"
-    )
+    index_full: int = counter("Of `stores_raced`: no room in the directory near the key's place")
     stores_lost: int = counter(
         "Of `accepted`: the slot was not lent to the engine any more, when the broker heard of the"
         " store",
@@ -163,11 +156,10 @@ class ChunkCounts(Counts):
         by="operator",
     )
     asked: int = counter(
-        "Chunks that engines asked to load: `hits` + `misses` + `pins_late` + `pins_refused`",
+        "Chunks that engines asked to load: `hits` + `pins_late` + `pins_refused`",
         "load_asked_chunks_total",
     )
-    hits: int = counter("Were found and pinned", "load_answered_chunks_total", answer="found")
-    misses: int = counter("Were not found", "load_answered_chunks_total", answer="missed")
+    hits: int = counter("Were pinned", "load_answered_chunks_total", answer="found")
     pins_late: int = counter(
         "Had gone before they could be pinned",
         "load_answered_chunks_total",
@@ -189,23 +181,15 @@ class ChunkCounts(Counts):
         AGE_BOUNDS,
     )
 
-    def answered(self, answers: bytearray) -> None:
-        """Count keys that were offered and answered, one `StoreAnswer` each."""
-        self.offered += len(answers)
-        for answer in StoreAnswer:
-            if times := answers.count(answer):
-                name = answer.name.lower()
-                setattr(self, name, getattr(self, name) + times)
-
     def check_integrity(self) -> None:
         """Every key that was offered or asked for has been answered, once.
 
         Raises:
             IntegrityError: otherwise.
         """
-        refused = self.full + self.quota + self.not_yet + self.bad_key + self.draining
+        refused = self.full + self.quota + self.not_yet + self.draining
         answered = self.accepted + self.present + self.pending + refused
-        unpinned = self.misses + self.pins_late + self.pins_refused
+        unpinned = self.pins_late + self.pins_refused
         if self.offered != answered or self.asked != self.hits + unpinned:
             raise IntegrityError(f"keys that were offered or asked for and not answered: {self}")
         if self.eviction_age.count != self.evicted + self.yielded:

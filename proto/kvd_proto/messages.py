@@ -78,15 +78,13 @@ class JobStatus(StrEnum):
 
 
 class StoreAnswer(IntEnum):
-    """What `PREPARE_STORE` says about a key; stable numbers of the wire."""
+    """What a scheduler says about a key that is offered for storing; no part of the wire."""
 
     ACCEPTED = 1  # a slot is given; write it
     PRESENT = 2  # READY already; nothing to do
     PENDING = 3  # somebody is writing it, perhaps this engine; nothing to do
-    FULL = 4  # no room: everything is pinned, being written, or named in the same request
+    FULL = 4  # no slot is at hand; offer it next time
     NOT_YET = 5  # not offered often enough to be worth a slot; offer it next time
-    BAD_KEY = 6  # empty or longer than a key may be
-    QUOTA = 7  # the model holds what its cap allows, and none of it may go
 
 
 # ---------------------------------------------------------------- handshake
@@ -310,125 +308,6 @@ class Stepped(Message, frozen=True):
     evicted: tuple[bytes, ...]
 
 
-class PrepareStore(Message, frozen=True, omit_defaults=True):
-    """Ask for slots for these keys, to write their chunks.
-
-    A chunk that is READY with fewer blocks than are offered may be accepted: it gives way to
-    the new one at once.
-
-    keys: a prompt's head first; where there is no room for all, the first ones are accepted.
-    first: u2, for each key the first block of its chunk that will be written; empty: all blocks
-        of all chunks will be.
-    count: u2, how many blocks from there on, 1 or more; as many items as `first`.
-    """
-
-    keys: Keys
-    first: IntArray = NO_ITEMS
-    count: IntArray = NO_ITEMS
-
-
-class StorePrepared(Message, frozen=True):
-    """What was decided about every key (see StoreAnswer), and slots for the accepted.
-
-    answers: u1, one for each key, in their order.
-    slots: u4, of the accepted keys, in their order.
-    generations: u8, of these slots.
-    evicted: keys of the chunks that had to go.
-    """
-
-    answers: IntArray
-    slots: IntArray
-    generations: IntArray
-    evicted: tuple[bytes, ...]
-
-
-class CompleteStore(Message, frozen=True):
-    """The engine is done with these stores; without success what is unfinished is dropped.
-
-    keys: of stores that all ranks have reported, or that are given up.
-    success: false drops those of the keys that this engine is still writing.
-    """
-
-    keys: Keys
-    success: bool
-
-
-class StoreCompleted(Message, frozen=True):
-    """How the keys stand.
-
-    ready: keys whose chunks are READY.
-    pending: keys whose chunks are being written; see Done and READY.
-    dropped: keys of which there is no chunk any more.
-    """
-
-    ready: Count
-    pending: Count
-    dropped: Count
-
-
-class PrepareLoad(Message, frozen=True, omit_defaults=True):
-    """Pin the chunks of these keys, as far as they are READY, under one lease.
-
-    A chunk that lacks a block that is needed is not found.
-
-    keys: a prompt's head first.
-    lease_ms: how long the chunks are to stay, in ms; the daemon may give less.
-    first: u2, for each key the first block of its chunk that is needed; empty: all blocks of
-        all chunks are.
-    count: u2, how many blocks from there on, 1 or more; as many items as `first`.
-    """
-
-    keys: Keys
-    lease_ms: Annotated[int, Meta(ge=1, le=600_000)]
-    first: IntArray = NO_ITEMS
-    count: IntArray = NO_ITEMS
-
-
-class LoadPrepared(Message, frozen=True):
-    """Which of the keys are pinned, and where their chunks lie.
-
-    lease: number of the lease; 0 where nothing was found.
-    lease_ms: how long it holds from now on.
-    found: u1, 1 or 0 for each key, in their order.
-    slots: u4, of the keys that were found, in their order.
-    generations: u8, of these slots.
-    """
-
-    lease: Count
-    lease_ms: Count
-    found: IntArray
-    slots: IntArray
-    generations: IntArray
-
-
-class CompleteLoad(Message, frozen=True):
-    """Give a lease back.
-
-    lease: as LoadPrepared gave it.
-    """
-
-    lease: Count
-
-
-class RequestFinished(Message, frozen=True):
-    """A request of the engine has finished that loaded, stored or found present these chunks.
-
-    keys: a prompt's head first; of several requests, those of the last one first. A key that is
-        named twice counts once, where it is named first.
-    """
-
-    keys: Keys
-
-
-class RequestNoted(Message, frozen=True):
-    """How much of that is here.
-
-    found: how many of the keys, each counted once, have a chunk, READY or being written.
-    """
-
-    found: Count
-
-
 class Reset(Message, frozen=True):
     """Drop every chunk of this engine's namespace."""
 
@@ -516,7 +395,7 @@ class Wait(Message, frozen=True):
 
 
 class Ok(Message, frozen=True):
-    """It is done: a lease is given back, memory the worker's own again, jobs stop or have ended.
+    """It is done: memory is the worker's own again, jobs stop or have ended.
 
     Done messages of the jobs that a Wait names were sent before this one; a job without a Done by
     then has failed, and does not begin any more.
@@ -765,13 +644,8 @@ _REQUESTS: dict[int, tuple[type[Message], type[Message]]] = {
     0x01: (Hello, Welcome),
     0x03: (Register, Registered),
     0x05: (Unregister, Ok),
-    0x07: (Step, Stepped),
-    0x10: (PrepareStore, StorePrepared),
-    0x12: (CompleteStore, StoreCompleted),
-    0x14: (PrepareLoad, LoadPrepared),
-    0x16: (CompleteLoad, Ok),
-    0x18: (RequestFinished, RequestNoted),
-    0x1A: (Reset, ResetDone),
+    0x10: (Step, Stepped),
+    0x12: (Reset, ResetDone),
     0x20: (Store, Done),
     0x21: (Load, Done),
     0x23: (Cancel, Ok),

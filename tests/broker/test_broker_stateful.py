@@ -19,31 +19,27 @@ from kvd.broker.effects import DropLane, Effect, KillLane, Notify, StartLane, To
 from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report
 from kvd.wire.link import LaneFailed
+from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     Attached,
     Clear,
-    CompleteLoad,
-    CompleteStore,
     Detached,
     Drain,
     Error,
     Fingerprint,
     HostHandle,
     Kind,
-    LoadPrepared,
     Lookups,
     Message,
+    Pin,
     Ping,
-    PrepareLoad,
-    PrepareStore,
     Register,
-    RequestFinished,
     Reset,
     ResetDone,
     Resume,
     Status,
-    StoreAnswer,
-    StorePrepared,
+    Step,
+    Stepped,
     Unregister,
 )
 from tests.broker.brokers import (
@@ -75,8 +71,8 @@ class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
         DrivenBroker.__init__(self, make_broker(POOL, lease_seconds=5, ticket_seconds=5))
         self.totals: dict[str, float] = {}
         self.lane_inbox: dict[str, list[Message]] = {"host": [], CUDA: []}
-        self.writing: list[tuple[Session, bytes, int, int]] = []
-        self.leases: list[tuple[Session, int]] = []
+        self.lent: list[tuple[Session, bytes, int, int]] = []
+        self.found: list[tuple[int, int]] = []
         self.request_id = 0
         self.incarnation = 0
         self.wanted = {"host"}  # lanes that the broker wants to have a process
@@ -243,80 +239,119 @@ class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
 
     # --------------------------------------------------------------- chunks
 
-    @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=12))
-    def prepare_store(self, session: Session, keys: list[bytes]) -> None:
-        """A scheduler asks for slots."""
+    @rule(
+        session=sessions,
+        keys=st.lists(st.sampled_from(KEYS), max_size=12),
+        dropped=st.lists(st.sampled_from(KEYS), max_size=4),
+        used=st.lists(st.sampled_from(KEYS), max_size=4),
+        wanted=st.sampled_from([0, 4, 40]),
+        others=st.integers(0, 5),
+    )
+    def step(
+        self,
+        session: Session,
+        keys: list[bytes],
+        dropped: list[bytes],
+        used: list[bytes],
+        wanted: int,
+        others: int,
+    ) -> None:
+        """A scheduler steps; some of the slots that it names may be another's, or nobody's."""
         if not self.alive(session):
             return
-        reply = self.ask(session, PrepareStore(keys=tuple(keys)))
-        assert not (self.broker.state.draining and isinstance(reply, StorePrepared))
-        if isinstance(reply, StorePrepared):
-            assert session.number in self.finding
-            assert session.engine is not None
-            assert session.engine.namespace is not None
-            accepted = int((reply.answers.numpy() == StoreAnswer.ACCEPTED).sum())
-            assert len(reply.slots) == len(reply.generations) == accepted
-            for slot, generation in zip(
-                reply.slots.numpy().tolist(), reply.generations.numpy().tolist(), strict=True
-            ):
-                self.writing.append((session, session.engine.namespace.id, slot, generation))
+        lent = [(slot, generation) for s, _, slot, generation in self.lent if s is session]
+        foreign = [(slot, generation) for _, _, slot, generation in self.lent[-others:]]
+        refs = [*reversed(lent), *(foreign if others else [])][: len(keys)]
+        reply = self.ask(
+            session,
+            Step(
+                dropped=tuple(dropped),
+                keys=tuple(keys[: len(refs)]),
+                slots=IntArray.of([slot for slot, _ in refs], "u4"),
+                generations=IntArray.of([generation for _, generation in refs], "u8"),
+                used=tuple(used),
+                wanted=wanted,
+                refused=len(keys) - len(refs),
+            ),
+        )
+        if isinstance(reply, Error):
+            return
+        assert isinstance(reply, Stepped)
+        assert session.number in self.finding
+        assert session.engine is not None
+        assert session.engine.namespace is not None
+        assert not (self.broker.state.draining and len(reply.slots))
+        table, ns_id = session.engine.namespace.table, session.engine.namespace.id
+        slots, generations = reply.slots.tolist(), reply.generations.tolist()
+        for slot, generation in zip(slots, generations, strict=True):
+            assert table.directory.is_lent(slot, generation)
+            self.lent.append((session, ns_id, slot, generation))
 
     @rule(
         engine=ENGINES,
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=16, unique=True),
-        ranks=st.sampled_from([WORLD, WORLD, WORLD, 1]),
+        early=st.lists(st.integers(0, WORLD - 1), max_size=2),
+        late=st.lists(st.integers(0, WORLD - 1), max_size=3),
     )
-    def store(self, engine: str, keys: list[bytes], ranks: int) -> None:
-        """A complete engine stores: slots, then shares of all ranks, or of some."""
+    def store(self, engine: str, keys: list[bytes], early: list[int], late: list[int]) -> None:
+        """A complete engine stores: slots, shares, keys, and other shares."""
         present = self.broker.state.registry.engines.get(engine)
         if present is None or not present.attached:
             return
-        before = len(self.writing)
-        self.prepare_store(session=next(iter(present.sessions.values())), keys=keys)
-        for position in range(before, len(self.writing)):
-            for rank in range(ranks):
-                self.share_done(rank=rank, ok=True, pick=2 * position, single=True)
+        schedulers = [s for s in present.sessions.values() if s.kind == "scheduler"]
+        if not schedulers:
+            return
+        session, before = schedulers[0], len(self.lent)
+        self.step(session=session, keys=[], dropped=[], used=[], wanted=2 * len(keys), others=0)
+        positions = range(max(before, len(self.lent) - len(keys)), len(self.lent))
+        for ranks, begin in ((early, True), (late, False)):
+            for rank in ranks:
+                for position in positions:
+                    self.share_done(rank=rank, ok=True, pick=2 * position, single=True)
+            if begin:
+                self.step(session=session, keys=keys, dropped=[], used=[], wanted=0, others=0)
 
     @rule(rank=st.integers(0, WORLD - 1), ok=st.sampled_from([True] * 7 + [False]), pick=PICK)
     def share_done(self, rank: int, ok: bool, pick: int, single: bool = False) -> None:
         """The lane reports one rank's share, maybe late, maybe twice."""
-        if not self.writing:
+        if not self.lent:
             return
-        session, namespace, slot, generation = self.writing[pick // 2 % len(self.writing)]
+        session, namespace, slot, generation = self.lent[pick // 2 % len(self.lent)]
         engine = session.engine
         worker = engine.workers.get(rank) if engine is not None else None
         if worker is None or worker.registration is None:
             return
         if worker.registration.device not in self.up:
             return
-        several = (
-            [w for w in self.writing if w[0] is session][-8:] if pick % 2 and not single else []
-        )
+        several = [w for w in self.lent if w[0] is session][-8:] if pick % 2 and not single else []
         refs = [(slot, generation), *((s, g) for _, _, s, g in several)]
         self.share(worker, namespace, [s for s, _ in refs], [g for _, g in refs], ok=ok)
 
-    @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8), ok=st.booleans())
-    def complete_store(self, session: Session, keys: list[bytes], ok: bool) -> None:
-        """A scheduler is done with stores."""
-        if self.alive(session):
-            self.ask(session, CompleteStore(keys=tuple(keys), success=ok))
-
-    @rule(session=sessions, keys=st.lists(st.sampled_from(KEYS), max_size=8))
-    def prepare_load(self, session: Session, keys: list[bytes]) -> None:
-        """A scheduler takes a lease."""
-        if self.alive(session):
-            reply = self.ask(session, PrepareLoad(keys=tuple(keys), lease_ms=3000))
-            assert not isinstance(reply, LoadPrepared) or session.number in self.finding
-            if isinstance(reply, LoadPrepared) and reply.lease:
-                self.leases.append((session, reply.lease))
-
-    @rule(pick=PICK)
-    def complete_load(self, pick: int) -> None:
-        """A scheduler gives a lease back."""
-        if self.leases:
-            session, lease = self.leases.pop(pick % len(self.leases))
-            if self.alive(session):
-                self.ask(session, CompleteLoad(lease=lease))
+    @rule(
+        session=sessions,
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=8),
+        late=st.booleans(),
+        number=st.integers(1, 4),
+        given_back=st.lists(st.integers(1, 4), max_size=2),
+    )
+    def load(
+        self, session: Session, keys: list[bytes], late: bool, number: int, given_back: list[int]
+    ) -> None:
+        """A scheduler pins what it has found, perhaps long ago, and gives leases back."""
+        if not self.alive(session) or session.engine is None or session.engine.namespace is None:
+            return
+        entry = session.engine.namespace.table.directory.entry
+        refs = [found[:2] for key in keys if (found := entry(key)) is not None]
+        if late:
+            refs, self.found = self.found, refs
+        pin = Pin(
+            lease=number,
+            lease_ms=3000,
+            slots=IntArray.of([slot for slot, _ in refs], "u4"),
+            generations=IntArray.of([generation for _, generation in refs], "u8"),
+        )
+        reply = self.ask(session, Step(pins=(pin,), unpinned=tuple(given_back)))
+        assert not isinstance(reply, Stepped) or session.number in self.finding
 
     @rule(
         session=sessions,
@@ -325,7 +360,6 @@ class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
                 Ping(),
                 PING,
                 Status(),
-                RequestFinished(keys=tuple(KEYS[:3])),
                 Drain(),
                 Resume(),
                 Resume(),

@@ -12,6 +12,7 @@ from kvd.broker.effects import Event, Reply
 from kvd.broker.sessions import Peer, Session
 from kvd.cache.chunks import PIECE_SLOTS
 from kvd.cache.namespaces import Namespace, Namespaces
+from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import (
     Check,
@@ -23,10 +24,8 @@ from kvd_proto.messages import (
     Error,
     ErrorCode,
     Kind,
-    LoadPrepared,
     Message,
-    PrepareLoad,
-    PrepareStore,
+    Pin,
     ReloadConfig,
     Reset,
     ResetDone,
@@ -35,6 +34,8 @@ from kvd_proto.messages import (
     ShowConfig,
     Status,
     StatusReport,
+    Step,
+    Stepped,
 )
 from tests.broker.brokers import PAGE, join, make_broker, refusal, replies
 from tests.cache import tables
@@ -77,10 +78,10 @@ class Bench:
 
     def store(self, namespace: Namespace, keys: list[bytes], *, finish: bool = True) -> None:
         """Chunks in the namespace, READY or still being written."""
-        decision = namespace.table.prepare_store(keys, OWNER, self.now)
-        assert len(decision.slots) == len(keys)
+        begun = tables.begin(namespace.table, keys, self.now, owner=OWNER)
+        assert len(begun.slots) == len(keys)
         if finish:
-            tables.finish(namespace.table, decision)
+            tables.finish(namespace.table, begun)
 
     def scheduler(self, namespace: Namespace) -> Session:
         """The scheduler of an engine that uses the namespace."""
@@ -125,14 +126,11 @@ def test_only_tools_may(bench: Bench, kind: Kind, message: Message) -> None:
     assert bench.events == []
 
 
-def test_a_drain_refuses_stores_until_it_is_resumed(bench: Bench) -> None:
+def test_a_drain_lasts_until_it_is_resumed(bench: Bench) -> None:
     """The daemon is not ready and says who drained it first; a second order changes nothing."""
     assert bench.report()["ready"]
     for _ in range(2):
         assert bench.ask(Drain()) == Drained(stores=0, leases=0)
-        error = bench.ask(PrepareStore(keys=(b"k",)), bench.session("scheduler"))
-        assert isinstance(error, Error)
-        assert error.code is ErrorCode.DRAINING
         bench.now += 5
     report = bench.report()
     assert (report["ready"], report["draining"]) == (False, True)
@@ -173,14 +171,14 @@ def test_a_drain_counts_what_began_before_it(bench: Bench) -> None:
     table = namespace.table
     bench.store(namespace, [b"a", b"b"])
     bench.store(namespace, [b"c", b"d", b"e"], finish=False)
-    lease = table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease
+    tables.pin(table, [b"a", b"b"], bench.now, 60.0)
     bench.now += 1
     assert bench.ask(Drain()) == Drained(stores=3, leases=1)
     bench.now += 1
-    assert table.prepare_load([b"a"], OWNER, bench.now, 60.0).lease
+    tables.pin(table, [b"a"], bench.now, 60.0, number=2)
     assert bench.ask(Drain()) == Drained(stores=3, leases=1)
-    table.unpin(lease, OWNER)
-    _, refs = table.complete_store([b"c", b"d", b"e"], OWNER, success=False)
+    table.unpin(1, OWNER)
+    refs = table.drop([b"c", b"d", b"e"], OWNER)
     assert bench.ask(Drain()) == Drained(stores=3, leases=0)  # they are being called back
     bench.broker.state.revoke(namespace, refs)
     assert bench.ask(Drain()) == Drained(stores=0, leases=0)
@@ -190,10 +188,14 @@ def test_a_load_that_never_ends_pins_no_longer_than_a_lease(bench: Bench) -> Non
     """However long the engine asks for: afterwards its chunks are hits that may be evicted."""
     namespace = bench.namespace()
     bench.store(namespace, [b"a"])
-    load = PrepareLoad(keys=(b"a",), lease_ms=600_000)
-    reply = bench.ask(load, bench.scheduler(namespace))
-    assert isinstance(reply, LoadPrepared)
-    assert reply.lease_ms == 60_000
+    slot = namespace.directory.find(b"a")
+    load = Pin(
+        lease=1,
+        lease_ms=600_000,
+        slots=IntArray.of([slot], "u4"),
+        generations=IntArray.of([namespace.directory.generation(slot)], "u8"),
+    )
+    assert isinstance(bench.ask(Step(pins=(load,)), bench.scheduler(namespace)), Stepped)
     for seconds, pinned in ((59, 1), (1, 0)):
         bench.now += seconds
         bench.broker.tick(bench.now)
@@ -208,11 +210,11 @@ def test_clear_drops_everything(bench: Bench) -> None:
     bench.store(one, [b"a", b"b", b"c"])
     bench.store(one, [b"d"], finish=False)
     bench.store(two, [b"e"])
-    lease = one.table.prepare_load([b"a", b"b"], OWNER, bench.now, 60.0).lease
+    tables.pin(one.table, [b"a", b"b"], bench.now, 60.0)
     assert bench.ask(Clear()) == Cleared(chunks=3, bytes=3 * 4096, deferred=2)
     assert all(one.directory.find(key) < 0 for key in (b"a", b"b", b"c", b"d"))
     assert one.table.slots.stats()["doomed"] == 2
-    one.table.unpin(lease, OWNER)
+    one.table.unpin(1, OWNER)
     assert set(one.table.slots.stats().values()) == {0}
     assert [space.id for space in bench.namespaces] == [one.id]  # nobody uses the other one
     assert one.table.counts.removed == 3
@@ -248,11 +250,11 @@ def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
     namespace = bench.namespace()
     table = namespace.table
     bench.store(namespace, [b"old", b"pinned", b"loaded", b"used"])
-    table.prepare_load([b"pinned"], OWNER, bench.now, 60.0)
+    tables.pin(table, [b"pinned"], bench.now, 60.0)
     bench.now += 40
     bench.broker.tick(bench.now)
-    lease = table.prepare_load([b"loaded"], OWNER, bench.now, 60.0).lease
-    table.unpin(lease, OWNER)
+    tables.pin(table, [b"loaded"], bench.now, number=2)
+    table.unpin(2, OWNER)
     table.finished([b"used"])
     bench.now += 10
     evict = Clear(unused_seconds=30.0, namespace=namespace.id)
@@ -314,7 +316,7 @@ def test_a_check_looks_at_every_chunk(bench: Bench) -> None:
     namespace = bench.namespace()
     bench.store(namespace, [b"a", b"b", b"c"])
     bench.store(namespace, [b"d"], finish=False)
-    namespace.table.prepare_load([b"a"], OWNER, bench.now, 10.0)
+    tables.pin(namespace.table, [b"a"], bench.now)
     before = namespace.table.slots.stats()
     assert bench.ask(Check()) == Checked(violation="", chunks=4, whole=True)
     assert namespace.table.slots.stats() == before
@@ -347,12 +349,12 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     table = namespace.table
     keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
     bench.store(namespace, keys)
-    lease = table.prepare_load([b"3000"], OWNER, bench.now, 60.0)
+    tables.pin(table, [b"3000"], bench.now, 60.0)
     bench.store(namespace, [b"begun"], finish=False)
     (reply,) = replies(bench.broker.request(scheduler, 8, Reset(), bench.now))
     assert reply.message == ResetDone(dropped=len(keys), deferred=1)  # with the one that was begun
     assert set(table.directory.lookup_many([*keys, b"begun"])) == {LookupResult.MISS}
-    assert not table.prepare_load(keys, OWNER, bench.now, 60.0).lease
+    assert tables.pin(table, keys, bench.now, 60.0, number=2) == []
     assert table.slots.stats()["ready"] == table.slots.stats()["doomed"] == 1
     table.check_integrity()
     new = [b"new", b"2"]  # one of them under a key that was there before
@@ -369,7 +371,7 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     assert table.slots.stats()["ready"] == 3
     assert table.counts.reset == len(keys)
     assert table.counts.removed == 0
-    assert table.unpin(lease.lease, OWNER)
+    assert table.unpin(1, OWNER)
     assert table.slots.stats()["doomed"] == 0
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvd.broker.admission import check_layout, check_rank
 from kvd.broker.attachment import namespace_id
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, Event, Notify, OpenPool, Reply, ToLane
+from kvd.broker.effects import Effect, Event, Notify, OpenPool, ToLane
 from kvd.broker.registration import AT_ONCE
 from kvd.broker.sessions import Engine, Peer, Registry, Session
 from kvd.cache.namespaces import Namespaces
@@ -24,11 +24,10 @@ from kvd_proto.messages import (
     Fingerprint,
     LaneUp,
     Message,
-    PrepareLoad,
-    PrepareStore,
     Register,
     Registered,
-    StorePrepared,
+    Step,
+    Stepped,
 )
 from tests.broker import brokers
 from tests.broker.brokers import (
@@ -176,25 +175,24 @@ def test_a_rank_waits_for_a_lane_that_can_copy_something() -> None:
 
 
 def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
-    """Until then they are refused as not ready; afterwards they get what is there and no more."""
+    """Until then no slot is lent; afterwards what is there and no more."""
     size = 4 * MIN_PIECE_BYTES
     broker, session = attached(size)
     lane_up(broker, usable_bytes=size)
     mapped(broker, session)
     assert session.engine is not None
     assert session.engine.attached
-    ask = PrepareStore(keys=(b"k" * 8,))
+    scheduler = join(broker, "scheduler")
 
-    def answer() -> Message:
-        (reply,) = [e for e in broker.request(session, 9, ask, 0.0, 2) if isinstance(e, Reply)]
-        return reply.message
+    def lent() -> int:
+        (reply,) = replies(broker.request(scheduler, 9, Step(wanted=8), 0.0))
+        assert isinstance(reply.message, Stepped)
+        return len(reply.message.slots)
 
-    early = answer()
-    assert isinstance(early, Error)
-    assert early.code is ErrorCode.NOT_READY
+    assert lent() == 0
     broker.pool_allocated(MIN_PIECE_BYTES)
     assert broker.state.usable_bytes(session.engine) == MIN_PIECE_BYTES
-    assert isinstance(answer(), StorePrepared)
+    assert lent() == 8
     broker.pool_allocated(size)
     assert broker.state.ready
     assert broker.state.usable_bytes(session.engine) is None
@@ -397,16 +395,15 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
     assert notified(broker.supervision.lost(device, "killed again")) == set()
     late, _ = broker.connected(b"late".ljust(16), Peer(1, 0, 0))
     assert notified(broker.request(late, 1, hello("scheduler"), 0.0)) == set()
-    for message in (PrepareStore(keys=(b"k",)), PrepareLoad(keys=(b"k",), lease_ms=1000)):
-        error = refusal(broker.request(late, 2, message, 0.0, 2))
-        assert error.code is ErrorCode.LANE_LOST
-        assert f"lane {device} of rank" in error.text
+    error = refusal(broker.request(late, 2, Step(wanted=8), 0.0))
+    assert error.code is ErrorCode.LANE_LOST
+    assert f"lane {device} of rank" in error.text
     back = ranks[device == CUDA]
     assert notified(lane_up(broker, device)) == {(LaneUp, back.number)}
     served = mapped(broker, back, device)
     assert notified(served) == {(Attached, session.number) for session in (*ranks, late)}
-    (reply,) = replies(broker.request(late, 3, PrepareStore(keys=(b"k",)), 0.0, 2))
-    assert isinstance(reply.message, StorePrepared)
+    (reply,) = replies(broker.request(late, 3, Step(wanted=8), 0.0))
+    assert isinstance(reply.message, Stepped)
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2J", "nul\0", "left\u202eright", "two\nlines"])

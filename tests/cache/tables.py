@@ -1,14 +1,16 @@
 """Namespaces in plain memory, and chunks stored at once."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.cache.chunks import ChunkTable
+from kvd.cache.directory import Blocks, covers
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
 from kvd.pool.filling import FillOrder
-from kvd_proto.messages import StorePrepared
+from kvd_proto.directory import SlotState
 
 PAGE = 4096
 MIB = 2**20
@@ -67,18 +69,84 @@ def names(count: int, first: int = 0) -> list[bytes]:
     return [b"key %d" % number for number in range(first, first + count)]
 
 
-def store(table: ChunkTable, keys: list[bytes], now: float = 0.0) -> StorePrepared:
-    """Store as many whole chunks as are accepted, the shares of all ranks at once."""
-    decision = table.prepare_store(keys, 1, now)
-    finish(table, decision)
-    return decision
+@dataclass
+class Begun:
+    """Stores that have begun, and what was evicted for their slots."""
+
+    keys: list[bytes] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    evicted: list[bytes] = field(default_factory=list)
 
 
-def finish(
-    table: ChunkTable, decision: StorePrepared, first: int = 0, count: int | None = None
-) -> None:
-    """Report all shares of what was accepted, with these blocks or all."""
-    n, count = len(decision.slots), count or table.directory.blocks_per_chunk
-    refs = decision.slots.numpy(), decision.generations.numpy()
+def begin(
+    table: ChunkTable,
+    keys: list[bytes],
+    now: float = 0.0,
+    *,
+    owner: int = 1,
+    usable: int | None = None,
+    blocks: Blocks | None = None,
+    seconds: float = 60.0,
+) -> Begun:
+    """Begin the stores of what is not here, as the only scheduler does, while it is lent slots.
+
+    `blocks` are those that will be stored of each; None: all.
+    """
+    begun = Begun()
+    wanted = [key for key in dict.fromkeys(keys) if _is_new(table, key, blocks)]
+    while wanted:
+        _, _, evicted = table.lend(owner, len(wanted), 1, now, usable)
+        loans = list(table.slots.loans.of(owner).items())[: len(wanted)]
+        begun.evicted += evicted
+        if not loans:
+            break
+        some, wanted = wanted[: len(loans)], wanted[len(loans) :]
+        slots, generations = map(list, zip(*loans, strict=True))
+        parts = [blocks] * len(some) if blocks is not None else []
+        table.begin(some, slots, generations, owner, now, parts, seconds=seconds)
+        begun.keys += some
+        begun.slots += slots
+        begun.generations += generations
+    return begun
+
+
+def _is_new(table: ChunkTable, key: bytes, blocks: Blocks | None) -> bool:
+    here = table.directory.entry(key)
+    if here is None:
+        return True
+    _, _, state, *held = here
+    offered = blocks or (0, table.directory.blocks_per_chunk)
+    return state == SlotState.READY and (*held,) != offered and covers(offered, (held[0], held[1]))
+
+
+def store(table: ChunkTable, keys: list[bytes], now: float = 0.0) -> Begun:
+    """Store as many whole chunks as there is room for, the shares of all ranks at once."""
+    begun = begin(table, keys, now)
+    finish(table, begun)
+    return begun
+
+
+def finish(table: ChunkTable, begun: Begun, blocks: Blocks | None = None) -> None:
+    """Report all shares of what has begun, with these blocks or all."""
+    n, (first, count) = len(begun.slots), blocks or (0, table.directory.blocks_per_chunk)
+    refs = begun.slots, begun.generations
     for rank in range(table.space.geometry.world_size):
         table.share_done(1, rank, *refs, [first] * n, [count] * n, [0] * n, ok=True)
+
+
+def pin(
+    table: ChunkTable,
+    keys: list[bytes],
+    now: float = 0.0,
+    seconds: float = 10.0,
+    *,
+    owner: int = 1,
+    number: int = 1,
+) -> list[tuple[int, int]]:
+    """Pin those of the keys that are READY: their slots and generations."""
+    found = [entry for key in keys if (entry := table.directory.entry(key)) is not None]
+    refs = [(slot, generation) for slot, generation, state, *_ in found if state == SlotState.READY]
+    slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
+    table.pin(number, slots, generations, owner, now, seconds)
+    return refs

@@ -5,7 +5,7 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.metrics.counts import AGE_BOUNDS
-from tests.cache.tables import make_table, names, store
+from tests.cache.tables import make_table, names, pin, store
 
 BOOT = 1_000_000.0  # of a machine that has been up for long
 
@@ -20,7 +20,7 @@ def test_an_age_counts_from_the_last_use() -> None:
     """Of chunks stored together the one that was loaded meanwhile is younger when it goes."""
     table = make_table(4)
     store(table, names(4), BOOT)
-    table.prepare_load(names(1), 1, BOOT + 100, 1.0)
+    pin(table, names(1), BOOT + 100, 1.0)
     table.expire(BOOT + 110)
     store(table, names(4, first=10), BOOT + 120)
     assert ages(table) == {60: 1, 300: 3}

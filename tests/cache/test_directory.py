@@ -1,6 +1,7 @@
 """The directory: format, index, views."""
 
 import zlib
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -31,6 +32,16 @@ def make(num_slots: int) -> tuple[bytearray, DirectoryWriter]:
     header = DirectoryHeader.plan(num_slots, SPACE, BOOT)
     buffer = bytearray(header.total_bytes)
     return buffer, DirectoryWriter(buffer, header)
+
+
+def begin(
+    writer: DirectoryWriter, keys: Sequence[bytes], slots: Sequence[int], owner: int
+) -> list[int]:
+    """Chunks that are being written; the generations of their slots."""
+    generations = writer.lend(slots, owner)
+    for key, slot in zip(keys, slots, strict=True):
+        writer.place(key, slot)
+    return generations
 
 
 @cache
@@ -109,7 +120,7 @@ def test_life_of_a_chunk() -> None:
     buffer, writer = make(4)
     view = DirectoryView(memoryview(buffer).toreadonly())
     assert view.lookup(b"k") is LookupResult.MISS
-    assert writer.begin([b"k"], [2], owner=7) == [1]
+    assert begin(writer, [b"k"], [2], owner=7) == [1]
     assert view.lookup(b"k") is LookupResult.HIT_PENDING
     assert (writer.generation(2), writer.owner(2), writer.state(2)) == (1, 7, SlotState.WRITING)
     assert (writer.key(2), writer.ranks_done(2)) == (b"k", 0)
@@ -120,7 +131,7 @@ def test_life_of_a_chunk() -> None:
     assert writer.free([2]) == [b"k"]
     assert view.lookup(b"k") is LookupResult.MISS
     assert view.find(b"k") == -1
-    assert writer.begin([b"other"], [2], owner=7) == [2]
+    assert begin(writer, [b"other"], [2], owner=7) == [2]
 
 
 def test_an_entry_is_what_the_record_says() -> None:
@@ -128,7 +139,7 @@ def test_an_entry_is_what_the_record_says() -> None:
     buffer, writer = make(4)
     view = DirectoryView(memoryview(buffer).toreadonly())
     assert view.entry(b"k") is None
-    writer.begin([b"k"], [2], owner=7)
+    begin(writer, [b"k"], [2], owner=7)
     assert view.entry(b"k") == (2, 1, SlotState.WRITING, 0, NO_SHARE_YET)
     writer.add_share(2, 0, first=1, count=3, group=0)
     writer.write_state(2, SlotState.READY)
@@ -142,7 +153,7 @@ def test_a_lent_slot_is_known_by_its_generation() -> None:
     """`is_lent` takes any numbers; a slot with another generation or state is not lent."""
     buffer, writer = make(4)
     view = DirectoryView(memoryview(buffer).toreadonly())
-    writer.begin([b"k"], [2], owner=7)
+    begin(writer, [b"k"], [2], owner=7)
     assert not view.is_lent(2, 1)
     writer.write_state(2, SlotState.LENT)
     assert view.is_lent(2, 1)
@@ -155,7 +166,7 @@ def test_a_lent_slot_is_known_by_its_generation() -> None:
 def test_shares() -> None:
     """Ranks add up to a mask, and the coverage is what all of them hold."""
     _, writer = make(4)
-    writer.begin([b"k"], [3], owner=1)
+    begin(writer, [b"k"], [3], owner=1)
     assert writer.add_share(3, 0, first=1, count=3, group=0) == (0b01, 3)
     assert writer.add_share(3, 63, first=0, count=3, group=0) == (1 | 1 << 63, 2)
     first, count, _ = writer.coverage(np.array([3], "u4"))
@@ -166,7 +177,7 @@ def test_shares() -> None:
 def test_check_is_exact() -> None:
     """`check` wants slot, generation, state and owner, and takes any number as a slot."""
     _, writer = make(4)
-    writer.begin([b"a", b"b"], [0, 1], owner=5)
+    begin(writer, [b"a", b"b"], [0, 1], owner=5)
     slots = np.array([0, 1, 1, 3, 4, 2**32 - 1], "u4")
     generations = np.array([1, 1, 2, 1, 1, 1], "u8")
     good = writer.check(slots, generations, SlotState.WRITING, owner=5)
@@ -186,7 +197,7 @@ def test_a_record_says_what_is_said_of_many_slots_at_once(
 ) -> None:
     """Slots that are read one at a time get the answers of `check` and `coverage`."""
     _, writer = make(8)
-    writer.begin([b"a", b"b", b"c"], [0, 1, 7], owner=5)
+    begin(writer, [b"a", b"b", b"c"], [0, 1, 7], owner=5)
     writer.add_share(1, 0, first=1, count=2, group=3)
     writer.write_state(1, SlotState.READY)
     slots = np.array([slot for slot, _ in pairs], "u4")
@@ -211,19 +222,19 @@ def test_released_buffer_can_be_resized() -> None:
 
 
 def test_crowded_home_is_refused() -> None:
-    """A key for which there is no place within the probe limit is refused; the slot stays free."""
+    """A key for which there is no place within the probe limit is refused; the slot stays lent."""
     num_slots = PROBE_LIMIT + 8
     buffer, writer = make(num_slots)
     mask = writer.header.index_capacity - 1
     keys = colliding_keys(PROBE_LIMIT + 2, mask, home=mask)  # wraps round the end
-    generations = writer.begin(keys, range(len(keys)), owner=1)
-    assert generations == [1] * PROBE_LIMIT + [0, 0]
-    assert writer.state(PROBE_LIMIT) == SlotState.FREE
+    assert begin(writer, keys, range(len(keys)), owner=1) == [1] * len(keys)
+    states = [writer.state(slot) for slot in range(PROBE_LIMIT, PROBE_LIMIT + 3)]
+    assert states == [SlotState.LENT, SlotState.LENT, SlotState.FREE]
     view = DirectoryView(buffer)
     assert view.lookup_many(keys) == [LookupResult.HIT_PENDING] * PROBE_LIMIT + [0, 0]
     writer.check_integrity()
     writer.unindex(0)
-    assert writer.begin([keys[-1]], [PROBE_LIMIT], owner=1) == [1]
+    assert writer.place(keys[-1], PROBE_LIMIT) == 0
     assert view.find(keys[-1]) == PROBE_LIMIT
     writer.write_state(0, SlotState.DRAINING)
     writer.check_integrity()
@@ -232,7 +243,7 @@ def test_crowded_home_is_refused() -> None:
 def test_a_garbled_index_never_hits() -> None:
     """Entries that point nowhere, or to another key, are misses and not errors."""
     buffer, writer = make(4)
-    writer.begin([b"k"], [0], owner=1)
+    begin(writer, [b"k"], [0], owner=1)
     at = writer.header.index_offset + (zlib.crc32(b"k") & writer.header.index_capacity - 1) * 8
     for slot in (2, 99, 2**32 - 2, -1):
         buffer[at : at + 4] = (slot + 1).to_bytes(4, "little")
@@ -257,7 +268,7 @@ def test_the_index_is_a_dict(steps: list[tuple[int, int]]) -> None:
         gone = [k for k, s in model.items() if k == key or s == slot]
         assert writer.free([model.pop(k) for k in gone]) == gone
         before = writer.generation(slot)
-        assert writer.begin([key], [slot], 1) == [before + 1]
+        assert begin(writer, [key], [slot], 1) == [before + 1]
         writer.write_state(slot, SlotState.READY)
         model[key] = slot
         for each in keys:

@@ -18,7 +18,6 @@ from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
 from kvd_proto.directory import LookupResult
-from kvd_proto.messages import StoreAnswer
 from tests.cache.tables import add, make_namespaces
 
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
@@ -211,64 +210,6 @@ class TableMachine(RuleBasedStateMachine):
             self.namespaces.attach_engine(namespace)
         elif namespace.engines:
             self.namespaces.detach_engine(namespace)
-
-    @rule(
-        space=st.sampled_from(SPACES),
-        keys=keys_strategy,
-        owner=st.sampled_from(OWNERS),
-        blocks=st.sampled_from(PARTS),
-    )
-    def prepare_store(
-        self, space: int, keys: list[bytes], owner: int, blocks: tuple[int, int]
-    ) -> None:
-        """Slots are asked for, to write these blocks of each chunk."""
-        model, other = self.models[space], self.models[1 - space]
-        protected = other.protected_bytes(self.namespaces)
-        asked = [*keys, b"", b"x" * 49]
-        whole = blocks == (0, BLOCKS)
-        decision = model.table.prepare_store(
-            asked, owner, self.now, blocks=() if whole else [blocks] * len(asked), seconds=TICKET
-        )
-        answers = [StoreAnswer(a) for a in decision.answers.numpy()]
-        assert answers[-2:] == [StoreAnswer.BAD_KEY] * 2
-        other.forget_yielded()
-        assert other.protected_bytes(self.namespaces) >= protected
-        evictable = [k for k in model.order if model.evictable_here(k) and k not in keys]
-        if self.policy == "lru":
-            assert list(decision.evicted) == evictable[: len(decision.evicted)]
-        assert len(set(decision.evicted)) == len(decision.evicted)
-        for key in decision.evicted:
-            assert model.evictable(key)
-            assert key not in keys
-            del model.chunks[key]
-        new: list[bytes] = []
-        full = False
-        for key, answer in zip(keys, answers, strict=False):
-            here = model.chunks.get(key)
-            if here is not None and not here.ready:
-                assert answer == StoreAnswer.PENDING
-            elif here is not None and not here.blocks < part(*blocks):
-                assert answer == StoreAnswer.PRESENT
-            elif key in new:
-                assert answer == StoreAnswer.PENDING
-            elif answer == StoreAnswer.ACCEPTED:
-                assert not full  # accepted in order
-                new.append(key)
-            else:
-                capped = self.namespaces.pool.is_capped(model.table.space)
-                assert answer == (StoreAnswer.QUOTA if capped else StoreAnswer.FULL)
-                full = True
-        assert len(new) == len(decision.slots) >= len(decision.evicted)
-        lesser = [model.chunks[key].slot for key in new if key in model.chunks]
-        model.doomed |= set(lesser) & model.pinned()
-        slots, generations = decision.slots.numpy().tolist(), decision.generations.numpy().tolist()
-        for key, slot, generation in zip(new, slots, generations, strict=True):
-            model.chunks[key] = Chunk(slot, generation, owner, self.now + TICKET, used=self.now)
-        model.use(new)
-        if decision.evicted or full:
-            assert model.table.space.free_slots <= len(lesser)
-        if full:
-            assert not any(model.evictable_here(key) for key in model.chunks if key not in keys)
 
     @rule(
         space=st.sampled_from(SPACES),
@@ -625,8 +566,17 @@ class TableMachine(RuleBasedStateMachine):
     )
     def store(self, space: int, keys: list[bytes], owner: int, blocks: tuple[int, int]) -> None:
         """Chunks are stored at once, some in part, and nothing is left draining."""
-        self.prepare_store(space=space, keys=keys, owner=owner, blocks=blocks)
-        self.report_missing(self.models[space], *blocks)
+        model = self.models[space]
+        while keys:
+            self.lend(space=space, owner=owner, wanted=len(keys), engines=1)
+            refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
+            if not refs:
+                break
+            self.give(model, keys, refs, owner, blocks)
+            keys = keys[len(refs) :]
+        self.report_missing(model, *blocks)
+        for rank in range(model.world_size):
+            self.report_all_lent(model, rank)
         self.drain(space)
 
     @rule(space=st.sampled_from(SPACES), owner=st.sampled_from(OWNERS))
@@ -635,7 +585,7 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         keys = [k for k, c in model.chunks.items() if c.ready and c.blocks != part(0, BLOCKS)]
         if keys:
-            self.prepare_store(space=space, keys=sorted(keys), owner=owner, blocks=(0, BLOCKS))
+            self.store(space=space, keys=sorted(keys), owner=owner, blocks=(0, BLOCKS))
 
     @rule(space=st.sampled_from(SPACES))
     def drain(self, space: int) -> None:
@@ -645,63 +595,8 @@ class TableMachine(RuleBasedStateMachine):
         assert model.table.slots.revoked("", slots, list(model.draining.values())) == len(slots)
         model.draining.clear()
 
-    @rule(
-        space=st.sampled_from(SPACES),
-        keys=keys_strategy,
-        owner=st.sampled_from(OWNERS),
-        success=st.booleans(),
-    )
-    def complete_store(self, space: int, keys: list[bytes], owner: int, success: bool) -> None:
-        """An engine says that it is done with stores."""
-        model = self.models[space]
-        summary, refs = model.table.complete_store(keys, owner, success=success)
-        here = {key: model.chunks[key] for key in keys if key in model.chunks}
-        failed = [k for k, c in here.items() if not (c.ready or success or c.owner != owner)]
-        assert summary.ready == sum(key in here and here[key].ready for key in keys)
-        assert summary.dropped == sum(key not in here or key in failed for key in keys)
-        assert summary.ready + summary.pending + summary.dropped == len(keys)
-        model.give_up(failed, refs)
-
-    @rule(
-        space=st.sampled_from(SPACES),
-        keys=keys_strategy,
-        owner=st.sampled_from(OWNERS),
-        seconds=st.sampled_from([1.0, 5.0, 10.0]),
-        blocks=st.sampled_from(PARTS),
-    )
-    def prepare_load(
-        self, space: int, keys: list[bytes], owner: int, seconds: float, blocks: tuple[int, int]
-    ) -> None:
-        """Chunks are pinned, those that hold the blocks that are needed."""
-        model = self.models[space]
-        whole = blocks == (0, BLOCKS)
-        decision = model.table.prepare_load(
-            keys, owner, self.now, seconds, blocks=() if whole else [blocks] * len(keys)
-        )
-        found = [
-            key
-            for key in keys
-            if key in model.chunks
-            and model.chunks[key].ready
-            and part(*blocks) <= model.chunks[key].blocks
-        ]
-        chunks = [model.chunks[key] for key in found]
-        for chunk in chunks:
-            chunk.used = self.now
-        model.use(found)
-        assert decision.found.numpy().tolist() == [key in found for key in keys]
-        assert decision.slots.numpy().tolist() == [chunk.slot for chunk in chunks]
-        assert decision.generations.numpy().tolist() == [chunk.generation for chunk in chunks]
-        for chunk in chunks:
-            assert part(*model.table.directory.blocks(chunk.slot)) == chunk.blocks
-        assert bool(decision.lease) == bool(found)
-        if found:
-            assert (owner, decision.lease) not in model.leases
-            slots = [chunk.slot for chunk in chunks]
-            model.leases[owner, decision.lease] = Lease(owner, self.now + seconds, slots)
-
     @rule(space=st.sampled_from(SPACES), data=st.data(), owner=st.sampled_from(OWNERS))
-    def complete_load(self, space: int, data: st.DataObject, owner: int) -> None:
+    def unpin(self, space: int, data: st.DataObject, owner: int) -> None:
         """A lease is given back, perhaps by somebody who does not hold it."""
         model = self.models[space]
         _, number = data.draw(st.sampled_from([(0, 0), *sorted(model.leases)]))
@@ -819,8 +714,10 @@ class TableMachine(RuleBasedStateMachine):
             space = model.table.space
             group = self.namespaces.pool.quotas.of(space)
             if group is not None and group.room < 0:
-                busy = space.busy_columns() | space.leaving.keys()
-                assert busy >= set(space.claimed)
+                assert space.busy_columns() | space.lent_columns() >= set(space.claimed)
+                leaving = sum(len(space.column_extents[column]) for column in space.leaving)
+                lent = space.lent_columns() - space.busy_columns()
+                assert leaving >= -group.room or lent <= space.leaving.keys()
 
     @invariant()
     def is_within_caps(self) -> None:

@@ -3,10 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvd.cache.offers import ReuseFilter
 from kvd.cache.policies import POLICIES, ArcPolicy, LruPolicy
 from kvd.cache.slotlists import SlotLists
 from kvd.errors import IntegrityError
@@ -119,21 +116,6 @@ def test_arc_learns_from_ghosts() -> None:
     assert policy.victims(1, anything) == [0]  # T1 is at its target: T2 gives
     policy.insert(0)  # a ghost of B2: the target shrinks
     assert "target 0.0" in repr(policy)
-
-
-@given(st.lists(st.integers(0, 5)), st.integers(2, 4), st.integers(1, 8))
-def test_reuse_filter(offers: list[int], threshold: int, capacity: int) -> None:
-    """A key passes at its n-th offer, unless more others than `capacity` came in between."""
-    reuse = ReuseFilter(threshold, capacity)
-    counts: dict[int, int] = {}
-    for offer in offers:
-        counts[offer] = counts.get(offer, 0) + 1
-        passed = reuse.offer(key_of(offer))
-        if capacity >= 6:
-            assert passed == (counts[offer] == threshold)
-        if passed:
-            assert counts.pop(offer) >= threshold
-        reuse.check_integrity()
 
 
 def test_slot_lists_notice_damage() -> None:

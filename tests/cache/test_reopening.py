@@ -9,8 +9,8 @@ from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd_proto.directory import SlotState
-from tests.cache.tables import make_namespaces
-from tests.cache.test_machine import KEYS, KIB, TableMachine
+from tests.cache.tables import make_namespaces, pin
+from tests.cache.test_machine import KEYS, KIB, Lease, TableMachine
 
 CUTS = (8, 60)  # bytes of a record that were written when the kill came
 
@@ -135,8 +135,9 @@ def test_a_part_that_gave_way_under_a_lease_is_not_kept() -> None:
     """Its key means the fuller chunk, also for the next daemon, whoever still reads the part."""
     machine, keys, blocks = Reopening(), KEYS[:1], (2, 6)
     machine.store(space=0, keys=keys, owner=1, blocks=blocks)
-    machine.prepare_load(space=0, keys=keys, owner=1, seconds=10.0, blocks=blocks)
+    table = machine.models[0].table
+    (ref,) = pin(table, keys)
+    machine.models[0].leases[1, 1] = Lease(1, 10.0, [ref[0]])
     machine.store_whole(space=0, owner=1)
-    machine.finish(space=0)
     machine.kill()
     machine.agrees()

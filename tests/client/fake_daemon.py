@@ -69,7 +69,9 @@ def make_directory(boot_id: bytes) -> tuple[int, DirectoryWriter]:
     fd = os.memfd_create("directory", os.MFD_CLOEXEC)
     os.ftruncate(fd, header.total_bytes)
     directory = DirectoryWriter(mmap.mmap(fd, header.total_bytes), header)
-    directory.begin([b"ready", b"writing"], range(2), owner=OTHER)
+    directory.lend(range(2), OTHER)
+    directory.place(b"ready", 0)
+    directory.place(b"writing", 1)
     for slot in range(2):
         directory.add_share(slot, 0, 0, BLOCKS_PER_CHUNK, 0)
     directory.make_ready(0)
@@ -256,7 +258,8 @@ class FakeDaemon:
         assert directory is not None
         if (slot := directory.find(key)) < 0:
             slot = directory.slots_in(SlotState.FREE)[-1]
-            directory.begin([key], [slot], OTHER)
+            directory.lend([slot], OTHER)
+            directory.place(key, slot)
         directory.add_share(slot, 0, first, count, 0)
         directory.make_ready(slot)
 

@@ -14,7 +14,7 @@ from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import wait_state
 from tests.waiting import eventually
 
-REFUSED = ("present", "pending", "full", "quota", "not_yet", "bad_key", "draining")
+REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from kvd.machine import room
 from kvd.machine.room import Filesystem, MemoryLimit
 from kvd.pool.filling import FillOrder
 from kvd_proto.directory import SlotState
+from tests.cache.tables import begin, finish
 from tests.descriptors import open_on
 from tests.full import fill_up
 
@@ -149,12 +150,9 @@ def keys_of(name: str, count: int) -> list[bytes]:
 
 def store(table: ChunkTable, keys: list[bytes]) -> list[int]:
     """Write the keys' shares; the slots."""
-    decision = table.prepare_store(keys, 1, 0.0)
-    slots, generations = decision.slots.numpy(), decision.generations.numpy()
-    for rank in range(3):
-        ones, threes = [1] * len(slots), [3] * len(slots)
-        table.share_done(1, rank, slots, generations, ones, threes, [0] * len(ones), ok=True)
-    return [int(slot) for slot in slots]
+    begun = begin(table, keys)
+    finish(table, begun, (1, 3))
+    return begun.slots
 
 
 def ready_keys(table: ChunkTable) -> set[bytes]:

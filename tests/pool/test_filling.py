@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.errors import PoolError
 from kvd.pool.filling import MAX_PIECE_BYTES, FillOrder
-from kvd_proto.messages import StoreAnswer
-from tests.cache.tables import MIB, PAGE, add, finish, make_namespaces, names, store
+from tests.cache.tables import MIB, PAGE, add, begin, finish, make_namespaces, names
 
 
 @given(nbytes=st.integers(1, 400), piece=st.integers(1, 60))
@@ -59,46 +58,30 @@ def test_chunks_become_usable_piece_by_piece(ranks: int) -> None:
     done = accepted = offered = 0
     for piece in fill.order:
         filled.add(piece)
-        begin, end = fill.span(piece)
-        done += end - begin
+        first, end = fill.span(piece)
+        done += end - first
         usable = done if done < fill.nbytes else None
-        decision = table.prepare_store(names(64, offered), 1, 0.0, usable)
+        begun = begin(table, names(64, offered), usable=usable)
         offered += 64
-        for slot in decision.slots.numpy().tolist():
+        for slot in begun.slots:
             for first, after in namespace.geometry.shares(slot):
                 pieces = range(first // fill.piece_bytes, (after - 1) // fill.piece_bytes + 1)
                 assert filled.issuperset(pieces)
-        accepted += len(decision.slots)
+        accepted += len(begun.slots)
         if len(filled) == ranks:
             assert accepted >= 64 // 16  # as much of every arena is there as of the pool
-        assert usable is None or not decision.evicted
+        assert usable is None or not begun.evicted
         namespaces.check_integrity()
     assert accepted >= 64
 
 
 def test_nothing_is_evicted_while_the_pool_is_filling() -> None:
-    """What does not fit what is there is refused; nothing goes for it."""
+    """What does not fit what is there gets no slot; nothing goes for it."""
     namespaces, namespace = filling(1)
     table, usable = namespace.table, namespaces.pool.fill.filled_with[0]
-    ready = table.prepare_store(names(64), 1, 0.0, usable)
-    held = len(ready.slots)
-    assert 0 < held < 64
-    assert ready.answers.numpy().tolist().count(StoreAnswer.FULL) == 64 - held
+    ready = begin(table, names(64), usable=usable)
+    assert 0 < len(ready.slots) < 64
     finish(table, ready)
-    assert not table.prepare_store(names(5, 100), 1, 0.0, usable).evicted
-    assert table.prepare_store(names(64, 200), 1, 0.0).slots.numpy().size == 64
+    assert not begin(table, names(5, 100), usable=usable).evicted
+    assert len(begin(table, names(64, 200)).slots) == 64
     namespaces.check_integrity()
-
-
-def test_a_load_beyond_what_is_there_is_a_miss() -> None:
-    """A READY chunk whose bytes a lane cannot reach yet is missed, not waited for."""
-    namespaces, namespace = filling(2)
-    table = namespace.table
-    store(table, names(64))
-    fill = namespaces.pool.fill
-    usable = fill.filled_with[fill.order[1]]
-    some = table.prepare_load(names(64), 1, 0.0, 9.0, usable)
-    assert 0 < some.found.numpy().sum() < 64
-    for slot in some.slots.numpy().tolist():
-        assert all(fill.needed(*share) <= usable for share in namespace.geometry.shares(slot))
-    assert table.prepare_load(names(64), 1, 0.0, 9.0).found.numpy().all()

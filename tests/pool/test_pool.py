@@ -10,7 +10,7 @@ from kvd.errors import IntegrityError, Refused
 from kvd.pool.geometry import MAX_EXTENTS, Extents, Geometry
 from kvd_proto.messages import ErrorCode
 from tests.cache import tables
-from tests.cache.tables import MIB, PAGE, add, make_namespaces, names
+from tests.cache.tables import MIB, PAGE, add, begin, make_namespaces, names, pin
 
 
 def store(namespace: Namespace, first: int, count: int) -> int:
@@ -94,7 +94,7 @@ def test_empty_columns_are_lent() -> None:
     """Room that its owner does not use is taken before anything is evicted."""
     namespaces = make_namespaces(MIB)
     old = add(namespaces, 1, PAGE)
-    old.table.prepare_store([b"%d" % n for n in range(256)], 1, 0.0)
+    begin(old.table, names(256))
     refs, _ = old.table.drop_owner(1)
     old.table.slots.wait_for((), refs)
     new = add(namespaces, 2, PAGE)
@@ -210,11 +210,11 @@ def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
     namespaces = make_namespaces(16 * MIB)
     passing = add(namespaces, 2, PAGE, temporary=True)
     store(passing, 0, 4)
-    lease = passing.table.prepare_load([b"key 0"], 1, 0.0, 10.0).lease
+    pin(passing.table, names(1))
     assert namespaces.closable() == []
     namespaces.detach_engine(passing)
     assert namespaces.closable() == []
-    passing.table.unpin(lease, 1)
+    passing.table.unpin(1, 1)
     assert namespaces.closable() == [passing]
     namespaces.close(passing)
     assert namespaces.closed_counts.stored == 4
@@ -263,11 +263,11 @@ def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
     model = add(namespaces, 1, 8192)
     store(model, 0, 2048)
     recent = names(64)
-    lease = model.table.prepare_load(recent, 1, 0.0, 60.0)
+    pin(model.table, recent)
     namespaces.pool.set_quotas({"model 1": Quota(cap_bytes=256 * 1024)})
     assert 256 * 1024 < held(namespaces, model) <= MIB
     assert all(model.directory.find(key) >= 0 for key in recent)
-    model.table.unpin(lease.lease, 1)
+    model.table.unpin(1, 1)
     namespaces.pool.trim()
     assert held(namespaces, model) <= 256 * 1024
     namespaces.check_integrity()

@@ -24,8 +24,8 @@ from kvd_proto.messages import (
     TAGS,
     Message,
     Ping,
-    PrepareStore,
     Register,
+    Step,
     Store,
 )
 
@@ -73,7 +73,7 @@ def test_generated_documentation_is_current() -> None:
         frame_of(0x30, {1: 2}),
         frame_of(0x30, msgspec.msgpack.encode({}) + b"\0"),
         frame_of(0x30, msgspec.msgpack.Ext(4, b"x")),
-        frame_of(0x10, {}),
+        frame_of(0x20, {}),
         frame_of(0x30, {"more": 1}),
         frame_of(0x10, {"keys": 3}),
         frame_of(0x10, {"keys": ["text"]}),
@@ -82,10 +82,18 @@ def test_generated_documentation_is_current() -> None:
         frame_of(0x10, {"keys": [b"k"] * (MAX_ARRAY_ITEMS + 1)}),
         frame_of(0x30, {"x": bytes(MAX_MESSAGE_BYTES)}),
         frame_of(0x42, b"\x81\xa6reason\xa1\xff"),
-        frame_of(0x16, {"lease": -1}),
-        frame_of(0x16, {"lease": 2**63}),
-        frame_of(0x16, {"lease": 1.0}),
-        frame_of(0x14, {"keys": [], "lease_ms": 0}),
+        frame_of(0x10, {"unpinned": [-1]}),
+        frame_of(0x10, {"unpinned": [2**63]}),
+        frame_of(0x10, {"unpinned": [1.0]}),
+        frame_of(0x10, {"refused": 2**32}),
+        frame_of(
+            0x10,
+            {
+                "pins": [
+                    {"lease": 1, "lease_ms": 0, "slots": ["u4", b""], "generations": ["u8", b""]}
+                ]
+            },
+        ),
         frame_of(0x33, b"\x81\xa6status\x81\xa1a" + b"\x91" * 5000 + b"\xc0"),
     ],
 )
@@ -129,7 +137,7 @@ def test_too_large_a_message_is_not_sent() -> None:
     """Encoding stops at the limit that the other side would refuse."""
     keys = tuple(bytes(48) for _ in range(400_000))
     with pytest.raises(Oversize, match="16777216"):
-        WIRE.encode(PrepareStore(keys=keys))
+        WIRE.encode(Step(keys=keys))
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8"])
@@ -157,8 +165,7 @@ def test_array_bytes_must_be_whole_items() -> None:
             frame_of(
                 0x11,
                 {
-                    "answers": ["u2", b"abc"],
-                    "slots": ["u4", b""],
+                    "slots": ["u2", b"abc"],
                     "generations": ["u8", b""],
                     "evicted": [],
                 },

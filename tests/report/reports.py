@@ -45,7 +45,7 @@ def _report(seconds: float, done: int, **given: Any) -> dict[str, Any]:
         schema.Broker,
         loop_lag=histogram(BOUNDS, int(100 * seconds)),
         loop_lag_max_seconds=0.002,
-        requests={"PrepareStore": int(40 * seconds), "Status": int(seconds)},
+        requests={"Step": int(40 * seconds), "Status": int(seconds)},
         cpu_seconds=0.05 * seconds,
         open_fds=40,
         max_fds=4096,
