@@ -131,7 +131,7 @@ class Bench:
 
     def store(self) -> None:
         """Store the source blocks as chunks; as many as the daemon lends slots for."""
-        if self.scheduler.reserve(1, LEND_SECONDS):
+        if self.scheduler.reserve(1, PATIENCE_SECONDS):
             self.scheduler.reserve(len(self.keys), LEND_SECONDS)
         ticket = self.scheduler.prepare_store(self.keys)
         if not ticket.keys:
