@@ -55,9 +55,8 @@ class Driven:
         self.engine = engine
         self.took: list[float] = []
         self._sent: deque[float] = deque()
-        self._steps = Steps(stores=STORES, pins=PINS, used=USED)
         self._scheduler = RawScheduler(context, runtime_dir, engine)
-        self._scheduler.wait_attached()
+        self._steps = Steps(self._scheduler.wait_attached(), STORES, PINS, USED)
         self._socket = self._scheduler.socket
         while self._steps.at_hand < STORES:
             self._steps.took(self._scheduler.exchange(self._ask_loans()))

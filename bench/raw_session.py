@@ -1,5 +1,6 @@
 """A scheduler's session spoken by hand, message by message, and the rank that its engine needs."""
 
+import mmap
 import os
 import socket
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvd_client import JobBlocks, Store
 from kvd_client.memory import HostMemory
 from kvd_client.worker import Worker
 from kvd_proto.codec import WIRE
+from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import PROTOCOL_VERSION, Attached, Fingerprint, Hello, Message
 
 M = TypeVar("M", bound=Message)
@@ -65,16 +67,18 @@ class RawScheduler:
         reply: bytes = self.socket.recv()
         return reply
 
-    def wait_attached(self) -> None:
-        """Wait until the engine is complete; the directory is not looked at."""
+    def wait_attached(self) -> DirectoryView:
+        """Wait until the engine is complete; its directory."""
         while True:
             frame, fds, _, _ = socket.recv_fds(self._control, 65536, 4)
-            for fd in fds:
-                os.close(fd)
-            if not frame:
-                raise RuntimeError("the daemon has ended")
-            if isinstance(WIRE.decode(frame)[1], Attached):
-                return
+            try:
+                if not frame:
+                    raise RuntimeError("the daemon has ended")
+                if isinstance(WIRE.decode(frame)[1], Attached):
+                    return DirectoryView(mmap.mmap(fds[0], 0, prot=mmap.PROT_READ))
+            finally:
+                for fd in fds:
+                    os.close(fd)
 
     def close(self) -> None:
         """Leave."""
@@ -139,7 +143,7 @@ class RawEngine:
         name = engine_name()
         self.worker = RawWorker(runtime_dir, name, page=page, num_blocks=num_blocks)
         self.scheduler = RawScheduler(context, runtime_dir, name)
-        self.scheduler.wait_attached()
+        self.directory = self.scheduler.wait_attached()
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,8 @@
 """The kinds of requests that `request_cost.py` asks of a daemon."""
 
+import time
+
+from harness import SECONDS
 from raw_session import RawEngine
 from step_messages import Steps, places
 
@@ -53,11 +56,15 @@ class StepsKind(Kind):
     def begin(self, under_way: int) -> None:
         """Have loans enough, and not many more."""
         self._steps.under_way = under_way
+        self._steps.forget_lost()
         while self._steps.stores and self._steps.at_hand > self._steps.wanted:
             self.took(self._scheduler.exchange(self.next()))
+        end = time.monotonic() + SECONDS
         while 2 * self._steps.at_hand < self._steps.wanted:
             frame = self._scheduler.frame(Step(wanted=self._steps.wanted))
             self._steps.took(self._scheduler.exchange(frame))
+            if time.monotonic() > end:
+                raise RuntimeError(f"only {self._steps.at_hand} slots are lent")
 
     def next(self) -> bytes:
         """The next step."""
@@ -95,18 +102,20 @@ class WrittenSteps(StepsKind):
 
 def kinds_of(engine: RawEngine) -> list[Kind]:
     """What a daemon can be asked that has room."""
+    empty, stores = Steps(engine.directory), Steps(engine.directory, stores=KEYS)
+    empty.loans = stores.loans  # they are the engine's
     return [
         Pings(engine),
-        StepsKind("empty Step", engine, Steps()),
-        StepsKind(f"Step, {KEYS} stores", engine, Steps(stores=KEYS)),
+        StepsKind("empty Step", engine, empty),
+        StepsKind(f"Step, {KEYS} stores", engine, stores),
     ]
 
 
 def kinds_when_full(engine: RawEngine, slots: int) -> list[Kind]:
     """What is asked of a daemon whose pool is full of READY chunks; fills it."""
-    steps = Steps(stores=KEYS)
+    steps = Steps(engine.directory, stores=KEYS)
     stores = WrittenSteps(f"Step, {KEYS} stores, pool full", engine, steps)
     stores.fill(slots)
-    busy = Steps(stores=2, pins=2, used=KEYS, ready=steps.ready, loans=steps.loans)
+    busy = Steps(engine.directory, 2, 2, KEYS, ready=steps.ready, loans=steps.loans)
     name = "Step, 2 stores, 2 pins, 2 unpinned, 8 used, pool full"
     return [stores, WrittenSteps(name, engine, busy)]

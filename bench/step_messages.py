@@ -7,6 +7,7 @@ from harness import fresh_keys
 from raw_session import Array, reply_to
 
 from kvd_proto.arrays import IntArray
+from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import Pin, Step, Stepped
 
 LEASE_MS = 60_000
@@ -27,12 +28,14 @@ class Steps:
     """Steps that are alike: so many stores begin, loads pin and unpin, chunks were of use.
 
     Args:
+        directory: of the namespace, for what has become of the loans.
         stores: that a step begins.
         pins: loads of one chunk that a step begins; it ends as many of the step before.
         used: keys of requests that have finished.
         under_way: steps whose replies may be outstanding.
     """
 
+    directory: DirectoryView
     stores: int = 0
     pins: int = 0
     used: int = 0
@@ -79,6 +82,10 @@ class Steps:
             used=tuple(chunk.key for chunk in self._some(self.used)),
             wanted=self.wanted,
         )
+
+    def forget_lost(self) -> None:
+        """Forget the loans that were taken back, as those are that nobody uses for a minute."""
+        self.loans[:] = [loan for loan in self.loans if self.directory.is_lent(*loan)]
 
     def took(self, frame: bytes) -> None:
         """Take the loans of a reply in."""
