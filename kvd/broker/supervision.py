@@ -56,7 +56,7 @@ class Supervision:
                 return self._registration.released(session) if session is not None else []
             case Revoked():
                 if (namespace := self._state.namespace(message.namespace)) is not None:
-                    slots, generations = message.slots.numpy(), message.generations.numpy()
+                    slots, generations = message.slots.tolist(), message.generations.tolist()
                     namespace.table.slots.revoked(device, slots, generations)
             case ShareDone():
                 return self._share_done(message)
@@ -109,11 +109,11 @@ class Supervision:
         ready, dropped = engine.namespace.table.share_done(
             engine.number,
             message.rank,
-            message.slots.numpy(),
-            message.generations.numpy(),
-            message.first.numpy(),
-            message.count.numpy(),
-            message.groups.numpy(),
+            message.slots.tolist(),
+            message.generations.tolist(),
+            message.first.tolist(),
+            message.count.tolist(),
+            message.groups.tolist(),
             ok=message.ok,
         )
         effects = self._state.revoke(engine.namespace, dropped)

@@ -206,7 +206,10 @@ class ChunkTable:
         life, directory, counts = self.slots, self.directory, self.counts
         mine = life.loans.of(owner)
         place, writers = directory.place, self.space.geometry.writers
-        begun, complete, raced, over = list[int](), list[int](), list[int](), list[int]()
+        begun: list[int] = []
+        complete: list[int] = []
+        raced: list[int] = []
+        over: list[int] = []
         lost = 0
         for i, (key, slot, generation) in enumerate(zip(keys, slots, generations, strict=True)):
             if mine.get(slot) != generation:
@@ -377,21 +380,12 @@ class ChunkTable:
         Those that are not READY any more with their generations come too late.
         """
         self.set_time(now)
-        life, directory = self.slots, self.directory
-        state, generation_of, policy = directory.state, directory.generation, life.policy
-        num_slots, floor = directory.num_slots, directory.floor
-        pinned = [
-            slot
-            for slot, generation in zip(slots, generations, strict=True)
-            if slot < num_slots
-            and generation_of(slot) == generation > floor
-            and state(slot) == _READY
-        ]
+        life = self.slots
+        pinned = self.directory.ready(slots, generations)
         if pinned:
             life.unpinned(life.leases.hold(owner, number, pinned, now, now + seconds))
-            for slot in reversed(pinned):
-                if slot in policy:  # not replaced by a fuller store
-                    policy.refresh(slot)
+            policy = life.policy  # which a chunk has left that a fuller store has replaced
+            policy.refresh_all([slot for slot in reversed(pinned) if slot in policy])
             self._mark(pinned)
         counts = self.counts
         counts.asked += len(slots)

@@ -21,6 +21,7 @@ from kvd.errors import IntegrityError, LedgerDamaged
 from kvd_proto.directory import (
     KEY_BYTES,
     NO_SHARE_YET,
+    READ_STATE,
     RECORD,
     RECORD_BYTES,
     RECORD_DTYPE,
@@ -42,7 +43,8 @@ _BLOCKS = _AT["first"] // 2
 _READ_KEY = struct.Struct(f"<B10x{KEY_BYTES}s").unpack_from  # from the key's length on
 _WRITE_KEY = struct.Struct(f"<{KEY_BYTES}s").pack_into
 _WORDS, _HALVES = RECORD_BYTES // 8, RECORD_BYTES // 2
-_FREE, _WRITING, _LENT = int(SlotState.FREE), int(SlotState.WRITING), int(SlotState.LENT)
+_FREE, _LENT = int(SlotState.FREE), int(SlotState.LENT)
+_WRITING, _READY = int(SlotState.WRITING), int(SlotState.READY)
 
 
 Blocks: TypeAlias = tuple[int, int]
@@ -176,6 +178,16 @@ class DirectoryWriter(DirectoryView):
         highest = max(highest, *generations) if generations else highest
         self._highest = highest
         return generations
+
+    def ready(self, slots: Sequence[int], generations: Sequence[int]) -> list[int]:
+        """Those of these slots, any numbers, whose chunks are READY with these generations."""
+        found, records, num_slots, floor = [], self._records, self.num_slots, self.floor
+        for slot, wanted in zip(slots, generations, strict=True):
+            if slot < num_slots:
+                generation, state = READ_STATE(records, slot * RECORD_BYTES)
+                if generation == wanted > floor and state == _READY:
+                    found.append(slot)
+        return found
 
     def place(self, key: bytes, slot: int) -> int | Entry:
         """LENT -> WRITING: give a key of 1 to 48 bytes the slot, unless it is here already.

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvd.errors import IntegrityError
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, gc=False):
     """A pin on slots from `since` on, until given back or `deadline`."""
 
     slots: tuple[int, ...]

@@ -56,6 +56,10 @@ class LruPolicy:
         """A chunk is being used by a request that has not finished: no reference yet."""
         self._slots.renew_all((slot,))
 
+    def refresh_all(self, slots: Iterable[int]) -> None:
+        """`refresh` each of these."""
+        self._slots.renew_all(slots)
+
     def use(self, slot: int) -> None:
         """A request that used or stored the chunk has finished.
 

@@ -39,7 +39,7 @@ MAX_SLOTS = 2**31 - 2
 PROBE_LIMIT = 512
 NO_SHARE_YET = 0xFFFF
 MAX_BLOCKS = 0xFFFF  # of a chunk
-_READ_STATE = struct.Struct("<Q12xB").unpack_from  # generation and state
+READ_STATE = struct.Struct("<Q12xB").unpack_from  # generation and state
 
 HEADER = struct.Struct("<8s6I3Q16s16s")
 CHECK_WORD = struct.Struct("<I")
@@ -317,7 +317,7 @@ class DirectoryView:
         """Whether the slot, any number, is on loan under this generation."""
         if not 0 <= slot < self.num_slots:
             return False
-        found, state = _READ_STATE(self._records, slot * RECORD_BYTES)
+        found, state = READ_STATE(self._records, slot * RECORD_BYTES)
         return bool(state == _LENT and found == generation)
 
     def check(
