@@ -4,6 +4,8 @@ Each is decided by the table of the namespace that the engine is attached to; sl
 table gives up while lanes may be writing there are called back from the lanes.
 """
 
+from typing import TypeAlias
+
 from kvd.broker.effects import ChunksReady, Effect
 from kvd.broker.operations import Handler
 from kvd.broker.sessions import Engine, Request, Session
@@ -27,6 +29,8 @@ from kvd_proto.messages import (
 SPARE_SECONDS = 1.0  # loans that were not used for so long go where others get too few
 _NOTHING = Stepped(slots=NO_SLOTS, generations=NO_GENERATIONS, evicted=())
 
+_Slots: TypeAlias = tuple[list[int], list[int]]  # with their generations
+
 
 class Caching:
     """Decisions about engines' chunks."""
@@ -47,7 +51,8 @@ class Caching:
         if session.kind != "scheduler":
             raise Refused(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
         engine, namespace = _served(session)
-        blocks = _checked(message, namespace)
+        slots, generations, pins = _fitting(message)
+        blocks = _blocks(message, namespace)
         table, owner, state = namespace.table, engine.number, self._state
         revoke, ready = [], 0
         if message.dropped:
@@ -55,16 +60,16 @@ class Caching:
         if message.keys:
             ready, over = table.begin(
                 message.keys,
-                message.slots.tolist(),
-                message.generations.tolist(),
+                slots,
+                generations,
                 owner,
                 now,
                 blocks,
                 seconds=state.settings.ticket_seconds,
             )
             revoke += over
-        for pin in message.pins:
-            self._pin(pin, namespace, owner, now)
+        for pin, pinned in zip(message.pins, pins, strict=True):
+            self._pin(pin, pinned, namespace, owner, now)
         for number in message.unpinned:
             table.unpin(number, owner)
         if message.used:
@@ -84,15 +89,14 @@ class Caching:
             effects.append(ChunksReady(owner))
         return [request.reply(lent), *effects]
 
-    def _pin(self, pin: Pin, namespace: Namespace, owner: int, now: float) -> None:
+    def _pin(self, pin: Pin, pinned: _Slots, namespace: Namespace, owner: int, now: float) -> None:
         table, settings = namespace.table, self._state.settings
         if table.slots.leases.held_by(owner) >= settings.max_leases:
             self._state.reached("max_leases")
             table.refuse_pin(len(pin.slots))
             return
-        slots, generations = pin.slots.tolist(), pin.generations.tolist()
         seconds = min(pin.lease_ms / 1000, settings.lease_seconds)
-        table.pin(pin.lease, slots, generations, owner, now, seconds)
+        table.pin(pin.lease, *pinned, owner, now, seconds)
 
     def _lend(
         self, engine: Engine, namespace: Namespace, message: Step, now: float
@@ -180,20 +184,22 @@ def _served(session: Session) -> tuple[Engine, Namespace]:
     return engine, namespace
 
 
-def _checked(message: Step, namespace: Namespace) -> list[Blocks]:
-    """Refuse a step whose arrays do not fit, before anything of it is done; else its blocks."""
-    keys, slots, generations = len(message.keys), len(message.slots), len(message.generations)
-    if not keys == slots == generations:
+def _fitting(message: Step) -> tuple[list[int], list[int], list[_Slots]]:
+    """A step's slots and generations, and those of its pins; refused where they do not fit."""
+    slots, generations = message.slots.tolist(), message.generations.tolist()
+    if not len(message.keys) == len(slots) == len(generations):
         raise Refused(
-            ErrorCode.BAD_MESSAGE, f"{slots} slots and {generations} generations for {keys} keys"
+            ErrorCode.BAD_MESSAGE,
+            f"{len(slots)} slots and {len(generations)} generations for {len(message.keys)} keys",
         )
-    for pin in message.pins:
-        if len(pin.slots) != len(pin.generations):
+    pins = [(pin.slots.tolist(), pin.generations.tolist()) for pin in message.pins]
+    for pinned, of in pins:
+        if len(pinned) != len(of):
             raise Refused(
                 ErrorCode.BAD_MESSAGE,
-                f"{len(pin.generations)} generations for the {len(pin.slots)} slots of a pin",
+                f"{len(of)} generations for the {len(pinned)} slots of a pin",
             )
-    return _blocks(message, namespace)
+    return slots, generations, pins
 
 
 def _blocks(message: Step, namespace: Namespace) -> list[Blocks]:
