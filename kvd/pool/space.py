@@ -109,10 +109,6 @@ class Space:
             if free and column not in leaving and (usable is None or self.needs[column] <= usable):
                 yield column
 
-    def is_within(self, slot: int, usable: int) -> bool:
-        """Whether the slot's column lies inside `usable` bytes of the pool, as filled."""
-        return self.needs[slot // self._width] <= usable
-
     def leave(self, column: int, looks: int) -> None:
         """Give nothing in a column away for so long."""
         if column not in self.leaving:
