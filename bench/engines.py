@@ -4,14 +4,15 @@ Every engine sends 100 steps a second, at times of its own (5 to 15 ms apart), a
 reply: a step begins two stores, pins two chunks, gives two pins back and names eight chunks of
 requests that have finished. The stores are written, so the pool is full of READY chunks after a
 moment and others have to go; so that two cores are enough for all of it, sixteen steps' chunks
-go to the lane as one job. All engines share one namespace. Sessions are made by hand: two
-processes drive them, this one is their workers.
+go to the lane as one job. All engines share one namespace. Sessions are made by hand, with the
+socket that engines have: two processes drive them, this one is their workers.
 
 A reply's time runs from just before the step is sent until the reply is received.
 
-`python engines.py RUNTIME_DIR SECONDS ENGINE …` is a driver.
+`python engines.py drive RUNTIME_DIR SECONDS ENGINE …` is a driver.
 """
 
+import argparse
 import heapq
 import json
 import os
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zmq
 from harness import Daemon, Figures, engine_name, median
 from raw_session import RawScheduler, RawWorker
 from rich.console import Console
@@ -51,11 +51,11 @@ PAGE, SLOTS, BLOCKS = 4096, 16384, 64
 class Driven:
     """One engine's scheduler: what it sends, and how long each reply took."""
 
-    def __init__(self, context: "zmq.Context[Any]", runtime_dir: Path, engine: str) -> None:
+    def __init__(self, runtime_dir: Path, engine: str) -> None:
         self.engine = engine
         self.took: list[float] = []
         self._sent: deque[float] = deque()
-        self._scheduler = RawScheduler(context, runtime_dir, engine)
+        self._scheduler = RawScheduler(None, runtime_dir, engine)
         self._steps = Steps(self._scheduler.wait_attached(), STORES, PINS, USED)
         self._socket = self._scheduler.socket
         while self._steps.at_hand < STORES:
@@ -63,7 +63,7 @@ class Driven:
 
     def fileno(self) -> int:
         """Of the socket; readable where `receive` may have something to do."""
-        return int(self._socket.getsockopt(zmq.FD))
+        return int(self._socket.fileno())
 
     def _ask_loans(self) -> bytes:
         return self._scheduler.frame(Step(wanted=self._steps.wanted))
@@ -75,7 +75,6 @@ class Driven:
         frame = self._ask_loans() if short else self._scheduler.frame(steps.next())
         self._sent.append(time.perf_counter())
         self._socket.send(frame)
-        self.receive()  # sending may have used up what makes the descriptor readable
         begun = steps.begun
         if len(begun) < STEPS_A_JOB * STORES:
             return []
@@ -84,16 +83,16 @@ class Driven:
 
     def receive(self) -> None:
         """Take in the replies that have come."""
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            frame = self._socket.recv()
-            self.took.append(time.perf_counter() - self._sent.popleft())
-            self._steps.took(frame)
+        arrived = self._socket.receive()
+        now = time.perf_counter()
+        while arrived:
+            self.took.append(now - self._sent.popleft())
+            self._steps.took(arrived.popleft())
 
 
 def drive(runtime_dir: Path, seconds: float, engines: list[str]) -> None:
     """Drive these engines; jobs go to standard output, and at the end a line with figures."""
-    context: zmq.Context[Any] = zmq.Context()
-    driven = [Driven(context, runtime_dir, engine) for engine in engines]
+    driven = [Driven(runtime_dir, engine) for engine in engines]
     rng = random.Random(engines[0])
     say({"ready": True})
     sys.stdin.readline()
@@ -119,7 +118,6 @@ def drive(runtime_dir: Path, seconds: float, engines: list[str]) -> None:
             slots, generations = places(chunks)
             say({"job": [driven[number].engine, slots.tolist(), generations.tolist()]})
     say({"late": late, "took": [each.took for each in driven]})
-    context.destroy(0)
 
 
 def say(what: dict[str, Any]) -> None:
@@ -173,7 +171,7 @@ class Driver:
     """A process that drives some of the engines."""
 
     def __init__(self, runtime_dir: Path, seconds: float, engines: list[str]) -> None:
-        command = [sys.executable, __file__, str(runtime_dir), str(seconds), *engines]
+        command = [sys.executable, __file__, "drive", str(runtime_dir), str(seconds), *engines]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._rest = b""
         self.end: dict[str, Any] = {}
@@ -227,15 +225,19 @@ def serve(
 
 def main() -> None:
     """Run all, or one driver."""
-    if len(sys.argv) > 3:
-        drive(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
+    if sys.argv[1:2] == ["drive"]:
+        drive(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
         return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=RUN_SECONDS, help="of each measurement")
+    options = parser.parse_args()
     console = Console()
     rounds: dict[int, list[Figures]] = {engines: [] for engines in ENGINES}
-    for number in range(ROUNDS):
+    for number in range(options.rounds):
         for engines in ENGINES:
             with console.status(f"round {number + 1}: {engines} engines"):
-                rounds[engines].append(run(engines, RUN_SECONDS))
+                rounds[engines].append(run(engines, options.seconds))
     results = {
         engines: {
             name: round(median(each[name] for each in all_rounds), 3) for name in all_rounds[0]

@@ -2,7 +2,10 @@
 
 import mmap
 import os
+import select
 import socket
+import time
+from collections import deque
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -12,6 +15,7 @@ import zmq
 from harness import SECONDS, engine_name, layout
 
 from kvd_client import JobBlocks, Store
+from kvd_client.dealer import Dealer
 from kvd_client.memory import HostMemory
 from kvd_client.worker import Worker
 from kvd_proto.codec import WIRE
@@ -22,23 +26,70 @@ M = TypeVar("M", bound=Message)
 Array = npt.NDArray[Any]
 
 
+class Wire:
+    """A DEALER socket as engines have one, without libzmq; what the benchmarks need of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._dealer = Dealer(str(path))
+        self._poll = select.poll()
+        self._poll.register(self._dealer, select.POLLIN)
+        self._arrived: deque[bytes] = deque()
+
+    def fileno(self) -> int:
+        """For polling."""
+        return self._dealer.fileno()
+
+    def send(self, frame: bytes) -> None:
+        """Send a message."""
+        if not self._dealer.send(frame):
+            raise RuntimeError("the connection is closed")
+
+    def receive(self) -> deque[bytes]:
+        """What has arrived, to be taken out."""
+        self._arrived += self._dealer.receive()
+        return self._arrived
+
+    def poll(self, milliseconds: float) -> bool:
+        """Wait until there is a message; whether there is."""
+        end = time.monotonic() + milliseconds / 1e3
+        while not self.receive() and (left := end - time.monotonic()) > 0:
+            self._poll.poll(left * 1e3)
+        return bool(self._arrived)
+
+    def recv(self) -> bytes:
+        """The next message, which has arrived."""
+        return self._arrived.popleft()
+
+    def close(self) -> None:
+        """Close it."""
+        self._dealer.close()
+
+
 class RawScheduler:
     """A session of kind `scheduler` of an engine.
+
+    Args:
+        context: for a socket of libzmq's; None: a `Wire`.
 
     Attributes:
         socket: its DEALER socket, for frames that `frame` has made.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", runtime_dir: Path, engine: str) -> None:
+    def __init__(self, context: "zmq.Context[Any] | None", runtime_dir: Path, engine: str) -> None:
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(SECONDS)
         self._control.connect(str(runtime_dir / "control.sock"))
         header, _ = WIRE.decode(self._control.recv(65536))
         self._ids = header.boot_id, header.session
         self._sent = 0
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.connect(f"ipc://{runtime_dir / 'broker.sock'}")
+        path = runtime_dir / "broker.sock"
+        self.socket: Any = None
+        if context is None:
+            self.socket = Wire(path)
+        else:
+            self.socket = context.socket(zmq.DEALER)
+            self.socket.linger = 0
+            self.socket.connect(f"ipc://{path}")
         self.ask(
             Hello(
                 kind="scheduler",
