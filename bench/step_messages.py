@@ -1,9 +1,9 @@
 """The messages of one scheduler's steps, made by hand; the slots that it was lent."""
 
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
-from harness import fresh_keys
 from raw_session import Array, reply_to
 
 from kvd_proto.arrays import IntArray
@@ -12,6 +12,7 @@ from kvd_proto.messages import Pin, Step, Stepped
 
 LEASE_MS = 60_000
 KEYS_AT_ONCE = 4096
+KEY_BYTES = 36  # a block hash and a group index
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class Steps:
         if len(self.loans) < self.stores:
             raise RuntimeError(f"{len(self.loans)} slots are lent, {self.stores} are needed")
         if len(self._keys) < self.stores:
-            self._keys = fresh_keys(KEYS_AT_ONCE)
+            noise = os.urandom(KEYS_AT_ONCE * KEY_BYTES)  # unlike other processes' keys
+            self._keys = [noise[i : i + KEY_BYTES] for i in range(0, len(noise), KEY_BYTES)]
         new = [Chunk(self._keys.pop(), *self.loans.pop()) for _ in range(self.stores)]
         self.begun += new
         pins = tuple(self._pin(chunk) for chunk in self._some(self.pins))
