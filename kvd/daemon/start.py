@@ -3,6 +3,7 @@
 The first lanes' processes were started before (see kvd.__main__), and import beside this one.
 """
 
+import errno
 import os
 import time
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from kvd.daemon.allowed import AllowList
 from kvd.daemon.lane_process import FirstLanes, first_lanes
 from kvd.daemon.notify import Notifier
 from kvd.daemon.runtime_dir import RuntimeDir
+from kvd.errors import KvdError
 from kvd.machine.process import starting
 
 
@@ -50,6 +52,13 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
             from kvd.daemon.loop import Service  # noqa: PLC0415
 
             service = Service(loaded, sources, version, begun, cold=cold)
+    except OSError as error:
+        if error.errno not in {errno.EMFILE, errno.ENFILE}:
+            raise
+        raise KvdError(
+            f"no file can be opened ({error}); raise LimitNOFILE (ulimit -n) of kvd serve"
+        ) from error
+    else:
         return service.run()
     finally:
         for process in first.processes:  # of a start that failed

@@ -94,6 +94,13 @@ def _broker(world: World) -> list[int]:
     return [world.daemon.pid]
 
 
+def _serving_broker(world: World) -> list[int]:
+    """One that starts ends, and says so, where it may open no file."""
+    if not world.daemon.serves:
+        raise Skip("the broker did not serve yet at that moment")
+    return _broker(world)
+
+
 def _lanes(world: World) -> list[int]:
     lanes = world.daemon.lane_pids() if world.daemon.running else []
     if not lanes:
@@ -177,7 +184,7 @@ INJECTIONS: dict[str, Injection] = {
     "stop scheduler": Injection(_stop(lambda world: [c.pid for c in world.schedulers()]), 2),
     "restart with SIGTERM": Injection(_restart(signal.SIGTERM), 1),
     "restart with SIGKILL": Injection(_restart(signal.SIGKILL), 1),
-    "starve broker of descriptors": Injection(_starve(_broker), 1.5),
+    "starve broker of descriptors": Injection(_starve(_serving_broker), 1.5),
     "starve lane of descriptors": Injection(_starve(_lanes), 1.5),
     "fill pool directory": Injection(_fill_pool_dir, 1.5),
     "jump wall clock": Injection(_jump_clock, 2),

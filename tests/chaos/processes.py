@@ -167,11 +167,12 @@ class Daemon(Process):
         self._ended_by_us = True
         if not self.end(number):
             return f"the daemon did not end within {END_SECONDS:g} s of signal {number}"
-        if self.status == -number and (number == signal.SIGKILL or not self._serves()):
+        if self.status == -number and (number == signal.SIGKILL or not self.serves):
             return ""  # before it serves it has nothing to finish
         return f"the daemon ended with status {self.status}" if self.status else ""
 
-    def _serves(self) -> bool:
+    @property
+    def serves(self) -> bool:
         """Whether the last daemon has said that it serves."""
         return b"serving " in self.log.read_bytes().rpartition(b"--- start ")[2]
 
@@ -183,7 +184,7 @@ class Daemon(Process):
         if self._process is None or self.running or self._ended_by_us:
             return ""
         self._ended_by_us = True
-        if may_refuse and self.status == 1 and not self._serves():
+        if may_refuse and self.status == 1 and not self.serves:
             return ""
         return f"the broker ended by itself, with status {self.status}"
 

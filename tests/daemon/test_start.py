@@ -1,9 +1,11 @@
 """The start of a daemon: its lane's process comes first, and goes with it at any moment."""
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from kvd.daemon.lane_process import FIRST_DEVICES
 from kvd_proto.messages import HOST
@@ -69,4 +71,18 @@ def test_a_start_that_fails_after_the_lane_was_started_leaves_no_process(
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert "does not fit" in line
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("files", [8, 14])
+def test_a_start_that_may_open_no_file_says_so(tmp_path: Path, files: int) -> None:
+    """One clear error with the remedy, whatever it was that it wanted to open."""
+    limited = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}));"
+        "import runpy; runpy.run_module('kvd', run_name='__main__', alter_sys=True)"
+    )
+    options = ("--runtime-dir", str(tmp_path / "run"), "--pool-dir", str(tmp_path))
+    done = python("-c", limited, "serve", *options, "--cpu-bytes", "4MiB", "--http-listen", "off")
+    assert done.returncode == 1
+    assert "raise LimitNOFILE" in done.stderr
     assert "Traceback" not in done.stderr
