@@ -70,12 +70,12 @@ class Calls:
         offers = [fresh_keys(KEYS) for _ in range(OFFERS)]
         started = time.perf_counter()
         stores = [scheduler.prepare_store(keys) for keys in offers]
-        for ticket in loads:
-            scheduler.complete_load(ticket)
+        for load in loads:
+            scheduler.complete_load(load)
         scheduler.end_step()
         self.took["step"].append((time.perf_counter() - started) * 1e6)
-        for ticket in stores:
-            scheduler.complete_store(ticket, success=False)
+        for store in stores:
+            scheduler.complete_store(store, success=False)
         self._count(OFFERS * KEYS, sum(map(len, stores)))
 
     def _count(self, offered: int, accepted: int) -> None:
