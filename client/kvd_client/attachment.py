@@ -22,7 +22,7 @@ from kvd_proto.errors import DirectoryError
 from kvd_proto.messages import MAX_KEYS, Attached, Error, ErrorCode, Message, Stepped
 
 MAX_UNANSWERED = 64  # messages; what comes then is collected until some are answered
-SEVERAL = 8  # messages without an answer, after which the keeper looks for answers
+SEVERAL = 16  # messages without an answer, after which the keeper looks for answers
 LEAST_REMEMBERED = 1024  # keys, by the reuse filter
 # The daemon has detached the engine, and with that dropped what a step says.
 _VOID = (ErrorCode.NOT_READY, ErrorCode.LANE_LOST)
@@ -93,21 +93,24 @@ class Attachment:
         return self.decisions.outbox.room(items)
 
     def end_step(self, patience: float, *, all_of_it: bool) -> None:
-        """Tell what is to be told.
+        """Tell what is to be told, or else take in what the daemon has answered.
 
-        What the daemon has answered is taken in by the keeper, beside the engine's next step; by
-        a step only when it needs more loans than there are.
+        Both in one step would double the longest; where each step has something to tell, the
+        keeper takes the answers in, and `prepare_store` where it needs more loans than there are.
 
         Args:
             patience: seconds after which the keeper is to look why there is no answer.
             all_of_it: also what may wait for a message that is sent for something else.
         """
         line, outbox = self.line, self.decisions.outbox
+        self._kept.loans.end_step()
+        tells = bool(outbox) if all_of_it else outbox.urgent
+        if line.has_replies and not tells:
+            self.take_in()
         unanswered = line.unanswered
         if unanswered and (unanswered % SEVERAL == 0 or line.is_overdue(patience)):
             self._wake()
-        self._kept.loans.end_step()
-        if outbox if all_of_it else outbox.urgent:
+        if tells:
             self.send()
 
     def send(self) -> None:
