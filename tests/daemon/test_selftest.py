@@ -148,7 +148,7 @@ def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemo
             engine.store(keys[first : first + 12])
         wait_hit(engine, keys[-12:])
         keys = [key for key in keys if engine.scheduler.lookup(key) is LookupResult.HIT]
-        assert len(keys) > 0.9 * total
+        assert len(keys) > total / 2  # the others went for slots on loan
         with engine.scheduler.prepare_load(keys) as ticket:
             assert len(ticket) == len(keys)
             on_loan = engine.scheduler.reserve(0)  # these would be taken back
