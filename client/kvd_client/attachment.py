@@ -9,7 +9,7 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvd_client.connection import Connection, Notice
@@ -137,9 +137,15 @@ class Attachment:
 
     # ------------------------------------------------------------------- loans
 
-    def look_for_loans(self, count: int) -> None:
-        """Have as many at hand, as far as answers that have arrived bring them."""
-        if len(self._kept.loans) < count and self.line.has_replies:
+    def look(self, keys: Sequence[bytes]) -> None:
+        """Take in what has been answered, where it may decide about stores of these keys.
+
+        It may bring loans, and of keys that have begun it says that the directory knows them now.
+        """
+        if self.line.has_replies and (
+            len(self._kept.loans) < len(keys)
+            or not self.decisions.outbox.begun.keys().isdisjoint(keys)
+        ):
             self.take_in()
 
     def count_loans(self) -> int:

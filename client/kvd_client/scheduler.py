@@ -149,7 +149,7 @@ class Scheduler(SchedulerSession):
                 return StoreTicket()
             if ranges is not None:
                 there.decisions.check(ranges)
-            there.look_for_loans(len(wanted))
+            there.look(wanted)
             if not there.has_room(len(wanted)):
                 return StoreTicket(answers=(StoreAnswer.FULL,) * len(wanted))
             answers, chosen = there.decisions.offer(wanted, ranges)

@@ -95,6 +95,18 @@ def test_a_key_that_was_begun_is_pending_from_then_on(
     assert stepping.prepare_store([b"k"]).answers == (PRESENT,)
 
 
+def test_an_answer_that_has_arrived_counts_for_the_next_offer(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """A key that the daemon knows is as the directory says, also within a step."""
+    daemon.attach(stepping)
+    stepping.prepare_store([b"k"])
+    stepping.end_step()
+    wait_steps(daemon, 1)
+    daemon.make_ready(b"k")
+    eventually(lambda: stepping.prepare_store([b"k"]).answers == (PRESENT,))
+
+
 def test_a_store_that_is_lost_may_be_offered_again(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Once the daemon has answered, the directory says that nobody writes it."""
     daemon.replies[Step] = lambda m: stepped() if m.keys else daemon.step(m)  # it was not begun

@@ -119,7 +119,7 @@ def test_windows_that_begin_inside_each_others_chunks_are_found(
 def test_engines_that_evict_each_others_chunks_answer_as_without(
     pair: Pair, module_dir: Path, start_daemon: StartDaemon
 ) -> None:
-    """In a pool for little more than one prompt; what is evicted before its load is computed."""
+    """In a pool for two prompts; what is evicted before its load is computed."""
     known = pair.known
     engines = (pair.first, pair.second)
     daemon = start_daemon(where=module_dir)
@@ -130,7 +130,7 @@ def test_engines_that_evict_each_others_chunks_answer_as_without(
     (namespace,) = daemon.status()["namespaces"]
     daemon.stop()
     daemon = start_daemon(
-        cpu_bytes=str((needed + 2) * namespace["bytes_per_chunk"]), where=module_dir
+        cpu_bytes=str(2 * needed * namespace["bytes_per_chunk"]), where=module_dir
     )
     wait_served(daemon, *engines)
     with Traffic(pair.first, known, at_once=2) as one, Traffic(pair.second, known) as other:
