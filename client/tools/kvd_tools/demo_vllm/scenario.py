@@ -19,7 +19,7 @@ CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
 ANSWER_TOKENS = 8
 MAX_SEQUENCES = 4  # one is asked at a time; a step must not be smaller than this
 NUMBER_BYTES = 2  # bfloat16
-POOL_MARGIN = 1.1
+POOL_MARGIN = 1.5  # of a full pool up to a quarter is on loan to engines
 # Little to compute with, much to remember: loading is cheap, computing is not, on two cores.
 KV_HEADS, HEAD_DIM, VOCAB = 8, 128, 2048
 MODEL = LLAMA | {
