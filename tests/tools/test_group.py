@@ -3,7 +3,10 @@ import sys
 import time
 from pathlib import Path
 
-from kvd_tools.demo_vllm.engine import kill_group
+import psutil
+
+from kvd_tools.demo_vllm.engine import RESOURCE_TRACKER, kill_group
+from tests.waiting import eventually
 
 # A process with a child of its own, and shared memory that nobody removes.
 OWNER = """
@@ -29,6 +32,11 @@ def test_a_killed_group_leaves_no_shared_memory() -> None:
         assert owner.stdout is not None
         memory = Path("/dev/shm", owner.stdout.readline().strip())
         assert memory.is_file()
+        # Before its exec the tracker looks like the owner, and would be killed as one.
+        children = psutil.Process(owner.pid).children
+        eventually(
+            lambda: any(RESOURCE_TRACKER in word for c in children() for word in c.cmdline())
+        )
         assert kill_group(owner.pid)
         assert owner.wait(PATIENCE) == -9
         end = time.monotonic() + PATIENCE
