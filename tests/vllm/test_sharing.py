@@ -139,11 +139,11 @@ def test_engines_that_evict_each_others_chunks_answer_as_without(
     print(one.check(), other.check(), sep="\n")
     assert daemon.status()["namespaces"][0]["counters"]["evicted"] > 0
     for engine in engines:
-        wait_stored(daemon)
-        engine.reset()
-        ask_all(engine, known.prompts[:1])
-        wait_stored(daemon, at_least=needed)
-        engine.reset()
-        (again,) = ask_all(engine, known.prompts[:1])
+        for _ in range(2 * needed):  # so small a pool has few slots to lend at a time
+            wait_stored(daemon)
+            engine.reset()
+            (again,) = ask_all(engine, known.prompts[:1])
+            if again.cached_tokens == CACHED_TOKENS:
+                break
         assert again.cached_tokens == CACHED_TOKENS
         assert numbers(again) == numbers(known.warm[0])
