@@ -35,13 +35,13 @@ from kvd_client.jobs import JobResult
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.session import AttachState
-from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.directory import LookupResult
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint, JobStatus, Load, Store, StoreAnswer
+from kvd_proto.messages import Fingerprint, JobStatus, Load, Store
 
 __all__ = [
     "AttachState",

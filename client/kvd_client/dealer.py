@@ -5,28 +5,20 @@ threads to wake for every job, which takes longer than all else that a small job
 call sends what the connection takes, and keeps the rest, within a bound, for the next call. None
 waits.
 
-The bytes are those of ZMTP 3.1 with the NULL mechanism: https://rfc.zeromq.org/spec/37/.
+The bytes are those of ZMTP 3.1 (`kvd_proto.zmtp`); libzmq speaks the same.
 """
 
 import socket
-import struct
 from collections import deque
 
 from kvd_proto.codec import MAX_MESSAGE_BYTES
+from kvd_proto.zmtp import COMMAND, GREETING_BYTES, LONG, frame_header, opening
 
 READ_BYTES = 64 * 1024
 MAX_UNSENT_BYTES = 32 * 2**20
 """Kept for a daemon that does not read, before it is given no more."""
-_LONG, _COMMAND = 2, 4
-_GREETING_BYTES = 64
-_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-_OPENING = b"".join(
-    (
-        b"\xff" + bytes(8) + b"\x7f\x03\x01",  # signature and version
-        b"NULL".ljust(20, b"\0") + bytes(32),  # the mechanism; no server
-        bytes((_COMMAND, len(_READY))) + _READY,
-    )
-)
+_READY = b"\x05READY"
+_OPENING = opening(b"DEALER")
 
 
 class Dealer:
@@ -72,7 +64,7 @@ class Dealer:
         if self.closed or self._unsent_bytes > MAX_UNSENT_BYTES:
             return False
         size = len(frame)
-        head = bytes((0, size)) if size < 256 else struct.pack(">BQ", _LONG, size)
+        head = frame_header(size)
         sent = self._send(head + frame) if self.open and not self._unsent else 0
         if sent < len(head) + size and not self.closed:
             self._unsent.append(memoryview(head + frame)[sent:])
@@ -130,24 +122,24 @@ class Dealer:
         """Add the messages that are whole with this data; close where it is no ZMTP."""
         buffer = self._arrived + data
         at, end = 0, len(buffer)
-        if not self._greeted and end >= _GREETING_BYTES:
+        if not self._greeted and end >= GREETING_BYTES:
             if buffer[0] != 0xFF or not buffer[9] & 1 or buffer[10] < 3:
                 self.close()
                 return
             self._greeted = True
-            at = _GREETING_BYTES
+            at = GREETING_BYTES
         while self._greeted and end - at >= 2:
             flags, size, start = buffer[at], buffer[at + 1], at + 2
-            if flags & _LONG:
+            if flags & LONG:
                 size, start = int.from_bytes(buffer[start - 1 : start + 7], "big"), start + 7
-            if flags & ~(_LONG | _COMMAND) or (start <= end and size > MAX_MESSAGE_BYTES):
+            if flags & ~(LONG | COMMAND) or (start <= end and size > MAX_MESSAGE_BYTES):
                 self.close()
                 return
             if start + size > end:
                 break
-            if not flags & _COMMAND:
+            if not flags & COMMAND:
                 messages.append(buffer[start : start + size])
-            elif buffer.startswith(_READY[:6], start):
+            elif buffer.startswith(_READY, start):
                 self.open = True
             at = start + size
         self._arrived = buffer[at:]

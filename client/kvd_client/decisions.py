@@ -8,8 +8,8 @@ from kvd_client.errors import UsageError
 from kvd_client.loans import Loans
 from kvd_client.outbox import Outbox
 from kvd_client.reuse import ReuseFilter
+from kvd_client.tickets import StoreAnswer
 from kvd_proto.directory import DirectoryView, SlotState
-from kvd_proto.messages import StoreAnswer
 
 _READY = int(SlotState.READY)
 _ACCEPTED, _PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT

@@ -8,8 +8,9 @@ import time
 from collections.abc import Collection, Sequence
 
 from kvd_client.arguments import Blocks
+from kvd_client.tickets import StoreAnswer
 from kvd_proto.arrays import IntArray
-from kvd_proto.messages import MAX_KEYS, NO_ITEMS, Pin, Step, StoreAnswer
+from kvd_proto.messages import MAX_KEYS, NO_ITEMS, Pin, Step
 
 
 class Outbox:

@@ -27,11 +27,10 @@ from kvd_client.arguments import (
 from kvd_client.attachment import Attachment
 from kvd_client.errors import UsageError
 from kvd_client.scheduler_session import SchedulerSession
-from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.directory import MAX_SLOTS, LookupResult
 from kvd_proto.messages import (
     MAX_KEY_BYTES,
-    StoreAnswer,
 )
 
 MAX_LEASE_SECONDS = 600.0

@@ -6,14 +6,23 @@ ended. A ticket that was sent to another process has no scheduler, and completes
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.messages import StoreAnswer
-
 Array = npt.NDArray[Any]
+
+
+class StoreAnswer(IntEnum):
+    """What a scheduler says about a key that is offered for storing."""
+
+    ACCEPTED = 1  # a slot is given; write it
+    PRESENT = 2  # READY already; nothing to do
+    PENDING = 3  # somebody is writing it, perhaps this engine; nothing to do
+    FULL = 4  # no slot is at hand; offer it next time
+    NOT_YET = 5  # not offered often enough to be worth a slot; offer it next time
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,8 @@ from typing import NamedTuple
 from kvd.errors import BadFrame
 from kvd.metrics.counts import CONNECTION_LIMITS
 from kvd.wire.listener import Listener, NoDescriptor
-from kvd.wire.zmtp import MAX_PINGS, Incoming, frame_header, opening
+from kvd.wire.zmtp import MAX_PINGS, Incoming
+from kvd_proto.zmtp import frame_header, opening
 
 READ_BYTES = 256 * 1024
 UNREAD_BYTES = 2**20  # replies that wait for a peer, before it is not read any more

@@ -11,13 +11,11 @@ the end of a Unix socket's peer is seen without. For the same reason this side s
 Specification: https://rfc.zeromq.org/spec/37/ (ZMTP 3.1, NULL mechanism).
 """
 
-import struct
 from enum import Enum
 
 from kvd.errors import BadFrame
+from kvd_proto.zmtp import COMMAND, GREETING_BYTES, LONG, MORE, command
 
-_MORE, _LONG, _COMMAND = 1, 2, 4
-_GREETING_BYTES = 64
 _MAX_COMMAND_BYTES = 4096
 MAX_PARTS = 64
 """Parts of a message that is skipped, before its sender is given up."""
@@ -27,27 +25,6 @@ _PING, _PONG = b"PING", b"PONG"
 _TTL_BYTES, _MAX_CONTEXT_BYTES = 2, 16
 FRAMES_AT_ONCE = 128
 """Frames that are no message of one part and are looked at in one go."""
-
-
-def _command(name: bytes, body: bytes) -> bytes:
-    content = bytes((len(name),)) + name + body
-    return bytes((_COMMAND, len(content))) + content
-
-
-def _property(name: bytes, value: bytes) -> bytes:
-    return bytes((len(name),)) + name + struct.pack(">I", len(value)) + value
-
-
-def opening(kind: bytes) -> bytes:
-    """Return what one side sends first: version 3.1, no mechanism, and the kind of its socket."""
-    signature = b"\xff" + bytes(8) + b"\x7f"
-    greeting = signature + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-    return greeting + _command(b"READY", _property(b"Socket-Type", kind))
-
-
-def frame_header(nbytes: int) -> bytes:
-    """Return what goes before a message of one part."""
-    return bytes((0, nbytes)) if nbytes < 256 else struct.pack(">BQ", _LONG, nbytes)
 
 
 class _State(Enum):
@@ -106,7 +83,7 @@ class Incoming:
         have, flags = len(data), data[0]
         if flags == 0 and have >= 2 and data[1] == have - 2:
             return bytes(data[2:])
-        if flags == _LONG and have >= 9 and int.from_bytes(data[1:9], "big") == have - 9:
+        if flags == LONG and have >= 9 and int.from_bytes(data[1:9], "big") == have - 9:
             return bytes(data[9:]) if have - 9 <= self._max_bytes else None
         return None
 
@@ -127,12 +104,12 @@ class Incoming:
                 return None
             flags, size, start = head
             buffer = self._buffer
-            if flags & _COMMAND:
+            if flags & COMMAND:
                 if not self._command(flags, size, start):
                     return None
-            elif self._state is not _State.OPEN or flags & ~(_MORE | _LONG):
+            elif self._state is not _State.OPEN or flags & ~(MORE | LONG):
                 raise BadFrame(f"a frame with flags 0x{flags:02x} that has no place here")
-            elif flags & _MORE or self._parts:
+            elif flags & MORE or self._parts:
                 self._pass_over(flags, size, start)
             elif size > self._max_bytes:
                 raise BadFrame(
@@ -154,26 +131,26 @@ class Incoming:
         if have < 2:
             return None
         flags = buffer[at]
-        if not flags & _LONG:
+        if not flags & LONG:
             return flags, buffer[at + 1], at + 2
         if have < 9:
             return None
         return flags, int.from_bytes(buffer[at + 1 : at + 9], "big"), at + 9
 
     def _greeted(self) -> bool:
-        seen = bytes(self._buffer[:_GREETING_BYTES])
+        seen = bytes(self._buffer[:GREETING_BYTES])
         wrong = (seen[:1] not in (b"", b"\xff")) or (len(seen) > 10 and seen[10] < 3)
-        whole = len(seen) == _GREETING_BYTES
+        whole = len(seen) == GREETING_BYTES
         if wrong or (whole and (not seen[9] & 1 or seen[12:32].rstrip(b"\0") != b"NULL")):
             raise BadFrame("no greeting of ZMTP 3 without a mechanism")
         if whole:
-            self._at += _GREETING_BYTES
+            self._at += GREETING_BYTES
             self._state = _State.READY
         return whole
 
     def _command(self, flags: int, size: int, start: int) -> bool:
         """Take a command in; return False where it has not arrived in full."""
-        if size > _MAX_COMMAND_BYTES or flags & _MORE:
+        if size > _MAX_COMMAND_BYTES or flags & MORE:
             raise BadFrame(f"a command of {size} bytes, flags 0x{flags:02x}")
         if len(self._buffer) - start < size:
             return False
@@ -189,7 +166,7 @@ class Incoming:
     def _ping(self, body: bytes) -> None:
         if not _TTL_BYTES <= len(body) <= _TTL_BYTES + _MAX_CONTEXT_BYTES:
             raise BadFrame(f"a PING with {len(body)} bytes, it has 2 to 18")
-        self.pongs.append(_command(_PONG, body[_TTL_BYTES:]))
+        self.pongs.append(command(_PONG, body[_TTL_BYTES:]))
 
     def _pass_over(self, flags: int, size: int, start: int) -> None:
         """Skip a part of a message that has several."""
@@ -204,7 +181,7 @@ class Incoming:
         here = min(size, len(self._buffer) - start)
         self._at = start + here
         self._skip = size - here
-        if not flags & _MORE:
+        if not flags & MORE:
             self._parts = self._skipped = 0
             self.dropped += 1
 

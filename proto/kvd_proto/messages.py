@@ -9,7 +9,7 @@ docs/protocol.md is generated from here: a docstring's first line says what a me
 for, lines of the form ``field, field: meaning`` what its fields are, comments what codes mean.
 """
 
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -75,16 +75,6 @@ class JobStatus(StrEnum):
     REFUSED = "refused"  # arrays that do not fit, a job number in use, or no engine attached
     SHED = "shed"  # the engine's queue in the lane is full; stores go first
     FAILED = "failed"  # the device failed
-
-
-class StoreAnswer(IntEnum):
-    """What a scheduler says about a key that is offered for storing; no part of the wire."""
-
-    ACCEPTED = 1  # a slot is given; write it
-    PRESENT = 2  # READY already; nothing to do
-    PENDING = 3  # somebody is writing it, perhaps this engine; nothing to do
-    FULL = 4  # no slot is at hand; offer it next time
-    NOT_YET = 5  # not offered often enough to be worth a slot; offer it next time
 
 
 # ---------------------------------------------------------------- handshake

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.wire.router import Router
-from kvd.wire.zmtp import opening
 from kvd_client import dealer
 from kvd_client.dealer import Dealer
+from kvd_proto.zmtp import opening
 from tests.waiting import PATIENCE, eventually
 
 MIB = 2**20

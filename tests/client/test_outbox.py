@@ -1,7 +1,8 @@
 """What a scheduler has decided becomes one message, in the order in which it is carried out."""
 
 from kvd_client.outbox import Outbox
-from kvd_proto.messages import MAX_KEYS, Step, StoreAnswer
+from kvd_client.tickets import StoreAnswer
+from kvd_proto.messages import MAX_KEYS, Step
 
 WHOLE = (0, 2)
 

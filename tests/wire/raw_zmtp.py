@@ -4,7 +4,7 @@ import socket
 import struct
 from pathlib import Path
 
-from kvd.wire.zmtp import frame_header, opening
+from kvd_proto.zmtp import frame_header, opening
 from tests.waiting import PATIENCE
 
 

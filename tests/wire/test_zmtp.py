@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import BadFrame
-from kvd.wire.zmtp import FRAMES_AT_ONCE, MAX_PARTS, MAX_PINGS, Incoming, frame_header, opening
+from kvd.wire.zmtp import FRAMES_AT_ONCE, MAX_PARTS, MAX_PINGS, Incoming
+from kvd_proto.zmtp import frame_header, opening
 
 LIMIT = 4096
 HELLO = opening(b"DEALER")

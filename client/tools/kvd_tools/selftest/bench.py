@@ -15,11 +15,10 @@ from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.jobs import JobResult
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
-from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.directory import LookupResult
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import StoreAnswer
 from kvd_tools.errors import StepFailed
 from kvd_tools.selftest.blocks import Bytes, Rows, blocks_on
 
