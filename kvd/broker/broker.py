@@ -269,7 +269,7 @@ class Broker:
                     effects.append(
                         Event(f"{len(expired)} chunks in writing ran out of time", "warning")
                     )
-                idle = namespace.table.call_in_spare(now - LOAN_SECONDS)
+                idle = namespace.table.lending.call_in_spare(now - LOAN_SECONDS)
                 effects += self.state.revoke(namespace, expired + idle)
         return effects + self.supervision.watch(now)
 

@@ -117,7 +117,7 @@ class Caching:
         bulk = not first and message == Step(wanted=wanted)
         stores = message.keys or message.refused or bulk
         spare = bool(stores) and self._spare(owner, now)
-        slots, generations, evicted = table.lend(
+        slots, generations, evicted = table.lending.lend(
             owner,
             wanted,
             engines,
@@ -128,7 +128,7 @@ class Caching:
         effects: list[Effect] = []
         if stores and 2 * (have + len(slots)) < wanted:  # free when lanes have been asked
             for each in state.open_namespaces:
-                refs = each.table.call_in_spare(now - SPARE_SECONDS, but=owner)
+                refs = each.table.lending.call_in_spare(now - SPARE_SECONDS, but=owner)
                 effects += state.revoke(each, refs)
         if not slots:
             return _NOTHING, effects

@@ -64,7 +64,7 @@ class Operations:
             effects.append(session.event(text))
         stores, leases = in_flight(state, state.drain.since)
         for namespace in state.open_namespaces:
-            effects += state.revoke(namespace, namespace.table.call_in_all())
+            effects += state.revoke(namespace, namespace.table.lending.call_in_all())
         return [request.reply(Drained(stores=stores, leases=leases)), *effects]
 
     def _resume(self, request: Request[Resume]) -> list[Effect]:
@@ -89,7 +89,7 @@ class Operations:
         who, seconds = by(request.session.peer), request.message.unused_seconds
         if seconds is not None:
             for namespace in namespaces:
-                namespace.table.set_time(request.now)
+                namespace.table.uses.set_time(request.now)
             age = format_duration(seconds)
             what = f"{which} rid of what was not used for {age} by {who}"
             self._background.start("sweeps", self._clear_old(request, seconds, namespaces, what))

@@ -2,9 +2,9 @@
 
 It is the only writer of its directory. The states of a slot::
 
-    FREE -> LENT        lend: the scheduler may give the slot to a key by itself
+    FREE -> LENT        `lending`: the scheduler may give the slot to a key by itself
     LENT -> WRITING     begin: it has done so, and no other chunk has the key
-    LENT -> DRAINING    call_in, a share failed, the session is gone, reset; and where begin
+    LENT -> DRAINING    taken back, a share failed, the session is gone, reset; and where begin
                         came too late: when all shares are there, or the deadline has passed
     WRITING -> READY    share_done, with the last rank that was expected; begin, where that
                         came before
@@ -17,34 +17,26 @@ It is the only writer of its directory. The states of a slot::
 
 Methods decide first and then act; none of them waits, and none raises for what a
 client may send.
-
-Every use of a chunk (its store begun, pinned for a load, named by a request that has finished)
-has a stamp, microseconds that always grow: a time and an order. A chunk's age at eviction says
-whether the pool is large enough: those evicted within minutes would have been found by the
-next turn of a conversation.
 """
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.cache.directory import Blocks, DirectoryWriter, Refs, covers
 from kvd.cache.ledger import KeptChunks
+from kvd.cache.lending import Lending
 from kvd.cache.policies import POLICIES
 from kvd.cache.slots import Ints, Slots
+from kvd.cache.uses import Uses
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
-from kvd_proto.arrays import FEW
 from kvd_proto.directory import Entry, SlotState
 from kvd_proto.messages import ResetDone
 
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
 EMPTY_PIECES = 16  # so many that hold none are looked at in one go
-
-LEND_AT_ONCE = 1024  # slots: a millisecond or two
-LENT_PARTS = 4  # no engine has more than this part of its share of the chunks on loan by eviction
 
 _READY, _WRITING, _LENT = int(SlotState.READY), int(SlotState.WRITING), int(SlotState.LENT)
 
@@ -62,6 +54,7 @@ class ChunkTable:
     Attributes:
         stamps: of the last uses, by slot, in the ledger where there is one: the next daemon
             knows them.
+        lending: which of its slots schedulers have ahead of need.
     """
 
     def __init__(
@@ -76,12 +69,12 @@ class ChunkTable:
         ledger = directory.ledger
         self.counts = ChunkCounts()
         self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
-        self._marks = self.stamps.data  # for few of them
-        self._now = 0  # microseconds
+        self.uses = Uses(self.stamps, pool)
         self._pool = pool
         self.space = pool.join(geometry, self, model)
         order = POLICIES[policy](geometry.num_slots, directory.key)
         self.slots = Slots(directory, order, self.space)
+        self.lending = Lending(self.slots, pool, self.uses, self.counts, self.sweep)
 
     def restore(self, chunks: KeptChunks) -> None:
         """Take over the chunks of the previous daemon, into a table that is new.
@@ -101,84 +94,7 @@ class ChunkTable:
         self.slots.policy.restore(chunks.slots)
         self.counts.restored = len(chunks)
 
-    # --------------------------------------------------------------------- time
-
-    def set_time(self, now: float) -> None:
-        """Set the time, `now`, in seconds of a clock that never goes back, also over restarts."""
-        self._now = max(self._now, int(now * 1e6))
-
-    def _mark(self, slots: list[int]) -> None:
-        """Note that these were of use now, the hottest first."""
-        if slots:
-            last = self._pool.tick(len(slots), self._now)
-            if len(slots) <= FEW:
-                for slot in slots:
-                    self._marks[slot] = last
-                    last -= 1
-                return
-            self.stamps[slots[::-1]] = np.arange(last - len(slots) + 1, last + 1, dtype=np.uint64)
-
-    def _ages(self, slots: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Seconds, to the millisecond, since each of these chunks was of use."""
-        # Stamps of uses at the same moment are a microsecond apart.
-        ages = np.maximum(self._now - self.stamps[slots].astype(np.float64), 0.0)
-        rounded: npt.NDArray[np.float64] = np.round(ages / 1e6, 3)
-        return rounded
-
-    def _count_evicted(self, slots: list[int]) -> None:
-        if slots:
-            self.counts.eviction_age.observe_all(self._ages(slots))
-
     # -------------------------------------------------------------------- loans
-
-    def lend(
-        self,
-        owner: int,
-        wanted: int,
-        engines: int,
-        now: float,
-        usable: int | None = None,
-        *,
-        evict: bool = True,
-    ) -> tuple[list[int], list[int], list[bytes]]:
-        """Lend slots ahead of need to one of the namespace's `engines`.
-
-        It gets some where it has fewer than half of what is `wanted`: first of what is free in
-        this namespace and of what no namespace owns, shared with the other engines. Where it may
-        `evict`, others' columns come next, up to a part of its share of all slots, and then
-        chunks of this namespace, up to a part of its share of what that holds: one that holds
-        little does not lose it all for loans. While only `usable` bytes of the pool can be used,
-        as it is filled, nothing is evicted.
-
-        Returns:
-            Slots, generations, and the keys that were evicted for them.
-        """
-        have = len(self.slots.loans.of(owner))
-        if 2 * have >= wanted:
-            return [], [], []
-        self.set_time(now)
-        space = self.space
-        need = min(wanted - have, LEND_AT_ONCE)
-        while space.free_slots < need and self.slots.forgotten:
-            self.sweep()
-        self._pool.acquire(space, need * engines, usable, evict=False)
-        slots = space.take(min(need, space.free_within(usable) // engines), usable)
-        evicted: list[bytes] = []
-        if evict and usable is None:
-            parts = LENT_PARTS * engines
-            more = min(need, max(1, space.geometry.num_slots // parts) - have) - len(slots)
-            if more > 0:
-                self._pool.acquire(space, more)
-                slots += space.take(more)
-            held = self.held_bytes // sum(space.geometry.slot_bytes)
-            more = min(need, max(1, held // parts) - have) - len(slots)
-            if more > 0:
-                victims = self.slots.victims(more)
-                self._count_evicted(victims)
-                self.counts.evicted += len(victims)
-                evicted = self.directory.free(victims)
-                slots += sorted(victims)
-        return slots, self.slots.lend(slots, owner, now), evicted
 
     def begin(  # noqa: PLR0917 stores have these parts
         self,
@@ -202,7 +118,7 @@ class ChunkTable:
         Returns:
             How many are READY now, because their shares came first; and slots to be revoked.
         """
-        self.set_time(now)
+        self.uses.set_time(now)
         life, directory, counts = self.slots, self.directory, self.counts
         mine = life.loans.of(owner)
         place, writers = directory.place, self.space.geometry.writers
@@ -234,7 +150,7 @@ class ChunkTable:
         if begun or raced:
             life.loans.used(owner, now)
         life.started(begun, now + seconds)
-        self._mark(begun)
+        self.uses.mark(begun)
         for slot in complete:
             life.finish(slot)
         for slot in raced:
@@ -255,28 +171,6 @@ class ChunkTable:
         if offered is None:
             offered = 0, self.directory.blocks_per_chunk
         return state == _READY and (first, count) != offered and covers(offered, (first, count))
-
-    def call_in(self, owner: int) -> Refs:
-        """Take back an owner's loans; slots to be revoked."""
-        return self.slots.call_in(self.slots.loans.take(owner))
-
-    def call_in_all(self) -> Refs:
-        """Take back all loans, and what stores that have lost a race hold; to be revoked."""
-        return self.slots.call_in(self.slots.loans.take_all())
-
-    def call_in_spare(self, since: float, but: int | None = None) -> Refs:
-        """Take back the loans of owners that have used none since then; slots to be revoked.
-
-        None of `but`, who asks for it. And whoever's loans are in a column that is to leave.
-        """
-        loans, stays = self.slots.loans, self.space.stays
-        refs = [ref for owner in loans.idle_since(since, but) for ref in self.call_in(owner)]
-        if self.space.leaving:
-            leaving = [(owner, slot) for owner, slot, _ in loans.entries() if not stays(slot)]
-            for owner, slot in leaving:
-                loans.remove(owner, slot)
-            refs += self.slots.call_in([slot for _, slot in leaving])
-        return refs
 
     def note_offers(
         self, present: int, pending: int, not_yet: int, refused: int, *, draining: bool
@@ -379,14 +273,14 @@ class ChunkTable:
 
         Those that are not READY any more with their generations come too late.
         """
-        self.set_time(now)
+        self.uses.set_time(now)
         life = self.slots
         pinned = self.directory.ready(slots, generations)
         if pinned:
             life.unpinned(life.leases.hold(owner, number, pinned, now, now + seconds))
             policy = life.policy  # which a chunk has left that a fuller store has replaced
             policy.refresh_all([slot for slot in reversed(pinned) if slot in policy])
-            self._mark(pinned)
+            self.uses.mark(pinned)
         counts = self.counts
         counts.asked += len(slots)
         counts.hits += len(pinned)
@@ -419,14 +313,14 @@ class ChunkTable:
         slots = list(found)
         # The tail of a prompt is useless without its head, so it has to look colder.
         self.slots.policy.use_all(slots[::-1])
-        self._mark(slots)
+        self.uses.mark(slots)
         return len(slots)
 
     # ------------------------------------------------------------- ends of things
 
     def expire(self, now: float) -> Refs:
         """End the leases and give up the stores whose deadline has come; slots to be revoked."""
-        self.set_time(now)
+        self.uses.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
         over = self.slots.call_in(self.slots.loans.expire(now))
         self.counts.tickets_expired += len(late)
@@ -447,7 +341,7 @@ class ChunkTable:
         for slot in raced:
             del life.loans.raced[slot]
         writing = [slot for slot in life.tickets if owned_by(slot) == owner]
-        return self._give_up(writing), life.call_in(raced) + self.call_in(owner)
+        return self._give_up(writing), life.call_in(raced) + self.lending.call_in(owner)
 
     def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
@@ -459,7 +353,7 @@ class ChunkTable:
             How many go now and how many when their leases end, and the slots to be revoked.
         """
         writing = self._give_up(list(self.slots.tickets))
-        lent = self.call_in_all()  # with their generations no chunk would be found any more
+        lent = self.lending.call_in_all()  # with their generations no chunk would be found any more
         gone, kept = self.slots.forget()
         if by_operator:
             self.counts.removed += gone + kept
@@ -483,7 +377,7 @@ class ChunkTable:
         pins, policy = self.slots.leases.pins, self.slots.policy
         ready = self.directory.slots_in(SlotState.READY, first, count)
         slots = [slot for slot in ready if slot in policy and slot not in pins]
-        slots = np.array(slots, np.int64)[self._ages(slots) >= unused_for].tolist()
+        slots = np.array(slots, np.int64)[self.uses.ages(slots) >= unused_for].tolist()
         self.counts.removed += len(slots)
         return self.slots.drop(slots)[0]
 
@@ -509,7 +403,8 @@ class ChunkTable:
     def yield_slots(self, slots: list[int]) -> None:
         """Evict these READY, unpinned chunks: another namespace needs the room."""
         current = [slot for slot in slots if slot in self.slots.policy]
-        self._count_evicted(current)
+        if current:
+            self.counts.eviction_age.observe_all(self.uses.ages(current))
         self.counts.yielded += len(current)
         self.slots.drop(slots)
 

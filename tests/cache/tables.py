@@ -96,7 +96,7 @@ def begin(
     begun = Begun()
     wanted = [key for key in dict.fromkeys(keys) if _is_new(table, key, blocks)]
     while wanted:
-        _, _, evicted = table.lend(owner, len(wanted), 1, now, usable)
+        _, _, evicted = table.lending.lend(owner, len(wanted), 1, now, usable)
         loans = list(table.slots.loans.of(owner).items())[: len(wanted)]
         begun.evicted += evicted
         if not loans:

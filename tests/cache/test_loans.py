@@ -17,7 +17,7 @@ Ref = tuple[int, int]
 
 def lend(table: ChunkTable, wanted: int, owner: int = 1, engines: int = 1) -> list[Ref]:
     """What one of so many engines is lent."""
-    slots, generations, _ = table.lend(owner, wanted, engines, 0.0)
+    slots, generations, _ = table.lending.lend(owner, wanted, engines, 0.0)
     return list(zip(slots, generations, strict=True))
 
 
@@ -186,14 +186,14 @@ def test_eviction_lends_a_part_of_the_slots() -> None:
     """In a full table an engine gets a quarter of its share, and what was used last stays."""
     table = make_table(32)
     store(table, names(32))
-    slots, _, evicted = table.lend(1, 64, 1, 1.0)
+    slots, _, evicted = table.lending.lend(1, 64, 1, 1.0)
     assert len(slots) == len(evicted) == 8
     assert evicted == names(32)[:-9:-1]
-    assert table.lend(1, 64, 1, 1.0) == ([], [], [])
-    assert len(table.lend(2, 64, 4, 1.0)[0]) == 2
+    assert table.lending.lend(1, 64, 1, 1.0) == ([], [], [])
+    assert len(table.lending.lend(2, 64, 4, 1.0)[0]) == 2
     tiny = make_table(1)
     store(tiny, [b"a"])
-    assert tiny.lend(1, 64, 8, 1.0)[2] == [b"a"]
+    assert tiny.lending.lend(1, 64, 8, 1.0)[2] == [b"a"]
     table.check_integrity()
 
 
@@ -207,7 +207,7 @@ def test_a_namespace_that_holds_little_keeps_most_of_it() -> None:
     store(small, names(chunks))
     held = small.held_bytes // PAGE
     assert 4 <= held <= 32
-    slots, _, evicted = small.lend(1, 64, 1, 1.0)
+    slots, _, evicted = small.lending.lend(1, 64, 1, 1.0)
     assert len(slots) == len(evicted) == held // 4
     small.check_integrity()
 
@@ -216,9 +216,9 @@ def test_nothing_is_evicted_while_the_pool_is_filled() -> None:
     """Only slots whose memory is there are lent."""
     table = make_table(64, fill=FillOrder(64 * 4096, 2 * 4096))
     usable = 16 * 4096
-    slots, _, evicted = table.lend(1, 64, 1, 0.0, usable)
+    slots, _, evicted = table.lending.lend(1, 64, 1, 0.0, usable)
     assert (len(slots), evicted) == (16, [])
-    assert table.lend(1, 64, 1, 0.0, usable) == ([], [], [])
+    assert table.lending.lend(1, 64, 1, 0.0, usable) == ([], [], [])
     table.check_integrity()
 
 
@@ -227,13 +227,13 @@ def test_idle_loans_are_taken_back() -> None:
     table = make_table(64)
     mine, theirs = lend(table, 8), lend(table, 8, owner=2)
     table.begin([b"a"], [mine[0][0]], [mine[0][1]], 1, 5.0)
-    assert table.call_in_spare(4.0, but=2) == []
-    assert table.call_in_spare(4.0) == theirs
+    assert table.lending.call_in_spare(4.0, but=2) == []
+    assert table.lending.call_in_spare(4.0) == theirs
     assert all(table.directory.state(slot) == SlotState.DRAINING for slot, _ in theirs)
     begin(table, [b"b"], theirs[:1], owner=2)
     assert table.counts.stores_lost == 1
     free(table, theirs)
-    assert table.call_in_spare(5.0) == mine[1:]
+    assert table.lending.call_in_spare(5.0) == mine[1:]
     table.check_integrity()
 
 
@@ -332,7 +332,7 @@ def test_loans_keep_nobody_from_a_fair_share() -> None:
     assert len({slot // width for slot, _ in refs}) == columns  # one of each column, and others
     assert lend(new, 8, owner=2) == []
     (column,) = old.space.leaving
-    revoke = old.call_in_spare(-1.0)
+    revoke = old.lending.call_in_spare(-1.0)
     assert {slot // width for slot, _ in revoke} == {column}
     free(old, revoke)
     begin(old, names(len(refs), 1000), refs)
@@ -349,7 +349,7 @@ def test_a_column_that_nobody_takes_stays() -> None:
     assert len(lend(old, 64)) == 64
     assert lend(new, 8, owner=2) == []
     (column,) = old.space.leaving
-    free(old, old.call_in_spare(-1.0))
+    free(old, old.lending.call_in_spare(-1.0))
     assert lend(old, 1000) == []
     namespaces.check_integrity()
     for _ in range(LOOKS + 1):
@@ -366,7 +366,7 @@ def test_a_namespace_with_loans_is_not_closed() -> None:
     namespaces.detach_engine(namespace)
     assert namespaces.closable() == []
     assert set(namespace.table.lent_slots()) == {slot for slot, _ in refs}
-    free(namespace.table, namespace.table.call_in(1))
+    free(namespace.table, namespace.table.lending.call_in(1))
     assert namespaces.closable() == [namespace]
 
 

@@ -222,7 +222,7 @@ class TableMachine(RuleBasedStateMachine):
         model, other = self.models[space], self.models[1 - space]
         protected = other.protected_bytes(self.namespaces)
         had = len(model.loans_of(owner))
-        slots, generations, evicted = model.table.lend(owner, wanted, engines, self.now)
+        slots, generations, evicted = model.table.lending.lend(owner, wanted, engines, self.now)
         other.forget_yielded()
         assert other.protected_bytes(self.namespaces) >= protected
         evictable = [key for key in model.order if model.evictable_here(key)]
@@ -432,7 +432,7 @@ class TableMachine(RuleBasedStateMachine):
         """An engine's loans are taken back."""
         model = self.models[space]
         mine = model.loans_of(owner)
-        model.call_in(mine, model.table.call_in(owner))
+        model.call_in(mine, model.table.lending.call_in(owner))
 
     @rule(space=st.sampled_from(SPACES), seconds=st.sampled_from([0.0, 5.0]), but=st.integers(0, 2))
     def call_in_spare(self, space: int, seconds: float, but: int) -> None:
@@ -441,7 +441,7 @@ class TableMachine(RuleBasedStateMachine):
         idle = [o for o in OWNERS if o != but and model.loans_used.get(o, 0.0) <= since]
         slots = [slot for owner in idle for slot in model.loans_of(owner)]
         slots += [s for s in model.loans if s not in slots and not model.table.space.stays(s)]
-        model.call_in(slots, model.table.call_in_spare(since, but or None))
+        model.call_in(slots, model.table.lending.call_in_spare(since, but or None))
 
     @rule(
         space=st.sampled_from(SPACES),

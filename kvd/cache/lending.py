@@ -1,0 +1,102 @@
+"""Which slots a scheduler is lent ahead of need, and which loans are taken back."""
+
+from collections.abc import Callable
+
+from kvd.cache.directory import Refs
+from kvd.cache.slots import Slots
+from kvd.cache.uses import Uses
+from kvd.metrics.counts import ChunkCounts
+from kvd.pool.pool import Pool
+
+AT_ONCE = 1024  # slots: a millisecond or two
+PARTS = 4  # no engine has more than this part of its share of the chunks on loan by eviction
+
+
+class Lending:
+    """Lends the slots of one namespace; `sweep` frees some whose chunks a reset has dropped."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        pool: Pool,
+        uses: Uses,
+        counts: ChunkCounts,
+        sweep: Callable[[], None],
+    ) -> None:
+        self._slots = slots
+        self._pool = pool
+        self._uses = uses
+        self._counts = counts
+        self._sweep = sweep
+
+    def lend(
+        self,
+        owner: int,
+        wanted: int,
+        engines: int,
+        now: float,
+        usable: int | None = None,
+        *,
+        evict: bool = True,
+    ) -> tuple[list[int], list[int], list[bytes]]:
+        """Lend slots ahead of need to one of the namespace's `engines`.
+
+        It gets some where it has fewer than half of what is `wanted`: first of what is free in
+        this namespace and of what no namespace owns, shared with the other engines. Where it may
+        `evict`, others' columns come next, up to a part of its share of all slots, and then
+        chunks of this namespace, up to a part of its share of what that holds: one that holds
+        little does not lose it all for loans. While only `usable` bytes of the pool can be used,
+        as it is filled, nothing is evicted.
+
+        Returns:
+            Slots, generations, and the keys that were evicted for them.
+        """
+        have = len(self._slots.loans.of(owner))
+        if 2 * have >= wanted:
+            return [], [], []
+        self._uses.set_time(now)
+        space = self._slots.space
+        need = min(wanted - have, AT_ONCE)
+        while space.free_slots < need and self._slots.forgotten:
+            self._sweep()
+        self._pool.acquire(space, need * engines, usable, evict=False)
+        slots = space.take(min(need, space.free_within(usable) // engines), usable)
+        evicted: list[bytes] = []
+        if evict and usable is None:
+            parts = PARTS * engines
+            more = min(need, max(1, space.geometry.num_slots // parts) - have) - len(slots)
+            if more > 0:
+                self._pool.acquire(space, more)
+                slots += space.take(more)
+            held = self._pool.held_bytes(space) // sum(space.geometry.slot_bytes)
+            more = min(need, max(1, held // parts) - have) - len(slots)
+            if more > 0:
+                victims = self._slots.victims(more)
+                if victims:
+                    self._counts.eviction_age.observe_all(self._uses.ages(victims))
+                self._counts.evicted += len(victims)
+                evicted = self._slots.directory.free(victims)
+                slots += sorted(victims)
+        return slots, self._slots.lend(slots, owner, now), evicted
+
+    def call_in(self, owner: int) -> Refs:
+        """Take back an owner's loans; slots to be revoked."""
+        return self._slots.call_in(self._slots.loans.take(owner))
+
+    def call_in_all(self) -> Refs:
+        """Take back all loans, and what stores that have lost a race hold; to be revoked."""
+        return self._slots.call_in(self._slots.loans.take_all())
+
+    def call_in_spare(self, since: float, but: int | None = None) -> Refs:
+        """Take back the loans of owners that have used none since then; slots to be revoked.
+
+        None of `but`, who asks for it. And whoever's loans are in a column that is to leave.
+        """
+        loans, stays = self._slots.loans, self._slots.space.stays
+        refs = [ref for owner in loans.idle_since(since, but) for ref in self.call_in(owner)]
+        if self._slots.space.leaving:
+            leaving = [(owner, slot) for owner, slot, _ in loans.entries() if not stays(slot)]
+            for owner, slot in leaving:
+                loans.remove(owner, slot)
+            refs += self._slots.call_in([slot for _, slot in leaving])
+        return refs
