@@ -12,9 +12,8 @@ from cuda.bindings import driver as bindings
 
 from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.backend import CudaDevice
 from kvd.lane.devices.cuda.driver import BatchCopy
-from kvd.lane.devices.device import Direction
+from kvd.lane.devices.device import PIECE_BYTES, Direction
 
 Bytes = npt.NDArray[np.uint8]
 WARM_SECONDS, WARM_BYTES = 1.0, 64 * 2**20
@@ -146,7 +145,7 @@ class Reference:
         rng = np.random.default_rng(0)
         there, here = (rng.permutation(count).astype(np.uint64) * fragment for _ in range(2))
         sizes = np.full(count, fragment, np.uint64)
-        step = max(1, CudaDevice.piece_bytes // fragment)
+        step = max(1, PIECE_BYTES // fragment)
         ends = {
             direction: [
                 np.uint64(end) + places

@@ -205,7 +205,7 @@ class Runner:
         refusal = job.objection() or outside(job, self._device)
         if refusal is None:
             try:
-                job.plan(self._device.piece_bytes)
+                job.plan(self._device.piece_bytes[job.direction])
             except JobShapeError as error:
                 refusal = (JobStatus.REFUSED, str(error))
         if refusal is not None:

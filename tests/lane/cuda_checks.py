@@ -217,7 +217,8 @@ def bytes_in_flight_are_bounded(rig: CudaRig) -> None:
     The other direction is open.
     """
     served = Served(rig, SlotState.WRITING, blocks=64)
-    most = rig.cuda.piece_bytes = 2 * PAGE
+    most = 2 * PAGE
+    rig.cuda.piece_bytes = dict.fromkeys(Direction, most)
     rig.driver.set("hold=copies")
     served.submit(make_job(Store, 1, range(1, 64), range(1, 64)))
     flying = rig.driver.calls(served.mark).count(COPY) * most

@@ -43,6 +43,8 @@ STATES = (SlotState.LENT, SlotState.WRITING)  # in which a slot is its owner's t
 class HeldDevice(Device):
     """Moves nothing; a transfer ends when the test says so."""
 
+    piece_bytes = dict.fromkeys(Direction, PAGE)
+
     pins = True
 
     def __init__(self) -> None:

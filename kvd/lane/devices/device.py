@@ -22,7 +22,7 @@ conformance suite in tests/lane/device_contract.py checks for every backend:
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NewType
@@ -31,7 +31,8 @@ from kvd.errors import LaneError
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
-PIECE_BYTES = 2 * 2**20
+# A piece costs the lane's thread about the same whatever its size.
+PIECE_BYTES = 8 * 2**20
 
 MemoryId = NewType("MemoryId", int)
 """All storages of one worker, as a backend has mapped them."""
@@ -82,11 +83,11 @@ class Device(ABC):
     """A device backend. Used from one thread.
 
     Attributes:
-        piece_bytes: how much to submit at a time.
+        piece_bytes: how much of a job to submit at a time.
         pins: only what is pinned of the pool can be used.
     """
 
-    piece_bytes = PIECE_BYTES
+    piece_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, PIECE_BYTES)
     pins = False
 
     @property

@@ -29,10 +29,6 @@ from kvd_proto.messages import Handle
 
 _log = logging.getLogger(__name__)
 
-# To enqueue a piece costs this thread about the same whatever its size; larger ones leave it
-# time for messages while the device is busy.
-_PIECE_BYTES = 8 * 2**20
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -67,7 +63,6 @@ class CudaDevice(Device):
         CudaError: the device cannot be set up. Nothing stays mapped or pinned.
     """
 
-    piece_bytes = _PIECE_BYTES
     pins = True
 
     def __init__(
