@@ -1,7 +1,9 @@
 """The ways to keep a KV cache that `vllm_ttft.py` compares, each with an engine of its own.
 
-All engines have the same model, memory and settings. One is alive at a time: vLLM's processes wait
-for each other in loops, which on few cores are in the figures of every other engine.
+All engines have the same model, memory and settings. One is alive at a time, its scheduler and
+worker are one process, as they are with one GPU, and it computes with one thread less than there
+are cores. Otherwise vLLM's processes wait for each other in loops that take the processor from
+what is measured: from threads that compute, and from the lane.
 """
 
 import os
@@ -43,6 +45,7 @@ GPU_BLOCKS = 208
 MAX_MODEL_LEN = 2048
 STEP_TOKENS = 512  # a prompt takes several steps, so that storing it begins while it is computed
 LMCACHE_MODE = "lmcache_driven"  # the server copies, as kvd does; the other is slower here
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # or vLLM on a CPU refuses "uni"
 SERVER_SECONDS = 120.0
 POLL_SECONDS = 0.05
 
@@ -139,9 +142,14 @@ def _options(model: Path, transfer: Mapping[str, Any] | None, moments: Path) -> 
         block_size=BLOCK_TOKENS,
         dtype="bfloat16",
         kv_transfer=transfer,
-        env={"PYTHONPATH": ":".join(map(str, roots)), MOMENTS_FILE: str(moments)},
-        threads=len(os.sched_getaffinity(0)),
-        args=["--max-num-batched-tokens", str(STEP_TOKENS)],
+        env=ONE_PROCESS | {"PYTHONPATH": ":".join(map(str, roots)), MOMENTS_FILE: str(moments)},
+        threads=max(1, len(os.sched_getaffinity(0)) - 1),
+        args=[
+            "--max-num-batched-tokens",
+            str(STEP_TOKENS),
+            "--distributed-executor-backend",
+            "uni",
+        ],
     )
 
 
