@@ -75,7 +75,7 @@ def build(target: Path) -> None:
             tree,
             ignore=shutil.ignore_patterns(".venv*", ".git", ".*_cache", ".hypothesis", "out"),
         )
-        file = tree / "pyproject.toml"
+        file = tree / "kvd" / "version.py"
         file.write_text(file.read_text().replace('"0.1.0"', f'"{version}"'))
         subprocess.run([*pip, str(tree)], check=True)
         shutil.rmtree(tree)
