@@ -20,7 +20,7 @@ from kvd_tools.demo_vllm.engine import Answer
 PROMPT_TOKENS = 1900
 PROMPTS = 2  # of each start
 VOCABULARY = 2000
-SETTLE_SECONDS = 1.2  # stores end, and vLLM's processes stop polling after one second
+SETTLE_SECONDS = 1.2  # stores end, and the lane tells the broker its counters once a second
 LOOK_SECONDS = 0.2
 MAX_TOKENS = 8
 LANE = ("lane: queued", "lane: copied", "lane: reported")

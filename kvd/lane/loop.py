@@ -1,7 +1,7 @@
 """The lane's loop: jobs from workers, orders from the broker, turns of the device.
 
 One thread, and nothing in it waits for a peer: sends to workers and to the
-broker are non-blocking, copies come in pieces of a fraction of a millisecond,
+broker are non-blocking, copies come in pieces of about a millisecond or less,
 and both sockets are looked at between two pieces. In Python that is faster than
 a second thread, which would compete for the interpreter's lock.
 """
