@@ -89,7 +89,7 @@ class SchedulerSession(Session):
                     there.send()  # before the reset: it is to end these stores too
                     there.begin()
                     self._first_store = next(self._serials)
-            self._choose()
+                self._switch_to(self._attachment)
             self._wake()
             self._changed.wait_for(lambda: owed or not self.attached, patience)
         return owed[0] if owed else None
@@ -199,8 +199,8 @@ class SchedulerSession(Session):
                             self._attachment.lend(lent)
                         if self._owed is owed:  # none was asked for later
                             self._owed = None
+                        self._switch_to(self._attachment)
                     owed.append(reply)
-                    self._choose()
                     self._changed.notify_all()
         return True
 
@@ -229,19 +229,20 @@ class SchedulerSession(Session):
         self._ready_news.replace(ready_pipe)
         with self._changed:
             with self._state:
-                self._attachment = attachment
+                self._switch_to(attachment)
                 self._first_store = self._first_lease = next(self._serials)
-            self._choose()
             self._changed.notify_all()
 
-    def _choose(self) -> None:
-        """Choose what lookups read: the directory, where its chunks can be loaded."""
-        there = None if self._owed is not None else self._attachment
+    def _switch_to(self, attachment: Attachment | None) -> None:
+        """Attach or detach, and choose what lookups read: a directory that can be loaded from."""
+        there = None if self._owed is not None else attachment
         if there is None:
             self._find, self._begun = self._find_nothing, ()
         else:
             self._find, self._begun = there.directory.lookup, there.decisions.outbox.begun
-        self._ready_news.set()  # not before: an event loop that is woken up looks things up
+        # Not before: who sees this, or is woken up by the next line, looks things up.
+        self._attachment = attachment
+        self._ready_news.set()
 
     def _find_nothing(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
         del key, first, count

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvd_client import LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
+from kvd_client.attachment import Attachment
 from kvd_client.connection import Notice
 from kvd_proto.messages import (
     Detached,
@@ -303,13 +304,13 @@ def test_news_come_with_what_they_tell_of(
 ) -> None:
     """Who was told of an attachment finds what is there, and of its end, nothing."""
     quieten(scheduler)
-    choose, early = scheduler._choose, []
+    switch_to, early = scheduler._switch_to, []
 
-    def look_first() -> None:
+    def look_first(attachment: Attachment | None) -> None:
         early.append(scheduler.take_ready())
-        choose()
+        switch_to(attachment)
 
-    monkeypatch.setattr(scheduler, "_choose", look_first)
+    monkeypatch.setattr(scheduler, "_switch_to", look_first)
     for _ in range(3):
         daemon.attach()
         wait_for_news(scheduler)
@@ -318,6 +319,30 @@ def test_news_come_with_what_they_tell_of(
         wait_for_news(scheduler)
         assert scheduler.lookup(b"ready") is LookupResult.MISS
     assert early == [False] * 6
+
+
+class LooksAtOnce(Scheduler):
+    """A scheduler that looks a key up in the moments in which it is attached and detached."""
+
+    seen: list[LookupResult]
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.seen = []
+        super().__init__(runtime_dir, "engine", deadline=DEADLINE)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_attachment" and len(self.seen) < 2 and hasattr(self, "_find"):
+            self.seen.append(self.lookup(b"ready"))
+
+
+def test_lookups_have_changed_once_attached_has(daemon: FakeDaemon) -> None:
+    """Who sees that the engine is attached finds what is there at once, and after it nothing."""
+    with LooksAtOnce(daemon.runtime_dir) as scheduler:
+        daemon.attach(scheduler)
+        daemon.notify(Detached(reason="rank 0 is gone"))
+        seen = eventually(lambda: scheduler.seen, lambda seen: len(seen) == 2)
+    assert seen == [LookupResult.HIT, LookupResult.MISS]
 
 
 def test_news_are_kept_for_who_asks_without_a_descriptor(
