@@ -338,7 +338,7 @@ def test_a_restart_is_told_and_survived(tab: OpenTab, start_daemon: StartDaemon)
 def test_a_daemon_without_engines_is_not_called_well(tab: OpenTab, web: Daemon) -> None:
     """It says that none is attached; the empty card is small, and charts begin with the daemon."""
     page = tab(web, DESKTOP)
-    page.until("/^Nothing is wrong|held up/.test(document.getElementById('verdict').textContent)")
+    page.until("/Nothing is wrong|held up/.test(document.getElementById('now').textContent)")
     page.until("document.querySelectorAll('#events-list li').length > 1")
     assert re.search("held up|no engine is attached", page.text("#now"))
     height = "document.getElementById('engines').getBoundingClientRect().height"
@@ -359,7 +359,7 @@ def test_what_is_wrong_comes_first_with_the_remedy(tab: OpenTab, start_daemon: S
     """A daemon that drains says so on top, with the command that ends it."""
     daemon = start_daemon("--http-listen", "127.0.0.1:0")
     page = tab(daemon, PHONE)
-    page.until("/^Nothing is wrong|held up/.test(document.getElementById('verdict').textContent)")
+    page.until("/Nothing is wrong|held up/.test(document.getElementById('now').textContent)")
     remedy = "document.getElementById('problems').textContent.includes('kvd resume')"
     assert not page.ask(remedy)
     where = ("--runtime-dir", str(daemon.runtime_dir))

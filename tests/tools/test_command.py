@@ -17,6 +17,7 @@ from tests.tools.places import nothing_is_left
 from tests.waiting import PATIENCE
 
 DEMO = ["-m", "kvd", "demo"]
+LONG = ["--requests", "5000", "--cpu-bytes", str(64 * 2**20)]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 def serving() -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
     """A long demo whose ranks have begun to serve, with all that it has started."""
     process = subprocess.Popen(
-        [sys.executable, *DEMO, "--requests", "5000", "--cpu-bytes", str(64 * 2**20)],
+        [sys.executable, "-X", "faulthandler", *DEMO, *LONG],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
@@ -47,9 +48,14 @@ def serving() -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.05)
         yield process, parent.children(recursive=True)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # where does it stand?
+        raise AssertionError(process.communicate()[1].decode()) from None
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def is_rank(process: psutil.Process) -> bool:

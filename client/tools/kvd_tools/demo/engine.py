@@ -113,6 +113,7 @@ class Engine:
         """Wait for every job, then check that all blocks came back, each once."""
         while self._jobs:
             self._pump()
+        self.counts["evicted_chunks"] += len(self._scheduler.take_evicted())
         if len(self._free) != len(self._blocks) or set(self._free) != self._blocks:
             raise DemoError(f"{len(self._free)} of {len(self._blocks)} blocks were given back")
 

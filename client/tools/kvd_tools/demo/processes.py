@@ -168,8 +168,9 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         for pipe in self._processes:
             pipe.close()
+        end = time.monotonic() + END_SECONDS  # for all of them
         for process in self._processes.values():
-            process.join(END_SECONDS)
+            process.join(max(0.0, end - time.monotonic()))
             process.kill()
             process.join()
 

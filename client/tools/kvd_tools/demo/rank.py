@@ -65,7 +65,7 @@ class Finished:
 def run(pipe: Connection, setup: Setup) -> None:
     """Serve the scheduler at the other end of `pipe`: the main function of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler ends its ranks
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, ConnectionError):
         try:
             _run(pipe, setup)
         except KvdClientError as error:

@@ -52,7 +52,7 @@ class Bench:
         memory, rows: the blocks, once they are allocated.
         content: u8[blocks, block_bytes], what is stored: new bytes each time.
         namespace_id: in hexadecimal, once it is registered.
-        stored: keys of the chunks that were stored.
+        stored: keys of the chunks that were stored, but for those that had to go for slots on loan.
         samples: jobs by kind, each with the seconds from its submission to its end.
     """
 
@@ -78,6 +78,9 @@ class Bench:
         self.source = list(range(1, 1 + blocks))  # block 0 is never listed in a job
         self.destination = list(range(1 + blocks, self.num_blocks))
         random.Random(seed).shuffle(self.destination)  # so that no pattern helps
+        self._row_of = {
+            block: row for side in (self.source, self.destination) for row, block in enumerate(side)
+        }
         self.content = np.random.default_rng(seed).integers(0, 256, (blocks, size), np.uint8)
         self.layout = RankLayout(
             num_blocks=self.num_blocks,
@@ -118,13 +121,14 @@ class Bench:
         return [int((self.rows[block] != POISON).sum()) for block in blocks]
 
     def differences(self, blocks: Sequence[int]) -> int:
-        """Bytes of blocks that are not what was stored, block for block."""
-        pairs = zip(blocks, self.content, strict=False)
-        return sum(int((self.rows[block] != data).sum()) for block, data in pairs)
+        """Bytes of blocks of source or destination that are not what was to be stored."""
+        rows, content, row_of = self.rows, self.content, self._row_of
+        return sum(int((rows[block] != content[row_of[block]]).sum()) for block in blocks)
 
     def used(self, blocks: Sequence[int]) -> Sequence[int]:
         """Return those of the source or destination blocks whose chunks were stored."""
-        return blocks[: len(self.stored) * BLOCKS_PER_CHUNK]
+        used = zip(self.keys, zip(*[iter(blocks)] * BLOCKS_PER_CHUNK, strict=True), strict=True)
+        return [block for key, chunk in used if key in self.stored for block in chunk]
 
     # --------------------------------------------------------------- engine
 
@@ -158,8 +162,12 @@ class Bench:
         return sum(answer in answers for answer in self.scheduler.lookup_many(self.keys))
 
     def ready(self) -> bool:
-        """Whether every stored chunk can be loaded."""
-        return self.count(LookupResult.HIT) == len(self.stored)
+        """Whether every stored chunk can be loaded; in a full pool some may have had to go."""
+        self.scheduler.end_step()  # takes in what the daemon has answered
+        answered = self.scheduler.loans is not None  # what has to go for loans has gone
+        gone = set(self.scheduler.take_evicted())
+        self.stored = tuple(key for key in self.stored if key not in gone)
+        return answered and 0 < len(self.stored) == self.count(LookupResult.HIT)
 
     def own_namespace(self) -> dict[str, Any] | None:
         """The temporary namespace as the daemon reports it, while it is there."""
