@@ -303,12 +303,13 @@ class Router:
         """
         incoming = connection.incoming
         frame, may_read = None, True
-        if len(incoming):
+        begun = len(incoming)
+        if begun:
             frame = incoming.take()
             may_read = frame is None and not incoming.more and len(incoming.pongs) < MAX_PINGS
         if may_read and (data := self._read(connection)) is not None:
-            frame = incoming.only(data)
-            if frame is not None:
+            # What was taken in before is still to be counted and answered.
+            if not begun and (frame := incoming.only(data)) is not None:
                 return frame
             incoming.feed(data)
             frame = incoming.take()

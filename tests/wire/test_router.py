@@ -161,6 +161,23 @@ def test_a_flood_of_what_is_no_message_takes_a_bounded_turn(make: Make, tmp_path
         assert router.dropped == FLOOD
 
 
+def test_what_came_before_a_message_is_counted_and_answered_with_it(
+    make: Make, tmp_path: Path
+) -> None:
+    """A PING and a message of two parts that were read with another message, before this one."""
+    router = make()
+    with connect(tmp_path / "socket") as sock:
+        until(router, lambda: len(router) == 1 and not router.pending)
+        sock.sendall(message(b"first") + PING + b"\x01\0\0\0")
+        assert received(router).frame == b"first"
+        sock.sendall(message(b"second"))
+        assert received(router).frame == b"second"
+        assert (router.dropped, router.kept_bytes) == (1, 0)
+        heard = b""
+        while not heard.endswith(b"\x04PONGbeat"):
+            heard += sock.recv(1000)
+
+
 def test_many_new_connections_take_a_bounded_turn(make: Make, tmp_path: Path) -> None:
     """Some are accepted at a time, all in the end."""
     router = make()
