@@ -90,6 +90,7 @@ class SchedulerSession(Session):
                     there.begin()
                     self._first_store = next(self._serials)
                 self._switch_to(self._attachment)
+            self._ready_news.set()
             self._wake()
             self._changed.wait_for(lambda: owed or not self.attached, patience)
         return owed[0] if owed else None
@@ -200,6 +201,7 @@ class SchedulerSession(Session):
                         if self._owed is owed:  # none was asked for later
                             self._owed = None
                         self._switch_to(self._attachment)
+                    self._ready_news.set()
                     owed.append(reply)
                     self._changed.notify_all()
         return True
@@ -231,6 +233,7 @@ class SchedulerSession(Session):
             with self._state:
                 self._switch_to(attachment)
                 self._first_store = self._first_lease = next(self._serials)
+            self._ready_news.set()
             self._changed.notify_all()
 
     def _switch_to(self, attachment: Attachment | None) -> None:
@@ -240,9 +243,7 @@ class SchedulerSession(Session):
             self._find, self._begun = self._find_nothing, ()
         else:
             self._find, self._begun = there.directory.lookup, there.decisions.outbox.begun
-        # Not before: who sees this, or is woken up by the next line, looks things up.
-        self._attachment = attachment
-        self._ready_news.set()
+        self._attachment = attachment  # last: who sees this looks things up
 
     def _find_nothing(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
         del key, first, count
