@@ -166,6 +166,33 @@ def test_engines_are_not_disturbed_by_it_in_a_full_pool(start_daemon: StartDaemo
             assert engine.load(some) == (len(some), 0)
 
 
+def test_chunks_that_had_to_go_for_its_loans_are_no_failure(
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the pool is full its next loans take some of its chunks; the others are compared."""
+    store: Callable[[Bench], None] = Bench.store
+    gone: list[int] = []
+
+    def store_and_lend(bench: Bench) -> None:
+        store(bench)
+        before = bench.stored
+        assert bench.wait_until(bench.ready)
+        bench.scheduler.reserve(4 * len(bench.keys), 0.1)
+        assert bench.wait_until(bench.ready)
+        gone.append(len(before) - len(bench.stored))
+
+    monkeypatch.setattr(Bench, "store", store_and_lend)
+    daemon = start_daemon(cpu_bytes="32MiB")
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        keys = keys_of("full", engine.scheduler.num_chunks)
+        for first in range(0, len(keys), 12):
+            engine.store(keys[first : first + 12])
+        with engine.scheduler.prepare_load(keys):  # nothing of this engine's is evicted
+            steps = run_steps(daemon)
+    assert [step["name"] for step in steps if step["ok"]] == NAMES, steps
+    assert sum(gone) > 0
+
+
 def test_a_draining_daemon_refuses_it_and_says_so(shared_daemon: Daemon) -> None:
     """The reason is the drain, and who gave it."""
     where = ("--runtime-dir", str(shared_daemon.runtime_dir))

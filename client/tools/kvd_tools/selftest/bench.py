@@ -127,8 +127,8 @@ class Bench:
 
     def used(self, blocks: Sequence[int]) -> Sequence[int]:
         """Return those of the source or destination blocks whose chunks were stored."""
-        used = zip(self.keys, zip(*[iter(blocks)] * BLOCKS_PER_CHUNK, strict=True), strict=True)
-        return [block for key, chunk in used if key in self.stored for block in chunk]
+        keys, stored = self.keys, self.stored
+        return [b for n, b in enumerate(blocks) if keys[n // BLOCKS_PER_CHUNK] in stored]
 
     # --------------------------------------------------------------- engine
 
@@ -162,7 +162,7 @@ class Bench:
         return sum(answer in answers for answer in self.scheduler.lookup_many(self.keys))
 
     def ready(self) -> bool:
-        """Whether every stored chunk can be loaded; in a full pool some may have had to go."""
+        """Whether every stored chunk can be loaded; those that had to go for loans are left out."""
         self.scheduler.end_step()  # takes in what the daemon has answered
         answered = self.scheduler.loans is not None  # what has to go for loans has gone
         gone = set(self.scheduler.take_evicted())

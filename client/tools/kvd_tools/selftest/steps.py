@@ -76,9 +76,10 @@ def _fill(bench: Bench) -> str:
 
 def _store(bench: Bench) -> str:
     bench.store()
+    stored = len(bench.stored)
     if not bench.wait_until(bench.ready):
         ready = bench.count(LookupResult.HIT)
-        raise StepFailed(f"{ready} of {len(bench.stored)} stored chunks can be loaded")
+        raise StepFailed(f"{ready} of {stored} stored chunks can be loaded")
     return f"{len(bench.stored)} chunks of {bench.chunk_bytes} bytes"
 
 
