@@ -1,7 +1,7 @@
 """Every call of the driver fails once: a clear error, nothing left behind, no other byte touched.
 
 Which calls there are is read from the test driver's log of runs without failures; that these
-make every call that driver.py names is a test too.
+make every call that the driver package names is a test too.
 """
 
 import logging
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.fakecuda
 INJECTED = "CUDA_ERROR_NOT_SUPPORTED"
 CODE = 801
 OPTIONS = Options(registration_bytes=2**19, kernel_below=dict.fromkeys(Direction, 3000))
-# What driver.py may call and the lives below do not, and why that is no gap.
+# What the driver package may call and the lives below do not, and why that is no gap.
 ELSEWHERE = {
     "cuStreamQuery": "test_a_stream_that_cannot_be_asked_is_asked_again",
     "cuDeviceGetAttribute": "test_what_only_the_doctor_asks_may_fail_too",
@@ -126,7 +126,7 @@ def lives(
 
 
 def test_every_function_that_is_named_is_made_to_fail(lives: dict[str, Counter[str]]) -> None:
-    """A call that is new in driver.py is in a life, and so in the test below, or is explained."""
+    """A call that is new in the driver package is in a life, and in the test below, or explained."""
     functions = functions_named(driver)
     assert {"cuInit", "cuMemcpyAsync", "cuLaunchKernel"} <= functions  # they are found at all
     # Called by address and not by name.

@@ -1,0 +1,75 @@
+"""Pinned host memory, device memory, and what other processes share of theirs."""
+
+import ctypes
+
+from kvd.lane.devices.cuda.driver.calls import Undo, bindings, call
+
+
+def register_host(address: int, nbytes: int) -> None:
+    """Pin host memory for all contexts and map it for kernels."""
+    cuda = bindings()
+    flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
+    call(f"pinning {nbytes} bytes of host memory", "cuMemHostRegister", address, nbytes, flags)
+
+
+def unregister_host(address: int) -> None:
+    """Unpin what was pinned from this address on."""
+    call("unpinning host memory", "cuMemHostUnregister", address)
+
+
+def device_address(address: int) -> int:
+    """Where kernels find pinned host memory."""
+    return int(call("mapping pinned memory for kernels", "cuMemHostGetDevicePointer", address, 0))
+
+
+def allocate(nbytes: int) -> int:
+    """Device memory; its address."""
+    return int(call(f"allocating {nbytes} bytes on the device", "cuMemAlloc", nbytes))
+
+
+def free(address: int) -> None:
+    """Free device memory."""
+    call("freeing device memory", "cuMemFree", address)
+
+
+def address_range(address: int) -> tuple[int, int]:
+    """Start and size of the allocation in which an address lies."""
+    start_address, nbytes = call("looking at an allocation", "cuMemGetAddressRange", address)
+    return int(start_address), int(nbytes)
+
+
+def open_ipc(handle: bytes) -> int:
+    """Map another process's allocation, named by a handle of 64 bytes; where it starts."""
+    cuda = bindings()
+    named = cuda.CUipcMemHandle()
+    ctypes.memmove(named.getPtr(), handle, len(handle))
+    flags = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return int(call("opening a worker's memory", "cuIpcOpenMemHandle", named, flags))
+
+
+def close_ipc(address: int) -> None:
+    """Unmap what `open_ipc` mapped."""
+    call("closing a worker's memory", "cuIpcCloseMemHandle", address)
+
+
+def map_descriptor(descriptor: int, nbytes: int, device: int, undo: Undo) -> int:
+    """Map device memory that a file descriptor names, for the device to read and write.
+
+    The descriptor stays the caller's.
+    """
+    cuda = bindings()
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    access = cuda.CUmemAccessDesc()
+    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    named = "a worker's memory"
+    memory = call(f"importing {named}", "cuMemImportFromShareableHandle", descriptor, kind)
+    undo.add(call, f"releasing {named}", "cuMemRelease", memory)
+    reserving = f"reserving {nbytes} bytes of addresses"
+    address = int(call(reserving, "cuMemAddressReserve", nbytes, 0, 0, 0))
+    undo.add(call, "giving addresses back", "cuMemAddressFree", address, nbytes)
+    call(f"mapping {nbytes} bytes of {named}", "cuMemMap", address, nbytes, 0, memory, 0)
+    undo.add(call, f"unmapping {named}", "cuMemUnmap", address, nbytes)
+    call(f"allowing access to {named}", "cuMemSetAccess", address, nbytes, [access], 1)
+    return address
