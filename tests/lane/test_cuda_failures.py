@@ -126,7 +126,7 @@ def lives(
 
 
 def test_every_function_that_is_named_is_made_to_fail(lives: dict[str, Counter[str]]) -> None:
-    """A call that is new in the driver package is in a life, and in the test below, or explained."""
+    """A call that is new in the driver package is in a life, as below, or is explained."""
     functions = functions_named(driver)
     assert {"cuInit", "cuMemcpyAsync", "cuLaunchKernel"} <= functions  # they are found at all
     # Called by address and not by name.
