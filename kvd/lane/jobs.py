@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvd.lane.claims import not_covered, not_ready, not_to_write
-from kvd.lane.devices.device import Device, Direction
+from kvd.lane.devices.device import NO_MOVES, Device, Direction, Moves
 from kvd.lane.queue import Queued
 from kvd.lane.workers import Binding, Worker
 from kvd_proto.blocks import Chunks
-from kvd_proto.copies import Copies
 from kvd_proto.messages import Job, JobStatus, Message, Store
 
 VOID_TEXT = "the worker has taken the store's blocks back"
@@ -39,6 +38,8 @@ class LaneJob(Queued):
     Of a job that ended ok: accepted_ns <= started_ns <= ended_ns (its last byte moved).
 
     Attributes:
+        moves: its runs as the device has prepared them, once it has started.
+        given: how many of them the device was given.
         late_ns: when its turn came and the worker's timeline had not reached its number; else 0.
         stream_wait_ns: from then until the number was reached.
     """
@@ -49,8 +50,8 @@ class LaneJob(Queued):
     reply: Reply
     accepted_ns: int
     state: JobState = JobState.QUEUED
-    pieces: list[tuple[Copies, int]] = field(default_factory=list)
-    next_piece: int = 0
+    moves: Moves = NO_MOVES
+    given: int = 0
     in_flight: int = 0
     in_flight_bytes: int = 0
     moved_bytes: int = 0
@@ -124,11 +125,12 @@ class LaneJob(Queued):
             f" ({len(bad)} of {len(chunks)} chunks)"
         )
 
-    def plan(self, piece_bytes: int) -> None:
-        """Work out the runs of bytes and cut them into pieces of about `piece_bytes`.
+    def plan(self, device: Device) -> None:
+        """Work out the runs of bytes and let the device prepare them.
 
         Raises:
             JobShapeError: runs outside the worker's memory or arena.
+            LaneError: the device does not know the memory.
         """
         copies = self.worker.expander.expand(self.request.blocks)
         slot_bytes, num_slots = self.binding.slot_bytes, self.binding.order.num_slots
@@ -138,7 +140,13 @@ class LaneJob(Queued):
             slots = copies.arena_offset // slot_bytes
             copies = copies.select(slots % self.worker.order.world_size == self.worker.order.rank)
         copies.check_bounds(self.worker.layout.storages, slot_bytes * num_slots)
-        self.pieces = copies.pieces(piece_bytes)
+        base = self.binding.order.arena_base
+        self.moves = device.prepare(self.worker.memory, self.direction, base, copies)
+
+    @property
+    def all_given(self) -> bool:
+        """Whether the device was given every run."""
+        return self.given == len(self.moves)
 
     def to_report(self, *, ok: bool) -> Sequence[int]:
         """Return the numbers of a store's chunks that the broker is to be told of.
@@ -153,7 +161,7 @@ class LaneJob(Queued):
     def __repr__(self) -> str:
         return (
             f"<LaneJob {self.direction} {self.request.job} of {self.worker.who}: {self.state},"
-            f" piece {self.next_piece}/{len(self.pieces)}, {self.in_flight} in flight>"
+            f" {self.given} of {len(self.moves)} runs given, {self.in_flight} pieces in flight>"
         )
 
 

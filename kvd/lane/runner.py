@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvd.errors import IntegrityError, LaneError
-from kvd.lane.devices.device import Device, Direction, Finished, Transfer
+from kvd.lane.devices.device import NO_MOVES, Device, Direction, Finished, Transfer
 from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, Reply, outside
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
@@ -192,12 +192,12 @@ class Runner:
         """Give the device the job's next piece, if it still may move."""
         if job.state is JobState.QUEUED and not self._start(job):
             return
-        if job.next_piece < len(job.pieces):
+        if not job.all_given:
             if job.void:
                 self.stop(job, JobStatus.VOID, VOID_TEXT)
                 return
             self._submit_piece(job)
-        if job.next_piece == len(job.pieces):
+        if job.all_given:
             self._queue.remove(job)
             self._conclude(job)
 
@@ -205,9 +205,11 @@ class Runner:
         refusal = job.objection() or outside(job, self._device)
         if refusal is None:
             try:
-                job.plan(self._device.piece_bytes[job.direction])
+                job.plan(self._device)
             except JobShapeError as error:
                 refusal = (JobStatus.REFUSED, str(error))
+            except LaneError as error:
+                refusal = (JobStatus.FAILED, str(error))
         if refusal is not None:
             self.stop(job, *refusal)
             return False
@@ -217,17 +219,17 @@ class Runner:
         return True
 
     def _submit_piece(self, job: LaneJob) -> None:
-        copies, nbytes = job.pieces[job.next_piece]
-        base = job.binding.order.arena_base
+        device, way = self._device, job.direction
+        alone = len(self._queue) == 1
+        most = (device.bulk_bytes if alone else device.piece_bytes)[way]
+        end, nbytes = job.moves.piece(job.given, most)
         try:
-            self._device.submit(
-                Transfer(job, job.worker.memory, job.direction, base, copies, nbytes)
-            )
+            device.submit(Transfer(job, job.worker.memory, way, job.moves, job.given, end, nbytes))
         except LaneError as error:
             self.stop(job, JobStatus.FAILED, str(error))
             return
-        self.last_way = job.direction
-        job.next_piece += 1
+        self.last_way = way
+        job.given = end
         job.in_flight += 1
         job.in_flight_bytes += nbytes
 
@@ -249,11 +251,7 @@ class Runner:
 
     def _conclude(self, job: LaneJob) -> None:
         """End a job all of whose bytes have moved: as good, if its chunks are still its own."""
-        if (
-            job.state is JobState.COPYING
-            and not job.in_flight
-            and job.next_piece == len(job.pieces)
-        ):
+        if job.state is JobState.COPYING and not job.in_flight and job.all_given:
             job.outcome = job.objection() or (JobStatus.OK, "")
             job.state = JobState.ENDED
             self._settle(job)
@@ -263,7 +261,7 @@ class Runner:
             return
         job.ended_ns = self.clock()
         del self._jobs[job.worker, job.request.job]
-        job.pieces.clear()
+        job.moves = NO_MOVES  # the numbers of many runs are much memory
         self._ended.append(job)
 
     def __repr__(self) -> str:

@@ -109,42 +109,38 @@ class Copies:
             nbytes=self.nbytes[which],
         )
 
-    def split(self, unit: int) -> "Copies":
-        """Cut runs so that none crosses a multiple of `unit` bytes of the arena."""
-        begins = self.arena_offset
-        ends = begins + self.nbytes
+    def split(self, unit: int, base: int = 0) -> "Copies":
+        """Cut runs so that none crosses a multiple of `unit` bytes; the arena begins at `base`."""
+        begins = self.arena_offset + base
         first = begins // unit
-        parts = (ends - 1) // unit - first + 1
+        parts = (begins + self.nbytes - 1) // unit - first + 1
         if bool((parts == 1).all()):
             return self
-        run = np.repeat(np.arange(len(parts)), parts)
-        part = np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
-        begin = np.maximum((first[run] + part) * unit, begins[run])
-        end = np.minimum((first[run] + part + 1) * unit, ends[run])
+        run, part = _numbered(parts)
+        return self._cut(run, np.maximum((first[run] + part) * unit - begins[run], 0))
+
+    def shorten(self, longest: int) -> "Copies":
+        """Cut runs so that none has more than `longest` bytes."""
+        if self.few and all(run[3] <= longest for run in self.runs):
+            return self
+        parts = -(-self.nbytes // longest)
+        if bool((parts == 1).all()):
+            return self
+        run, part = _numbered(parts)
+        return self._cut(run, part * longest)
+
+    def _cut(self, run: npt.NDArray[np.int64], begin: npt.NDArray[np.int64]) -> "Copies":
+        """Parts of runs, each from this byte of its run on to where the next part begins."""
+        end = np.empty_like(begin)
+        end[:-1] = begin[1:]
+        last = np.flatnonzero(np.diff(run, append=-1))
+        end[last] = self.nbytes[run[last]]
         return Copies(
             storage=self.storage[run],
-            tensor_offset=self.tensor_offset[run] + (begin - begins[run]),
-            arena_offset=begin,
+            tensor_offset=self.tensor_offset[run] + begin,
+            arena_offset=self.arena_offset[run] + begin,
             nbytes=end - begin,
         )
-
-    def pieces(self, piece_bytes: int) -> list[tuple["Copies", int]]:
-        """Cut into pieces of about `piece_bytes` (below twice that), each with its bytes, in order.
-
-        A run belongs to the piece that its last byte falls into, were all pieces alike.
-        """
-        total = self.total_bytes
-        if 0 < total <= piece_bytes:
-            return [(self, total)]
-        copies = self.split(piece_bytes)
-        end = np.cumsum(copies.nbytes)
-        cuts = (np.flatnonzero(np.diff((end - 1) // piece_bytes)) + 1).tolist()
-        bounds = [0, *cuts, len(copies)]
-        moved = [0, *(int(end[index - 1]) for index in bounds[1:] if index)]
-        return [
-            (copies.select(slice(bounds[i], bounds[i + 1])), moved[i + 1] - moved[i])
-            for i in range(len(moved) - 1)
-        ]
 
     def check_bounds(self, storages: Sequence[int], arena_bytes: int) -> None:
         """Check that every run lies inside its storage and inside the arena.
@@ -182,6 +178,14 @@ class Copies:
 
     def __repr__(self) -> str:
         return f"<Copies {len(self)} runs, {self.total_bytes} bytes>"
+
+
+def _numbered(
+    parts: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of all parts of runs of so many parts, in order: the run, and which part of it."""
+    run = np.repeat(np.arange(len(parts)), parts)
+    return run, np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
 
 
 def _outside(storage: int, offset: int, at: int, nbytes: int, arena: int) -> JobShapeError:

@@ -6,7 +6,6 @@ makes it hold was taken away: test_cuda_rules.py.
 
 import contextlib
 import time
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.cuda.copier import Runs
 from kvd.lane.devices.cuda.driver import Stream
-from kvd.lane.devices.device import Direction, MemoryId
+from kvd.lane.devices.device import Direction
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Workers
 from kvd_proto.control import CONTROL_BYTES
@@ -25,7 +24,7 @@ from kvd_proto.directory import SlotState
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig
-from tests.lane.device_contract import Run, drain, pattern, transfer
+from tests.lane.device_contract import drain, pattern
 from tests.lane.support import (
     EPOCH,
     Directory,
@@ -57,21 +56,14 @@ def by_kernel(below: int) -> Options:
     return Options(registration_bytes=65536, kernel_below=dict.fromkeys(Direction, below))
 
 
-def submit(
-    rig: CudaRig, number: int, memory: MemoryId, direction: Direction, runs: Sequence[Run]
-) -> None:
-    """Start a transfer of these runs."""
-    rig.device.submit(transfer(number, memory, direction, runs))
-
-
 def sources_are_read_at_their_turn(rig: CudaRig) -> None:
     """What a store reads is what is there when the stream gets to it, not what was before."""
     memory, source = rig.attach(SIZES)
     rig.put(source, 0, 0, pattern(4096, 1))
     rig.driver.set("any=early")
     rig.driver.set("hold=copies")
-    submit(rig, 1, memory, Direction.STORE, [(1, 0, 8192, 4096)])  # holds up the one behind it
-    submit(rig, 2, memory, Direction.STORE, [(0, 0, 0, 4096)])
+    rig.submit(1, memory, Direction.STORE, [(1, 0, 8192, 4096)])  # holds up the one behind it
+    rig.submit(2, memory, Direction.STORE, [(0, 0, 0, 4096)])
     rig.put(source, 0, 0, pattern(4096, 2))
     rig.driver.set("hold=")
     drain(rig.device)
@@ -85,8 +77,8 @@ def ends_are_reported_after_the_last_byte(rig: CudaRig) -> None:
     rig.put_pool(8192, pattern(4096, 2))
     rig.driver.set("hold=copies")
     before = rig.driver.mark
-    submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
-    submit(rig, 2, memory, Direction.LOAD, [(1, 0, 8192, 4096)])
+    rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 4096)])
+    rig.submit(2, memory, Direction.LOAD, [(1, 0, 8192, 4096)])
     rig.driver.wait_for("@held-copy", 2, before)
     assert rig.device.progress() == []
     rig.driver.set("hold=")
@@ -101,7 +93,7 @@ def a_half_enqueued_transfer_is_drained(rig: CudaRig) -> None:
     rig.driver.set("hold=copies")
     rig.driver.set("fail=cuMemcpyAsync:3:801")
     runs = [(0, 8192 * index, 8192 * index, 4096) for index in range(4)]
-    submit(rig, 1, memory, Direction.STORE, runs)
+    rig.submit(1, memory, Direction.STORE, runs)
     for _ in range(20):
         assert rig.device.progress() == []
     rig.driver.set("fail=")
@@ -113,7 +105,7 @@ def no_copy_spans_two_registrations(rig: CudaRig) -> None:
     """A run across a boundary between registered pieces arrives whole."""
     memory, source = rig.attach(SIZES)
     rig.put(source, 0, 0, pattern(8192, 1))
-    submit(rig, 1, memory, Direction.STORE, [(0, 0, 65536 - 4096, 8192)])
+    rig.submit(1, memory, Direction.STORE, [(0, 0, 65536 - 4096, 8192)])
     assert drain(rig.device)[1].error == ""
     np.testing.assert_array_equal(rig.get_pool(65536 - 4096, 8192), pattern(8192, 1))
 
@@ -134,9 +126,9 @@ def no_kernel_access_spans_two_registrations(rig: CudaRig) -> None:
         enqueue(runs, direction, stream, number)
 
     kernel.enqueue = watched  # type: ignore[method-assign]  # to look at what it is given
-    submit(rig, 1, memory, Direction.STORE, [(0, 0, edge - 1024, 2048)])
+    rig.submit(1, memory, Direction.STORE, [(0, 0, edge - 1024, 2048)])
     assert drain(rig.device)[1].error == ""
-    submit(rig, 2, memory, Direction.LOAD, [(1, 0, edge - 1024, 2048)])
+    rig.submit(2, memory, Direction.LOAD, [(1, 0, edge - 1024, 2048)])
     assert drain(rig.device)[2].error == ""
     assert given == 2 * [(edge - 1024, 1024), (edge, 1024)]
     np.testing.assert_array_equal(rig.get(source, 1, 0, 2048), pattern(2048, 1))
@@ -148,7 +140,7 @@ def run_lists_are_left_alone_while_a_kernel_reads_them(rig: CudaRig) -> None:
     rig.put(source, 0, 0, pattern(8192, 1))
     rig.driver.set("hold=copies")  # a kernel reads its list when it starts
     for number in range(8):
-        submit(rig, number, memory, Direction.STORE, [(0, number * 1024, number * 1024, 1024)])
+        rig.submit(number, memory, Direction.STORE, [(0, number * 1024, number * 1024, 1024)])
         assert rig.device.progress() == []
     rig.driver.set("hold=")
     drain(rig.device)
@@ -160,7 +152,7 @@ def nothing_is_copied_before_it_is_pinned(rig: CudaRig) -> None:
     memory, source = rig.attach(SIZES)
     rig.put(source, 0, 0, pattern(4096, 1))
     before = rig.driver.mark
-    submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
+    rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 4096)])
     assert rig.device.progress() == []
     assert not rig.device.holds(0, 4096)
     assert COPY not in rig.driver.calls(before)
@@ -199,7 +191,7 @@ def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
     Workers are refused with the remedy.
     """
     memory, _ = rig.attach(SIZES)
-    submit(rig, 1, memory, Direction.STORE, [(0, 0, POOL_BYTES - 4096, 4096)])
+    rig.submit(1, memory, Direction.STORE, [(0, 0, POOL_BYTES - 4096, 4096)])
     rig.driver.wait_for("cuMemHostRegister", 3, rig.mark)  # the second piece of the pool
     before = rig.driver.mark
     rig.driver.set("fail=cuMemHostRegister:1:2")
@@ -218,7 +210,7 @@ def bytes_in_flight_are_bounded(rig: CudaRig) -> None:
     """
     served = Served(rig, SlotState.WRITING, blocks=64)
     most = 2 * PAGE
-    rig.cuda.piece_bytes = dict.fromkeys(Direction, most)
+    rig.cuda.piece_bytes = rig.cuda.bulk_bytes = dict.fromkeys(Direction, most)
     rig.driver.set("hold=copies")
     served.submit(make_job(Store, 1, range(1, 64), range(1, 64)))
     flying = rig.driver.calls(served.mark).count(COPY) * most
@@ -238,7 +230,7 @@ def a_device_that_hangs_is_given_up(rig: CudaRig) -> None:
     """A copy that never ends ends the lane, which is replaced, instead of waiting for ever."""
     memory, _ = rig.attach(SIZES)
     rig.driver.set("hold=copies")
-    submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 100)])
+    rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 100)])
     with pytest.raises(LaneError, match="hangs"):
         drain(rig.device, seconds=3.0)
     rig.driver.set("hold=")

@@ -60,6 +60,19 @@ class Rig(ABC):
     def close(self) -> None:
         """Let go of everything."""
 
+    def submit(
+        self,
+        number: int,
+        memory: MemoryId,
+        direction: Direction,
+        runs: Sequence[Run],
+        pool_base: int = 0,
+    ) -> None:
+        """Prepare these runs, and submit all in one transfer."""
+        moves = self.device.prepare(memory, direction, pool_base, copies_of(runs))
+        nbytes = sum(size for *_, size in runs)
+        self.device.submit(Transfer(number, memory, direction, moves, 0, len(moves), nbytes))
+
     def attach(self, sizes: Sequence[int]) -> tuple[MemoryId, Source]:
         """A worker with these storages, mapped."""
         source = self.make_worker(sizes)
@@ -74,13 +87,10 @@ class Rig(ABC):
         self.pool.bytes[offset : offset + len(data)] = data
 
 
-def transfer(
-    number: int, memory: MemoryId, direction: Direction, runs: Sequence[Run], pool_base: int = 0
-) -> Transfer:
-    """A transfer of these runs."""
-    columns = np.array(runs, dtype=np.int64).reshape(-1, 4).T
-    copies = Copies(columns[0].astype(np.int32), columns[1], columns[2], columns[3])
-    return Transfer(number, memory, direction, pool_base, copies, int(columns[3].sum()))
+def copies_of(runs: Sequence[Run]) -> Copies:
+    """These runs."""
+    columns = np.ascontiguousarray(np.array(runs, dtype=np.int64).reshape(-1, 4).T)
+    return Copies(columns[0].astype(np.int32), columns[1], columns[2], columns[3])
 
 
 def drain(device: Device, seconds: float = PATIENCE) -> dict[int, Finished]:
@@ -112,7 +122,7 @@ class DeviceContract:
         for number in range(6):
             direction = Direction.STORE if number % 2 else Direction.LOAD
             run = (0, number * 1000, number * 2000, 1000)
-            rig.device.submit(transfer(number, memory, direction, [run]))
+            rig.submit(number, memory, direction, [run])
         assert rig.device.in_flight == 6
         assert set(drain(rig.device)) == set(range(6))
         assert rig.device.progress() == []
@@ -121,7 +131,7 @@ class DeviceContract:
     def test_memory_in_use_is_not_released(self, rig: Rig) -> None:
         """Releasing memory with a transfer in flight is refused; after draining it works, once."""
         memory, _ = rig.attach(self.SIZES)
-        rig.device.submit(transfer(1, memory, Direction.STORE, [(0, 0, 0, 10)]))
+        rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 10)])
         with pytest.raises(LaneError, match="in flight"):
             rig.device.release_memory(memory)
         with pytest.raises(LaneError, match="in flight"):
@@ -131,7 +141,31 @@ class DeviceContract:
         with pytest.raises(LaneError):
             rig.device.release_memory(memory)
         with pytest.raises(LaneError):
-            rig.device.submit(transfer(2, memory, Direction.STORE, [(0, 0, 0, 10)]))
+            rig.submit(2, memory, Direction.STORE, [(0, 0, 0, 10)])
+
+    def test_runs_are_given_in_pieces(self, rig: Rig) -> None:
+        """Prepared once: no run is above a piece, `ends` counts bytes, each range moves its own."""
+        rig.device.piece_bytes = dict.fromkeys(Direction, 5000)
+        memory, source = rig.attach(self.SIZES)
+        data = pattern(30_000, 1)
+        rig.put(source, 0, 0, data)
+        runs = [(0, 0, 100, 12_000), (0, 12_000, 70_000, 18_000)]
+        moves = rig.device.prepare(memory, Direction.STORE, 4096, copies_of(runs))
+        ends = [int(end) for end in moves.ends]
+        sizes = np.diff([0, *ends])
+        assert (ends[-1], len(ends)) == (30_000, len(moves))
+        assert (sizes > 0).all()
+        assert (sizes <= 5000).all()
+        for begin in reversed(range(len(moves))):
+            piece = (begin, begin + 1, int(sizes[begin]))
+            rig.put_pool(0, np.zeros(2**17, np.uint8))
+            rig.device.submit(Transfer(begin, memory, Direction.STORE, moves, *piece))
+            assert drain(rig.device)[begin].error == ""
+            moved = np.concatenate([rig.get_pool(4196, 12_000), rig.get_pool(74_096, 18_000)])
+            begin_byte = ends[begin] - int(sizes[begin])
+            wanted = np.zeros(30_000, np.uint8)
+            wanted[begin_byte : ends[begin]] = data[begin_byte : ends[begin]]
+            np.testing.assert_array_equal(moved, wanted)
 
     def test_memory_smaller_than_promised_is_refused(self, rig: Rig) -> None:
         """A handle to less memory than the layout says is refused with the figures."""
@@ -191,7 +225,7 @@ class DeviceContract:
             pool[pool_base + at : pool_base + at + size] = moved
             wanted[storage][offset : offset + size] = moved
         for direction, worker in ((Direction.STORE, memory), (Direction.LOAD, other_memory)):
-            rig.device.submit(transfer(1, worker, direction, runs, pool_base))
+            rig.submit(1, worker, direction, runs, pool_base)
             done = drain(rig.device)[1]
             assert (done.nbytes, done.error) == (nbytes, "")
             np.testing.assert_array_equal(rig.get_pool(0, 2**20), pool)

@@ -14,7 +14,7 @@ from kvd.lane.devices.device import Direction
 from kvd.pool.filling import FillOrder
 from kvd_proto.messages import HostHandle, VmmHandle
 from tests.fakecuda.cudatensor import GRANULARITY
-from tests.lane.cuda_checks import PAGE, by_kernel, engine_only, submit
+from tests.lane.cuda_checks import PAGE, by_kernel, engine_only
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver
 from tests.lane.device_contract import DeviceContract, Rig, Run, drain, pattern
@@ -122,7 +122,7 @@ def test_host_memory_is_refused(rig: CudaRig) -> None:
 def test_an_empty_transfer_ends(rig: CudaRig) -> None:
     """A transfer without runs is reported like any other."""
     memory, _ = rig.attach(SIZES)
-    submit(rig, 1, memory, Direction.LOAD, [])
+    rig.submit(1, memory, Direction.LOAD, [])
     assert drain(rig.device)[1].error == ""
 
 
@@ -168,7 +168,7 @@ def test_memory_and_pool_are_as_a_model_says(
             )
         ]
         direction = rng.choice(list(Direction))
-        submit(rig, number, memory, direction, runs)
+        rig.submit(number, memory, direction, runs)
         flying[number] = (direction, runs)
         free -= set(pages)
         free_in_pool -= set(slots)
@@ -228,11 +228,11 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
             filled += end - begin
             eventually(lambda: (rig.cuda.pool_error, rig.cuda.usable_bytes), ("", filled).__eq__)
         edge = HUGE - 4096
-        submit(rig, 1, memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
+        rig.submit(1, memory, Direction.STORE, [(0, 0, edge, 8192), (0, 0, 3 * HUGE, 8192)])
         assert drain(rig.device)[1].error == ""
         for at in (edge, 3 * HUGE):
             np.testing.assert_array_equal(rig.get_pool(at, 8192), pattern(65536, 1)[:8192])
-        submit(rig, 2, memory, Direction.LOAD, [(0, 16384, edge, 8192)])
+        rig.submit(2, memory, Direction.LOAD, [(0, 16384, edge, 8192)])
         assert drain(rig.device)[2].error == ""
         np.testing.assert_array_equal(rig.get(source, 0, 16384, 8192), rig.get_pool(edge, 8192))
     finally:

@@ -20,7 +20,7 @@ from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.device import Direction
 from tests.fakecuda.harness import FakeCuda, functions_named
-from tests.lane.cuda_checks import SIZES, engine_only, submit
+from tests.lane.cuda_checks import SIZES, engine_only
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver, load
 from tests.lane.device_contract import drain, pattern
@@ -87,7 +87,7 @@ class Life:
             self.errors.append(str(error))
             return
         for number, direction in enumerate((Direction.STORE, Direction.LOAD)):
-            submit(rig, number, memory, direction, RUNS)
+            rig.submit(number, memory, direction, RUNS)
             done = drain(rig.device)[number]
             assert (done.nbytes == 0) == bool(done.error)
             if done.error:
@@ -183,7 +183,7 @@ def test_a_stream_that_cannot_be_asked_is_asked_again(
         rig.put(source, 0, 0, pattern(4096, 1))
         before = fake_driver.mark
         fake_driver.set(f"fail=cuEventRecord:2:{CODE},cuStreamQuery:1:{CODE}")
-        submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
+        rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 4096)])
         assert INJECTED in drain(rig.device)[1].error
         assert fake_driver.calls(before).count("cuStreamQuery") >= 2
         np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 1))
@@ -216,7 +216,7 @@ def lose_the_device(library: str, log: str, setting: str) -> None:
     rig = CudaRig(fake_driver, CudaWorkers(ipc=True), engine_only())
     memory, source = rig.attach(SIZES)
     fake_driver.set(setting)
-    submit(rig, 1, memory, Direction.STORE, [(0, 0, 0, 4096)])
+    rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 4096)])
     with pytest.raises(DeviceLost):
         drain(rig.device)
     with pytest.raises(DeviceLost):

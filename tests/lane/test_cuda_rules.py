@@ -75,7 +75,7 @@ def one_priority() -> Callable[[int], Stream]:
 
 Taken = tuple[object, str, object]  # whose attribute is replaced, and by what
 NO_TIMELINE: Taken = (runner, "_reached", lambda _now: lambda _job: True)
-NO_SPLIT: Taken = (Copies, "split", lambda copies, _unit: copies)
+NO_SPLIT: Taken = (Copies, "split", lambda copies, _unit, _base: copies)
 NO_SECOND_LOOK: Taken = (LaneJob, "objection", look_only_before_the_copy())
 
 

@@ -15,7 +15,7 @@ from kvd_client.memory import sealed_file
 from kvd_proto import copies
 from kvd_proto.arrays import FEW
 from kvd_proto.messages import HostHandle
-from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain, transfer
+from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain
 from tests.lane.support import Memory
 
 
@@ -108,8 +108,8 @@ def test_one_descriptor_is_mapped_once(host: HostRig) -> None:
 def test_a_run_outside_the_memory_fails_alone(host: HostRig) -> None:
     """What slipped through every check is an error of that transfer, and the next one works."""
     memory, _ = host.attach((4096,))
-    host.device.submit(transfer(1, memory, Direction.STORE, [(0, 4090, 0, 100)]))
-    host.device.submit(transfer(2, memory, Direction.STORE, [(0, 0, 0, 100)]))
+    host.submit(1, memory, Direction.STORE, [(0, 4090, 0, 100)])
+    host.submit(2, memory, Direction.STORE, [(0, 0, 0, 100)])
     done = drain(host.device)
     assert "copy failed" in done[1].error
     assert (done[1].nbytes, done[2].nbytes, done[2].error) == (0, 100, "")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.errors import LaneError
-from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Moves, Transfer
+from kvd.lane.devices.host import HostMoves
 from kvd.lane.orders import Orders
 from kvd.lane.queue import Limits
 from kvd.lane.reports import Reports
@@ -22,6 +23,7 @@ from kvd.lane.workers import Binding, Worker, Workers
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
 from kvd.wire.seqpacket import Channel
 from kvd_proto.arrays import IntArray
+from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import Handle, Job, JobStatus, Load, Message, Store
 from tests.lane.support import (
@@ -43,7 +45,7 @@ STATES = (SlotState.LENT, SlotState.WRITING)  # in which a slot is its owner's t
 class HeldDevice(Device):
     """Moves nothing; a transfer ends when the test says so."""
 
-    piece_bytes = dict.fromkeys(Direction, PAGE)
+    piece_bytes = bulk_bytes = dict.fromkeys(Direction, PAGE)
 
     pins = True
 
@@ -72,6 +74,13 @@ class HeldDevice(Device):
     def in_flight(self) -> int:
         """What is not reported."""
         return len(self.flying) + len(self.landed)
+
+    def prepare(
+        self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
+    ) -> Moves:
+        """As the host backend does it."""
+        assert memory
+        return HostMoves(copies.shorten(self.piece_bytes[direction]), pool_base)
 
     def submit(self, transfer: Transfer) -> None:
         """Take it."""

@@ -28,7 +28,6 @@ from tests.layouts import flat_layout
 
 PAGE = 64
 ONE_GROUP = flat_layout(PAGE, blocks=64, factor=4)
-MIB = 2**20
 Move = tuple[int, int, int]  # storage, byte in the storage, byte in the arena
 
 
@@ -227,35 +226,30 @@ def copies_of(lengths: list[int]) -> Copies:
     """Runs of these lengths, side by side in the arena."""
     nbytes = np.array(lengths, dtype=np.int64)
     begins = np.cumsum(nbytes) - nbytes
-    return Copies(np.zeros(len(lengths), dtype=np.int64), begins, begins, nbytes)
-
-
-@pytest.mark.parametrize("run", [4096, 65536, 2 * MIB, 8 * MIB, 32 * MIB])
-def test_a_job_of_whole_pieces_is_cut_into_just_these(run: int) -> None:
-    """32 MiB are four pieces of 8 MiB, whatever the length of a run."""
-    pieces = copies_of([run] * (32 * MIB // run)).pieces(8 * MIB)
-    assert [nbytes for _, nbytes in pieces] == [8 * MIB] * 4
-    assert [copies.total_bytes for copies, _ in pieces] == [8 * MIB] * 4
+    return Copies(np.full(len(lengths), 3, np.int32), begins + 5, begins, nbytes)
 
 
 @given(
     lengths=st.lists(st.integers(1, 300), max_size=40),
-    piece=st.integers(1, 200),
+    unit=st.integers(1, 200),
+    base=st.integers(0, 300),
 )
-def test_no_job_has_more_pieces_than_its_bytes_need(lengths: list[int], piece: int) -> None:
-    """Every byte is in one piece, in order; no piece has twice the bytes wanted."""
-    pieces = copies_of(lengths).pieces(piece)
-    assert len(pieces) <= -(-sum(lengths) // piece)
-    assert all(0 < nbytes < 2 * piece for _, nbytes in pieces)
-    at = 0
-    for copies, nbytes in pieces:
-        assert copies.arena_offset.tolist() == [
-            at + before for before in (np.cumsum(copies.nbytes) - copies.nbytes).tolist()
-        ]
-        assert copies.tensor_offset.tolist() == copies.arena_offset.tolist()
-        assert copies.total_bytes == nbytes
-        at += nbytes
-    assert at == sum(lengths)
+def test_cut_runs_are_the_same_bytes(lengths: list[int], unit: int, base: int) -> None:
+    """Shortened, no run is too long; split, none crosses a boundary; no more runs than needed."""
+    copies, moved = copies_of(lengths), sum(lengths)
+    for cut in (copies.shorten(unit), copies.split(unit, base)):
+        np.testing.assert_array_equal(cut.arena_offset, cut.nbytes.cumsum() - cut.nbytes)
+        np.testing.assert_array_equal(cut.tensor_offset, cut.arena_offset + 5)
+        np.testing.assert_array_equal(cut.storage, cut.arena_offset * 0 + 3)
+        assert cut.total_bytes == moved
+        assert (cut.nbytes > 0).all()
+    shortened, split = copies.shorten(unit), copies.split(unit, base)
+    assert all(run[3] <= unit for run in shortened.runs)
+    assert len(shortened) == sum(-(-length // unit) for length in lengths)
+    begins = np.cumsum([base, *lengths])
+    crossed = [(end - 1) // unit - begin // unit for begin, end in itertools.pairwise(begins)]
+    assert all((base + at) // unit == (base + at + n - 1) // unit for _, _, at, n in split.runs)
+    assert len(split) == len(lengths) + sum(crossed)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ valid and what its end means is settled outside. The contract, which the
 conformance suite in tests/lane/device_contract.py checks for every backend:
 
 - No call waits for a transfer. `submit` enqueues, `progress` looks.
-- Work is given in pieces of about `piece_bytes`, and `has_room` says when
-  the next piece may come; so urgent work never queues behind much other work.
+- A job's runs are prepared once, in the backend's own form, and given in pieces: of about
+  `piece_bytes` while other work waits for its turn, of `bulk_bytes` while none does. `has_room`
+  says when the next piece may come; so urgent work never queues behind much other work.
 - A transfer is reported by `progress` exactly once, and only when nothing of it
   can touch memory any more: there is no way to abandon one.
 - Transfers in opposite directions, and those of different memories, may finish
@@ -22,17 +23,22 @@ conformance suite in tests/lane/device_contract.py checks for every backend:
 import mmap
 import os
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NewType
+from typing import Any, NewType, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvd.errors import LaneError
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
-# A piece costs the lane's thread about the same whatever its size.
 PIECE_BYTES = 8 * 2**20
+
+Ends: TypeAlias = list[int] | npt.NDArray[np.int64]
 
 MemoryId = NewType("MemoryId", int)
 """All storages of one worker, as a backend has mapped them."""
@@ -45,20 +51,57 @@ class Direction(StrEnum):
     LOAD = "load"  # pool -> worker's memory
 
 
+class Moves:
+    """A job's runs, as a backend has prepared them.
+
+    Args:
+        ends: int64[runs], bytes up to and with each run; a list where there are few.
+    """
+
+    __slots__ = ("ends",)
+
+    def __init__(self, ends: Ends) -> None:
+        self.ends = ends
+
+    def piece(self, begin: int, most: int) -> tuple[int, int]:
+        """The end and the bytes of a piece that begins with run `begin`, which there is.
+
+        What is left is cut into as few pieces as `most` bytes each allow, all about alike: none
+        is longer than `most` by a whole run.
+        """
+        ends = self.ends
+        done = int(ends[begin - 1]) if begin else 0
+        left = int(ends[-1]) - done
+        pieces = -(-left // most)
+        if pieces == 1:
+            return len(ends), left
+        end = bisect_left(ends, done + -(-left // pieces), begin) + 1
+        return end, int(ends[end - 1]) - done
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __repr__(self) -> str:
+        nbytes = self.ends[-1] if len(self) else 0
+        return f"<{type(self).__name__} {len(self)} runs, {nbytes} bytes>"
+
+
+NO_MOVES = Moves([])
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One piece of a job.
+    """One piece of a job: runs begin..end - 1 of what was prepared, `nbytes` in all.
 
-    Copies `copies.nbytes[i]` bytes between offset `copies.tensor_offset[i]` of
-    storage `copies.storage[i]` and pool offset `pool_base + copies.arena_offset[i]`,
-    `nbytes` in all. Bounds were checked by the caller, whose piece of work it is: `job`.
+    job: whose piece it is; the caller's.
     """
 
     job: Any
     memory: MemoryId
     direction: Direction
-    pool_base: int
-    copies: Copies
+    moves: Moves
+    begin: int
+    end: int
     nbytes: int
 
 
@@ -83,11 +126,13 @@ class Device(ABC):
     """A device backend. Used from one thread.
 
     Attributes:
-        piece_bytes: how much of a job to submit at a time.
+        piece_bytes: how much of a job to submit at a time while other jobs wait for their turn.
+        bulk_bytes: the same while none does; not less.
         pins: only what is pinned of the pool can be used.
     """
 
     piece_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, PIECE_BYTES)
+    bulk_bytes: Mapping[Direction, int] = piece_bytes
     pins = False
 
     @property
@@ -137,6 +182,22 @@ class Device(ABC):
     @abstractmethod
     def in_flight(self) -> int:
         """Transfers submitted and not yet reported."""
+
+    @abstractmethod
+    def prepare(
+        self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
+    ) -> Moves:
+        """Put a job's runs into the form that `submit` takes; no run is above `piece_bytes`.
+
+        Args:
+            memory: the worker's.
+            direction: which way the bytes move.
+            pool_base: where its arena begins in the pool.
+            copies: inside the memory and the arena; the caller has checked that.
+
+        Raises:
+            LaneError: unknown memory.
+        """
 
     @abstractmethod
     def submit(self, transfer: Transfer) -> None:

@@ -12,23 +12,48 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.device import (
     PIECE_BYTES,
     Device,
     Direction,
+    Ends,
     Finished,
     MemoryId,
+    Moves,
     Transfer,
     map_pool,
 )
 from kvd.lane.devices.pretouch import Pretouch, PretouchPresent
 from kvd.machine.trust import size_of
 from kvd.pool.filling import FillOrder
+from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle, HostHandle
 
 STORE_PIECE_BYTES = 2 * 2**20
+
+
+class HostMoves(Moves):
+    """Runs between storages and the pool.
+
+    Args:
+        copies: the runs.
+        pool_base: where the arena begins in the pool.
+    """
+
+    __slots__ = ("copies", "pool_base")
+
+    def __init__(self, copies: Copies, pool_base: int) -> None:
+        ends: Ends
+        if copies.few:
+            ends = list(accumulate([run[3] for run in copies.runs]))
+        else:
+            ends = copies.nbytes.cumsum()
+        super().__init__(ends)
+        self.copies = copies
+        self.pool_base = pool_base
 
 
 class HostDevice(Device):
@@ -46,6 +71,7 @@ class HostDevice(Device):
         Direction.STORE: STORE_PIECE_BYTES,
         Direction.LOAD: PIECE_BYTES,
     }
+    bulk_bytes = piece_bytes  # messages are looked at between two pieces
 
     def __init__(self, pool_fd: int, pool_bytes: int) -> None:
         self._pool = map_pool(pool_fd, pool_bytes)
@@ -54,7 +80,7 @@ class HostDevice(Device):
         self._memories: dict[MemoryId, list[memoryview]] = {}
         self._touching: dict[MemoryId, PretouchPresent] = {}
         self._last_id = 0
-        self._queue: deque[Transfer] = deque()
+        self._queue: deque[tuple[Transfer, HostMoves]] = deque()
 
     @property
     def usable_bytes(self) -> int:
@@ -93,7 +119,7 @@ class HostDevice(Device):
         """See Device."""
         if memory not in self._memories:
             raise LaneError(f"memory {memory} is not mapped")
-        if any(transfer.memory == memory for transfer in self._queue):
+        if any(transfer.memory == memory for transfer, _ in self._queue):
             raise LaneError(f"transfers are in flight on memory {memory}")
         self._touching.pop(memory).stop()
         # A mapping goes with its last view.
@@ -109,21 +135,30 @@ class HostDevice(Device):
         """See Device."""
         return len(self._queue)
 
+    def prepare(
+        self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
+    ) -> HostMoves:
+        """See Device."""
+        if memory not in self._memories:
+            raise LaneError(f"memory {memory} is not mapped")
+        return HostMoves(copies.shorten(self.piece_bytes[direction]), pool_base)
+
     def submit(self, transfer: Transfer) -> None:
         """See Device."""
-        if transfer.memory not in self._memories:
-            raise LaneError(f"memory {transfer.memory} is not mapped")
-        self._queue.append(transfer)
+        moves = transfer.moves
+        if transfer.memory not in self._memories or not isinstance(moves, HostMoves):
+            raise LaneError(f"memory {transfer.memory} is not mapped, or {moves!r} not for it")
+        self._queue.append((transfer, moves))
 
     def progress(self) -> list[Finished]:
         """See Device; moves one transfer."""
         if not self._queue:
             return []
-        transfer = self._queue.popleft()
+        transfer, moves = self._queue.popleft()
         start = time.perf_counter_ns()
         error = ""
         try:
-            self._copy(transfer)
+            self._copy(transfer, moves)
         except (ValueError, IndexError) as problem:
             error = f"copy failed: {problem}"
         took = time.perf_counter_ns() - start
@@ -138,33 +173,34 @@ class HostDevice(Device):
         self._pretouch.stop()
         self._pool.release()
 
-    def _copy(self, transfer: Transfer) -> None:
-        if not transfer.copies.few:
-            self._copy_many(transfer)
+    def _copy(self, transfer: Transfer, moves: HostMoves) -> None:
+        if not moves.copies.few:
+            self._copy_many(transfer, moves)
             return
         pool, storages = self._pool, self._memories[transfer.memory]
-        store, base = transfer.direction is Direction.STORE, transfer.pool_base
-        for storage, begin, at, nbytes in transfer.copies.runs:
+        store, base = transfer.direction is Direction.STORE, moves.pool_base
+        for storage, begin, at, nbytes in moves.copies.runs[transfer.begin : transfer.end]:
             side = storages[storage][begin : begin + nbytes]
             if store:
                 pool[base + at : base + at + nbytes] = side
             else:
                 side[:] = pool[base + at : base + at + nbytes]
 
-    def _copy_many(self, transfer: Transfer) -> None:
+    def _copy_many(self, transfer: Transfer, moves: HostMoves) -> None:
         pool, storages = self._pool, self._memories[transfer.memory]
-        copies, store = transfer.copies, transfer.direction is Direction.STORE
-        at = copies.arena_offset + transfer.pool_base
+        store, piece = transfer.direction is Direction.STORE, slice(transfer.begin, transfer.end)
+        numbers, offsets, at, nbytes = (column[piece] for column in moves.copies.columns)
+        at = at + moves.pool_base
         edges = (
-            copies.tensor_offset.tolist(),
-            (copies.tensor_offset + copies.nbytes).tolist(),
+            offsets.tolist(),
+            (offsets + nbytes).tolist(),
             at.tolist(),
-            (at + copies.nbytes).tolist(),
+            (at + nbytes).tolist(),
         )
         # Four tight loops instead of one general one: with pages of 16 KiB the look-ups that
         # they save are a twentieth of the time.
-        if (copies.storage == copies.storage[0]).all():
-            storage = storages[copies.storage[0]]
+        if (numbers == numbers[0]).all():
+            storage = storages[numbers[0]]
             if store:
                 for begin, end, pool_begin, pool_end in zip(*edges, strict=True):
                     pool[pool_begin:pool_end] = storage[begin:end]
@@ -172,7 +208,7 @@ class HostDevice(Device):
                 for begin, end, pool_begin, pool_end in zip(*edges, strict=True):
                     storage[begin:end] = pool[pool_begin:pool_end]
             return
-        sides = map(storages.__getitem__, copies.storage.tolist())
+        sides = map(storages.__getitem__, numbers.tolist())
         if store:
             for side, begin, end, pool_begin, pool_end in zip(sides, *edges, strict=True):
                 pool[pool_begin:pool_end] = side[begin:end]

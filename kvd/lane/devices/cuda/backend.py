@@ -17,17 +17,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvd.errors import DeviceLost, ImportFailed, LaneError
-from kvd.lane.devices.cuda import calibration, driver, uuids
+from kvd.lane.devices.cuda import calibration, driver, moves, uuids
 from kvd.lane.devices.cuda.copier import Runs
 from kvd.lane.devices.cuda.driver import Undo
 from kvd.lane.devices.cuda.flow import Flow
 from kvd.lane.devices.cuda.importing import ImportedMemory
+from kvd.lane.devices.cuda.moves import CudaMoves
 from kvd.lane.devices.cuda.pinning import PinnedPool
-from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd.lane.devices.device import PIECE_BYTES, Device, Direction, Finished, MemoryId, Transfer
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
 _log = logging.getLogger(__name__)
+
+BULK_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Options:
     """
 
     registration_bytes: int | None = None
-    bytes_in_flight: int = 32 * 2**20
+    bytes_in_flight: int = 64 * 2**20
     stuck_seconds: float = 120.0
     kernel_below: Mapping[Direction, int] | None = None
 
@@ -63,6 +66,8 @@ class CudaDevice(Device):
         CudaError: the device cannot be set up. Nothing stays mapped or pinned.
     """
 
+    piece_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, PIECE_BYTES)
+    bulk_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, BULK_BYTES)
     pins = True
 
     def __init__(
@@ -98,6 +103,7 @@ class CudaDevice(Device):
         # Last: what was measured above was measured while nothing else moved.
         self._pool = PinnedPool(pool_fd, pool_bytes, context, self._options.registration_bytes)
         self._undo.add(self._pool.close)
+        self._filled_with = np.array(self._pool.fill.filled_with, np.int64)
         _log.info("%s: %r", driver.device_name(self._device), self.copier)
 
     @property
@@ -150,6 +156,26 @@ class CudaDevice(Device):
         """See Device."""
         return len(self._held) + len(self._ended) + sum(map(len, self._flows.values()))
 
+    def prepare(
+        self,
+        memory: MemoryId,
+        direction: Direction,
+        pool_base: int,
+        copies: Copies,
+    ) -> CudaMoves:
+        """See Device."""
+        if memory not in self._memories:
+            raise LaneError(f"memory {memory} is not mapped")
+        return moves.prepare(
+            copies,
+            pool_base=pool_base,
+            pool_address=self._pool.address,
+            storages=self._memories[memory].addresses,
+            longest=self.piece_bytes[direction],
+            registration_bytes=self._pool.piece_bytes,
+            filled_with=self._filled_with,
+        )
+
     def submit(self, transfer: Transfer) -> None:
         """See Device."""
         if transfer.memory not in self._memories:
@@ -201,16 +227,12 @@ class CudaDevice(Device):
             self._lost = error  # for `progress` to raise: a job's failure is not the place
 
     def _runs_of(self, transfer: Transfer) -> Runs:
-        """The addresses of a transfer's runs, none across two registrations of the pool."""
-        memory, pool = self._memories[transfer.memory], self._pool
-        storage, tensor_offset, arena_offset, nbytes = transfer.copies.columns
-        in_pool = Copies(storage, tensor_offset, arena_offset + transfer.pool_base, nbytes)
-        copies = in_pool.split(pool.piece_bytes)
+        made, which = _made_here(transfer), slice(transfer.begin, transfer.end)
         return Runs(
-            host=copies.arena_offset.astype(np.uint64) + np.uint64(pool.address),
-            device=memory.addresses[copies.storage] + copies.tensor_offset.astype(np.uint64),
-            nbytes=copies.nbytes.astype(np.uint64),
-            kernel_shift=pool.kernel_shift[copies.arena_offset // pool.piece_bytes],
+            host=made.host[which],
+            device=made.device[which],
+            nbytes=made.nbytes[which],
+            kernel_shift=self._pool.kernel_shift[made.registration[which]],
         )
 
     def _check_pulse(self) -> None:
@@ -223,8 +245,10 @@ class CudaDevice(Device):
             raise LaneError(f"the driver hangs: {self._pool!r} is pinned, no more in {limit:g} s")
 
     def _is_pinned(self, transfer: Transfer) -> bool:
-        if self._pool.pinned == self._pool.nbytes:
-            return True
-        begins = transfer.copies.arena_offset + transfer.pool_base
-        ends = begins + transfer.copies.nbytes
-        return all(map(self._pool.holds, begins.tolist(), ends.tolist()))
+        return self._pool.pinned >= _made_here(transfer).needed
+
+
+def _made_here(transfer: Transfer) -> CudaMoves:
+    if not isinstance(transfer.moves, CudaMoves):
+        raise LaneError(f"{transfer.moves!r} was not prepared by this device")
+    return transfer.moves
