@@ -1,7 +1,7 @@
 """The copy kernel: its source on the processor, its translation through the assembler.
 
-The threads of kvd_move share nothing, so running them one after the other is a
-run of the kernel. What a GPU makes of it is for the tests that have one.
+Each of the kernel's threads is one of the processor's here; those of a warp meet where it says
+so. What a GPU makes of it is for the tests that have one.
 """
 
 import ctypes
@@ -22,48 +22,88 @@ MADE = re.match(
     r"// kernel.cu of sha256 (\w+), translated by nvcc ([\d.]+)\n", KERNEL.read_text("ascii")
 )
 
+WARP = 32
 SHIM = """
+#include <barrier>
 #include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
 struct dim3_ { unsigned x; };
-static dim3_ blockIdx, threadIdx, blockDim, gridDim;
+static thread_local dim3_ blockIdx, threadIdx;
+static dim3_ blockDim, gridDim;
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct Warp { std::barrier<> meet{32}; uint64_t told[32]; };
+static thread_local Warp* warp_;
+static uint64_t __shfl_sync(unsigned, uint64_t mine, unsigned lane) {
+  warp_->told[threadIdx.x % 32] = mine;
+  warp_->meet.arrive_and_wait();
+  const uint64_t theirs = warp_->told[lane];
+  warp_->meet.arrive_and_wait();
+  return theirs;
+}
+static uint4 __ldcs(const uint4* from) { return *from; }
+static void __stcs(uint4* to, uint4 value) { *to = value; }
 #include "kernel.cu"
-extern "C" void run_kvd_move(const kvd_run* runs, uint32_t count, unsigned grid, unsigned block) {
+extern "C" void run_kvd_move(const uint64_t* list, uint32_t count, unsigned grid, unsigned block) {
   gridDim.x = grid;
   blockDim.x = block;
-  for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)
-    for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++) kvd_move(runs, count);
+  std::vector<Warp> warps(grid * block / 32);
+  std::vector<std::thread> threads;
+  for (unsigned b = 0; b < grid; b++)
+    for (unsigned t = 0; t < block; t++)
+      threads.emplace_back([&, b, t] {
+        blockIdx.x = b;
+        threadIdx.x = t;
+        warp_ = &warps[(b * block + t) / 32];
+        kvd_move(list, count);
+      });
+  for (std::thread& thread : threads) thread.join();
 }
 """
 
 
-def test_every_byte_of_every_run_is_moved(tmp_path: Path) -> None:
-    """Any alignment of either side, any length: the runs' bytes arrive and no others change."""
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel's source, compiled for this processor."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    shim, library = tmp_path / "shim.cpp", tmp_path / "kernel.so"
+    folder = tmp_path_factory.mktemp("kernel")
+    shim, library = folder / "shim.cpp", folder / "kernel.so"
     shim.write_text(SHIM, "ascii")
     source = SOURCE.read_text("utf-8").replace('extern "C" __global__', "static")
-    (tmp_path / "kernel.cu").write_text(source, "utf-8")
-    command = [compiler, "-O1", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+    (folder / "kernel.cu").write_text(source.replace("__device__", "static"), "utf-8")
+    command = [compiler, "-std=c++20", "-O1", "-pthread", "-Wno-unknown-pragmas"]
+    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     subprocess.run(
         [*command, "-shared", "-fPIC", str(shim), "-o", str(library)], check=True, timeout=100
     )
-    kernel = ctypes.CDLL(str(library))
-    rng = np.random.default_rng(7)
-    size, count = 2**20, 60
+    return ctypes.CDLL(str(library))
+
+
+@pytest.mark.parametrize(
+    ("count", "blocks", "warps"),
+    [(60, 2, 2), (1, 2, 1), (3, 2, 2), (100, 1, 1), (67, 2, 1)],
+    ids=["many", "one", "fewer than warps", "more than a warp fetches at once", "uneven shares"],
+)
+def test_every_byte_of_every_run_is_moved(
+    kernel: ctypes.CDLL, count: int, blocks: int, warps: int
+) -> None:
+    """Any number, alignment and length: the runs' bytes arrive and no others change."""
+    rng = np.random.default_rng(count)
+    size = count * 16384
     source_bytes = rng.integers(0, 256, size, dtype=np.uint8)
     target, wanted = np.full(size, 0xEE, np.uint8), np.full(size, 0xEE, np.uint8)
-    runs = np.zeros((count, 3), np.uint64)
+    runs = np.zeros((3, count), np.uint64)
     for index in range(count):
         shared = int(rng.integers(0, 16))
         skew = 0 if index % 2 else int(rng.integers(0, 16))
         begin, end = index * 16384 + shared, index * 16384 + shared + skew
-        length = int(rng.choice([1, 15, 16, 17, 4096, 5000, 8192, 9999]))
-        runs[index] = (source_bytes.ctypes.data + begin, target.ctypes.data + end, length)
+        length = int(rng.choice([1, 15, 16, 17, 2048, 4096, 4100, 5000, 8192, 9999]))
+        runs[:, index] = (source_bytes.ctypes.data + begin, target.ctypes.data + end, length)
         wanted[end : end + length] = source_bytes[begin : begin + length]
-    kernel.run_kvd_move(ctypes.c_void_p(runs.ctypes.data), count, 8, 64)
+    kernel.run_kvd_move(ctypes.c_void_p(runs.ctypes.data), count, blocks, warps * WARP)
     np.testing.assert_array_equal(target, wanted)
 
 

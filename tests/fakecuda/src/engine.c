@@ -13,8 +13,6 @@
 #define MOST_PAUSES 4 /* of one operation */
 #define LONGEST_PAUSE_US 300
 
-typedef struct { uint64_t from, to, bytes; } MoveRun; /* struct kvd_run */
-
 static struct Stream *streams; /* never freed, so that operations may name them */
 static uint64_t stream_number;
 static __thread struct Stream *own_stream;
@@ -169,19 +167,27 @@ static CUresult do_pieces(struct Stream *stream, Piece *pieces, size_t count) {
     return result;
 }
 
-/* The kernel kvd_move: its list of runs is read when it starts, not when it is launched. */
+/* One number of a kernel's list, which lies in memory that the device can reach. */
+static CUresult read_word(uint64_t address, uint64_t *word) {
+    size_t can = 0;
+    Backing *held;
+    const char *source = pin(address, false, false, &can, &held);
+    bool whole = source && can >= sizeof *word;
+    if (whole) memcpy(word, source, sizeof *word);
+    unpin(held);
+    return whole ? SUCCESS : ILLEGAL_ADDRESS;
+}
+
+/* The kernel kvd_move: its list of runs (all sources, all targets, all lengths) is read when it
+ * starts, not when it is launched. */
 static CUresult do_move(struct Stream *stream, const Op *op) {
     CUresult result = enter_work("@kernel");
     Piece *pieces = calloc(op->value + 1, sizeof *pieces);
     for (uint64_t i = 0; i < op->value && !result; i++) {
-        MoveRun run;
-        size_t can = 0;
-        Backing *held;
-        const char *source = pin(op->address + i * sizeof run, false, false, &can, &held);
-        if (!source || can < sizeof run) result = ILLEGAL_ADDRESS;
-        else memcpy(&run, source, sizeof run);
-        unpin(held);
-        if (!result) pieces[i] = (Piece){run.to, run.from, run.bytes, false, NULL};
+        uint64_t run[3];
+        for (int column = 0; column < 3 && !result; column++)
+            result = read_word(op->address + (op->value * column + i) * sizeof *run, &run[column]);
+        if (!result) pieces[i] = (Piece){run[1], run[0], run[2], false, NULL};
     }
     if (settings.seeded) shuffle(stream, pieces, op->value);
     if (!result) result = do_pieces(stream, pieces, op->value);

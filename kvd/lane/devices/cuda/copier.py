@@ -26,8 +26,8 @@ KERNEL = Path(__file__).with_name("kernel.ptx")
 RUN_BYTES = 24
 RUNS_PER_LIST = 4096
 RUN_LISTS = 64
-_BLOCKS = 8  # of the device's many: the engine keeps nearly all of them
-_THREADS = 512
+_BLOCKS = 16
+_THREADS = 256  # 8 warps, so that 128 runs are on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class MoveKernel:
         undo.add(driver.unregister_host, address)
         self._kernel_address = driver.device_address(address)
         self._function = driver.load_kernel(KERNEL.read_bytes(), "kvd_move", undo)
-        self._lists = words.reshape(RUN_LISTS, RUNS_PER_LIST, 3)
+        self._lists = words.reshape(RUN_LISTS, 3 * RUNS_PER_LIST)
         self._free = list(range(RUN_LISTS))
 
     def take_list(self) -> int | None:
@@ -90,10 +90,10 @@ class MoveKernel:
             CudaError: nothing was enqueued.
         """
         host = runs.host + runs.kernel_shift
-        mine = self._lists[number, : len(runs)]
+        mine = self._lists[number, : 3 * len(runs)].reshape(3, len(runs))
         store = direction is Direction.STORE
-        mine[:, 0], mine[:, 1] = (runs.device, host) if store else (host, runs.device)
-        mine[:, 2] = runs.nbytes
+        mine[0], mine[1] = (runs.device, host) if store else (host, runs.device)
+        mine[2] = runs.nbytes
         driver.launch(
             self._function,
             blocks=min(_BLOCKS, len(runs)),
