@@ -91,14 +91,14 @@ class VirtualMemory(DeviceBytes):
         properties.location = access.location
         if exportable:
             properties.requestedHandleTypes = POSIX_FD
-        self._allocation = call("cuMemCreate", nbytes, properties, 0)
+        self.allocation = call("cuMemCreate", nbytes, properties, 0)
         super().__init__(int(call("cuMemAddressReserve", nbytes, 0, 0, 0)), nbytes)
-        call("cuMemMap", self.address, nbytes, 0, self._allocation, 0)
+        call("cuMemMap", self.address, nbytes, 0, self.allocation, 0)
         call("cuMemSetAccess", self.address, nbytes, [access], 1)
 
     def descriptor(self) -> int:
         """A file descriptor of it, the caller's to close."""
-        return int(call("cuMemExportToShareableHandle", self._allocation, POSIX_FD, 0))
+        return int(call("cuMemExportToShareableHandle", self.allocation, POSIX_FD, 0))
 
 
 class PinnedBytes:

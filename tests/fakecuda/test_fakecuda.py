@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.fakecuda.cudatensor import (
+    GRANULARITY,
     DeviceMemory,
     PinnedBytes,
+    VirtualMemory,
     call,
     code_of,
     new_stream,
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.fakecuda
 PAGE = 4096
 INVALID_VALUE, OUT_OF_MEMORY = 1, 2
 INVALID_CONTEXT = 201
+NOT_FOUND = 500
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 
 
@@ -83,6 +86,30 @@ def registration() -> None:
     assert code_of(*copy) == INVALID_VALUE
 
 
+def short_registrations() -> None:
+    """With a limit, a longer registration fails as if there were no memory."""
+    use_device()
+    host = PinnedBytes(8 * PAGE)
+    host.unregister()
+    switch(f"max_pin={4 * PAGE}")
+    assert code_of("cuMemHostRegister", host.address, 5 * PAGE, 0) == OUT_OF_MEMORY
+    assert code_of("cuMemHostRegister", host.address, 4 * PAGE, 0) == 0
+
+
+def ranges_of_virtual_memory() -> None:
+    """A mapping's range is known once it may be reached, and with the switch not even then."""
+    use_device()
+    memory = VirtualMemory(GRANULARITY)
+    base, nbytes = call("cuMemGetAddressRange", memory.address + 77)
+    assert (int(base), nbytes) == (memory.address, GRANULARITY)
+    switch("vmm_ranges=0")
+    assert code_of("cuMemGetAddressRange", memory.address) == NOT_FOUND
+    switch("vmm_ranges=1")
+    address = int(call("cuMemAddressReserve", GRANULARITY, 0, 0, 0))
+    call("cuMemMap", address, GRANULARITY, 0, memory.allocation, 0)
+    assert code_of("cuMemGetAddressRange", address) == NOT_FOUND
+
+
 def unmapped_under_a_copy() -> None:
     """Registered shared memory is unmapped by the program while a copy writes to it."""
     use_device()
@@ -120,6 +147,8 @@ SCENARIOS: list[Callable[[], None]] = [
     thread_without_context,
     allocations,
     registration,
+    short_registrations,
+    ranges_of_virtual_memory,
     unmapped_under_a_copy,
 ]
 

@@ -5,7 +5,9 @@ makes it hold was taken away: test_cuda_rules.py.
 """
 
 import contextlib
+import os
 import time
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.cuda.copier import Runs
 from kvd.lane.devices.cuda.driver import Stream
+from kvd.lane.devices.cuda.pinning import LONGEST_PAUSE, PinnedPool
 from kvd.lane.devices.device import Direction
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Workers
@@ -34,6 +37,7 @@ from tests.lane.support import (
     make_job,
 )
 from tests.layouts import flat_layout
+from tests.waiting import eventually
 
 SIZES = (65536, 32768)
 PAGE = 4096
@@ -201,6 +205,47 @@ def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
     with pytest.raises(ImportFailed, match="LimitMEMLOCK"):
         rig.attach(SIZES)
     assert rig.driver.calls(before).count("cuMemHostUnregister") == 2
+
+
+def a_registration_is_short(rig: CudaRig) -> None:
+    """A machine that pins no more than 256 MiB at a time pins a large pool, piece by piece."""
+    rig.driver.set(f"max_pin={256 * 2**20}")
+    large = Memory(70 * 2**30)  # of which one piece is there
+    pool = PinnedPool(large.fd, len(large.bytes), rig.cuda._pool._context)
+    try:
+        begin, end = pool.fill.span(pool.fill.order[0])
+        os.posix_fallocate(large.fd, begin, end - begin)
+        eventually(lambda: pool.error or pool.pinned)
+        assert (pool.error, pool.pinned) == ("", end - begin)
+    finally:
+        pool.close()
+        large.close()
+
+
+def others_have_the_driver_between_two_registrations(rig: CudaRig) -> None:
+    """After each piece the driver is left alone for as long as the piece took."""
+    busy: list[tuple[float, float]] = []
+    register = driver.register_host
+
+    def slow(address: int, nbytes: int) -> None:
+        began = time.monotonic()
+        time.sleep(0.005)
+        register(address, nbytes)
+        busy.append((began, time.monotonic()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "register_host", slow)
+        memory = Memory(POOL_BYTES)
+        memory.bytes[:] = 0
+        pool = PinnedPool(memory.fd, POOL_BYTES, rig.cuda._pool._context, POOL_BYTES // 8)
+        try:
+            eventually(lambda: pool.error or pool.pinned == POOL_BYTES)
+        finally:
+            pool.close()
+            memory.close()
+    assert len(busy) == 8
+    for (began, ended), (next_began, _) in pairwise(busy):
+        assert next_began - ended >= min(ended - began, LONGEST_PAUSE)
 
 
 def bytes_in_flight_are_bounded(rig: CudaRig) -> None:

@@ -151,6 +151,14 @@ RULES = [
         setting="hang=cuMemHostRegister:3",
     ),
     Rule(
+        checks.a_registration_is_short,
+        ((pinning, "piece_bytes_for", lambda *_: 512 * 2**20),),
+    ),
+    Rule(
+        checks.others_have_the_driver_between_two_registrations,
+        ((pinning, "pause_after", lambda _seconds: 0.0),),
+    ),
+    Rule(
         checks.bytes_in_flight_are_bounded,
         ((CudaDevice, "has_room", lambda _self, _direction: True),),
         checks.engine_only(bytes_in_flight=10_000),

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.errors import PoolError
-from kvd.pool.filling import MAX_PIECE_BYTES, FillOrder
-from tests.cache.tables import MIB, PAGE, add, begin, finish, make_namespaces, names
+from kvd.pool.filling import MAX_PIECE_BYTES, UNIT_BYTES, FillOrder
+from tests.cache.tables import PAGE, add, begin, finish, make_namespaces, names
 
 
 @given(nbytes=st.integers(1, 400), piece=st.integers(1, 60))
@@ -26,13 +26,20 @@ def test_every_piece_comes_once(nbytes: int, piece: int) -> None:
     assert fill.needed(0, nbytes) == done == nbytes
 
 
-def test_a_large_pool_has_few_pieces_of_whole_huge_pages() -> None:
-    """Pieces are whole pages, at most 4 GiB, about 256 of them."""
-    for nbytes in (MIB, 5 * 2**30 + 1, 500 * 2**30):
-        fill = FillOrder.of(nbytes, 2**30)
-        assert fill.piece_bytes % 2**30 == 0
-        assert fill.piece_bytes <= MAX_PIECE_BYTES
-        assert len(fill.order) <= 256
+@given(nbytes=st.integers(1, 2**43), page=st.sampled_from([2**12, 2**21, 2**25, 2**29, 2**30]))
+def test_pieces_are_short_and_whole(nbytes: int, page: int) -> None:
+    """Pieces are whole pages and whole units, at most 256 MiB, or a page where that is more."""
+    piece = FillOrder.of(nbytes, page).piece_bytes
+    assert piece % page == piece % UNIT_BYTES == 0
+    assert piece <= max(MAX_PIECE_BYTES, page)
+
+
+def test_a_pool_of_a_terabyte_has_an_order() -> None:
+    """Thousands of pieces, each once; the first few are spread over the whole pool."""
+    fill = FillOrder.of(2**40)
+    assert sorted(fill.order) == list(range(2**40 // MAX_PIECE_BYTES))
+    eighths = {8 * fill.span(piece)[0] // fill.nbytes for piece in fill.order[:8]}
+    assert eighths == set(range(8))
 
 
 def test_no_bytes_are_no_pool() -> None:

@@ -28,6 +28,8 @@ typedef struct {
     int devices;
     int driver_version;
     bool mem_ops;              /* 64-bit stream memory operations */
+    size_t max_pin;            /* most bytes of one registration; 0: any number */
+    bool vmm_ranges;           /* cuMemGetAddressRange knows virtual memory */
 } Settings;
 
 extern Settings settings;

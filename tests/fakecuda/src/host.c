@@ -77,6 +77,7 @@ EXPORT CUresult cuMemHostRegister(void *address, size_t bytes, unsigned flags) {
     if (!address || bytes == 0 || flags & ~(REGISTER_PORTABLE | REGISTER_DEVICEMAP | REGISTER_READ_ONLY))
         return INVALID_VALUE;
     if (!is_mapped_memory(base, bytes)) return INVALID_VALUE;
+    if (settings.max_pin && bytes > settings.max_pin) return OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
     CUresult result = SUCCESS;
     for (uintptr_t at = page_down(base); at < base + bytes && !result; at += GRANULARITY)

@@ -161,6 +161,8 @@ EXPORT CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdevicep
     ENTER("cuMemGetAddressRange", NEEDS_CONTEXT);
     pthread_mutex_lock(&lock);
     Region *region = region_at(address);
+    if (region && region->kind == REGION_VMM && !(region->access && settings.vmm_ranges))
+        region = NULL; /* not before cuMemSetAccess */
     if (region && base) *base = region->base;
     if (region && bytes) *bytes = region->bytes;
     pthread_mutex_unlock(&lock);

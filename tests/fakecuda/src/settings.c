@@ -99,6 +99,8 @@ static int apply(const char *text) {
     } else if (!strcmp(key, "devices")) settings.devices = atoi(value);
     else if (!strcmp(key, "driver_version")) settings.driver_version = atoi(value);
     else if (!strcmp(key, "mem_ops")) settings.mem_ops = value[0] == '1';
+    else if (!strcmp(key, "max_pin")) settings.max_pin = strtoull(value, NULL, 0);
+    else if (!strcmp(key, "vmm_ranges")) settings.vmm_ranges = value[0] != '0';
     else return INVALID_VALUE;
     return SUCCESS;
 }
@@ -109,9 +111,11 @@ static void refuse_setting(const char *text) {
 }
 
 __attribute__((constructor)) static void settings_start(void) {
-    settings = (Settings){.devices = 1, .driver_version = 13000, .mem_ops = true};
+    settings = (Settings){.devices = 1, .driver_version = 13000, .mem_ops = true,
+                          .vmm_ranges = true};
     static const char *const keys[] = {
-        "SEED", "ANY", "HOLD", "DEVICES", "DRIVER_VERSION", "MEM_OPS", "FAIL", "HANG",
+        "SEED", "ANY", "HOLD", "DEVICES", "DRIVER_VERSION", "MEM_OPS", "MAX_PIN",
+        "VMM_RANGES", "FAIL", "HANG",
     };
     if (getenv("FAKECUDA_SEED")) settings.any = 2;
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {

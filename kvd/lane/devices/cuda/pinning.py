@@ -9,11 +9,17 @@ Pieces are registered by the thread that touches their pages, in the order of
 `kvd.pool.filling`, so that one piece is pinned while later ones are still being
 allocated. What comes later is not usable yet. A failure undoes what was
 registered and stays: pageable memory is never used instead.
+
+To pin memory takes locks of the driver that every process of the machine needs to start work on
+a GPU, about 0.1 s a GB. So pieces are small, and after each the driver is left alone for as long
+as that piece took; the next piece's pages are touched meanwhile. In all a pool takes at most
+twice the time that the driver needs for it.
 """
 
 import logging
 import mmap
 import os
+import threading
 import time
 
 import numpy as np
@@ -28,6 +34,12 @@ from kvd.pool.filling import FillOrder, piece_bytes_for
 _log = logging.getLogger(__name__)
 
 _LINES = 10  # of the log
+LONGEST_PAUSE = 0.25  # seconds between two registrations
+
+
+def pause_after(seconds: float) -> float:
+    """How long others have the driver after a registration that took so long; in seconds."""
+    return min(seconds, LONGEST_PAUSE)
 
 
 class PinnedPool:
@@ -69,6 +81,8 @@ class PinnedPool:
         self.error = ""
         self._context = context
         self._since: float | None = None
+        self._rested = 0.0  # when the next registration may begin
+        self._closing = threading.Event()
         self._registered = Undo()
         self._pretouch = Pretouch(self._mapping, pool_fd, self.fill, self._pin)
 
@@ -88,6 +102,7 @@ class PinnedPool:
         Raises:
             CudaError: a piece cannot be unpinned.
         """
+        self._closing.set()
         self._pretouch.stop()
         self.pinned = 0
         try:
@@ -96,7 +111,9 @@ class PinnedPool:
             self._mapping.release()
 
     def _pin(self, piece: int) -> bool:
-        """Register a piece; whether that worked."""
+        """Register a piece; whether to go on."""
+        if self._closing.wait(max(0.0, self._rested - time.monotonic())):
+            return False
         try:
             self._register(piece)
         except LaneError as error:
@@ -118,14 +135,15 @@ class PinnedPool:
     def _register(self, piece: int) -> None:
         begin, end = self.fill.span(piece)
         address = self.address + begin
-        self._since = time.monotonic()
+        self._since = began = time.monotonic()
         driver.use_context(self._context)  # this thread's, for its first call
         driver.register_host(address, end - begin)
         self._registered.add(driver.unregister_host, address)
         # Copies may use it once kernels can find it.
         self.kernel_shift[piece] = (driver.device_address(address) - address) % 2**64
         before, self.pinned = self.pinned, self.pinned + end - begin
-        self._since = None
+        now, self._since = time.monotonic(), None
+        self._rested = now + pause_after(now - began)
         if before * _LINES // self.nbytes < self.pinned * _LINES // self.nbytes:
             _log.info("pinned %d of %d bytes of the pool", self.pinned, self.nbytes)
 
