@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
+.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ format: $(STAMP) ## format and fix what can be fixed
 
 bench: $(STAMP) ## measure the host backend; writes bench/out/host.json
 	$(BIN)/python bench/host.py
+
+bench-lane: $(STAMP) ## what a CUDA lane's processor time allows, without a GPU; writes bench/out/lane.json (QUICK=1 for less)
+	PYTHONPATH=. $(BIN)/python bench/lane.py $(if $(QUICK),--quick)
 
 docs: $(STAMP) ## write what is generated: protocol, settings, status
 	$(BIN)/python docs/generate_protocol.py

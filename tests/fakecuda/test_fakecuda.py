@@ -8,10 +8,12 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cuda.bindings import driver
 
 from tests.fakecuda.cudatensor import (
     GRANULARITY,
@@ -32,6 +34,14 @@ INVALID_VALUE, OUT_OF_MEMORY = 1, 2
 INVALID_CONTEXT = 201
 NOT_FOUND = 500
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
+
+
+def copy_batch(targets: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
+    """Enqueue copies in one call."""
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    addresses = [list(map(driver.CUdeviceptr, side)) for side in (targets, sources)]
+    call("cuMemcpyBatchAsync", *addresses, sizes, len(sizes), [attributes], [0], 1, stream)
 
 
 def thread_without_context() -> None:
@@ -130,6 +140,34 @@ def unmapped_under_a_copy() -> None:
     assert os.pread(fd, 2 * PAGE, 0) == bytes(PAGE) + b"\7" * PAGE
 
 
+def instant_copies() -> None:
+    """Copies end at once and move nothing; where they would be is not looked at."""
+    use_device()
+    memory, stream = DeviceMemory(PAGE), new_stream()
+    memory.write(b"kvd")
+    switch("copies=instant")
+    memory.write(b"new")
+    call("cuMemcpyHtoDAsync", memory.address, 12345, PAGE, stream)
+    copy_batch([77] * 3, [99] * 3, [PAGE] * 3, stream)
+    event = call("cuEventCreate", 0)
+    call("cuEventRecord", event, stream)
+    call("cuEventQuery", event)
+    assert call("cuEventElapsedTime", event, event) == 0.0
+    switch("copies=")
+    assert memory.read(3) == b"kvd"
+
+
+def busy_calls() -> None:
+    """A call takes this thread's time for each of its copies."""
+    use_device()
+    stream = new_stream()
+    switch("copies=instant")
+    switch("call_ns=20000")
+    before = time.thread_time_ns()
+    copy_batch([77] * 100, [99] * 100, [PAGE] * 100, stream)
+    assert time.thread_time_ns() - before >= 2_000_000
+
+
 @pytest.mark.parametrize("part", ["4", "41", "41 ", "41 cuInit"])
 def test_of_the_call_log_only_whole_lines_are_read(tmp_path: Path, part: str) -> None:
     """A line that a process is writing is read when it is there, wherever it was cut."""
@@ -150,6 +188,8 @@ SCENARIOS: list[Callable[[], None]] = [
     short_registrations,
     ranges_of_virtual_memory,
     unmapped_under_a_copy,
+    instant_copies,
+    busy_calls,
 ]
 
 

@@ -21,6 +21,8 @@ static CUresult check(Entry *entry, bool pageable_allowed) {
 }
 
 static CUresult submit(Entry *entries, size_t count, CUstream handle, bool synchronous) {
+    be_busy(count);
+    if (settings.instant) return SUCCESS;
     pthread_mutex_lock(&lock);
     struct Stream *stream = stream_of(handle);
     CUresult result = stream ? SUCCESS : INVALID_HANDLE;
@@ -94,6 +96,7 @@ static CUresult batch(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t 
         if (attributes[i].srcAccessOrder < ORDER_STREAM || attributes[i].srcAccessOrder > ORDER_ANY ||
             starts[i] >= count || (i && starts[i] <= starts[i - 1]))
             return INVALID_VALUE;
+    if (settings.instant) return submit(NULL, count, handle, false);
     Entry *entries = calloc(count, sizeof *entries);
     CUresult result = SUCCESS;
     for (size_t i = 0, kind = 0; i < count; i++) {
@@ -206,6 +209,8 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned gr
     if (!parameters || extra || !grid_x || !grid_y || !grid_z || !block_x || !block_y || !block_z ||
         (uint64_t)block_x * block_y * block_z > 1024 || shared > 48 * 1024)
         return INVALID_VALUE;
+    be_busy(1);
+    if (settings.instant) return SUCCESS;
     Op *op = op_make(OP_MOVE); /* parameters are copied by the launch, what they point to is not */
     op->address = *(CUdeviceptr *)parameters[0];
     op->value = *(uint32_t *)parameters[1];

@@ -30,6 +30,8 @@ typedef struct {
     bool mem_ops;              /* 64-bit stream memory operations */
     size_t max_pin;            /* most bytes of one registration; 0: any number */
     bool vmm_ranges;           /* cuMemGetAddressRange knows virtual memory */
+    bool instant;              /* copies, kernels and events end at once and move nothing */
+    long call_ns;              /* processor time that a call takes for each copy it is given */
 } Settings;
 
 extern Settings settings;
@@ -49,6 +51,8 @@ CUresult enter_work(const char *name);
 void log_line(const char *name);
 void settings_refresh(void);
 void nap(long microseconds);
+/* Keep this thread busy as long as a driver would be with so many copies. */
+void be_busy(size_t copies);
 uint64_t draw(uint64_t *state);
 
 /* --- device.c ---------------------------------------------------------------------- */

@@ -9,6 +9,7 @@
 #include "fake.h"
 
 #define MAX_RULES 64
+#define INSTANT_REFRESH_SECONDS 0.05
 
 typedef struct {
     char name[64];
@@ -40,6 +41,18 @@ void nap(long microseconds) {
     if (microseconds <= 0) return;
     struct timespec left = {microseconds / 1000000, microseconds % 1000000 * 1000};
     while (nanosleep(&left, &left)) {}
+}
+
+static long processor_ns(void) {
+    struct timespec used;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
+    return used.tv_sec * 1000000000l + used.tv_nsec;
+}
+
+void be_busy(size_t copies) {
+    if (settings.call_ns <= 0) return;
+    long end = processor_ns() + settings.call_ns * (long)copies;
+    while (processor_ns() < end) {}
 }
 
 static void drop_rules(bool hangs) {
@@ -101,6 +114,8 @@ static int apply(const char *text) {
     else if (!strcmp(key, "mem_ops")) settings.mem_ops = value[0] == '1';
     else if (!strcmp(key, "max_pin")) settings.max_pin = strtoull(value, NULL, 0);
     else if (!strcmp(key, "vmm_ranges")) settings.vmm_ranges = value[0] != '0';
+    else if (!strcmp(key, "copies")) settings.instant = !strcmp(value, "instant");
+    else if (!strcmp(key, "call_ns")) settings.call_ns = atol(value);
     else return INVALID_VALUE;
     return SUCCESS;
 }
@@ -115,7 +130,7 @@ __attribute__((constructor)) static void settings_start(void) {
                           .vmm_ranges = true};
     static const char *const keys[] = {
         "SEED", "ANY", "HOLD", "DEVICES", "DRIVER_VERSION", "MEM_OPS", "MAX_PIN",
-        "VMM_RANGES", "FAIL", "HANG",
+        "VMM_RANGES", "COPIES", "CALL_NS", "FAIL", "HANG",
     };
     if (getenv("FAKECUDA_SEED")) settings.any = 2;
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
@@ -142,8 +157,15 @@ void log_line(const char *name) {
 }
 
 void settings_refresh(void) {
+    static double looked;
     struct stat now;
-    if (!control_path || stat(control_path, &now)) return;
+    if (!control_path) return;
+    if (settings.instant) { /* to look costs more than the rest of a call */
+        double seconds = now_seconds();
+        if (seconds - looked < INSTANT_REFRESH_SECONDS) return;
+        looked = seconds;
+    }
+    if (stat(control_path, &now)) return;
     if (now.st_ino == control_inode && now.st_size == control_size &&
         now.st_mtim.tv_sec == control_time.tv_sec && now.st_mtim.tv_nsec == control_time.tv_nsec)
         return;

@@ -121,10 +121,15 @@ EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
     if (!result) {
         record_release(event->latest);
         event->latest = calloc(1, sizeof *event->latest);
-        event->latest->references = 2; /* the event and the operation */
-        Op *op = op_make(OP_RECORD);
-        op->record = event->latest;
-        stream_push(stream, op);
+        event->latest->references = settings.instant ? 1 : 2; /* the event and the operation */
+        if (settings.instant) {
+            event->latest->seconds = now_seconds();
+            event->latest->done = true;
+        } else {
+            Op *op = op_make(OP_RECORD);
+            op->record = event->latest;
+            stream_push(stream, op);
+        }
     }
     pthread_mutex_unlock(&lock);
     return result;
