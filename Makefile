@@ -60,10 +60,11 @@ bench: $(STAMP) ## measure the host backend; writes bench/out/host.json
 bench-lane: $(STAMP) ## what a CUDA lane's processor time allows, without a GPU; writes bench/out/lane.json (QUICK=1 for less)
 	PYTHONPATH=. $(BIN)/python bench/lane.py $(if $(QUICK),--quick)
 
-docs: $(STAMP) ## write what is generated: protocol, settings, status
+docs: $(STAMP) ## write what is generated: protocol, settings, status, the table of models
 	$(BIN)/python docs/generate_protocol.py
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_status.py
+	$(BIN)/python docs/generate_models.py
 
 screenshot: $(STAMP) ## take anew the picture of the status page in the README
 	KVD_SCREENSHOT=docs/status-page.png $(BIN)/python -m pytest tests/http/test_page.py -k picture_for_the_readme

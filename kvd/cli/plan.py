@@ -9,6 +9,7 @@ import click
 
 from kvd.errors import PlanError
 from kvd.plan.figures import DTYPE_BYTES, Plan, PlanInputs, make_plan
+from kvd.plan.fragments import SMALL_BYTES, describe
 from kvd.plan.model import read_model
 from kvd_proto.capacity import DEFAULT_BATCHED_TOKENS
 from kvd_proto.sizes import format_size, parse_size
@@ -80,9 +81,8 @@ def _print_table(result: Plan, inputs: PlanInputs) -> None:
     table.add_column("figure", justify="right")
     table.add_column("of", style="dim")
     for group in result.groups:
-        window = group["sliding_window"]
-        kind = "full" if window is None else f"window {window}"
-        table.add_row("group", f"{group['layers']} layers", f"{kind}, page {group['page_bytes']} B")
+        kind = "full" if group.sliding_window is None else f"window {group.sliding_window}"
+        table.add_row("group", f"{group.layers} layers", f"{kind}, page {group.page_bytes} B")
     table.add_row("bytes per token", f"{result.bytes_per_token:,}", f"{result.layers} layers")
     table.add_row(
         "bytes per block",
@@ -94,6 +94,12 @@ def _print_table(result: Plan, inputs: PlanInputs) -> None:
     )
     table.add_row("chunks", f"{result.num_chunks:,}", f"pool of {format_size(inputs.cpu_bytes)}")
     table.add_row("tokens in the pool", f"{result.pool_tokens:,}", "all groups stored")
+    for layout in ("LBHNC", "BLHNC"):
+        found = [group.fragments[layout] for group in result.groups]
+        number, size = describe(found)
+        small = any(fragment.nbytes < SMALL_BYTES for fragment in found)
+        remark = f"; below {format_size(SMALL_BYTES)}: small" if small else ""
+        table.add_row(f"fragment in {layout}", size, f"{number} a block and rank{remark}")
     for name, length, blocks in (
         ("longest request", result.longest_request, inputs.gpu_blocks),
         ("with override", result.longest_request_with_override, inputs.block_override),

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvd.errors import PlanError
+from kvd.plan.fragments import Fragments, fragments
 from kvd.plan.model import Model
 from kvd_proto.capacity import (
     DEFAULT_BATCHED_TOKENS,
@@ -49,10 +50,23 @@ class PlanInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """Layers that share one block table, of one rank.
+
+    sliding_window: in tokens, None for full attention. page_bytes: a block in one layer.
+    fragments: by the name of the KV cache's layout.
+    """
+
+    layers: int
+    sliding_window: int | None
+    page_bytes: int
+    fragments: dict[str, Fragments]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Figures of a plan. Bytes count all ranks unless a name ends in `_rank`.
 
-    groups: of each, `layers`, `sliding_window` in tokens, `page_bytes` of one rank.
     bytes_per_token: of all layers, without padding. pool_tokens: with every
     group's chunks stored. A longest request is in tokens, None where the
     blocks are not known.
@@ -63,7 +77,7 @@ class Plan:
     layers: int
     dtype: str
     replicated: bool
-    groups: list[dict[str, int | None]]
+    groups: tuple[PlannedGroup, ...]
     tokens_per_chunk: int
     bytes_per_token_rank: int
     bytes_per_token: int
@@ -105,14 +119,15 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
         layers=len(model.windows),
         dtype=dtype,
         replicated=model.replicated,
-        groups=[
-            {
-                "layers": len(group.page_bytes),
-                "sliding_window": group.sliding_window,
-                "page_bytes": group.page_bytes[0],
-            }
+        groups=tuple(
+            PlannedGroup(
+                layers=len(group.page_bytes),
+                sliding_window=group.sliding_window,
+                page_bytes=group.page_bytes[0],
+                fragments=fragments(group),
+            )
             for group in groups
-        ],
+        ),
         tokens_per_chunk=tokens_per_chunk,
         bytes_per_token_rank=token_bytes * len(model.windows),
         bytes_per_token=token_bytes * len(model.windows) * copies,

@@ -116,7 +116,7 @@ def test_interleaved_windows_make_groups_of_the_smaller_kind() -> None:
     """Gemma 3 27B: 10 full and 52 sliding layers make 1 + 6 groups that share blocks."""
     result = planned(GEMMA3, gpu_blocks=20_000)
     sliding = [(9, 1024)] * 4 + [(8, 1024)] * 2
-    shapes = [(group["layers"], group["sliding_window"]) for group in result.groups]
+    shapes = [(group.layers, group.sliding_window) for group in result.groups]
     assert shapes == [*sliding, (10, None)]
     page = 2 * 16 * 128 * 2 * 16
     assert result.bytes_per_token == page // 16 * 62
@@ -134,7 +134,7 @@ def test_layer_types_win_over_patterns() -> None:
         "sliding_window": 128,
         "sliding_window_pattern": 6,
     }
-    assert [(g["layers"], g["sliding_window"]) for g in planned(gpt_oss).groups] == [
+    assert [(g.layers, g.sliding_window) for g in planned(gpt_oss).groups] == [
         (12, 128),
         (12, None),
     ]
@@ -240,7 +240,10 @@ def test_json_holds_the_figures(folder: Path) -> None:
     assert status == 0
     assert report["num_chunks"] == 512
     assert report["bytes_per_token"] == 131_072
-    assert report["groups"] == [{"layers": 32, "sliding_window": None, "page_bytes": 32_768}]
+    (group,) = report["groups"]
+    assert (group["layers"], group["sliding_window"], group["page_bytes"]) == (32, None, 32_768)
+    assert group["fragments"]["LBHNC"] == {"nbytes": 32_768, "per_block": 32}
+    assert group["fragments"]["BLHNC"] == {"nbytes": 32 * 32_768, "per_block": 1}
     assert run(str(folder / "config.json"), "--json", "--tp", "2", "--cpu-bytes", "1GiB")[1] == out
 
 
