@@ -34,13 +34,14 @@ from kvd_proto.messages import (
     Lookups,
     Pin,
     VmmHandle,
+    VmmSegment,
 )
 
 FILE = Path(__file__).parent / "protocol.md"
 MARKER = "<!-- generated below this line by docs/generate_protocol.py -->"
 PARTS = (
     *(RankLayout, TensorSpec, GroupSpec, TensorRef, Fingerprint),
-    *(HostHandle, IpcHandle, VmmHandle, JobBlocks, Pin, Lookups, ConfigChange),
+    *(HostHandle, IpcHandle, VmmHandle, VmmSegment, JobBlocks, Pin, Lookups, ConfigChange),
 )
 """Maps inside messages, which have no tag."""
 CODES = {

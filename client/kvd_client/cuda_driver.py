@@ -121,6 +121,37 @@ class PrimaryContext:
         return f"<PrimaryContext of device {int(self._device)}>"
 
 
+@contextmanager
+def any_context() -> Iterator[None]:
+    """Have some context current; without one CUDA does not say whose an address is.
+
+    It is the thread's own, or the primary one of a device that this process uses already: to
+    make one would take memory of a device that may be another process's.
+
+    Raises:
+        UnsupportedMemory: this process uses no device.
+    """
+    if int(_call("ask for this thread's context", "cuCtxGetCurrent")):
+        yield
+        return
+    for number in range(count_devices()):
+        attempted = f"ask whether device {number} is in use"
+        handle = _call(attempted, "cuDeviceGet", number)
+        _, active = _call(attempted, "cuDevicePrimaryCtxGetState", handle)
+        if active:
+            context = PrimaryContext(number)
+            try:
+                with context.current():
+                    yield
+            finally:
+                context.release()
+            return
+    raise UnsupportedMemory(
+        "this process uses no CUDA device, so it has no CUDA memory: share the memory in the"
+        " process that allocated it"
+    )
+
+
 # ---------------------------------------------------------------------- memory
 
 
@@ -153,11 +184,14 @@ def ipc_handle(base: int) -> bytes:
     return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
 
-def can_export(address: int) -> bool:
-    """Whether memory of the virtual memory management can be exported as a descriptor."""
+def exports(address: int) -> tuple[bool, bool]:
+    """Whether memory can be exported as a descriptor, and whether as a handle of a fabric."""
     kinds = _bindings().CUmemAllocationHandleType
     allowed = int(_pointer_attribute(address, "ALLOWED_HANDLE_TYPES"))
-    return bool(allowed & int(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+    return (
+        bool(allowed & int(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)),
+        bool(allowed & int(kinds.CU_MEM_HANDLE_TYPE_FABRIC)),
+    )
 
 
 def export(base: int) -> int:

@@ -1,25 +1,36 @@
-"""CUDA memory that another process can map: by its IPC handle, or by a descriptor.
+"""CUDA memory that another process can map: by its IPC handle, or by descriptors.
 
-Whichever it is names the whole allocation that a storage lies in, so a storage
-is the allocation and an offset. Memory of cudaMalloc has an IPC handle. Memory
-of the virtual memory management (expandable segments, sleep mode) has none; it
-is exported as a descriptor where its allocator asked for that when it made it.
-What is given away must stay mapped: an engine that remaps its memory registers anew.
+Either names whole allocations, so a storage is the allocations that it lies in and an
+offset. Memory of cudaMalloc is one allocation and has an IPC handle. Virtual memory (of
+expandable segments, of vLLM's cumem allocator) has none; it may be several allocations
+mapped one after another, each of which is exported as a descriptor where its allocator
+asked for that when it made it. What is given away must stay mapped: an engine that
+remaps its memory registers anew.
 """
 
+from collections.abc import Sequence
 from typing import Self
 
 from kvd_client import cuda_driver
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_client.memory import Memory
-from kvd_proto.messages import IpcHandle, VmmHandle
+from kvd_client.memory import Descriptors, Memory
+from kvd_proto.messages import MAX_SEGMENTS, IpcHandle, VmmHandle, VmmSegment
 
 _REMEDY = (
-    "PyTorch's expandable segments and vLLM's sleep mode make such memory: remove"
-    " expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, turn sleep mode off, or use an"
-    " allocator that makes one exportable allocation of each storage"
+    "vLLM's cumem allocator and PyTorch's expandable segments make such memory: start vLLM"
+    " without --enable-sleep-mode and --enable-cumem-allocator, set"
+    " TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 or remove expandable_segments:True from"
+    " PYTORCH_CUDA_ALLOC_CONF; any allocator that asks for POSIX file descriptors will do"
 )
+_FABRIC_REMEDY = (
+    "vLLM's cumem allocator makes such memory in a process that may use an IMEX channel: give"
+    " the container none (NVIDIA_IMEX_CHANNELS), and it requests descriptors, or start vLLM"
+    " without --enable-sleep-mode and --enable-cumem-allocator"
+)
+
+Allocation = tuple[int, int]
+"""Where an allocation begins, as this process sees it, and its bytes."""
 
 
 class DeviceMemory(Memory):
@@ -28,35 +39,35 @@ class DeviceMemory(Memory):
     Args:
         ordinal: the device's number in this process.
         device: its name.
-        base: where the allocation begins, as this process sees it.
-        allocation: its bytes.
-        offset: where the storage begins in it.
+        allocations: that the storage lies in, in order.
+        offset: where the storage begins in the first.
         nbytes: of the storage.
-        ipc: the allocation's IPC handle; empty where it is exported as a descriptor.
-        fd: that descriptor; -1 where there is an IPC handle.
+        ipc: the one allocation's IPC handle; empty where they are exported as descriptors.
+        descriptors: these; none where there is an IPC handle.
     """
 
     def __init__(
         self,
         ordinal: int,
         device: str,
-        base: int,
-        allocation: int,
+        allocations: Sequence[Allocation],
         *,
         offset: int,
         nbytes: int,
         ipc: bytes = b"",
-        fd: int = -1,
+        descriptors: Descriptors | None = None,
     ) -> None:
-        super().__init__(device, nbytes, offset, fd)
+        identities = [] if ipc else [base for base, _ in allocations]
+        super().__init__(device, nbytes, offset, descriptors or Descriptors(()), identities)
         self.ordinal = ordinal
-        self.identity = base
-        self.allocation = allocation
+        self.allocations = tuple(allocations)
         self.ipc = ipc
 
     @classmethod
     def at(cls, address: int, nbytes: int) -> Self:
         """Return the storage of `nbytes` at a device pointer.
+
+        Any thread may call it; it need not have a context.
 
         Raises:
             UsageError: an invalid address or size.
@@ -66,35 +77,76 @@ class DeviceMemory(Memory):
         if not isinstance(address, int) or not 0 < address < 2**64:
             raise UsageError(f"address={shown(address)}: a device pointer is needed")
         whole("nbytes", nbytes, 1)
-        ordinal = cuda_driver.device_of(address)
+        with cuda_driver.any_context():
+            ordinal = cuda_driver.device_of(address)
         device = cuda_driver.device_name(ordinal)
         context = cuda_driver.PrimaryContext(ordinal)
         try:
             with context.current():
-                base, allocation = cuda_driver.allocation_of(address)
-                ends = base + allocation - address
-                if nbytes > ends:
-                    raise UnsupportedMemory(
-                        f"{nbytes} bytes at {address:#x} lie in several CUDA allocations, the first"
-                        f" ends after {ends}; {_REMEDY}"
-                    )
-                ipc, fd = b"", -1
-                if cuda_driver.has_ipc_handle(address):
-                    ipc = cuda_driver.ipc_handle(base)
-                elif cuda_driver.can_export(address):
-                    fd = cuda_driver.export(base)
+                allocations = _allocations(address, nbytes)
+                ipc, descriptors = b"", None
+                if cuda_driver.has_ipc_handle(address) and len(allocations) == 1:
+                    ipc = cuda_driver.ipc_handle(allocations[0][0])
                 else:
-                    raise UnsupportedMemory(
-                        f"{nbytes} bytes at {address:#x} lie in CUDA memory that no other process"
-                        f" can map; {_REMEDY}"
-                    )
+                    descriptors = _exported(allocations)
         finally:
             context.release()
-        offset = address - base
-        return cls(ordinal, device, base, allocation, offset=offset, nbytes=nbytes, ipc=ipc, fd=fd)
+        return cls(
+            ordinal,
+            device,
+            allocations,
+            offset=address - allocations[0][0],
+            nbytes=nbytes,
+            ipc=ipc,
+            descriptors=descriptors,
+        )
 
-    def handle(self, fd_index: int) -> IpcHandle | VmmHandle:
+    def handle(self, numbers: Sequence[int]) -> IpcHandle | VmmHandle:
         """See Memory."""
         if self.ipc:
-            return IpcHandle(handle=self.ipc, allocation=self.allocation, offset=self.offset)
-        return VmmHandle(fd_index=fd_index, allocation=self.allocation, offset=self.offset)
+            ((_, allocation),) = self.allocations
+            return IpcHandle(handle=self.ipc, allocation=allocation, offset=self.offset)
+        segments = tuple(
+            VmmSegment(fd_index=number, nbytes=nbytes)
+            for number, (_, nbytes) in zip(numbers, self.allocations, strict=True)
+        )
+        return VmmHandle(segments=segments, offset=self.offset)
+
+
+def _allocations(address: int, nbytes: int) -> list[Allocation]:
+    """Return the allocations that these bytes lie in, in order."""
+    found: list[Allocation] = []
+    at = address
+    while at < address + nbytes:
+        if len(found) == MAX_SEGMENTS:
+            raise UnsupportedMemory(
+                f"{nbytes} bytes at {address:#x} lie in more than {MAX_SEGMENTS} CUDA allocations;"
+                " have the allocator make larger ones"
+            )
+        base, size = cuda_driver.allocation_of(at)
+        found.append((base, size))
+        at = base + size
+    return found
+
+
+def _exported(allocations: Sequence[Allocation]) -> Descriptors:
+    """Return new descriptors of allocations of the virtual memory management."""
+    fds: list[int] = []
+    try:
+        for base, nbytes in allocations:
+            descriptor, fabric = cuda_driver.exports(base)
+            if not descriptor:
+                reason, remedy = (
+                    ("it can be exported to a fabric only", _FABRIC_REMEDY)
+                    if fabric
+                    else ("its allocator made it without a way to export it", _REMEDY)
+                )
+                raise UnsupportedMemory(
+                    f"{nbytes} bytes at {base:#x} lie in CUDA memory that the daemon cannot map:"
+                    f" {reason}; {remedy}"
+                )
+            fds.append(cuda_driver.export(base))
+    except BaseException:
+        Descriptors(fds).close()
+        raise
+    return Descriptors(fds)

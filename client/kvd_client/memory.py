@@ -5,12 +5,12 @@ process that touches them would end by a signal. A seal (fcntl(2), F_SEAL_SHRINK
 that for good, and only files of memfd_create(2) can carry one.
 """
 
-import copy
 import ctypes
 import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -86,49 +86,90 @@ class ControlPage(ControlWords):
             self.fd = -1
 
 
+class Descriptors:
+    """Descriptors that are closed together, with this object at the latest.
+
+    Attributes:
+        fds: their numbers; empty once closed.
+    """
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.fds = tuple(fds)
+        self._closing = weakref.finalize(self, _close_all, self.fds)
+
+    @classmethod
+    def duplicated(cls, fds: Sequence[int]) -> Self:
+        """Return descriptors of the same files.
+
+        Raises:
+            OSError: the limit of open files leaves no room; none is left open.
+        """
+        copies: list[int] = []
+        try:
+            copies.extend(os.dup(fd) for fd in fds)
+        except OSError:
+            _close_all(copies)
+            raise
+        return cls(copies)
+
+    def close(self) -> None:
+        """Close them. May be called again."""
+        self._closing()
+        self.fds = ()
+
+    def __repr__(self) -> str:
+        return f"<Descriptors {', '.join(map(str, self.fds)) or 'closed'}>"
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 class Memory:
-    """One storage that another process can map. It owns its descriptor, not the memory.
+    """One storage that another process can map. It owns its descriptors, not the memory.
 
     Attributes:
         device: "host", or "cuda:" and the device's UUID.
         nbytes: of the storage.
-        offset: where it begins in its file or allocation.
-        fd: of that file or allocation; -1 where it has none, or is closed.
-        identity: equal for storages of one file or allocation, while they are open.
+        offset: where it begins in the first of its files or allocations.
+        fds: descriptors of the files or allocations that it lies in, in order; none where it is
+            named otherwise, or once it is closed.
+        identities: of these; equal for storages that lie in one, while they are open.
     """
 
-    identity: object
-
-    def __init__(self, device: str, nbytes: int, offset: int, fd: int) -> None:
+    def __init__(
+        self,
+        device: str,
+        nbytes: int,
+        offset: int,
+        descriptors: Descriptors,
+        identities: Sequence[object],
+    ) -> None:
         self.device = device
         self.nbytes = nbytes
         self.offset = offset
+        self.identities = tuple(identities)
         self.closed = False
-        self._own(fd)
+        self._descriptors = descriptors
 
-    def _own(self, fd: int) -> None:
-        self.fd = fd
-        self._closing = weakref.finalize(self, os.close, fd) if fd >= 0 else None
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """See Memory."""
+        return self._descriptors.fds
 
-    def duplicate(self) -> Self:
-        """Return the same storage with a descriptor of its own."""
-        other = copy.copy(self)
-        other._own(os.dup(self.fd) if self.fd >= 0 else -1)  # noqa: SLF001  # of this class
-        return other
-
-    def handle(self, fd_index: int) -> Handle:
-        """Return how a registration names it, if its descriptor, if any, has this number."""
+    def handle(self, numbers: Sequence[int]) -> Handle:
+        """Return how a registration names it, if its descriptors, if any, have these numbers."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the descriptor; what is mapped stays mapped. May be called again."""
-        if self._closing is not None:
-            self._closing()
-        self.fd = -1
+        """Close the descriptors; what is mapped stays mapped. May be called again."""
+        self._descriptors.close()
         self.closed = True
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"fd {self.fd}" if self.fd >= 0 else "IPC handle"
+        numbers = ", ".join(map(str, self.fds))
+        state = "closed" if self.closed else f"fd {numbers}" if numbers else "IPC handle"
         place = f"{self.nbytes} bytes at {self.offset} on {self.device}"
         return f"<{type(self).__name__} {place}, {state}>"
 
@@ -159,8 +200,7 @@ class HostMemory(Memory):
                 " bytes"
             )
         seal(fd)
-        super().__init__(HOST, nbytes, offset, fd)
-        self.identity = (file.st_dev, file.st_ino)
+        super().__init__(HOST, nbytes, offset, Descriptors((fd,)), [(file.st_dev, file.st_ino)])
         self._array: npt.NDArray[np.uint8] | None = None  # where it was allocated here
 
     @classmethod
@@ -184,9 +224,14 @@ class HostMemory(Memory):
         memory._array = array
         return memory
 
-    def handle(self, fd_index: int) -> HostHandle:
+    def handle(self, numbers: Sequence[int]) -> HostHandle:
         """See Memory."""
-        return HostHandle(fd_index=fd_index, offset=self.offset)
+        return HostHandle(fd_index=numbers[0], offset=self.offset)
+
+    @property
+    def fd(self) -> int:
+        """The file's descriptor; -1 once it is closed."""
+        return self.fds[0] if self.fds else -1
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:

@@ -16,7 +16,7 @@ from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import RegistrationError, Unavailable, UsageError
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
-from kvd_client.memory import ControlPage, Memory
+from kvd_client.memory import ControlPage, Descriptors, Memory
 from kvd_client.registration import registration
 from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, StoreTicket
@@ -87,7 +87,7 @@ class Worker(Session):
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
         self._wanted: Register | None = None  # with every daemon that is there, from now on
-        self._memory: list[Memory] = []  # its descriptors
+        self._memory = Descriptors(())  # of the wanted registration
         self._refusal_raises = False  # while a caller waits for the first answer
         self._refused_for_good: Error | None = None
         self._registered = False
@@ -366,7 +366,7 @@ class Worker(Session):
         wanted = self._wanted
         if wanted is None or self._registered:
             return True
-        fds = [self._control.fd, *(part.fd for part in self._memory)]
+        fds = [self._control.fd, *self._memory.fds]
         reply = self._ask(wanted, REGISTER_SECONDS, fds)
         with self._changed:
             if isinstance(reply, Registered):

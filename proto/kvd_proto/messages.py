@@ -26,6 +26,7 @@ MAX_KEYS = 65536
 MAX_KEY_BYTES = 48
 MAX_RANKS = 64
 MAX_DESCRIPTORS = 253  # of one datagram: the kernel's own limit, SCM_MAX_FD
+MAX_SEGMENTS = 4096  # of one storage
 MAX_TEXT = 4096
 
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -160,17 +161,27 @@ class IpcHandle(Message, frozen=True, tag="ipc"):
     offset: Count = 0
 
 
-class VmmHandle(Message, frozen=True, tag="vmm"):
-    """A storage in a CUDA allocation of the virtual memory management, named by a descriptor.
+class VmmSegment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A CUDA allocation of the virtual memory management, named by a descriptor.
 
     fd_index: number of the descriptor that `cuMemExportToShareableHandle` gave, of the kind
     POSIX file descriptor.
-    allocation: size of the allocation in bytes.
-    offset: from the allocation's start to the storage's, in bytes.
+    nbytes: size of the allocation, all of which is mapped.
     """
 
     fd_index: Count
-    allocation: Count
+    nbytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+
+
+class VmmHandle(Message, frozen=True, tag="vmm"):
+    """A storage in CUDA memory of the virtual memory management.
+
+    segments: the allocations that it lies in, in the order of their addresses; each begins where
+    the one before ends.
+    offset: from the first segment's start to the storage's, in bytes.
+    """
+
+    segments: Annotated[tuple[VmmSegment, ...], Meta(min_length=1, max_length=MAX_SEGMENTS)]
     offset: Count = 0
 
 
@@ -179,7 +190,13 @@ Handle: TypeAlias = HostHandle | IpcHandle | VmmHandle
 
 def fd_index(handle: Handle) -> int:
     """The highest descriptor number that a handle needs; 0, the control page, where none."""
-    return 0 if isinstance(handle, IpcHandle) else handle.fd_index
+    match handle:
+        case HostHandle():
+            return handle.fd_index
+        case VmmHandle():
+            return max(segment.fd_index for segment in handle.segments)
+        case IpcHandle():
+            return 0
 
 
 class Register(Message, frozen=True, kw_only=True, omit_defaults=True):

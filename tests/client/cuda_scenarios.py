@@ -1,5 +1,6 @@
 """What a worker's process does with CUDA memory, each scenario in a process of its own."""
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -21,14 +22,20 @@ from kvd_client import (
     UnsupportedMemory,
     UsageError,
     cuda_driver,
+    cuda_memory,
 )
-from kvd_client import (
-    timeline as timelines,
-)
-from kvd_client.memory import ControlPage, Memory
+from kvd_client import timeline as timelines
+from kvd_client.memory import ControlPage, Descriptors
 from kvd_client.registration import registration
 from kvd_client.timeline import StreamSignals
-from kvd_proto.messages import Fingerprint, IpcHandle, Register, VmmHandle
+from kvd_proto.messages import (
+    MAX_DESCRIPTORS,
+    Fingerprint,
+    IpcHandle,
+    Register,
+    VmmHandle,
+    VmmSegment,
+)
 from tests.daemon.engines import make_layout
 from tests.fakecuda import cudatensor as cuda
 from tests.fakecuda import harness
@@ -70,7 +77,7 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
     assert not missing, f"{missing} not in {refusal.value}"
 
 
-def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, list[Memory]]:
+def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, Descriptors]:
     """The registration of this memory."""
     return registration(
         memory,
@@ -113,7 +120,7 @@ def ipc_memory_is_its_allocation_and_an_offset() -> None:
         IpcHandle(handle=name, allocation=3 * SIZE, offset=SIZE + 1024),
     )
     assert message.device == "cuda:fa4ecda0000040008000000000000000"
-    assert kept == []
+    assert kept.fds == ()
     assert "IPC handle" in repr(memory[0])
     memory[0].close()
     with refused(UsageError, "memory[0]", "open HostMemory or DeviceMemory"):
@@ -126,31 +133,110 @@ def virtual_memory_is_a_descriptor_for_each_allocation() -> None:
     base = cuda.VirtualMemory().address
     memory = [DeviceMemory.at(base + at, SIZE) for at in (0, SIZE)]
     message, kept = registered(*memory)
+    segment = VmmSegment(fd_index=1, nbytes=cuda.GRANULARITY)
     assert message.handles == (
-        VmmHandle(fd_index=1, allocation=cuda.GRANULARITY, offset=0),
-        VmmHandle(fd_index=1, allocation=cuda.GRANULARITY, offset=SIZE),
+        VmmHandle(segments=(segment,), offset=0),
+        VmmHandle(segments=(segment,), offset=SIZE),
     )
     for part in memory:
         part.close()
         part.close()
-    assert len(kept) == 1
-    assert os.fstat(kept[0].fd)
+    (fd,) = kept.fds
+    assert os.fstat(fd)
+    kept.close()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
 
 
-def memory_across_allocations_is_refused() -> None:
-    """A storage that several allocations make up has no one handle."""
+def a_storage_of_several_allocations_is_its_segments() -> None:
+    """In order, each with the descriptor of its own memory; a shared one is sent once."""
     cuda.use_device()
-    base = cuda.VirtualMemory().address
-    assert DeviceMemory.at(base + cuda.GRANULARITY - SIZE, SIZE).offset == cuda.GRANULARITY - SIZE
-    with refused(UnsupportedMemory, "several CUDA allocations", "ends after 4096", "sleep mode"):
-        DeviceMemory.at(base + cuda.GRANULARITY - 4096, SIZE)
+    whole = cuda.GRANULARITY
+    made = cuda.VirtualMemory(segments=3)
+    memory = [
+        DeviceMemory.at(made.address + whole - SIZE, whole + 2 * SIZE),
+        DeviceMemory.at(made.address + 2 * whole + SIZE, SIZE),
+    ]
+    message, kept = registered(*memory)
+    first, second, third = (VmmSegment(fd_index=n, nbytes=whole) for n in (1, 2, 3))
+    assert message.handles == (
+        VmmHandle(segments=(first, second, third), offset=whole - SIZE),
+        VmmHandle(segments=(third,), offset=SIZE),
+    )
+    for number, fd in enumerate(kept.fds):  # a descriptor of the test driver is a file
+        made.write(bytes([number + 1]) * 64, number * whole)
+        assert os.pread(fd, 64, 0) == bytes([number + 1]) * 64
+
+
+def no_more_segments_than_a_registration_can_carry() -> None:
+    """One descriptor is the control page's; above that, the sentence says how many there are."""
+    cuda.use_device()
+    made = cuda.VirtualMemory(segments=MAX_DESCRIPTORS)
+    fits = DeviceMemory.at(made.address, made.nbytes - cuda.GRANULARITY)
+    assert len(registered(fits, fits)[1].fds) == MAX_DESCRIPTORS - 1
+    opened = open_files()
+    large = DeviceMemory.at(made.address, made.nbytes)
+    with refused(UsageError, f"lies in {MAX_DESCRIPTORS} files", "252 at most", "larger"):
+        registered(large, large)
+    large.close()
+    assert open_files() == opened
+
+
+def memory_in_absurdly_many_allocations_is_refused() -> None:
+    """Before any of them is exported."""
+    cuda.use_device()
+    made = cuda.VirtualMemory(segments=3)
+    cuda_memory.MAX_SEGMENTS = 2  # type: ignore[attr-defined]  # as imported there
+    opened = open_files()
+    with refused(UnsupportedMemory, "more than 2 CUDA allocations"):
+        DeviceMemory.at(made.address, made.nbytes)
+    assert open_files() == opened
+
+
+def a_storage_that_ends_outside_its_memory_is_refused() -> None:
+    """Nothing stays open of what was found to be memory."""
+    cuda.use_device()
+    made = cuda.VirtualMemory(segments=2)
+    opened = open_files()
+    with refused(CudaError, "find the allocation of address", "NOT_FOUND"):
+        DeviceMemory.at(made.address, made.nbytes + 1)
+    assert open_files() == opened
 
 
 def memory_that_is_not_exportable_is_refused() -> None:
-    """The sentence says what makes such memory and what to change."""
+    """The sentence says what makes such memory and what to change; nothing stays open."""
     cuda.use_device()
-    with refused(UnsupportedMemory, "no other process can map", "expandable_segments:True from"):
-        DeviceMemory.at(cuda.VirtualMemory(exportable=False).address, SIZE)
+    closed, fabric = (cuda.VirtualMemory(kinds=kinds) for kinds in (None, cuda.FABRIC))
+    opened = open_files()
+    with refused(UnsupportedMemory, "without a way", "--enable-sleep-mode", "expandable_segments"):
+        DeviceMemory.at(closed.address, SIZE)
+    with refused(UnsupportedMemory, "to a fabric only", "NVIDIA_IMEX_CHANNELS"):
+        DeviceMemory.at(fabric.address, SIZE)
+    assert open_files() == opened
+
+
+def a_thread_without_a_context_shares_memory() -> None:
+    """It has none afterwards either, and no device that was not in use gets one."""
+    cuda.use_device(1)
+    address, elsewhere = allocated(), cuda.VirtualMemory(segments=2).address
+
+    def share() -> tuple[str, str, int]:
+        names = [DeviceMemory.at(at, SIZE).device for at in (address, elsewhere)]
+        return *names, int(cuda.call("cuCtxGetCurrent"))  # type: ignore[return-value]  # a pair
+
+    with ThreadPoolExecutor(1) as other:
+        first, second, context = other.submit(share).result()
+    assert first == "cuda:fa4ecda0000040008000000000000001"
+    assert (second, context) == ("cuda:fa4ecda0000040008000000000000000", 0)
+    assert [cuda.call("cuDevicePrimaryCtxGetState", device)[1] for device in (0, 1)] == [0, 1]
+
+
+def a_process_without_a_device_has_no_device_memory() -> None:
+    """It is told so, and no context is made to find out."""
+    cuda.call("cuInit", 0)
+    with refused(UnsupportedMemory, "uses no CUDA device"):
+        DeviceMemory.at(4096, SIZE)
+    assert cuda.call("cuDevicePrimaryCtxGetState", 0)[1] == 0
 
 
 def what_is_no_device_memory_is_refused() -> None:
@@ -220,11 +306,12 @@ HARMLESS = {"cuMemRelease", "cuDevicePrimaryCtxRelease", "cuEventDestroy", "cuMe
 def life(plain: int, exported: int, streams: list[int]) -> list[str]:
     """Memory of both kinds shared, numbers signalled: what went wrong, in words."""
     errors: list[str] = []
-    for address in (plain, exported):
-        try:
-            DeviceMemory.at(address, SIZE).close()
-        except CudaError as error:
-            errors.append(str(error))
+    with ThreadPoolExecutor(1) as other:  # where the device's context is not the current one
+        for address in (plain, exported):
+            try:
+                other.submit(DeviceMemory.at, address, SIZE).result().close()
+            except CudaError as error:
+                errors.append(str(error))
     try:
         copies()
     except CudaError as error:
@@ -395,6 +482,17 @@ def a_write_counts_when_it_is_marked() -> None:
 def a_page_is_let_go_when_nothing_will_write_to_it() -> None:
     """Else a stream writes where nothing is registered, and the context is lost."""
     cuda_driver.has_happened = lambda event: True  # noqa: ARG005  # as its stand-in
+
+
+def an_address_is_asked_about_with_a_context_current() -> None:
+    """Else CUDA refuses in a thread that has none."""
+    cuda_driver.any_context = contextlib.nullcontext  # type: ignore[assignment]  # as its stand-in
+
+
+def segments_keep_their_order() -> None:
+    """Else a block is taken for another."""
+    exported = cuda_memory._exported
+    cuda_memory._exported = lambda allocations: exported(allocations[::-1])
 
 
 def without(rule: str, scenario: str) -> None:

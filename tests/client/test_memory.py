@@ -15,7 +15,8 @@ from kvd_proto.layout import TensorSpec
 
 def mapped(memory: Memory) -> mmap.mmap:
     """The memory as another process sees it."""
-    return mmap.mmap(memory.fd, memory.offset + memory.nbytes)
+    (fd,) = memory.fds
+    return mmap.mmap(fd, memory.offset + memory.nbytes)
 
 
 def test_host_memory_is_what_the_descriptor_shows() -> None:
@@ -50,7 +51,7 @@ def test_memory_that_is_shared_cannot_be_shortened() -> None:
     """The kernel refuses for new memory, the control page and tensors of torch, gone ones too."""
     memory, page = HostMemory.allocate(8192), ControlPage()
     shared = share_torch([torch.zeros(4, 8)])
-    for fd in (memory.fd, page.fd, shared.memory[0].fd):
+    for fd in (memory.fd, page.fd, *shared.memory[0].fds):
         assert cannot_shrink(fd)
 
 
@@ -215,8 +216,7 @@ def test_cuda_tensors_are_shared_where_they_are(monkeypatch: pytest.MonkeyPatch)
         return DeviceMemory(
             ordinal=0,
             device="cuda:" + "ab" * 16,
-            base=0x4000,
-            allocation=2**21,
+            allocations=[(0x4000, 2**21)],
             offset=0x3000,
             nbytes=nbytes,
             ipc=bytes(64),

@@ -179,7 +179,9 @@ class Rank:
             self._memory: cudatensor.DeviceBytes = cudatensor.DeviceMemory(nbytes)
         else:
             nbytes = -(-nbytes // cudatensor.GRANULARITY) * cudatensor.GRANULARITY
-            self._memory = cudatensor.VirtualMemory(nbytes, exportable=kind == "vmm")
+            self._memory = cudatensor.VirtualMemory(
+                nbytes, kinds=cudatensor.POSIX_FD if kind == "vmm" else None
+            )
         base = self._memory.address
         found = []
         for size in self._layout.storages:

@@ -11,6 +11,7 @@ from cuda.bindings import driver
 
 GRANULARITY = 2 * 2**20
 POSIX_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+FABRIC = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 
 
 def call(name: str, *arguments: object) -> Any:
@@ -75,13 +76,25 @@ class DeviceMemory(DeviceBytes):
 
 
 class VirtualMemory(DeviceBytes):
-    """Memory of cuMemCreate, mapped.
+    """Memory of cuMemCreate, mapped; several segments one after another.
 
     Args:
-        exportable: whether a descriptor may be asked for.
+        nbytes: of each segment.
+        segments: how many.
+        kinds: of handles that may be asked for.
     """
 
-    def __init__(self, nbytes: int = GRANULARITY, *, exportable: bool = True) -> None:
+    def __init__(
+        self, nbytes: int = GRANULARITY, segments: int = 1, *, kinds: Any = POSIX_FD
+    ) -> None:
+        total = nbytes * segments
+        super().__init__(int(call("cuMemAddressReserve", total, 0, 0, 0)), total)
+        self._segment = nbytes
+        self._kinds = kinds
+        self.map()
+
+    def map(self) -> None:
+        """Have memory at the address, with nothing known in it."""
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = 0
@@ -89,16 +102,28 @@ class VirtualMemory(DeviceBytes):
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location = access.location
-        if exportable:
-            properties.requestedHandleTypes = POSIX_FD
-        self.allocation = call("cuMemCreate", nbytes, properties, 0)
-        super().__init__(int(call("cuMemAddressReserve", nbytes, 0, 0, 0)), nbytes)
-        call("cuMemMap", self.address, nbytes, 0, self.allocation, 0)
-        call("cuMemSetAccess", self.address, nbytes, [access], 1)
+        if self._kinds is not None:
+            properties.requestedHandleTypes = self._kinds
+        self.allocations = []
+        for at in range(self.address, self.address + self.nbytes, self._segment):
+            allocation = call("cuMemCreate", self._segment, properties, 0)
+            call("cuMemMap", at, self._segment, 0, allocation, 0)
+            self.allocations.append(allocation)
+        call("cuMemSetAccess", self.address, self.nbytes, [access], 1)
 
-    def descriptor(self) -> int:
-        """A file descriptor of it, the caller's to close."""
-        return int(call("cuMemExportToShareableHandle", self.allocation, POSIX_FD, 0))
+    def unmap(self) -> None:
+        """Give the memory back and keep the address, as an engine does that sleeps."""
+        call("cuMemUnmap", self.address, self.nbytes)
+        for allocation in self.allocations:
+            call("cuMemRelease", allocation)
+        self.allocations = []
+
+    def descriptors(self) -> list[int]:
+        """A file descriptor of each segment, the caller's to close."""
+        return [
+            int(call("cuMemExportToShareableHandle", allocation, POSIX_FD, 0))
+            for allocation in self.allocations
+        ]
 
 
 class PinnedBytes:

@@ -116,7 +116,7 @@ def ranges_of_virtual_memory() -> None:
     assert code_of("cuMemGetAddressRange", memory.address) == NOT_FOUND
     switch("vmm_ranges=1")
     address = int(call("cuMemAddressReserve", GRANULARITY, 0, 0, 0))
-    call("cuMemMap", address, GRANULARITY, 0, memory.allocation, 0)
+    call("cuMemMap", address, GRANULARITY, 0, memory.allocations[0], 0)
     assert code_of("cuMemGetAddressRange", address) == NOT_FOUND
 
 

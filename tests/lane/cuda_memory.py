@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvd_client.memory import sealed_file
-from kvd_proto.messages import Handle, IpcHandle, VmmHandle
+from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 from tests.asked import Asked
 from tests.fakecuda import cudatensor
 from tests.lane.device_contract import Bytes, Source
@@ -52,7 +52,7 @@ class CudaWorkers:
                 handles.append(
                     IpcHandle(name, total, offset)
                     if self._ipc
-                    else VmmHandle(len(descriptors) - 1, total, offset)
+                    else VmmHandle((VmmSegment(len(descriptors) - 1, total),), offset)
                 )
                 addresses.append(base + offset)
                 offset += size + GAP
@@ -102,7 +102,7 @@ class _Memory:
     def create(self, nbytes: int) -> int:
         """Virtual memory: its address; its descriptor is sent."""
         made = cudatensor.VirtualMemory(nbytes)
-        descriptor = made.descriptor()
+        (descriptor,) = made.descriptors()
         socket.send_fds(self._socket, [b"."], [descriptor])
         os.close(descriptor)
         return made.address

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.device import Direction
-from kvd_proto.messages import Handle, IpcHandle, VmmHandle
+from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.device_contract import Bytes, Rig, Source, drain
@@ -123,7 +123,7 @@ class CudaRig(Rig):
             bad = IpcHandle(bytes(64), last.allocation, last.offset)
         else:
             assert isinstance(last, VmmHandle)
-            bad = VmmHandle(0, last.allocation, last.offset)
+            bad = VmmHandle((VmmSegment(0, last.segments[0].nbytes),), last.offset)
         return Source((*source.handles[:-1], bad), source.descriptors)
 
     def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:

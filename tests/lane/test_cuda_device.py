@@ -12,7 +12,7 @@ from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.device import Direction
 from kvd.pool.filling import FillOrder
-from kvd_proto.messages import HostHandle, VmmHandle
+from kvd_proto.messages import HostHandle, VmmHandle, VmmSegment
 from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import PAGE, by_kernel, engine_only
 from tests.lane.cuda_memory import CudaWorkers
@@ -105,7 +105,7 @@ def test_no_more_is_mapped_than_there_is_in(
     (handle,) = source.handles
     assert isinstance(handle, VmmHandle)
     before = rig.driver.mark
-    claim = VmmHandle(handle.fd_index, nbytes, handle.offset)
+    claim = VmmHandle((VmmSegment(handle.segments[0].fd_index, nbytes),), handle.offset)
     with pytest.raises(ImportFailed, match=words):
         rig.device.import_memory((claim,), (4096,), source.descriptors)
     calls = rig.driver.calls(before)

@@ -12,6 +12,7 @@
     FUNCTION(cuDeviceGetName, 2000) FUNCTION(cuDeviceGetAttribute, 2000) \
     FUNCTION(cuDeviceGetPCIBusId, 4010) FUNCTION(cuDeviceTotalMem, 3020) \
     FUNCTION(cuDevicePrimaryCtxRetain, 7000) FUNCTION(cuDevicePrimaryCtxRelease, 7000) \
+    FUNCTION(cuDevicePrimaryCtxGetState, 7000) \
     FUNCTION(cuCtxSetCurrent, 4000) FUNCTION(cuCtxGetCurrent, 4000) \
     FUNCTION(cuCtxGetDevice, 2000) FUNCTION(cuCtxSynchronize, 2000) \
     FUNCTION(cuCtxGetStreamPriorityRange, 5050) \
@@ -60,6 +61,7 @@ CUresult cuDeviceGetPCIBusId(char *id, int length, CUdevice device);
 CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device);
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device);
 CUresult cuDevicePrimaryCtxRelease(CUdevice device);
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active);
 CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuCtxGetCurrent(CUcontext *context);
 CUresult cuCtxGetDevice(CUdevice *device);

@@ -70,7 +70,7 @@ typedef struct {
 } CUmemcpyAttributes;
 
 enum { LOCATION_DEVICE = 1 };
-enum { HANDLE_POSIX_FD = 1 };
+enum { HANDLE_POSIX_FD = 1, HANDLE_FABRIC = 8 };
 enum { ALLOCATION_PINNED = 1 };
 enum { ACCESS_READ = 1, ACCESS_READWRITE = 3 };
 enum { STREAM_NON_BLOCKING = 1 };

@@ -246,6 +246,15 @@ EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
     return result;
 }
 
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
+    ENTER("cuDevicePrimaryCtxGetState", NEEDS_INIT);
+    struct Context *context = context_of(device);
+    if (!context) return INVALID_DEVICE;
+    *flags = 0;
+    *active = context->users > 0;
+    return SUCCESS;
+}
+
 EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
     ENTER("cuCtxSetCurrent", NEEDS_INIT);
     if (context && (context < contexts || context >= contexts + MAX_DEVICES)) return INVALID_CONTEXT;

@@ -272,7 +272,7 @@ EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
 static CUresult check_properties(const CUmemAllocationProp *wanted) {
     if (!wanted || wanted->type != ALLOCATION_PINNED || wanted->location.type != LOCATION_DEVICE)
         return INVALID_VALUE;
-    if (wanted->requestedHandleTypes & ~HANDLE_POSIX_FD) return NOT_SUPPORTED;
+    if (wanted->requestedHandleTypes & ~(HANDLE_POSIX_FD | HANDLE_FABRIC)) return NOT_SUPPORTED;
     return context_of(wanted->location.id) ? SUCCESS : INVALID_DEVICE;
 }
 

@@ -11,9 +11,9 @@ import numpy as np
 from kvd.errors import CudaError, ImportFailed
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.driver import Addresses, Undo
-from kvd_proto.messages import Handle, IpcHandle, VmmHandle
+from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 
-_Key = bytes | int
+_Key = bytes | tuple[VmmSegment, ...]
 
 
 class ImportedMemory:
@@ -57,7 +57,7 @@ class ImportedMemory:
         if isinstance(handle, IpcHandle):
             key: _Key = handle.handle
         elif isinstance(handle, VmmHandle):
-            key = handle.fd_index
+            key = handle.segments
         else:
             raise ImportFailed(
                 f"{type(handle).__name__} is host memory; this is the lane of a CUDA device"
@@ -66,13 +66,14 @@ class ImportedMemory:
             self._opened[key] = (
                 self._open_ipc(handle)
                 if isinstance(handle, IpcHandle)
-                else self._open_descriptor(handle)
+                else self._open_descriptor(handle.segments)
             )
         start, nbytes = self._opened[key]
-        if handle.allocation > nbytes or handle.offset + size > nbytes:
+        claimed = handle.allocation if isinstance(handle, IpcHandle) else nbytes
+        if claimed > nbytes or handle.offset + size > nbytes:
             raise ImportFailed(
                 f"{size} bytes from offset {handle.offset} of an allocation of"
-                f" {handle.allocation} bytes do not lie inside the {nbytes} bytes that it has"
+                f" {claimed} bytes do not lie inside the {nbytes} bytes that it has"
             )
         return start + handle.offset
 
@@ -89,13 +90,15 @@ class ImportedMemory:
         # Offsets count from the allocation's start, which is what opening it returns.
         return address, nbytes - (address - start)
 
-    def _open_descriptor(self, handle: VmmHandle) -> tuple[int, int]:
-        nbytes, limit = handle.allocation, driver.memory_of(self._device)
+    def _open_descriptor(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
+        if len(segments) > 1:
+            raise ImportFailed(f"a storage of {len(segments)} segments: one is served")
+        nbytes, limit = segments[0].nbytes, driver.memory_of(self._device)
         if nbytes > limit:
             raise ImportFailed(
                 f"an allocation of {nbytes} bytes is claimed, the device has {limit}"
             )
-        descriptor = self._descriptors[handle.fd_index]
+        descriptor = self._descriptors[segments[0].fd_index]
         address = driver.map_descriptor(descriptor, nbytes, self._device, self._undo)
         # The driver refuses to map more than there is; the size of the mapping is checked too.
         start, have = driver.address_range(address)
