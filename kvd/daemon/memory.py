@@ -3,21 +3,30 @@
 Its pages are allocated by a thread of its own, so that a full /dev/shm is an error message
 at start and not a SIGBUS under load, and so that the broker answers meanwhile. What becomes
 of it when the daemon ends is the business of `kvd.daemon.kept_pool`.
+
+Which bytes will belong to which GPU is not known then: ranks come later, and others after them.
+So pages are asked for on the node of the GPUs that this machine or container has; where these sit
+at several nodes, on each in turn, so that no rank has all of its bytes far away.
 """
 
 import contextlib
 import fcntl
+import logging
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from kvd.errors import PoolError
+from kvd.machine import numa
 from kvd.machine.room import Filesystem, lack_of_room
 from kvd.pool.filling import FillOrder
 from kvd_proto.sizes import format_size
 
-_STEP = 64 * 2**20
+log = logging.getLogger("kvd.daemon")
+
+_STEP = 16 * 2**20
+_NEAR = 0.95  # of the pool; what is missing may be a sample's error
 
 
 class PoolMemory:
@@ -42,6 +51,7 @@ class PoolMemory:
         try:
             filesystem = Filesystem.of(path.parent)
             self.nbytes = filesystem.whole_pages(nbytes)
+            self._step = max(_STEP, filesystem.page_bytes)
             self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self.fd = os.open(path, flags, 0o600)
@@ -92,13 +102,16 @@ class PoolMemory:
         return self.ready or not self._patchy
 
     def _allocate(self, wake: Callable[[], object]) -> None:
+        nodes = numa.gpu_nodes(os.sched_getaffinity(0))
         try:
             for piece in self.fill.order if self.allocated < self.nbytes else ():
                 begin, end = self.fill.span(piece)
-                for start in range(begin, end, _STEP):
+                for start in range(begin, end, self._step):
                     if self._stop.is_set():
                         return
-                    os.posix_fallocate(self.fd, start, min(_STEP, end - start))
+                    if nodes:
+                        numa.run_on(nodes[start // self._step % len(nodes)])
+                    os.posix_fallocate(self.fd, start, min(self._step, end - start))
                 self.allocated += end - begin
                 wake()
         except OSError as error:
@@ -107,6 +120,23 @@ class PoolMemory:
                 f" {format_size(self.nbytes)}; choose a smaller --cpu-bytes"
             )
         wake()
+        if self.ready and numa.number_of_nodes() > 1:
+            self._tell_place({node.number for node in nodes})
+
+    def _tell_place(self, near: set[int]) -> None:
+        """Say on which nodes the pool lies, and what to do where the GPUs sit at others."""
+        shares = numa.shares_of(self.fd, self.nbytes)
+        there = sum(share for node, share in shares.items() if node in near)
+        if not shares or not near or there >= _NEAR:
+            log.info("the pool's memory: %s", numa.described(shares) or "its nodes are not known")
+            return
+        log.warning(
+            "the pool's memory: %s; the GPUs sit at %s, and copies from other nodes are slower:"
+            " choose a smaller --cpu-bytes or end what fills the node, then kvd purge, for a pool"
+            " that is kept stays where it is",
+            numa.described(shares),
+            ", ".join(f"node {number}" for number in sorted(near)),
+        )
 
     @property
     def ready(self) -> bool:

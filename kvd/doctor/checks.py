@@ -233,28 +233,39 @@ def open_files(facts: Facts) -> Iterator[Said]:
 
 @check("NUMA")
 def numa(facts: Facts) -> Iterator[Said]:
-    """NUMA nodes, of which one may be too small for the pool."""
-    nodes = facts.nodes
+    """NUMA nodes, at which GPUs sit, and whose memory may be too little for the pool."""
+    nodes, near = facts.nodes, facts.gpu_nodes
     if len(nodes) < 2:
         yield ok("one node")
         return
-    sizes = ", ".join(f"{name} {format_size(size)}" for name, size in nodes.items())
-    pool, least = facts.settings.pool_bytes, min(nodes.values())
-    if pool is not None and pool > least:
+    text = ", ".join(f"{name} {format_size(size)}" for name, size in nodes.items())
+    if len(near) == 1:
+        text += f"; the GPUs sit at {near[0]}, where the pool is put"
+    elif near:
+        text += f"; GPUs sit at {' and '.join(near)}, among which the pool is divided"
+    pool = facts.settings.pool_bytes
+    room = sum(nodes.get(name, 0) for name in near) or min(nodes.values())
+    if pool is not None and pool > room:
         yield warn(
-            f"{sizes}; the pool of {format_size(pool)} spans nodes",
+            f"{text}; the pool of {format_size(pool)} spans nodes",
             "copies across nodes are slower; a daemon for each node, each near its GPUs, is the"
             " fastest",
         )
     else:
-        yield ok(sizes)
+        yield ok(text)
 
 
 @check("GPU")
 def gpus(facts: Facts) -> Iterator[Said]:
     """GPUs, their driver, and how memory can be shared with kvd."""
     found = facts.gpus
-    if not found.devices:
+    if 0 < found.cuda < driver.OLDEST:
+        yield fail(
+            f"the driver is for CUDA {driver.shown(found.cuda)}, kernel module"
+            f" {found.kernel or 'unknown'}; kvd needs {driver.shown(driver.OLDEST)}",
+            "update the NVIDIA driver to 525 or newer; 570 and newer are fast",
+        )
+    elif not found.devices:
         if found.nodes or found.kernel or found.problem:
             yield fail(
                 f"an NVIDIA driver (kernel module {found.kernel or 'not seen'}) is here, but"

@@ -21,6 +21,7 @@ from kvd.config.values import parse_listen
 from kvd.daemon.http_process import bind_tcp
 from kvd.doctor.gpus import Gpus, ask_gpus, run_python
 from kvd.errors import ConfigError, NotRunning
+from kvd.machine.numa import gpu_nodes
 from kvd.machine.room import MemoryLimit, memory_limit
 from kvd.wire.tool import Control
 
@@ -200,6 +201,15 @@ class Facts:
                 if len(words) >= 4 and words[2] == "MemTotal:":
                     nodes[node.name] = int(words[3]) * 1024
         return nodes
+
+    @cached_property
+    def gpu_nodes(self) -> tuple[str, ...]:
+        """Those of them at which GPUs sit, as far as the daemon may run there."""
+        try:
+            allowed = os.sched_getaffinity(self.daemon or 0)
+        except OSError:
+            allowed = os.sched_getaffinity(0)
+        return tuple(f"node{node.number}" for node in gpu_nodes(allowed))
 
     @cached_property
     def gpus(self) -> Gpus:

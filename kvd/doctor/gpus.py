@@ -4,6 +4,7 @@ A broken driver can hang for ever inside a call; then this process is given up, 
 the finding.
 """
 
+import contextlib
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -87,6 +88,8 @@ def main() -> None:
             found.append(Gpu(uuid.hex(), name, bus, *driver.can_share(device)))
     except CudaMissing as error:
         missing = str(error)
+        with contextlib.suppress(LaneError):
+            cuda = driver.version()  # of one that is too old
     except LaneError as error:
         problem = str(error)
     said = Gpus(cuda=cuda, devices=tuple(found), missing=missing, problem=problem)

@@ -43,6 +43,7 @@ HEALTHY = {
     "pool": POOL,
     "huge_pages": {"HugePages_Total": 0, "HugePages_Free": 0, "Hugepagesize": 2**21},
     "nodes": {"node0": 256 * GIB},
+    "gpu_nodes": (),
     "gpus": GPUS,
     "others": {},
     "port_problem": "",
@@ -77,6 +78,24 @@ def test_a_healthy_machine_has_nothing_but_ok() -> None:
     assert {finding.name for finding in findings} == CHECKS.keys() - QUIET
 
 
+TWO_NODES = {"node0": 128 * GIB, "node1": 32 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("near", "says"),
+    [
+        (("node0",), "the GPUs sit at node0, where the pool is put"),
+        (("node0", "node1"), "GPUs sit at node0 and node1, among which the pool is divided"),
+    ],
+)
+def test_the_nodes_of_the_gpus_are_named(near: tuple[str, ...], says: str) -> None:
+    """A pool that fits the nodes of its GPUs is well, and where it is put is said."""
+    found = examine(machine(nodes=TWO_NODES, gpu_nodes=near))
+    (numa,) = (finding for finding in found if finding.name == "NUMA")
+    assert numa.level is Level.OK
+    assert says in numa.text
+
+
 def pool(**changes: Any) -> dict[str, Any]:
     """Another filesystem for the pool."""
     return {"pool": replace(POOL, **changes)}
@@ -105,7 +124,10 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("memlock", Level.FAIL, "LimitMEMLOCK", {"locked": 2**23}),
     ("open files", Level.WARN, "LimitNOFILE=4352", {"open_files": 1024}),
     ("NUMA", Level.WARN, "spans", {"nodes": {"node0": 32 * GIB, "node1": 32 * GIB}}),
+    ("NUMA", Level.WARN, "sit at node1, where", {"nodes": TWO_NODES, "gpu_nodes": ("node1",)}),
     ("GPU", Level.FAIL, "shows no device", gpus(devices=())),
+    ("GPU", Level.FAIL, "for CUDA 11.8", gpus(devices=(), cuda=11080, missing="too old")),
+    ("GPU", Level.FAIL, "update the NVIDIA driver to 525", gpus(devices=(), cuda=11080)),
     ("GPU", Level.FAIL, "did not answer", gpus(devices=(), problem="it did not answer")),
     ("GPU", Level.WARN, "expandable", gpus(devices=(replace(H200, ipc=False),))),
     ("GPU", Level.FAIL, "WSL", gpus(devices=(replace(H200, ipc=False, descriptors=False),))),

@@ -1,6 +1,7 @@
 """The machine's devices: found by UUID, since indices differ from process to process.
 
-And the processors near one, so that the lane's pages and threads are there too.
+And the processors near one, so that the lane's threads and its own memory are there too; the
+pool's memory is placed by who allocates it.
 """
 
 import logging
@@ -10,6 +11,7 @@ from uuid import UUID
 
 from kvd.errors import CudaMissing
 from kvd.lane.devices.cuda import driver
+from kvd.machine.numa import numbers
 
 _log = logging.getLogger(__name__)
 
@@ -52,20 +54,10 @@ def stay_near(pci_bus_id: str, sysfs: Path = Path("/sys")) -> None:
     """Bind this process to the processors near a device; threads that are started later follow."""
     try:
         folder = sysfs / "bus/pci/devices" / pci_bus_id.lower()
-        near = _cpus((folder / "local_cpulist").read_text("ascii"))
+        near = numbers((folder / "local_cpulist").read_text("ascii"))
         allowed = os.sched_getaffinity(0)
         if near & allowed and not near >= allowed:
             os.sched_setaffinity(0, near & allowed)
             _log.info("on the %d processors near the device", len(near & allowed))
     except (OSError, ValueError) as error:
         _log.info("the processors near device %s are not known: %s", pci_bus_id, error)
-
-
-def _cpus(text: str) -> set[int]:
-    """What a list such as "0-3,8" names."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            cpus.update(range(int(first), int(last or first) + 1))
-    return cpus

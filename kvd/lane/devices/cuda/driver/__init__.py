@@ -19,6 +19,7 @@ from kvd.lane.devices.cuda.driver.copies import (
     copy,
 )
 from kvd.lane.devices.cuda.driver.devices import (
+    OLDEST,
     WHOLE,
     Context,
     can_share,
@@ -64,6 +65,7 @@ from kvd.lane.devices.cuda.driver.streams import (
 )
 
 __all__ = [
+    "OLDEST",
     "WHOLE",
     "Addresses",
     "BatchCopy",
