@@ -28,6 +28,7 @@ from typing import Any
 import lane_report
 from harness import MIB, median
 from lane_sides import PINNED, ROOT, NoTree, Side, commit, machine, unpack
+from lane_timers import PIECES, STAGES
 from rich.console import Console
 
 from tests.fakecuda.build import NoCompiler, build
@@ -39,6 +40,7 @@ MOVES = ("load", "store", "both")
 CALL_NS = 550
 CHUNK_BYTES, MOST_TENSORS = 2 * MIB, 64
 JOB_BYTES, BULK_BYTES = 32 * MIB, 256 * MIB
+STAGES_FRAGMENTS = (8192, 65536)
 JOBS = 8  # at a time and direction
 # One chunk of 128 KiB, as in the other benchmarks of such jobs.
 ONE_CHUNK = {"fragment": 4096, "tensors": 2, "blocks_per_chunk": 16}
@@ -65,7 +67,8 @@ def main() -> None:
         result = measure(options, console)
     except NoCompiler as error:
         sys.exit(f"make bench-lane: {error}")
-    console.print(lane_report.table(result))
+    for table in (lane_report.table(result), lane_report.stages(result)):
+        console.print(table)
     lane_report.write(result, options.out)
     console.print(f"written to {options.out}")
 
@@ -93,6 +96,10 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for fragment in options.fragments:
             with console.status(f"measuring fragments of {lane_report.short(fragment)}"):
                 result |= sides.fragments(fragment, options)
+        for fragment in options.fragments:
+            if fragment in STAGES_FRAGMENTS:
+                with console.status(f"timing stages of {lane_report.short(fragment)}"):
+                    result |= sides.stages(fragment, options)
         with console.status("measuring jobs of one chunk"):
             result |= sides.one_chunk(options)
     return result
@@ -115,32 +122,27 @@ class Sides:
     def fragments(self, fragment: int, options: argparse.Namespace) -> dict[str, float]:
         """The figures of one length of fragments."""
         cases = list(_cases(fragment, options))
-        most = max(case.job_bytes for case in cases)
-        shape = {
-            "fragment": fragment,
-            "tensors": max(2, min(MOST_TENSORS, CHUNK_BYTES // fragment)),
-            "most_bytes": most,
-            "pool_bytes": 4 * max(JOBS * JOB_BYTES, most),
-        }
         figures: dict[str, float] = {}
         with ExitStack() as stack:
-            sides = self._start(stack, shape)
+            sides = self._start(stack, _shape(fragment, max(case.job_bytes for case in cases)))
             for case in cases:
-                order = {
-                    "move": case.move,
-                    "workers": case.workers,
-                    "job_bytes": case.job_bytes,
-                    "jobs": case.jobs,
-                }
-                for side in sides.values():
-                    side.ask(control=["copies=instant", f"call_ns={case.call_ns}"])
-                    side.ask(**order, nbytes=1)  # the first round does not count
-                found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-                for _ in range(options.rounds):
-                    for name, side in sides.items():
-                        found[name].append(side.ask(**order, nbytes=options.mib * MIB))
-                for name, answers in found.items():
+                for name, answers in _in_turns(sides, case, options).items():
                     figures |= {name + k: v for k, v in _rates(case, answers).items()}
+        return figures
+
+    def stages(self, fragment: int, options: argparse.Namespace) -> dict[str, float]:
+        """Microseconds a piece and milliseconds a GB of each stage of the lane's work.
+
+        Timers are around its functions; what they cost themselves is in `rest`.
+        """
+        figures: dict[str, float] = {}
+        with ExitStack() as stack:
+            sides = self._start(stack, _shape(fragment, JOB_BYTES), timed=True)
+            for move in MOVES[:2]:
+                case = Case("", move, call_ns=CALL_NS)
+                for name, answers in _in_turns(sides, case, options).items():
+                    found = _stages(answers)
+                    figures |= {f"{name}stage_{move}_{k}_{fragment}": v for k, v in found.items()}
         return figures
 
     def one_chunk(self, options: argparse.Namespace) -> dict[str, float]:
@@ -177,11 +179,13 @@ class Sides:
                 figures[f"{name}idle_percent"] = 100 * answer["lane_ns"] / answer["wall_ns"]
         return {name: round(value, 3) for name, value in figures.items()}
 
-    def _start(self, stack: ExitStack, shape: dict[str, int]) -> dict[str, Side]:
+    def _start(
+        self, stack: ExitStack, shape: dict[str, int], *, timed: bool = False
+    ) -> dict[str, Side]:
         sides = {}
         for name, tree in self._trees.items():
             folder = Path(tempfile.mkdtemp(dir=self._place))
-            sides[name] = stack.enter_context(Side(tree, self._driver, folder, shape))
+            sides[name] = stack.enter_context(Side(tree, self._driver, folder, shape, timed=timed))
         for side in sides.values():
             side.ready()
         return sides
@@ -195,6 +199,58 @@ def _cases(fragment: int, options: argparse.Namespace) -> Iterator[Case]:
         yield Case(f"{move}_calls{{}}_{fragment}", move, call_ns=CALL_NS)
         if not options.quick:
             yield Case(f"{move}_bulk{{}}_{fragment}", move, job_bytes=BULK_BYTES, jobs=1)
+
+
+def _shape(fragment: int, most_bytes: int) -> dict[str, int]:
+    """What lane_load.py is told, for jobs of so many bytes."""
+    return {
+        "fragment": fragment,
+        "tensors": max(2, min(MOST_TENSORS, CHUNK_BYTES // fragment)),
+        "most_bytes": most_bytes,
+        "pool_bytes": 4 * max(JOBS * JOB_BYTES, most_bytes),
+    }
+
+
+def _in_turns(
+    sides: dict[str, Side], case: Case, options: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
+    """What each side answers in each round."""
+    order = {
+        "move": case.move,
+        "workers": case.workers,
+        "job_bytes": case.job_bytes,
+        "jobs": case.jobs,
+    }
+    for side in sides.values():
+        side.ask(control=["copies=instant", f"call_ns={case.call_ns}"])
+        side.ask(**order, nbytes=1)  # the first round does not count
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(options.rounds):
+        for name, side in sides.items():
+            found[name].append(side.ask(**order, nbytes=options.mib * MIB))
+    return found
+
+
+def _stages(answers: list[dict[str, Any]]) -> dict[str, float]:
+    """By stage: microseconds a piece and milliseconds a GB; the pieces of a job."""
+    figures = {}
+    for stage in (*STAGES, "rest"):
+        spent = [_spent(answer, stage) for answer in answers]
+        name = stage.replace(" ", "_")
+        figures[f"{name}_us"] = median(
+            ns / answer[PIECES] / 1e3 for ns, answer in zip(spent, answers, strict=True)
+        )
+        figures[f"{name}_ms_per_GB"] = median(
+            1e3 * ns / answer["nbytes"] for ns, answer in zip(spent, answers, strict=True)
+        )
+    figures["piece_MiB"] = median(answer["nbytes"] / answer[PIECES] / MIB for answer in answers)
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def _spent(answer: dict[str, Any], stage: str) -> int:
+    if stage in answer:
+        return int(answer[stage])
+    return int(answer["lane_ns"]) - sum(int(answer[stage]) for stage in STAGES)
 
 
 def _rates(case: Case, answers: list[dict[str, Any]]) -> dict[str, float]:
@@ -226,12 +282,12 @@ def _options() -> argparse.Namespace:
     usual = {
         "fragments": FRAGMENTS,
         "workers": WORKERS,
-        "rounds": 5,
-        "mib": 1024,
+        "rounds": 7,
+        "mib": 512,
         "jobs": 300,
         "idle_seconds": 5.0,
     }
-    quick = {"fragments": (8192, 65536, 2**20), "workers": (1,), "rounds": 3, "mib": 512}
+    quick = {"fragments": (8192, 65536, 2**20), "workers": (1,), "rounds": 5, "mib": 256}
     quick |= {"jobs": 100, "idle_seconds": 1.0}
     for name, value in (usual | (quick if options.quick else {})).items():
         if getattr(options, name) is None:

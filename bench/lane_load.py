@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import lane_timers
 import numpy as np
 from harness import SECONDS, Daemon, Engine, Ints, fresh_keys, layout
 
@@ -70,6 +71,7 @@ class Spent:
     wall_ns: int = 0
     client_ns: int = 0
     nbytes: int = 0
+    stages: dict[str, int] = field(default_factory=dict)
 
     def answer(self) -> dict[str, int]:
         """The figures that lane.py takes."""
@@ -79,6 +81,7 @@ class Spent:
             "wall_ns": self.wall_ns,
             "client_ns": self.client_ns,
             "nbytes": self.nbytes,
+            **self.stages,
         }
 
 
@@ -105,6 +108,7 @@ class Load:
         self._from = 1 + rng.permutation(half)
         self._to = 1 + half + rng.permutation(half)
         self._engines: list[Engine] = []
+        self._stages: Path | None = options.stages
         self._ends = contextlib.ExitStack()
         self.engines(1)
         daemon.wait_usable(SECONDS)
@@ -120,18 +124,23 @@ class Load:
             self._engines.append(self._ends.enter_context(engine))
         return self._engines[:count]
 
-    def _find(self, engine: Engine, chunks: int) -> LoadTicket:
-        """So many chunks to load. Stores evict those of rounds before; then others are stored."""
-        if self._keys:
-            ticket = engine.scheduler.prepare_load(self._keys)
-            if len(ticket) == len(self._keys):
-                return _part(ticket, 0, chunks)
+    def _find(self, engines: list[Engine], chunks: int) -> list[LoadTicket]:
+        """So many chunks to load, for each of these engines."""
+        while True:
+            tickets = [engine.scheduler.prepare_load(self._keys[:chunks]) for engine in engines]
+            if all(len(ticket) == chunks for ticket in tickets):
+                return tickets
+            self._complete(engines, tickets)
+            # None yet, or the stores of rounds before have evicted some.
+            self._keys, engine = fresh_keys(self._chunks), engines[0]
+            offered = engine.offer(self._keys)
+            engine.finish(engine.submit(offered, self._from[: self._chunks * self._factor]))
+            engine.stored(self._keys)
+
+    @staticmethod
+    def _complete(engines: list[Engine], tickets: list[LoadTicket]) -> None:
+        for engine, ticket in zip(engines, tickets, strict=True):
             engine.scheduler.complete_load(ticket)
-        self._keys = fresh_keys(self._chunks)
-        offered = engine.offer(self._keys)
-        engine.finish(engine.submit(offered, self._from[: self._chunks * self._factor]))
-        engine.stored(self._keys)
-        return self._find(engine, chunks)
 
     def move(self, order: dict[str, Any]) -> dict[str, int]:
         """Jobs of this size, all that are at a time submitted at once, until so much has moved.
@@ -149,6 +158,9 @@ class Load:
             self._round(spent, engines, ways, chunks, each)
         return spent.answer()
 
+    def _timed(self) -> dict[str, int]:
+        return lane_timers.read(self._stages) if self._stages else {}
+
     def _round(
         self, spent: Spent, engines: list[Engine], ways: tuple[str, ...], chunks: int, each: int
     ) -> None:
@@ -156,11 +168,12 @@ class Load:
         loads: list[LoadTicket] = []
         stores: list[tuple[list[bytes], StoreTicket]] = []
         if "load" in ways:
-            loads = [self._find(engine, chunks) for engine in engines]
+            loads = self._find(engines, chunks)
         if "store" in ways:
             keys = [fresh_keys(chunks * each) for _ in engines]
             stores = [(k, engine.offer(k)) for k, engine in zip(keys, engines, strict=True)]
         jobs: list[list[int]] = [[] for _ in engines]
+        stages = self._timed()
         before, began, client = settled(self._pid), time.perf_counter_ns(), time.thread_time_ns()
         for number in range(each):
             for i, engine in enumerate(engines):
@@ -174,9 +187,11 @@ class Load:
         spent.wall_ns += time.perf_counter_ns() - began
         for thread, now in settled(self._pid).items():
             spent.threads[thread] = spent.threads.get(thread, 0) + now - before.get(thread, 0)
+        for stage, total in self._timed().items():
+            spent.stages[stage] = spent.stages.get(stage, 0) + total - stages[stage]
         spent.nbytes += sum(map(len, jobs)) * chunks * self._chunk_bytes
-        for engine, load in zip(engines, loads, strict=False):
-            engine.scheduler.complete_load(load)
+        if loads:
+            self._complete(engines, loads)
         for engine, (new, _) in zip(engines, stores, strict=False):
             engine.stored(new)
 
@@ -189,7 +204,7 @@ class Load:
         """So many jobs of one chunk, each submitted when the one before it has ended."""
         engine, count = self._engines[0], order["jobs"]
         keys = fresh_keys(count) if order["move"] == "store" else []
-        ticket: AnyTicket = engine.offer(keys) if keys else self._find(engine, 1)
+        ticket: AnyTicket = engine.offer(keys) if keys else self._find([engine], 1)[0]
         spent = Spent(nbytes=count * self._chunk_bytes)
         before, began, client = settled(self._pid), time.perf_counter_ns(), time.thread_time_ns()
         for number in range(count):
@@ -275,6 +290,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--most-bytes", type=int, required=True, help="of a job")
     parser.add_argument("--pool-bytes", type=int, required=True)
     parser.add_argument("--control", type=Path, required=True, help="the test driver's file")
+    parser.add_argument("--stages", type=Path, help="of lane_timers, where the lane has them")
     parser.add_argument("--log", type=Path, required=True, help="for the daemon's lines")
     return parser.parse_args()
 

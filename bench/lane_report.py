@@ -48,6 +48,29 @@ def table(result: dict[str, Any]) -> Table:
     return shown
 
 
+def stages(result: dict[str, Any]) -> Table:
+    """Where the lane's time goes, in a run of its own."""
+    shown = Table(
+        *("stage, with the driver's calls", "µs a piece", "before", "ms a GB", "before"),
+        title="Stages of a piece; what the timers cost is in the rest",
+    )
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for name in result:
+        if found := re.fullmatch(r"stage_(load|store)_(\w+)_us_(\d+)", name):
+            move, stage, fragment = found[1], found[2], int(found[3])
+            gb = name.replace("_us_", "_ms_per_GB_")
+            names = (name, f"before_{name}", gb, f"before_{gb}")
+            shown.add_row(
+                f"{short(fragment)}: {move}, {stage.replace('_', ' ')}",
+                *(_number(result.get(which)) for which in names),
+            )
+        elif found := re.fullmatch(r"stage_(load|store)_piece_MiB_(\d+)", name):
+            pieces = (_number(result.get(which)) for which in (name, f"before_{name}"))
+            shown.add_row(f"{short(int(found[2]))}: {found[1]}, MiB of a piece", *pieces)
+    return shown
+
+
 def _rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str, str, str]]:
     found = (re.fullmatch(r"load_GBps_(\d+)", name) for name in result)
     fragments = sorted(int(name[1]) for name in found if name)

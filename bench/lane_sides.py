@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from harness import end
+from lane_timers import FILE_BYTES
 
 from tests.fakecuda.harness import FakeCuda
 
@@ -65,7 +66,7 @@ class Side:
         driver: the test driver, for both trees the same.
         folder: for the driver's switches and the daemon's lines.
         options: of lane_load.py, by name.
-        environment: more of it.
+        timed: whether the lane has the timers of lane_timers.
 
     Raises:
         RuntimeError: it does not start, or ends before its time.
@@ -77,26 +78,34 @@ class Side:
         driver: FakeCuda,
         folder: Path,
         options: dict[str, int],
-        environment: dict[str, str] | None = None,
+        *,
+        timed: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         control = folder / "control"
         self._log = folder / "log"
-        paths = [tree, tree / "client", tree / "proto", tree / "bench"]
+        bench = Path(__file__).parent
+        # lane_timers is this tree's.
+        paths = [tree, tree / "client", tree / "proto", tree / "bench", bench, bench / "stages"]
         # Neither this tree's packages that are installed, nor those of where it is started.
         variables = driver.environment(CONTROL=control) | {
             "PYTHONPATH": ":".join(map(str, paths)),
             "PYTHONSAFEPATH": "1",
             "LANE_KERNEL_BELOW": "0",  # timings of the test driver say nothing
         }
-        command = [sys.executable, str(Path(__file__).with_name("lane_load.py"))]
+        command = [sys.executable, str(bench / "lane_load.py")]
         command += ["--control", str(control), "--log", str(self._log)]
         for name, value in options.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
+        if timed:
+            stages = folder / "stages"
+            stages.write_bytes(bytes(FILE_BYTES))
+            command += ["--stages", str(stages)]
+            variables["LANE_STAGES"] = str(stages)
         self._process = subprocess.Popen(
             command,
             cwd=tree,
-            env=variables | (environment or {}),
+            env=variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

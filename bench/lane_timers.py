@@ -1,0 +1,89 @@
+"""Timers around the functions of a lane, by stage of its work; only for lane.py.
+
+A timer counts processor time of its thread, without what the timers inside it count. The sums lie
+in a file that the benchmark reads at any time. What a tree does not have is not timed.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import itertools
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STAGES = ("request", "plan", "descriptors", "enqueue", "driver call", "completion", "report")
+PIECES = "pieces"  # is counted, not timed
+_TIMED = (
+    ("kvd.lane.worker_requests", "Requests.serve", "request"),
+    ("kvd.lane.jobs", "LaneJob.plan", "plan"),
+    ("kvd.lane.jobs", "LaneJob.objection", "plan"),
+    ("kvd.lane.runner", "outside", "plan"),
+    ("kvd.lane.devices.cuda.backend", "CudaDevice.prepare", "descriptors"),
+    ("kvd.lane.devices.cuda.backend", "CudaDevice._runs_of", "descriptors"),
+    ("kvd.lane.devices.cuda.backend", "CudaDevice.submit", "enqueue"),
+    ("kvd.lane.devices.cuda.driver", "BatchCopy.enqueue", "driver call"),
+    ("kvd.lane.devices.cuda.backend", "CudaDevice.progress", "completion"),
+    ("kvd.lane.runner", "Runner._piece_done", "completion"),
+    ("kvd.lane.reports", "Reports.report_ended", "report"),
+    ("kvd.lane.reports", "Reports.send_shares", "report"),
+)
+_THREADS = 64
+_ROW = 2 * len(STAGES)  # of each stage nanoseconds and calls
+FILE_BYTES = _THREADS * _ROW * 8
+_PIECE = STAGES.index("enqueue")
+
+
+def read(path: Path) -> dict[str, int]:
+    """Nanoseconds by stage until now, of all threads; and the number of pieces."""
+    numbers = memoryview(path.read_bytes()).cast("q")
+    found = {stage: sum(numbers[2 * i :: _ROW]) for i, stage in enumerate(STAGES)}
+    return found | {PIECES: sum(numbers[2 * _PIECE + 1 :: _ROW])}
+
+
+def install(path: str) -> None:
+    """Time this process's functions from now on, into a file of FILE_BYTES."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    totals = memoryview(mmap.mmap(descriptor, FILE_BYTES)).cast("q")
+    os.close(descriptor)
+    rows = itertools.count()
+    local = threading.local()
+
+    def begin() -> tuple[list[int], int]:
+        """This thread's stack of inner times, and where its sums are."""
+        local.mine = [0], next(rows) * _ROW
+        found: tuple[list[int], int] = local.mine
+        return found
+
+    def timed(function: Callable[..., Any], stage: int) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timer(*arguments: object, **named: object) -> object:
+            try:
+                stack, row = local.mine
+            except AttributeError:
+                stack, row = begin()
+            stack.append(0)
+            started = time.thread_time_ns()
+            try:
+                return function(*arguments, **named)
+            finally:
+                took = time.thread_time_ns() - started
+                totals[row + 2 * stage] += took - stack.pop()
+                totals[row + 2 * stage + 1] += 1
+                stack[-1] += took
+
+        return timer
+
+    for module, name, stage in _TIMED:
+        with contextlib.suppress(ImportError, AttributeError):
+            owner: Any = importlib.import_module(module)
+            *outer, last = name.split(".")
+            for part in outer:
+                owner = getattr(owner, part)
+            if inspect.isfunction(function := inspect.getattr_static(owner, last)):
+                setattr(owner, last, timed(function, STAGES.index(stage)))
