@@ -132,16 +132,16 @@ class LaneJob(Queued):
             JobShapeError: runs outside the worker's memory or arena.
             LaneError: the device does not know the memory.
         """
-        copies = self.worker.expander.expand(self.request.blocks)
-        slot_bytes, num_slots = self.binding.slot_bytes, self.binding.order.num_slots
-        if len(self.own) < len(self.chunks):
-            # Replicated: keep what lies in this rank's slots; runs may span several.
-            copies = copies.split(slot_bytes)
-            slots = copies.arena_offset // slot_bytes
-            copies = copies.select(slots % self.worker.order.world_size == self.worker.order.rank)
-        copies.check_bounds(self.worker.layout.storages, slot_bytes * num_slots)
-        base = self.binding.order.arena_base
-        self.moves = device.prepare(self.worker.memory, self.direction, base, copies)
+        worker, binding = self.worker, self.binding
+        whose = worker.order
+        everything = self.load or not whose.layout.replicated
+        turn = (1, 0) if everything else (whose.world_size, whose.rank)
+        copies = worker.expander.expand(self.request.blocks, turn)
+        if not worker.expander.inside:
+            arena_bytes = binding.slot_bytes * binding.order.num_slots
+            copies.check_bounds(whose.layout.storages, arena_bytes)
+        base = binding.order.arena_base
+        self.moves = device.prepare(worker.memory, self.direction, base, copies)
 
     @property
     def all_given(self) -> bool:

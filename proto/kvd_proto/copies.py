@@ -1,6 +1,7 @@
 """Byte ranges to move, as runs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -19,12 +20,55 @@ Columns: TypeAlias = tuple[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """Where the pages of several tensors lie, in memory and in a slot, one item each.
+
+    storage: int32[regions], index of the rank's storage.
+    offset: int64[regions], byte of block 0 in the storage.
+    start: int64[regions], byte of a chunk's first page in its slot.
+    """
+
+    storage: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The same runs in each of several regions: [regions, runs] in all.
+
+    memory: int64[runs], bytes from the region's offset.
+    arena: int64[runs], bytes from the arena's start without the region's.
+    nbytes: int64[runs].
+    """
+
+    regions: Regions
+    memory: npt.NDArray[np.int64]
+    arena: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+
+    @property
+    def columns(self) -> Columns:
+        """All runs, region by region."""
+        regions, count = self.regions, len(self.nbytes)
+        return (
+            regions.storage.repeat(count),
+            (regions.offset[:, np.newaxis] + self.memory).reshape(-1),
+            (regions.start[:, np.newaxis] + self.arena).reshape(-1),
+            np.tile(self.nbytes, len(regions.storage)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.regions.storage) * len(self.nbytes)
+
+
 class Copies:
     """Byte ranges to move; either side may be the source. Not to be changed.
 
-    Runs that are contiguous on both sides are one. There are two forms of the same: columns for
-    arithmetic on many, and a list for going through few; each is made from the other when it is
-    first asked for.
+    Runs that are contiguous on both sides are one. There are three forms of the same: columns for
+    arithmetic on many, grids where many are alike, and a list for going through few. Columns and
+    list are made when they are first asked for.
 
     Args:
         storage: int32, index of the rank's storage.
@@ -34,9 +78,10 @@ class Copies:
 
     Attributes:
         few: going through the runs is faster than arithmetic on columns.
+        grids: all of it, where it is made of grids; else empty.
     """
 
-    __slots__ = ("_columns", "_runs", "few")
+    __slots__ = ("_columns", "_runs", "few", "grids")
 
     def __init__(
         self,
@@ -45,17 +90,25 @@ class Copies:
         arena_offset: npt.NDArray[np.int64],
         nbytes: npt.NDArray[np.int64],
     ) -> None:
-        self._columns: Columns | None = (storage, tensor_offset, arena_offset, nbytes)
-        self._runs: list[Run] | None = None
-        self.few = len(nbytes) <= FEW
+        self._keep((storage, tensor_offset, arena_offset, nbytes), None, ())
 
     @classmethod
     def of(cls, runs: list[Run]) -> "Copies":
         """The same by runs, of which there are few."""
         made = cls.__new__(cls)
-        made._columns, made._runs = None, runs  # noqa: SLF001  # of this class
-        made.few = len(runs) <= FEW
+        made._keep(None, runs, ())  # noqa: SLF001  # of this class
         return made
+
+    @classmethod
+    def of_grids(cls, grids: Sequence[Grid]) -> "Copies":
+        """The same by grids; none is empty."""
+        made = cls.__new__(cls)
+        made._keep(None, None if grids else [], grids)  # noqa: SLF001  # of this class
+        return made
+
+    def _keep(self, columns: Columns | None, runs: list[Run] | None, grids: Sequence[Grid]) -> None:
+        self._columns, self._runs, self.grids = columns, runs, grids
+        self.few = len(self) <= FEW
 
     @property
     def runs(self) -> list[Run]:
@@ -68,10 +121,20 @@ class Copies:
     def columns(self) -> Columns:
         """Storage, tensor offset, arena offset and bytes of every run: [runs] each."""
         if self._columns is None:
+            self._columns = self._made_columns()
+        return self._columns
+
+    def _made_columns(self) -> Columns:
+        if not self.grids:
             table = np.array(self._runs, np.int64).reshape(-1, 4)
             storage, *others = np.ascontiguousarray(table.T)
-            self._columns = storage.astype(np.int32), *others
-        return self._columns
+            return storage.astype(np.int32), *others
+        parts = [grid.columns for grid in self.grids]
+        if len(parts) == 1:
+            return parts[0]
+        storages, offsets, at, nbytes = zip(*parts, strict=True)
+        joined = np.concatenate(offsets), np.concatenate(at), np.concatenate(nbytes)
+        return np.concatenate(storages), *joined
 
     @property
     def storage(self) -> npt.NDArray[np.int32]:
@@ -100,14 +163,14 @@ class Copies:
             return sum([run[3] for run in self.runs])
         return int(self.nbytes.sum())
 
-    def select(self, which: npt.NDArray[np.bool_] | slice) -> "Copies":
-        """Return some of the runs."""
-        return Copies(
-            storage=self.storage[which],
-            tensor_offset=self.tensor_offset[which],
-            arena_offset=self.arena_offset[which],
-            nbytes=self.nbytes[which],
-        )
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest run; 0 where there is none."""
+        if self.grids:
+            return max([int(grid.nbytes.max()) for grid in self.grids])
+        if self.few:
+            return max([run[3] for run in self.runs], default=0)
+        return int(self.nbytes.max())
 
     def split(self, unit: int, base: int = 0) -> "Copies":
         """Cut runs so that none crosses a multiple of `unit` bytes; the arena begins at `base`."""
@@ -121,11 +184,9 @@ class Copies:
 
     def shorten(self, longest: int) -> "Copies":
         """Cut runs so that none has more than `longest` bytes."""
-        if self.few and all(run[3] <= longest for run in self.runs):
+        if self.longest <= longest:
             return self
         parts = -(-self.nbytes // longest)
-        if bool((parts == 1).all()):
-            return self
         run, part = _numbered(parts)
         return self._cut(run, part * longest)
 
@@ -171,10 +232,12 @@ class Copies:
             inside = self.tensor_offset + self.nbytes <= sizes[self.storage]
         if not bool(inside.all()):
             worst = int(np.argmin(inside))
-            raise _outside(*self.select(slice(worst, worst + 1)).runs[0], arena_bytes)
+            raise _outside(*self.runs[worst], arena_bytes)
 
     def __len__(self) -> int:
-        return len(self.columns[3] if self._runs is None else self._runs)
+        if self._runs is not None:
+            return len(self._runs)
+        return sum(map(len, self.grids)) if self.grids else len(self.nbytes)
 
     def __repr__(self) -> str:
         return f"<Copies {len(self)} runs, {self.total_bytes} bytes>"

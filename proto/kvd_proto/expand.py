@@ -3,30 +3,33 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import cached_property
+from itertools import groupby
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.blocks import JobBlocks, chunks_per_group
-from kvd_proto.copies import Copies, Run
+from kvd_proto.blocks import JobBlocks
+from kvd_proto.copies import Copies, Grid, Regions, Run
 from kvd_proto.layout import RankLayout
 
-Ints: TypeAlias = npt.NDArray[Any]
+Ints: TypeAlias = npt.NDArray[np.int64]
 _Region: TypeAlias = tuple[int, int, int, int, int]
 """Storage, offset and stride in it, page, start in the slot."""
+Turn: TypeAlias = tuple[int, int]
+"""World size and rank: of the chunks, only those in slots of this rank's turn."""
 FEW_PAGES = 64  # of a job; above, numpy is faster
+_PLACES = 4096  # blocks of a group, of which places in chunks are known beforehand
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """The regions of one group's refs: storage [refs]; the others int64[refs, 1]."""
+class _Alike:
+    """A group's regions of one stride and page."""
 
-    storage: npt.NDArray[np.int32]
-    offset: npt.NDArray[np.int64]
-    stride: npt.NDArray[np.int64]
-    page: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
+    regions: Regions
+    stride: int
+    page: int
 
 
 class Expander:
@@ -40,7 +43,8 @@ class Expander:
         self.layout = layout
         self.slot_bytes = layout.slot_bytes
         self._regions = [_regions(layout, index) for index in range(len(layout.groups))]
-        self._groups = [_group(regions) for regions in self._regions]
+        self._groups = [_alike(regions) for regions in self._regions]
+        self._places = divmod(np.arange(_PLACES), layout.blocks_per_chunk)
         self._most = max(map(len, self._regions), default=0)
         self._block_bytes = [sum(ref.page_bytes for ref in g.refs) for g in layout.groups]
 
@@ -48,30 +52,52 @@ class Expander:
         """Bytes of all listed blocks of a job that was checked against the layout."""
         return sum(map(operator.mul, blocks.sizes, self._block_bytes))
 
-    def expand(self, blocks: JobBlocks) -> Copies:
+    @cached_property
+    def inside(self) -> bool:
+        """Whether no block of the layout lies outside its storage, and no page outside a slot.
+
+        So it is with every layout that was validated. A job that was checked against such a
+        layout and an arena moves no byte outside them, whichever its runs are.
+        """
+        last, factor = self.layout.num_blocks - 1, self.layout.blocks_per_chunk
+        storages = self.layout.storages
+        return all(
+            0 <= storage < len(storages)
+            and min(offset, stride, page - 1, start) >= 0
+            and offset + last * stride + page <= storages[storage]
+            and start + factor * page <= self.slot_bytes
+            for regions in self._regions
+            for storage, offset, stride, page, start in regions
+        )
+
+    def expand(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> Copies:
         """The byte ranges of a job that was checked against the layout, coalesced."""
         if len(blocks.block_ids) * self._most <= FEW_PAGES:
-            return Copies.of(self.expand_few(blocks))
-        return self.expand_many(blocks)
+            return Copies.of(self.expand_few(blocks, turn))
+        return self.expand_many(blocks, turn)
 
-    def expand_few(self, blocks: JobBlocks) -> list[Run]:
+    def expand_few(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> list[Run]:
         """`expand`, run by run: faster where there are few."""
         factor, slot_bytes = self.layout.blocks_per_chunk, self.slot_bytes
+        world_size, rank = turn
         block_ids, slots = iter(blocks.block_ids.tolist()), iter(blocks.slots.tolist())
         runs: list[Run] = []
         for regions, size, index in zip(self._regions, blocks.sizes, blocks.indices, strict=True):
             # Neighbours in memory and in a chunk: block, byte of the slot, place, how many.
             stretches: list[list[int]] = []
-            after = -1
+            after, slot = -1, 0
             for place in range(index, index + size):
                 block, inside = next(block_ids), place % factor
                 if place == index or not inside:
-                    at = next(slots) * slot_bytes
-                elif block == after:
+                    slot = next(slots)
+                    after = -1
+                if slot % world_size != rank:
+                    continue
+                if block == after:
                     stretches[-1][3] += 1
                     after += 1
                     continue
-                stretches.append([block, at, inside, 1])
+                stretches.append([block, slot * slot_bytes, inside, 1])
                 after = block + 1
             for storage, offset, stride, page, start in regions:
                 begin = begin_at = nbytes = 0
@@ -91,76 +117,81 @@ class Expander:
                     runs.append((storage, begin, begin_at, nbytes))
         return runs
 
-    def expand_many(self, blocks: JobBlocks) -> Copies:
+    def expand_many(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> Copies:
         """`expand`, all runs at once."""
         factor = self.layout.blocks_per_chunk
         sizes, indices = blocks.sizes, blocks.indices
-        chunks = chunks_per_group(sizes, indices, factor)
-        block_ids = blocks.block_ids.numpy().astype(np.int64)
-        slots = blocks.slots.numpy().astype(np.int64)
-        parts: list[tuple[Ints, Ints, Ints, Ints]] = []
+        all_ids, all_slots = blocks.block_ids.numpy().astype(np.int64), blocks.slots.numpy()
+        grids: list[Grid] = []
         block_at = chunk_at = 0
-        for group, (size, number) in enumerate(zip(sizes, chunks, strict=True)):
-            if size:
-                skip = indices[group] % factor
-                ordinal, inside = np.divmod(np.arange(skip, skip + size), factor)
-                slot = slots[chunk_at + ordinal]
-                ids = block_ids[block_at : block_at + size]
-                parts.append(_runs(self._groups[group], ids, slot * self.slot_bytes, inside))
+        for group, (size, index) in enumerate(zip(sizes, indices, strict=True)):
+            if not size:
+                continue
+            ids = all_ids[block_at : block_at + size]
             block_at += size
-            chunk_at += number
-        if len(parts) == 1:
-            return Copies(*parts[0])
-        if not parts:
-            empty = np.empty(0, np.int64)
-            return Copies(np.empty(0, np.int32), empty, empty, empty)
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return Copies(*columns)
+            ordinal, inside = self._placed(index % factor, size)
+            chunks = int(ordinal[-1]) + 1
+            slot = all_slots[chunk_at : chunk_at + chunks]
+            chunk_at += chunks
+            if factor > 1:
+                slot = slot[ordinal]
+            if turn != (1, 0):
+                mine = slot % turn[0] == turn[1]
+                ids, slot, inside = ids[mine], slot[mine], inside[mine]
+                if not len(ids):
+                    continue
+            at = slot * np.int64(self.slot_bytes)
+            grids += [_grid(alike, ids, at, inside) for alike in self._groups[group]]
+        return Copies.of_grids(grids)
+
+    def _placed(self, skip: int, size: int) -> tuple[Ints, Ints]:
+        """Of blocks after the first `skip`: the chunk's ordinal, and the place in it."""
+        if skip + size > _PLACES:
+            return np.divmod(np.arange(skip, skip + size), self.layout.blocks_per_chunk)
+        ordinal, inside = self._places
+        return ordinal[skip : skip + size], inside[skip : skip + size]
 
     def __repr__(self) -> str:
         return f"<Expander {len(self._groups)} groups, slots of {self.slot_bytes} bytes>"
 
 
-def _group(regions: Sequence[_Region]) -> _Group:
-    columns = np.array([region[1:] for region in regions], dtype=np.int64).T[:, :, np.newaxis]
-    storage = np.array([region[0] for region in regions], dtype=np.int32)
-    return _Group(storage, *np.ascontiguousarray(columns))
+def _alike(regions: Sequence[_Region]) -> list[_Alike]:
+    """The same by stride and page; those that are equal in both are next to each other."""
+    made = []
+    for (stride, page), same in groupby(regions, key=_stride_and_page):
+        storage, offset, _, _, start = zip(*same, strict=True)
+        columns = np.array(offset, np.int64), np.array(start, np.int64)
+        made.append(_Alike(Regions(np.array(storage, np.int32), *columns), stride, page))
+    return made
 
 
-def _runs(
-    group: _Group,
-    ids: npt.NDArray[np.int64],
-    slot_offset: npt.NDArray[np.int64],
-    inside: npt.NDArray[np.int64],
-) -> tuple[Ints, Ints, Ints, Ints]:
-    """One group's copies, all refs at once; neighbours that follow each other on both sides merge.
+def _grid(alike: _Alike, ids: Ints, at: Ints, inside: Ints) -> Grid:
+    """The runs of blocks; neighbours that follow each other on both sides merge.
 
-    ids, slot_offset, inside: [blocks], a block's id, its slot's bytes from the arena's start, and
-    its place in the chunk.
+    Whether they do is the same for all regions of one stride and page.
+
+    Args:
+        alike: these regions.
+        ids: int64[blocks], of a block.
+        at: int64[blocks], its slot's byte in the arena.
+        inside: int64[blocks], its place in the chunk.
     """
-    page = group.page
-    memory = group.offset + ids * group.stride  # [refs, blocks]
-    arena = slot_offset + group.start + inside * page
-    first = np.ones(memory.shape, dtype=np.bool_)
-    first[:, 1:] = (memory[:, 1:] - memory[:, :-1] != page) | (arena[:, 1:] - arena[:, :-1] != page)
-    starts = first.reshape(-1).nonzero()[0]
-    ref = starts // len(ids)
-    blocks = np.empty_like(starts)
-    blocks[:-1] = starts[1:] - starts[:-1]
-    blocks[-1] = first.size - starts[-1]
-    return (
-        group.storage[ref],
-        memory.reshape(-1)[starts],
-        arena.reshape(-1)[starts],
-        blocks * page[ref, 0],
-    )
+    page = alike.page
+    memory, arena = ids * alike.stride, at + inside * page
+    follows = (memory[1:] - memory[:-1] == page) & (arena[1:] - arena[:-1] == page)
+    if not follows.any():
+        return Grid(alike.regions, memory, arena, np.full(len(ids), page))
+    first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    blocks = np.diff(first, append=len(ids))
+    return Grid(alike.regions, memory[first], arena[first], blocks * page)
 
 
 def _regions(layout: RankLayout, group: int) -> list[_Region]:
     """(storage, offset, stride, page, start in slot) of each ref of a group.
 
     With one block a chunk, refs are page after page in the slot; where they are
-    so in memory too (all layers of a block packed together) they are one.
+    so in memory too (all layers of a block packed together) they are one. Those of one stride and
+    page are next to each other.
     """
     regions: list[_Region] = []
     refs = layout.groups[group].refs
@@ -176,4 +207,10 @@ def _regions(layout: RankLayout, group: int) -> list[_Region]:
                 regions[-1] = (storage, offset, stride, page + ref.page_bytes, first)
                 continue
         regions.append((tensor.storage, tensor.offset, tensor.block_stride, ref.page_bytes, start))
-    return regions
+    kinds = dict.fromkeys(map(_stride_and_page, regions))
+    rank = {kind: number for number, kind in enumerate(kinds)}
+    return sorted(regions, key=lambda region: rank[_stride_and_page(region)])
+
+
+def _stride_and_page(region: _Region) -> tuple[int, int]:
+    return region[2], region[3]

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -121,16 +122,61 @@ def test_the_expansion_is_the_oracles(job: Job) -> None:
     assert copies.total_bytes == len(expected)
 
 
-@given(jobs())
-def test_runs_one_by_one_are_the_runs_all_at_once(job: Job) -> None:
+@given(jobs(), st.integers(1, 3))
+def test_runs_one_by_one_are_the_runs_all_at_once(job: Job, world_size: int) -> None:
     """A small job's runs are those that arithmetic on arrays gives, in the same order."""
-    few = Expander(job.layout).expand_few(job.blocks)
-    many = Expander(job.layout).expand_many(job.blocks)
+    turn = (world_size, world_size - 1)
+    few = Expander(job.layout).expand_few(job.blocks, turn)
+    many = Expander(job.layout).expand_many(job.blocks, turn)
     assert few == many.runs
+    assert len(few) == len(many)
+    assert Copies.of(few).longest == many.longest
     made = Copies.of(few)
     for name in ("storage", "tensor_offset", "arena_offset", "nbytes"):
         np.testing.assert_array_equal(getattr(made, name), getattr(many, name))
         assert getattr(made, name).dtype == getattr(many, name).dtype
+
+
+@given(jobs(), st.integers(1, 3), st.booleans())
+def test_each_rank_has_the_slots_of_its_turn(job: Job, world_size: int, many: bool) -> None:
+    """Of chunks that all ranks hold, slot s is moved by rank s % world size alone, whole."""
+    expander = Expander(job.layout)
+    expand = expander.expand_many if many else expander.expand
+    moved = Counter(oracle(job))
+    for rank in range(world_size):
+        runs = expand(job.blocks, (world_size, rank)).runs
+        mine = [(s, m + b, a + b) for s, m, a, size in runs for b in range(size)]
+        assert all(a // job.layout.slot_bytes % world_size == rank for _, _, a in mine)
+        moved.subtract(mine)
+    assert not any(moved.values())
+
+
+@given(jobs(), st.data())
+def test_what_lies_inside_for_the_layout_does_so_for_every_job(
+    job: Job, data: st.DataObject
+) -> None:
+    """With a layout inside its storages each job's runs are; otherwise some job's are not."""
+    layout, num_slots = job.layout, 41
+    if data.draw(st.booleans()):
+        which = data.draw(st.integers(0, len(layout.tensors) - 1))
+        tensors = list(layout.tensors)
+        further = data.draw(st.sampled_from([1, 7, 1000]))
+        tensors[which] = msgspec.structs.replace(
+            tensors[which], offset=tensors[which].offset + further
+        )
+        layout = msgspec.structs.replace(layout, tensors=tuple(tensors))
+    expander = Expander(layout)
+    arena_bytes = layout.slot_bytes * num_slots
+    if expander.inside:
+        job.blocks.check(layout, num_slots)
+        expander.expand(job.blocks).check_bounds(layout.storages, arena_bytes)
+        return
+    groups = len(layout.groups)
+    last = Job(
+        layout, [layout.num_blocks - 1] * groups, [1] * groups, [0] * groups, [*range(groups)]
+    )
+    with pytest.raises(JobShapeError, match="lie outside"):
+        last.expand().check_bounds(layout.storages, arena_bytes)
 
 
 def place(job: Job, arena: int) -> tuple[int, int, int]:
