@@ -4,8 +4,13 @@ Order: jobs that are waited for, and loads, before stores. Engines take turns,
 piece by piece: after a piece of one engine's job the other engines come first. An
 engine that waits for all its stores thus holds up its own loads only. Within an
 engine what is waited for goes before loads, and else first in, first out, except
-that a worker whose timeline is behind does not hold up the engine's other
-workers. (One worker's jobs do wait for each other: its timeline only grows.)
+that nobody waits for what cannot move now:
+
+- A worker whose timeline is behind does not hold up the engine's other workers. Its
+  own jobs of one urgency and direction do wait for each other: its timeline only grows.
+- Loads and stores do not hold up each other: the device may have room for one of
+  the two alone. So only jobs of one worker, urgency and direction begin in the
+  order in which they came.
 
 Bounds, per engine: a number of jobs and of bytes that have not started. Above
 them the oldest store that is not waited for is shed; a load is refused only when
@@ -17,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from kvd.errors import IntegrityError
 
@@ -57,6 +62,8 @@ class Queued:
 
 J = TypeVar("J", bound=Queued)
 _Line = OrderedDict[J, None]
+_Whose: TypeAlias = tuple[Hashable, bool]
+"""A worker, and whether its loads or its stores."""
 _TIERS = ((Urgency.WAITED_FOR, Urgency.LOAD), (Urgency.STORE,))
 """Within a tier engines take turns."""
 _TIER_OF = {urgency: tier for tier, members in enumerate(_TIERS) for urgency in members}
@@ -64,9 +71,9 @@ _TIER_OF = {urgency: tier for tier, members in enumerate(_TIERS) for urgency in 
 
 @dataclass(slots=True)
 class _Engine(Generic[J]):
-    """One engine's jobs: a line for each worker and urgency, and counts of those not started."""
+    """One engine's jobs, in lines by urgency, worker and direction; counts of those not started."""
 
-    lines: tuple[dict[Hashable, _Line[J]], ...] = field(
+    lines: tuple[dict[_Whose, _Line[J]], ...] = field(
         default_factory=lambda: tuple({} for _ in Urgency)
     )
     jobs: int = 0
@@ -81,9 +88,20 @@ class _Engine(Generic[J]):
             self.loads += sign
             self.load_bytes += sign * job.nbytes
 
-    def heads(self, urgency: Urgency) -> list[J]:
-        """The first job of each worker's line, the oldest in front."""
-        return sorted((next(iter(line)) for line in self.lines[urgency].values()), key=_by_order)
+    def heads(self, urgency: Urgency, loads: bool, stores: bool) -> list[J]:
+        """The first job of each line of these directions, the oldest in front."""
+        found = [
+            next(iter(line))
+            for (_, load), line in self.lines[urgency].items()
+            if (loads if load else stores)
+        ]
+        if len(found) > 1:
+            found.sort(key=_by_order)
+        return found
+
+    def waits(self, load: bool, before: Urgency | None = None) -> bool:
+        """Whether there is a load, or a store; more urgent than `before` where that is given."""
+        return any(one == load for lines in self.lines[:before] for _, one in lines)
 
     def oldest_store(self) -> J | None:
         """The oldest store that is not waited for and has not started."""
@@ -131,23 +149,37 @@ class JobQueue(Generic[J]):
             shed.append(oldest)
         return shed
 
-    def next(self, ready: Callable[[J], bool], fits: Callable[[J], bool]) -> J | None:
+    def next(
+        self, ready: Callable[[J], bool], *, loads: bool = True, stores: bool = True
+    ) -> J | None:
         """Return the job whose piece is to be moved now, or None where no job may move.
 
-        Its engine goes to the back of its tier. Asks once per worker and urgency at most.
+        Its engine goes to the back of its tier. Asks once per worker, urgency and direction at
+        most.
 
         Args:
             ready: whether a job may start.
-            fits: whether a job's next piece may be given to the device now.
+            loads: whether a load's next piece may be given to the device now.
+            stores: the same of a store's.
         """
         for urgencies, turns in zip(_TIERS, self._turns, strict=True):
             for engine in turns:
                 for urgency in urgencies:
-                    for head in self._engines[engine].heads(urgency):
-                        if fits(head) and (head.started or ready(head)):
+                    for head in self._engines[engine].heads(urgency, loads, stores):
+                        if head.started or ready(head):
                             turns.move_to_end(engine)
                             return head
         return None
+
+    def is_contended(self, job: J) -> bool:
+        """Whether others wait for the direction of this job, which is in the queue.
+
+        Those are any jobs of other engines, and more urgent ones of its own.
+        """
+        return any(
+            mine.waits(job.load, job.urgency if engine == job.engine else None)
+            for engine, mine in self._engines.items()
+        )
 
     def start(self, job: J) -> None:
         """Note that a job has started: it no longer counts against the bounds and is never shed."""
@@ -205,9 +237,9 @@ class JobQueue(Generic[J]):
             listed = {
                 job
                 for urgency, lines in zip(Urgency, mine.lines, strict=True)
-                for worker, line in lines.items()
+                for whose, line in lines.items()
                 for job in line
-                if (job.urgency, job.worker) == (urgency, worker)
+                if (job.urgency, _whose(job)) == (urgency, whose)
             }
             if not own or listed != own:
                 raise IntegrityError(f"{self!r} lists other jobs of engine {number} than it has")
@@ -223,24 +255,31 @@ class JobQueue(Generic[J]):
     def _insert(self, job: J) -> None:
         self._turns[_TIER_OF[job.urgency]].setdefault(job.engine)
         lines = self._engines[job.engine].lines[job.urgency]
-        line = lines.setdefault(job.worker, OrderedDict())
+        line = lines.setdefault(_whose(job), OrderedDict())
         # A job that is prioritized late may be older than those prioritized before it.
-        younger = [other for other in line if other.order > job.order]
+        younger: list[J] = []
+        if line and next(reversed(line)).order > job.order:
+            younger = [other for other in line if other.order > job.order]
         line[job] = None
         for other in younger:
             line.move_to_end(other)
 
     def _take_out(self, job: J) -> None:
         mine, tier = self._engines[job.engine], _TIER_OF[job.urgency]
-        line = mine.lines[job.urgency][job.worker]
+        lines, whose = mine.lines[job.urgency], _whose(job)
+        line = lines[whose]
         del line[job]
         if not line:
-            del mine.lines[job.urgency][job.worker]
+            del lines[whose]
         if not mine.has(tier):
             del self._turns[tier][job.engine]
 
     def __repr__(self) -> str:
         return f"<JobQueue {len(self)} jobs of {len(self._engines)} engines>"
+
+
+def _whose(job: Queued) -> _Whose:
+    return job.worker, job.load
 
 
 def _by_order(job: Queued) -> int:

@@ -17,7 +17,6 @@ from kvd_proto.errors import JobShapeError
 from kvd_proto.messages import Job, JobStatus, Load
 
 _log = logging.getLogger(__name__)
-_WAYS = tuple(Direction)  # to go through an enumeration costs more than what is asked here
 
 
 class Runner:
@@ -108,7 +107,12 @@ class Runner:
     # ------------------------------------------------------------ the work
 
     def turn(self) -> bool:
-        """Expire, start and feed jobs, look at the device; whether anything moved on."""
+        """Expire, start and feed jobs, look at the device; whether anything moved on.
+
+        A piece is short while others wait for its direction, so that turns come round quickly,
+        and else long. What comes later waits for what the device was given before it: for as many
+        bytes as that has in flight in one direction, whatever the pieces.
+        """
         now = self.clock()
         if now >= self._next_deadline:
             for job in self:
@@ -118,8 +122,9 @@ class Runner:
             self._next_deadline = min(open_, default=math.inf)
         moved = False
         reached, has_room = _reached(now), self._device.has_room
-        while len(self._queue) and any(map(has_room, _WAYS)):
-            head = self._queue.next(reached, lambda job: has_room(job.direction))
+        while len(self._queue):
+            loads, stores = has_room(Direction.LOAD), has_room(Direction.STORE)
+            head = self._queue.next(reached, loads=loads, stores=stores)
             if head is None:
                 break
             self._feed(head)
@@ -220,8 +225,8 @@ class Runner:
 
     def _submit_piece(self, job: LaneJob) -> None:
         device, way = self._device, job.direction
-        alone = len(self._queue) == 1
-        most = (device.bulk_bytes if alone else device.piece_bytes)[way]
+        contended = self._queue.is_contended(job)
+        most = (device.piece_bytes if contended else device.bulk_bytes)[way]
         end, nbytes = job.moves.piece(job.given, most)
         try:
             device.submit(Transfer(job, job.worker.memory, way, job.moves, job.given, end, nbytes))

@@ -39,9 +39,11 @@ class Queue:
         self.jobs[name] = job
         return [shed.name for shed in self.inner.push(job)]
 
-    def next(self, ready: Test = lambda _name: True) -> str | None:
+    def next(
+        self, ready: Test = lambda _name: True, *, loads: bool = True, stores: bool = True
+    ) -> str | None:
         """By name."""
-        job = self.inner.next(lambda job: ready(job.name), lambda _job: True)
+        job = self.inner.next(lambda job: ready(job.name), loads=loads, stores=stores)
         return None if job is None else job.name
 
     def drain(self, ready: Test = lambda _name: True) -> list[str]:
@@ -60,6 +62,10 @@ class Queue:
     def start(self, name: str) -> None:
         """By name."""
         self.inner.start(self.jobs[name])
+
+    def is_contended(self, name: str) -> bool:
+        """By name."""
+        return self.inner.is_contended(self.jobs[name])
 
     def prioritize(self, name: str) -> None:
         """By name."""
@@ -82,6 +88,33 @@ def test_a_worker_whose_timeline_is_behind_holds_up_nobody_else() -> None:
     queue.push("l of rank 1", worker=2)
     queue.push("store")
     assert queue.drain(lambda name: name != "late") == ["l of rank 1", "store"]
+
+
+def test_a_direction_without_room_hides_nothing_of_the_other() -> None:
+    """Waited-for loads behind a store that has no room go on, and stores behind such a load."""
+    queue = Queue()
+    for name in ("s1", "l2", "s3", "l4"):
+        queue.push(name)
+        queue.prioritize(name)
+    assert queue.next(stores=False) == "l2"
+    assert queue.next(loads=False) == "s1"
+    assert queue.next() == "s1"
+    assert queue.next(loads=False, stores=False) is None
+    queue.remove("s1")
+    assert [queue.next(stores=False), queue.next(loads=False)] == ["l2", "s3"]
+
+
+def test_a_job_is_contended_while_others_wait_for_its_direction() -> None:
+    """Others are another engine's jobs, and more urgent ones of its own; the other way is free."""
+    queue = Queue()
+    for name in ("s1", "s2", "l1"):
+        queue.push(name)
+    assert not any(map(queue.is_contended, ("s1", "l1")))
+    queue.push("l of another", engine=2)
+    assert list(map(queue.is_contended, ("s1", "l1", "l of another"))) == [False, True, True]
+    queue.remove("l of another")
+    queue.prioritize("s2")
+    assert list(map(queue.is_contended, ("s1", "s2", "l1"))) == [True, False, False]
 
 
 def test_waiting_for_many_stores_does_not_hold_up_another_engines_loads() -> None:
@@ -198,18 +231,25 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             self.blocked.discard(job)
 
-    @rule()
-    def take(self) -> None:
-        """The next job is its engine's most urgent and oldest; a store only where nobody loads."""
+    @rule(room=st.sampled_from(["ls", "ls", "l", "s", ""]))
+    def take(self, room: str) -> None:
+        """The next job is its engine's most urgent and oldest for which there is room.
+
+        A store that nobody waits for comes only where nothing else can move.
+        """
 
         def ready(job: str) -> bool:
             return job not in self.blocked
 
-        heads: dict[tuple[int, tuple[int, int]], str] = {}
+        heads: dict[tuple[int, tuple[int, int], str], str] = {}
         for job, m in self.model.items():
-            heads.setdefault((m["class"], m["worker"]), job)
-        able = [job for job in heads.values() if self.model[job]["started"] or ready(job)]
-        got = self.queue.next(ready)
+            heads.setdefault((m["class"], m["worker"], job[0]), job)
+        able = [
+            job
+            for job in heads.values()
+            if job[0] in room and (self.model[job]["started"] or ready(job))
+        ]
+        got = self.queue.next(ready, loads="l" in room, stores="s" in room)
         if not able:
             assert got is None
             return
@@ -223,6 +263,12 @@ class QueueMachine(RuleBasedStateMachine):
             if self.model[job]["engine"] == self.model[got]["engine"]
         ]
         assert got == min(same)[2]
+        others = [
+            m["class"] if m["engine"] == self.model[got]["engine"] else -1
+            for job, m in self.model.items()
+            if job[0] == got[0]
+        ]
+        assert self.queue.is_contended(got) == (min(others) < self.model[got]["class"])
         self.queue.start(got)
         self.model[got]["started"] = True
 

@@ -168,6 +168,51 @@ def test_a_load_takes_the_next_piece_from_a_running_store(bench: Bench) -> None:
     assert bench.ended() == [(2, JobStatus.OK), (1, JobStatus.OK)]
 
 
+def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench) -> None:
+    """Alone a job is given in bulk; beside another engine's in turns of a short piece each."""
+    bench.device.bulk_bytes = dict.fromkeys(Direction, 4 * PAGE)
+    bench.device.width = 1
+    one, other = bench.worker(1, owner=7), bench.worker(2, owner=8)
+    bench.directory.set(range(4, SLOTS), SlotState.READY, count=1)
+    bench.directory.set([3], SlotState.WRITING, owner=8)
+    bench.submit(one, make_job(Load, 1, range(1, 9), range(4, 12)))
+    bench.runner.turn()
+    bench.submit(other, make_job(Load, 1, [1, 2], [4, 5]))
+    bench.submit(other, make_job(Store, 2, [3], [3]))
+    given = []
+    while bench.device.flying:
+        (piece,) = bench.device.flying
+        given.append((piece.job.worker is one, piece.direction, piece.nbytes // PAGE))
+        bench.device.land()
+        bench.runner.turn()
+        bench.runner.turn()
+    load, store = Direction.LOAD, Direction.STORE
+    assert given[:3] == [(True, load, 4), (True, load, 1), (False, load, 1)]
+    assert given[3:] == [(True, load, 1), (False, load, 1), (True, load, 2), (False, store, 1)]
+
+
+def test_a_late_urgent_load_waits_only_for_what_the_device_has(bench: Bench) -> None:
+    """It is given before the rest of a bulk load of its own worker, which goes on after it."""
+    bench.device.bulk_bytes = dict.fromkeys(Direction, 4 * PAGE)
+    bench.device.width = 1
+    worker = bench.worker()
+    bench.directory.set(range(SLOTS), SlotState.READY, count=1)
+    bench.submit(worker, make_job(Load, 1, range(1, 10), range(9)))
+    bench.runner.turn()
+    bench.submit(worker, make_job(Load, 2, [10, 11], [10, 11]))
+    (urgent,) = bench.runner.find(worker, [2])
+    bench.runner.prioritize(urgent)
+    given = []
+    while bench.device.flying:
+        (piece,) = bench.device.flying
+        given.append((piece.job.request.job, piece.nbytes // PAGE))
+        bench.device.land()
+        bench.runner.turn()
+        bench.runner.turn()
+    assert given == [(1, 3), (2, 2), (1, 3), (1, 3)]
+    assert bench.ended() == [(2, JobStatus.OK), (1, JobStatus.OK)]
+
+
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_slot_that_is_given_up_is_not_reported(
