@@ -114,6 +114,21 @@ def test_one_flipped_page_in_the_pool_changes_the_answer(served: Served) -> None
         assert far_apart(answer, reference, 10 * TOLERANCE)
 
 
+def test_the_log_says_which_layout_the_kv_cache_has(served: Served) -> None:
+    """The CPU's attention takes no blocks of all layers: vLLM warns, and kvd says who refused."""
+    log = served.engine.log.read_text()
+    (line,) = [line for line in log.splitlines() if ": fragments of" in line]  # of all ranks
+    asked = "KV connector cache layout BLHNC does not satisfy every supported set" in log
+    if served.setting == MLA_TP2:
+        assert not asked
+        assert "KV cache layout LBNHC: fragments of 36 KiB, 2 a block" in line
+    else:
+        assert asked
+        assert "KV cache layout LBHNC: fragments of" in line
+        assert "; BLHNC was asked for, but attention backend CPU_ATTN cannot use it" in line
+    assert line.rpartition(" ")[2] in {"block", "it"}  # nothing is to be done in host memory
+
+
 def test_warm_answers_are_those_of_the_engines_own_cache(served: Served) -> None:
     """Cold, and from kvd's pool: bit for bit as without. test_failures restarts an engine."""
     engine, daemon, known = served.engine, served.daemon, served.known

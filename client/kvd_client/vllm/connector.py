@@ -39,12 +39,13 @@ from vllm.v1.request import Request
 
 from kvd_client.vllm.identity import random_hash_seed
 from kvd_client.vllm.manager import KvdOffloadingManager
-from kvd_client.vllm.options import OptionsError
+from kvd_client.vllm.options import OptionsError, read_options
 from kvd_client.vllm.ranges import BlockRanges
 from kvd_client.vllm.refused import RefusedChunks
 from kvd_client.vllm.spec import KvdOffloadingSpec
 from kvd_client.vllm.upstream import CONFIG, GROUP, check, require
 from kvd_client.vllm.versions import untested
+from kvd_client.vllm.wish import wanted_layout
 from kvd_client.vllm.worker import KvdOffloadingWorker
 
 log = logging.getLogger("kvd_client.vllm")
@@ -260,6 +261,15 @@ class KvdConnector(OffloadingConnector):
             self.connector_scheduler = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
         else:
             self.connector_worker = KvdConnectorWorker(spec, vllm_config, kv_cache_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the layout that the KV cache should have; vLLM drops it where it cannot be."""
+        if vllm_config.attention_config.hisparse_config is not None:  # it knows one only
+            required: str | None = super().get_required_kvcache_layout(vllm_config)
+            return required
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return wanted_layout(vllm_config, read_options(extra))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return loads that have ended since the last step, with those that failed."""

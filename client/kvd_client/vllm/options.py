@@ -18,6 +18,8 @@ VLLM_KEYS = frozenset(
         *("canonical_layout", "spec_name", "spec_module_path"),
     }
 )
+# vLLM's names of layouts, by what is outermost; `wish.py` says what they mean.
+KV_LAYOUTS = ("auto", "none", "BLHNC", "BLNHC", "BHLNC", "LBHNC", "LBNHC", "LHBNC")
 _DAEMON_KEYS = {
     "cpu_bytes_to_use": "`kvd serve --cpu-bytes`",
     "eviction_policy": "`kvd serve --policy`",
@@ -44,6 +46,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             then the store is void.
         pending_timeout: seconds that a request waits for a chunk that is just being stored.
         label: engines with different labels never share chunks.
+        kv_layout: the physical layout of the KV cache that vLLM is asked for: one of its names;
+            auto: with all layers of a block side by side, where no block has to be split; none:
+            vLLM's own choice.
     """
 
     runtime_dir: str = "/run/kvd"
@@ -54,6 +59,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     preemption_timeout: Seconds = 2.0
     pending_timeout: Seconds = 1.0
     label: Annotated[str, Meta(max_length=256)] = ""
+    kv_layout: str = "auto"
 
 
 def read_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:
@@ -86,6 +92,11 @@ def read_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.e
         raise OptionsError(
             f"kv_connector_extra_config {own!r}: {error}; known keys: {known}"
         ) from error
+    if options.kv_layout not in KV_LAYOUTS:
+        raise OptionsError(
+            f"kv_connector_extra_config: kv_layout={options.kv_layout!r} is no layout of vLLM's;"
+            f" known are {', '.join(KV_LAYOUTS)}"
+        )
     if options.load_timeout > options.store_timeout:  # which is the lane's limit for every job
         raise OptionsError(
             f"kv_connector_extra_config: load_timeout={options.load_timeout:g} is above"

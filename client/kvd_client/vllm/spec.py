@@ -14,13 +14,17 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvd_client import KvdClientError, Scheduler, UnsupportedMemory, Worker
+from kvd_client import KvdClientError, RankLayout, Scheduler, UnsupportedMemory, Worker
+from kvd_client.torch_memory import SharedTensors
 from kvd_client.vllm import metrics
 from kvd_client.vllm.identity import fingerprint
 from kvd_client.vllm.layout import rank_layout, share_caches
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import OptionsError, read_options
+from kvd_client.vllm.upstream import attention_backends
+from kvd_client.vllm.wish import layout_line, wanted_layout
 from kvd_client.vllm.worker import KvdOffloadingWorker
+from kvd_proto.messages import HOST
 
 log = logging.getLogger("kvd_client.vllm")
 
@@ -109,6 +113,14 @@ class KvdOffloadingSpec(OffloadingSpec):
                 " wakes up; turn enable_sleep_mode off to offload with kvd"
             )
         shared = share_caches(kv_caches)
+        try:
+            layout = rank_layout(kv_caches, shared, self.config, self._kv_cache_config)
+            self._log_layout(layout, shared.device)
+            return self._registered(shared, layout)
+        finally:
+            shared.close()
+
+    def _registered(self, shared: SharedTensors, layout: RankLayout) -> Worker:
         parallel = self.config.parallel
         worker = Worker(
             self.options.runtime_dir,
@@ -121,7 +133,7 @@ class KvdOffloadingSpec(OffloadingSpec):
         try:
             worker.register(
                 shared.memory,
-                rank_layout(kv_caches, shared, self.config, self._kv_cache_config),
+                layout,
                 fingerprint(self.config, self._vllm_config, self.options.label),
                 stage=parallel.rank // parallel.tp_size if parallel.pp_size > 1 else 0,
                 required=self.options.required,
@@ -129,6 +141,13 @@ class KvdOffloadingSpec(OffloadingSpec):
         except BaseException:
             worker.close()
             raise
-        finally:
-            shared.close()
         return worker
+
+    def _log_layout(self, layout: RankLayout, device: str) -> None:
+        """Say how large copies are, once for the ranks that have the same layers."""
+        if self.config.parallel.rank % self.config.parallel.tp_size:
+            return
+        wanted = wanted_layout(self._vllm_config, self.options)
+        backends = attention_backends(self._vllm_config, without=wanted) if wanted else []
+        taken = self._vllm_config.cache_config.get_resolved_kv_cache_layout().name
+        log.info("%s", layout_line(layout, taken, wanted, backends, host=device == HOST))

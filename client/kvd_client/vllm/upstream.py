@@ -24,7 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvd_client.vllm.versions import unsupported
@@ -34,6 +36,8 @@ METHODS: tuple[tuple[type, str, str], ...] = (
     # called instead of OffloadingConnector's, which makes the halves that kvd replaces
     (KVConnectorBase_V1, "__init__", "vllm_config role kv_cache_config"),
     (OffloadingConnector, "get_transfer_results", "finished_req_ids"),
+    (OffloadingConnector, "get_required_kvcache_layout", "vllm_config"),
+    (AttentionBackend, "supported_kv_cache_layouts", ""),
     # reads spec_name and spec_module_path of the extra configuration
     (
         OffloadingConnector,
@@ -127,13 +131,24 @@ def require(owner: object, *names: str) -> None:
             raise unsupported(vllm.__version__, f"its {kind.__name__} has no {name}")
 
 
-def attention_backends(vllm_config: VllmConfig) -> list[str]:
-    """Return the names of the attention kernels of this process's layers, sorted."""
+def attention_backends(vllm_config: VllmConfig, *, without: str | None = None) -> list[str]:
+    """Return the names of the attention kernels of this process's layers, sorted.
+
+    Args:
+        vllm_config: of the engine.
+        without: a layout's name; only those that do not take it.
+    """
     layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = [layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend")]
     return sorted(
         {
-            layer.get_attn_backend().get_name()
-            for layer in layers
-            if hasattr(layer, "get_attn_backend")
+            backend.get_name()
+            for backend in backends
+            if without is None or without not in _layouts(backend)
         }
     )
+
+
+def _layouts(backend: type[AttentionBackend]) -> list[str]:
+    taken = backend.supported_kv_cache_layouts()
+    return [layout.name for layout in (KVCacheLayout if taken is None else taken)]
