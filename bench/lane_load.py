@@ -17,72 +17,23 @@ import contextlib
 import json
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lane_timers
 import numpy as np
 from harness import SECONDS, Daemon, Engine, Ints, fresh_keys, layout
+from lane_meter import Meter, Spent
 
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.tickets import LoadTicket, StoreTicket
 from tests.fakecuda import cudatensor
 from tests.fakecuda.harness import write_control
 
-SETTLE_SECONDS, SETTLED_SECONDS = 0.003, 1.0
 CONTROL_SECONDS = 0.12  # the test driver has read its file by then, once it is called
 
 AnyTicket = StoreTicket | LoadTicket
 Ticket = TypeVar("Ticket", bound=AnyTicket)
-
-
-def used(pid: int) -> dict[int, int]:
-    """Nanoseconds of processor time that each thread of a process has used."""
-    threads = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            threads[int(task.name)] = int((task / "schedstat").read_text().split()[0])
-    return threads
-
-
-def settled(pid: int) -> dict[int, int]:
-    """The same once it sleeps: while a thread runs, the system counts it some ticks late."""
-    end = time.monotonic() + SETTLED_SECONDS
-    before = used(pid)
-    while True:
-        time.sleep(SETTLE_SECONDS)
-        now = used(pid)
-        if now == before or time.monotonic() > end:
-            return now
-        before = now
-
-
-@dataclass
-class Spent:
-    """What some jobs have taken.
-
-    threads: nanoseconds of processor time by thread of the lane.
-    wall_ns: from the first submission to the last end.
-    client_ns: processor time of the client's thread meanwhile.
-    """
-
-    threads: dict[int, int] = field(default_factory=dict)
-    wall_ns: int = 0
-    client_ns: int = 0
-    nbytes: int = 0
-    stages: dict[str, int] = field(default_factory=dict)
-
-    def answer(self) -> dict[str, int]:
-        """The figures that lane.py takes."""
-        return {
-            "busiest_ns": max(self.threads.values(), default=0),
-            "lane_ns": sum(self.threads.values()),
-            "wall_ns": self.wall_ns,
-            "client_ns": self.client_ns,
-            "nbytes": self.nbytes,
-            **self.stages,
-        }
 
 
 class Load:
@@ -108,11 +59,11 @@ class Load:
         self._from = 1 + rng.permutation(half)
         self._to = 1 + half + rng.permutation(half)
         self._engines: list[Engine] = []
-        self._stages: Path | None = options.stages
         self._ends = contextlib.ExitStack()
         self.engines(1)
         daemon.wait_usable(SECONDS)
-        (self._pid,) = (lane["pid"] for lane in daemon.status()["lanes"] if lane["pins"])
+        (pid,) = (lane["pid"] for lane in daemon.status()["lanes"] if lane["pins"])
+        self._meter = Meter(pid, options.stages)
         self._chunks = max(1, options.most_bytes // self._chunk_bytes)
         self._keys: list[bytes] = []
 
@@ -158,9 +109,6 @@ class Load:
             self._round(spent, engines, ways, chunks, each)
         return spent.answer()
 
-    def _timed(self) -> dict[str, int]:
-        return lane_timers.read(self._stages) if self._stages else {}
-
     def _round(
         self, spent: Spent, engines: list[Engine], ways: tuple[str, ...], chunks: int, each: int
     ) -> None:
@@ -173,32 +121,25 @@ class Load:
             keys = [fresh_keys(chunks * each) for _ in engines]
             stores = [(k, engine.offer(k)) for k, engine in zip(keys, engines, strict=True)]
         jobs: list[list[int]] = [[] for _ in engines]
-        stages = self._timed()
-        before, began, client = settled(self._pid), time.perf_counter_ns(), time.thread_time_ns()
-        for number in range(each):
-            for i, engine in enumerate(engines):
-                if loads:
-                    jobs[i].append(self._submit(engine, loads[i], 0, chunks))
-                if stores:
-                    jobs[i].append(self._submit(engine, stores[i][1], number * chunks, chunks))
-        for engine, mine in zip(engines, jobs, strict=True):
-            engine.finish(*mine)
-        spent.client_ns += time.thread_time_ns() - client
-        spent.wall_ns += time.perf_counter_ns() - began
-        for thread, now in settled(self._pid).items():
-            spent.threads[thread] = spent.threads.get(thread, 0) + now - before.get(thread, 0)
-        for stage, total in self._timed().items():
-            spent.stages[stage] = spent.stages.get(stage, 0) + total - stages[stage]
+        with self._meter.running(spent):
+            for number in range(each):
+                for i, engine in enumerate(engines):
+                    if loads:
+                        jobs[i].append(self._submit(engine, _part(loads[i], 0, chunks)))
+                    if stores:
+                        part = _part(stores[i][1], number * chunks, chunks)
+                        jobs[i].append(self._submit(engine, part))
+            for engine, mine in zip(engines, jobs, strict=True):
+                engine.finish(*mine)
         spent.nbytes += sum(map(len, jobs)) * chunks * self._chunk_bytes
         if loads:
             self._complete(engines, loads)
         for engine, (new, _) in zip(engines, stores, strict=False):
             engine.stored(new)
 
-    def _submit(self, engine: Engine, ticket: AnyTicket, begin: int, chunks: int) -> int:
+    def _submit(self, engine: Engine, ticket: AnyTicket) -> int:
         blocks: Ints = self._from if isinstance(ticket, StoreTicket) else self._to
-        part = _part(ticket, begin, chunks)
-        return engine.submit(part, blocks[: chunks * self._factor])
+        return engine.submit(ticket, blocks[: len(ticket.slots) * self._factor])
 
     def one_chunk(self, order: dict[str, Any]) -> dict[str, int]:
         """So many jobs of one chunk, each submitted when the one before it has ended."""
@@ -206,13 +147,10 @@ class Load:
         keys = fresh_keys(count) if order["move"] == "store" else []
         ticket: AnyTicket = engine.offer(keys) if keys else self._find([engine], 1)[0]
         spent = Spent(nbytes=count * self._chunk_bytes)
-        before, began, client = settled(self._pid), time.perf_counter_ns(), time.thread_time_ns()
-        for number in range(count):
-            engine.finish(self._submit(engine, ticket, number if keys else 0, 1))
-        spent.client_ns = time.thread_time_ns() - client
-        spent.wall_ns = time.perf_counter_ns() - began
-        after = settled(self._pid)
-        spent.threads = {thread: now - before.get(thread, 0) for thread, now in after.items()}
+        parts = [_part(ticket, number if keys else 0, 1) for number in range(count)]
+        with self._meter.running(spent):
+            for part in parts:
+                engine.finish(self._submit(engine, part))
         if isinstance(ticket, LoadTicket):
             engine.scheduler.complete_load(ticket)
         engine.stored(keys)
@@ -220,11 +158,10 @@ class Load:
 
     def idle(self, seconds: float) -> dict[str, int]:
         """What the lane uses in this time while nobody wants anything of it."""
-        before, began = settled(self._pid), time.perf_counter_ns()
-        time.sleep(seconds)
-        now = used(self._pid)
-        wall = time.perf_counter_ns() - began
-        return Spent({t: ns - before.get(t, 0) for t, ns in now.items()}, wall).answer()
+        spent = Spent()
+        with self._meter.running(spent):
+            time.sleep(seconds)
+        return spent.answer()
 
     def close(self) -> None:
         """End the engines."""

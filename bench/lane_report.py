@@ -10,7 +10,12 @@ from rich.table import Table
 
 KIB, MIB = 1024, 2**20
 MOVES = ("load", "store", "both")
-KINDS = {"": "", "_calls": ", with the driver's calls", "_bulk": ", jobs of 256 MiB"}
+KINDS = {
+    "": "",
+    "_calls": ", with the driver's calls",
+    "_kernel": ", by the kernel",
+    "_bulk": ", jobs of 256 MiB",
+}
 FASTER, FASTER_FRAGMENTS = 4.0, (8 * KIB, 64 * KIB)
 BOTH_RATIO = 1.8
 MOST = {"job_us": 150.0, "idle_percent": 1.0}
@@ -39,7 +44,7 @@ def table(result: dict[str, Any]) -> Table:
         title=f"CUDA lane on the test driver, {result['cpus']} CPUs ({result['cpu']}),"
         f" Python {result['python']}, commit {result['commit'] or 'unknown'},"
         f" before {result.get('before_commit', 'none')}",
-        caption="GB/s that the processor time of the lane's busiest thread allows",
+        caption="GB/s that the lane's processor time allows; wall: bytes by wall time",
     )
     for column in shown.columns[1:5]:
         column.justify = "right"

@@ -67,6 +67,8 @@ class Side:
         folder: for the driver's switches and the daemon's lines.
         options: of lane_load.py, by name.
         timed: whether the lane has the timers of lane_timers.
+        kernel_below: bytes; shorter fragments go by the kernel. (Timings of the test driver, by
+            which a lane would choose, say nothing.)
 
     Raises:
         RuntimeError: it does not start, or ends before its time.
@@ -80,6 +82,7 @@ class Side:
         options: dict[str, int],
         *,
         timed: bool = False,
+        kernel_below: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         control = folder / "control"
@@ -91,7 +94,7 @@ class Side:
         variables = driver.environment(CONTROL=control) | {
             "PYTHONPATH": ":".join(map(str, paths)),
             "PYTHONSAFEPATH": "1",
-            "LANE_KERNEL_BELOW": "0",  # timings of the test driver say nothing
+            "LANE_KERNEL_BELOW": str(kernel_below),
         }
         command = [sys.executable, str(bench / "lane_load.py")]
         command += ["--control", str(control), "--log", str(self._log)]
