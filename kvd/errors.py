@@ -13,6 +13,7 @@
     ├── BadFrame
     ├── LaneError
     │   ├── ImportFailed
+    │   │   └── HandleRefused
     │   ├── CudaMissing
     │   ├── CudaError
     │   └── DeviceLost
@@ -73,6 +74,10 @@ class LaneError(KvdError):
 
 class ImportFailed(LaneError):
     """A worker's memory cannot be mapped as its registration describes it."""
+
+
+class HandleRefused(ImportFailed):
+    """The driver does not open a handle of a worker's memory, whose user may be another one."""
 
 
 class CudaMissing(LaneError):

@@ -132,6 +132,7 @@ def import_worker(session: Session, registration: Register) -> ToLane:
             token=session.token,
             engine=session.engine.name if session.engine is not None else "?",
             pid=session.peer.pid,
+            uid=session.peer.uid,
             rank=registration.rank,
             world_size=registration.world_size,
             layout=registration.layout,

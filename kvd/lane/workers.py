@@ -6,11 +6,12 @@ have a place and a directory), perhaps unbound and bound again, and released.
 
 import mmap
 import os
+import pwd
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvd.client_names import Who
-from kvd.errors import ImportFailed, LaneError
+from kvd.errors import HandleRefused, ImportFailed, LaneError
 from kvd.lane.devices.device import Device, MemoryId
 from kvd.machine.trust import size_of
 from kvd.wire.link import BindWorker, ImportWorker
@@ -144,6 +145,26 @@ def who_is(message: ImportWorker) -> Who:
     return Who(message.session, message.pid, message.engine, "worker", message.rank)
 
 
+def _users_differ(uid: int) -> str:
+    """For the end of an error about a worker of this user; empty where it is this process's."""
+    own = os.geteuid()
+    if uid == own:
+        return ""
+    return (
+        f"; the worker's user is {_user(uid)}, the lane's is {_user(own)}, and the driver may keep"
+        " memory from other users: run both as one user, or have the engine share its memory by"
+        " descriptors, see docs/security.md#gpu-memory-and-users"
+    )
+
+
+def _user(uid: int) -> str:
+    """Number and name, as far as it has one here."""
+    try:
+        return f"{uid} ({pwd.getpwuid(uid).pw_name})"
+    except KeyError:
+        return f"{uid}"
+
+
 class Workers:
     """The imported workers, by session number and by token."""
 
@@ -163,7 +184,12 @@ class Workers:
         if message.session in self._by_session or message.token in self._by_token:
             raise ImportFailed(f"session {message.session} has its memory here already")
         control = open_control_page(descriptors[0])
-        memory = self._device.import_memory(message.handles, message.layout.storages, descriptors)
+        try:
+            memory = self._device.import_memory(
+                message.handles, message.layout.storages, descriptors
+            )
+        except HandleRefused as error:
+            raise ImportFailed(f"{error}{_users_differ(message.uid)}") from error
         expander = Expander(message.layout)
         worker = Worker(message, who_is(message), memory, control, expander)
         self._by_session[message.session] = self._by_token[message.token] = worker

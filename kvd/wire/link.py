@@ -82,6 +82,7 @@ class ImportWorker(Message, frozen=True):
     The attached descriptors are those that came with Register, in its numbering:
     number 0 is the control page, `handles[i].fd_index` is the memory of storage i.
 
+    uid: the user of the worker's process.
     attempt: comes back with the answer.
     """
 
@@ -89,6 +90,7 @@ class ImportWorker(Message, frozen=True):
     token: bytes
     engine: Name
     pid: Count
+    uid: Count
     rank: Count
     world_size: Count
     layout: RankLayout

@@ -215,8 +215,9 @@ def test_a_lane_that_loses_its_device_or_hangs_or_is_killed_is_replaced(
 
 
 @pytest.mark.slow
-def test_a_close_that_hangs_costs_that_lane_alone(
-    engine: CudaEngine, daemon: Daemon, lanes: Lanes
+@pytest.mark.parametrize("way", ["hang=cuIpcCloseMemHandle:1", "fail=cuIpcCloseMemHandle:1:1"])
+def test_a_close_that_hangs_or_fails_costs_that_lane_alone(
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes, way: str
 ) -> None:
     """The memory of a worker that left cannot be closed; host and other ranks are served on."""
     with Engine(daemon.runtime_dir, name="host-engine", world_size=2).wait_attached() as host:
@@ -224,14 +225,15 @@ def test_a_close_that_hangs_costs_that_lane_alone(
         engine.store(keys)
         (before,) = (lane for lane in daemon.status()["lanes"] if lane["device"] == "host")
         pid = lane_of(daemon)["pid"]
-        lanes.switch("hang=cuIpcCloseMemHandle:1")
+        lanes.switch(way)
         engine.ranks[1].kill()
-        lanes.wait_hanging()
+        if way.startswith("hang"):
+            lanes.wait_hanging()
         others = keys_of("host", 3)
         host.store(others)
         wait_hit(host, others)
         assert host.load(others) == (3, 0)
-        lanes.switch("hang=")
+        lanes.switch(way.partition("=")[0] + "=")
         after = wait_lane(daemon, workers=1, restarts=1)
         assert after["pid"] != pid
         engine.replace(1)

@@ -26,7 +26,8 @@ from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
-from tests.lane.cuda_rig import POOL_BYTES, CudaRig
+from tests.lane.cuda_memory import CudaWorkers
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig, switched
 from tests.lane.device_contract import drain, pattern
 from tests.lane.support import (
     EPOCH,
@@ -187,6 +188,21 @@ def what_a_worker_claims_is_held_against_the_driver(rig: CudaRig) -> None:
     with pytest.raises(ImportFailed, match="do not lie inside"):
         rig.device.import_memory((claim,), (2**29,), source.descriptors)
     assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 1
+
+
+def segments_lie_in_their_order(rig: CudaRig) -> None:
+    """A storage that begins in one allocation and goes on in the next is copied as one."""
+    with switched(rig.driver.environment):
+        workers = CudaWorkers(ipc=False)
+    try:
+        rig.use(workers)
+        memory, source = rig.attach((65536,))
+        rig.put_pool(0, pattern(65536, 1))
+        rig.submit(1, memory, Direction.LOAD, [(0, 0, 0, 65536)])
+        assert drain(rig.device)[1].error == ""
+        np.testing.assert_array_equal(rig.get(source, 0, 0, 65536), pattern(65536, 1))
+    finally:
+        workers.close()
 
 
 def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:

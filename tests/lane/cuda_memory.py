@@ -5,7 +5,8 @@ Run as a process of its own: an allocation cannot be opened where it was made.
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,8 @@ class CudaWorkers:
     """A process with device memory.
 
     Args:
-        ipc: handles are those of CUDA IPC; otherwise descriptors of virtual memory.
+        ipc: handles are those of CUDA IPC; otherwise descriptors of virtual memory, whose first
+            storage begins in the midst of one segment and goes on in the next.
     """
 
     def __init__(self, *, ipc: bool) -> None:
@@ -34,32 +36,39 @@ class CudaWorkers:
         self._descriptors: list[int] = []
 
     def make(self, sizes: Sequence[int]) -> Source:
-        """Storages with gaps between them; the first two share an allocation."""
+        """Storages with gaps between them; the first two share an allocation, or segments."""
         together, apart = sizes[:2], sizes[2:]
         handles: list[Handle] = []
         addresses: list[int] = []
         descriptors = [sealed_file("control page", 4096)]
         for group in (together, *((size,) for size in apart)):
+            handle: Callable[[int], Handle]
             total = sum(group) + GAP * (len(group) + 1)
-            offset = GAP
+            offset = GAP if self._ipc else cudatensor.GRANULARITY - group[0] // 2
             if self._ipc:
                 base, name = self._process.ask("allocate", total)
+                handle = partial(IpcHandle, name, total)
             else:
-                total = -(-total // cudatensor.GRANULARITY) * cudatensor.GRANULARITY
-                base = self._process.ask("create", total)
-                descriptors += socket.recv_fds(self._socket, 1, 1)[1]
+                base, segments = self._create(offset + total, descriptors)
+                handle = partial(VmmHandle, segments)
             for size in group:
-                handles.append(
-                    IpcHandle(name, total, offset)
-                    if self._ipc
-                    else VmmHandle((VmmSegment(len(descriptors) - 1, total),), offset)
-                )
+                handles.append(handle(offset))
                 addresses.append(base + offset)
                 offset += size + GAP
         self._descriptors += descriptors
         source = Source(tuple(handles), tuple(descriptors))
         self._addresses[tuple(descriptors)] = addresses
         return source
+
+    def _create(self, total: int, descriptors: list[int]) -> tuple[int, tuple[VmmSegment, ...]]:
+        """Virtual memory of at least so many bytes; its address and segments."""
+        nbytes = cudatensor.GRANULARITY
+        count = -(-total // nbytes)
+        base = self._process.ask("create", count)
+        first = len(descriptors)
+        while len(descriptors) < first + count:
+            descriptors += socket.recv_fds(self._socket, 1, 1)[1]
+        return base, tuple(VmmSegment(first + index, nbytes) for index in range(count))
 
     def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:
         """A copy of a storage's bytes."""
@@ -99,12 +108,12 @@ class _Memory:
         made = cudatensor.DeviceMemory(nbytes)
         return made.address, made.handle()
 
-    def create(self, nbytes: int) -> int:
-        """Virtual memory: its address; its descriptor is sent."""
-        made = cudatensor.VirtualMemory(nbytes)
-        (descriptor,) = made.descriptors()
-        socket.send_fds(self._socket, [b"."], [descriptor])
-        os.close(descriptor)
+    def create(self, segments: int) -> int:
+        """Virtual memory: its address; the descriptors are sent."""
+        made = cudatensor.VirtualMemory(segments=segments)
+        for descriptor in made.descriptors():
+            socket.send_fds(self._socket, [b"."], [descriptor])
+            os.close(descriptor)
         return made.address
 
     def get(self, address: int, nbytes: int) -> bytes:

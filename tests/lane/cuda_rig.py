@@ -123,7 +123,7 @@ class CudaRig(Rig):
             bad = IpcHandle(bytes(64), last.allocation, last.offset)
         else:
             assert isinstance(last, VmmHandle)
-            bad = VmmHandle((VmmSegment(0, last.segments[0].nbytes),), last.offset)
+            bad = VmmHandle((*last.segments[:-1], VmmSegment(0, 2**21)), last.offset)
         return Source((*source.handles[:-1], bad), source.descriptors)
 
     def get(self, source: Source, storage: int, offset: int, nbytes: int) -> Bytes:

@@ -243,6 +243,7 @@ def import_message(
     handles: Sequence[Handle] = (),
     *,
     session: int = 1,
+    uid: int = 0,
 ) -> ImportWorker:
     """The order by which a worker's memory is mapped; one descriptor a storage without handles."""
     return ImportWorker(
@@ -250,6 +251,7 @@ def import_message(
         token=token_of(session),
         engine="llama",
         pid=41,
+        uid=uid,
         rank=0,
         world_size=1,
         layout=layout,

@@ -1,6 +1,7 @@
 """The CUDA backend keeps the contract of devices, on a test driver that is no GPU."""
 
 import os
+import pwd
 import random
 from collections.abc import Iterator
 
@@ -8,17 +9,19 @@ import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed
-from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.device import Direction
+from kvd.lane.workers import Workers
 from kvd.pool.filling import FillOrder
+from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import HostHandle, VmmHandle, VmmSegment
 from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import PAGE, by_kernel, engine_only
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver
 from tests.lane.device_contract import DeviceContract, Rig, Run, drain, pattern
-from tests.lane.support import Memory
+from tests.lane.support import Memory, import_message
+from tests.layouts import flat_layout
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.fakecuda
@@ -76,41 +79,87 @@ def test_storages_of_one_allocation_are_opened_once(rig: CudaRig) -> None:
     assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 2
 
 
-def test_a_mapping_is_held_against_what_is_claimed(
-    rig: CudaRig, vmm_workers: CudaWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A driver that maps less than was asked for does not make the rest usable."""
-    source = vmm_workers.make((4096,))
+def test_segments_are_undone_in_reverse(rig: CudaRig, vmm_workers: CudaWorkers) -> None:
+    """A storage over two segments is one range of addresses, for all storages that lie there.
+
+    How far virtual memory goes is not asked for: not every driver says so.
+    """
+    rig.use(vmm_workers)
+    rig.driver.set("vmm_ranges=0")
     before = rig.driver.mark
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "address_range", lambda address: (address, 4096))
-        with pytest.raises(ImportFailed, match=r"2097152 bytes .* claimed, it has 4096"):
-            rig.device.import_memory(source.handles, (4096,), source.descriptors)
-    assert rig.driver.calls(before).count("cuMemUnmap") == 1
+    memory, _ = rig.attach((65536, 4096))
+    calls = rig.driver.calls(before)
+    assert [calls.count(name) for name in ("cuMemAddressReserve", "cuMemMap")] == [1, 2]
+    assert calls.count("cuMemSetAccess") == 1
+    before = rig.driver.mark
+    rig.device.release_memory(memory)
+    unmap = ["cuMemUnmap", "cuMemRelease"]
+    assert rig.driver.calls(before) == [*unmap, *unmap, "cuMemAddressFree"]
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "words", "reserved"),
+    ("nbytes", "words", "undone"),
     [
-        (2**50, "1125899906842624 bytes is claimed, the device has", 0),
+        (2**50, "of 1125899908939776 bytes is claimed, .* the device has", 0),
         (2 * GRANULARITY, "mapping 4194304 bytes", 1),
+        (GRANULARITY + 1, "reserving 4194305 bytes", 0),
+        (GRANULARITY, "importing a worker's memory", 1),
     ],
-    ids=["the device", "the allocation"],
+    ids=["the device", "the allocation", "whole pages", "no device memory"],
 )
 def test_no_more_is_mapped_than_there_is_in(
-    rig: CudaRig, vmm_workers: CudaWorkers, nbytes: int, words: str, reserved: int
+    rig: CudaRig, vmm_workers: CudaWorkers, nbytes: int, words: str, undone: int
 ) -> None:
-    """A claim above what the device has, or the allocation: nothing stays mapped or reserved."""
+    """A claim about a second segment that is not so: nothing stays mapped or reserved."""
     source = vmm_workers.make((4096,))
     (handle,) = source.handles
     assert isinstance(handle, VmmHandle)
     before = rig.driver.mark
-    claim = VmmHandle((VmmSegment(handle.segments[0].fd_index, nbytes),), handle.offset)
+    first, second = handle.segments
+    index = 0 if "importing" in words else second.fd_index  # the control page
+    claim = VmmHandle((first, VmmSegment(index, nbytes)), handle.offset)
     with pytest.raises(ImportFailed, match=words):
         rig.device.import_memory((claim,), (4096,), source.descriptors)
     calls = rig.driver.calls(before)
-    for name in ("cuMemAddressReserve", "cuMemAddressFree", "cuMemRelease"):
-        assert calls.count(name) == reserved
+    assert calls.count("cuMemAddressFree") == calls.count("cuMemUnmap") == undone
+    assert calls.count("cuMemImportFromShareableHandle") - calls.count("cuMemRelease") == (
+        "importing" in words  # the one that failed
+    )
+
+
+def test_a_worker_cannot_have_its_memory_mapped_again_and_again(
+    rig: CudaRig, vmm_workers: CudaWorkers
+) -> None:
+    """Segments in another order are another range; there is an end to how many are mapped."""
+    source = vmm_workers.make((4096,))
+    (handle,) = source.handles
+    assert isinstance(handle, VmmHandle)
+    first, second = handle.segments
+    half = 2**30 // 2 // GRANULARITY  # of the test driver's device
+    claims = [VmmHandle((first,) * (half + turn) + (second,)) for turn in range(8)]
+    before = rig.driver.mark
+    with pytest.raises(ImportFailed, match="bytes in all; the device has 1073741824"):
+        rig.device.import_memory(claims, (1,) * 8, source.descriptors)
+    calls = rig.driver.calls(before)
+    assert 0 < calls.count("cuMemMap") == calls.count("cuMemUnmap")
+
+
+@pytest.mark.parametrize("foreign", [True, False], ids=["another user", "the same"])
+def test_an_error_names_the_users_where_they_differ(rig: CudaRig, *, foreign: bool) -> None:
+    """A driver may keep memory from other users; with one user nothing is said of users."""
+    source = rig.make_worker((65536,))
+    uid = os.geteuid() + (54321 if foreign else 0)
+    order = import_message(flat_layout(4096, blocks=16), source.handles, uid=uid)
+    rig.driver.set("fail=cuIpcOpenMemHandle:1:801")
+    page = Memory(CONTROL_BYTES)
+    with pytest.raises(ImportFailed, match="pid must differ") as failed:
+        Workers(rig.device).add(order, [page.fd, *source.descriptors[1:]])
+    page.close()
+    own = f"{os.geteuid()} ({pwd.getpwuid(os.geteuid()).pw_name})"
+    said = str(failed.value)
+    assert "NOT_SUPPORTED" in said
+    assert (f"the worker's user is {uid}, the lane's is {own}, " in said) == foreign
+    assert ("docs/security.md#gpu-memory-and-users" in said) == ("user" in said) == foreign
 
 
 def test_host_memory_is_refused(rig: CudaRig) -> None:

@@ -40,6 +40,12 @@ def careless_batches() -> Callable[..., None]:
     return careless
 
 
+def segments_reversed() -> Callable[..., int]:
+    """The last segment comes first."""
+    map_descriptors = driver.map_descriptors
+    return lambda segments, *rest: map_descriptors(segments[::-1], *rest)
+
+
 def record_the_end_first(patch: pytest.MonkeyPatch) -> None:
     """The event that says that copies have ended is recorded before them."""
     enqueue, record = copier.Copier.enqueue, driver.record
@@ -144,6 +150,10 @@ RULES = [
     Rule(
         checks.what_a_worker_claims_is_held_against_the_driver,
         ((driver, "address_range", lambda address: (address, 2**40)),),
+    ),
+    Rule(
+        checks.segments_lie_in_their_order,
+        ((driver, "map_descriptors", segments_reversed()),),
     ),
     Rule(
         checks.what_was_pinned_is_unpinned_when_the_rest_cannot_be,

@@ -1,19 +1,23 @@
 """A worker's device memory, opened by handle.
 
-Every allocation is opened once, however many storages lie in it, and the worker's
-figures are compared with the driver's.
+Allocations are opened once, however many storages lie in them. How large they are
+is the driver's word, not the worker's: of an IPC handle it tells the size, and of
+a descriptor it maps no more than there is. (Virtual memory's size is not asked for:
+`cuMemGetAddressRange` tells it in some drivers, and only once it may be reached.)
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvd.errors import CudaError, ImportFailed
+from kvd.errors import CudaError, HandleRefused, ImportFailed
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.driver import Addresses, Undo
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 
 _Key = bytes | tuple[VmmSegment, ...]
+# Storages that begin and end in the midst of segments map some of them up to three times.
+_MAPPED_TIMES = 4
 
 
 class ImportedMemory:
@@ -30,7 +34,8 @@ class ImportedMemory:
         device: the device's handle.
 
     Raises:
-        ImportFailed: memory that is not as described; nothing stays open.
+        HandleRefused: the driver does not open a handle.
+        ImportFailed: memory that is not as described. Nothing stays open.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class ImportedMemory:
         self._descriptors = descriptors
         self._device = device
         self._opened: dict[_Key, tuple[int, int]] = {}
+        self._mapped = 0  # bytes that descriptors name, as claimed
         try:
             with Undo() as self._undo:
                 starts = [
@@ -66,7 +72,7 @@ class ImportedMemory:
             self._opened[key] = (
                 self._open_ipc(handle)
                 if isinstance(handle, IpcHandle)
-                else self._open_descriptor(handle.segments)
+                else self._open_descriptors(handle.segments)
             )
         start, nbytes = self._opened[key]
         claimed = handle.allocation if isinstance(handle, IpcHandle) else nbytes
@@ -81,7 +87,7 @@ class ImportedMemory:
         try:
             address = driver.open_ipc(handle.handle)
         except CudaError as error:
-            raise ImportFailed(
+            raise HandleRefused(
                 f"{error}; the worker must run on this machine and use this device, and its pid"
                 " must differ from the lane's as a number: share the host's pids with containers"
             ) from error
@@ -90,18 +96,13 @@ class ImportedMemory:
         # Offsets count from the allocation's start, which is what opening it returns.
         return address, nbytes - (address - start)
 
-    def _open_descriptor(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
-        if len(segments) > 1:
-            raise ImportFailed(f"a storage of {len(segments)} segments: one is served")
-        nbytes, limit = segments[0].nbytes, driver.memory_of(self._device)
-        if nbytes > limit:
+    def _open_descriptors(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
+        nbytes, limit = sum(segment.nbytes for segment in segments), driver.memory_of(self._device)
+        self._mapped += nbytes
+        if nbytes > limit or self._mapped > _MAPPED_TIMES * limit:
             raise ImportFailed(
-                f"an allocation of {nbytes} bytes is claimed, the device has {limit}"
+                f"an allocation of {nbytes} bytes is claimed, {self._mapped} bytes in all; the"
+                f" device has {limit}"
             )
-        descriptor = self._descriptors[segments[0].fd_index]
-        address = driver.map_descriptor(descriptor, nbytes, self._device, self._undo)
-        # The driver refuses to map more than there is; the size of the mapping is checked too.
-        start, have = driver.address_range(address)
-        if start > address or start + have < address + nbytes:
-            raise ImportFailed(f"{nbytes} bytes of an allocation are claimed, it has {have}")
-        return address, nbytes
+        named = [(self._descriptors[segment.fd_index], segment.nbytes) for segment in segments]
+        return driver.map_descriptors(named, self._device, self._undo), nbytes

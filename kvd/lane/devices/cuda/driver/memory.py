@@ -1,6 +1,7 @@
 """Pinned host memory, device memory, and what other processes share of theirs."""
 
 import ctypes
+from collections.abc import Sequence
 
 from kvd.lane.devices.cuda.driver.calls import Undo, bindings, call
 
@@ -52,10 +53,19 @@ def close_ipc(address: int) -> None:
     call("closing a worker's memory", "cuIpcCloseMemHandle", address)
 
 
-def map_descriptor(descriptor: int, nbytes: int, device: int, undo: Undo) -> int:
-    """Map device memory that a file descriptor names, for the device to read and write.
+def map_descriptors(segments: Sequence[tuple[int, int]], device: int, undo: Undo) -> int:
+    """Map device memory that file descriptors name, for the device to read and write.
 
-    The descriptor stays the caller's.
+    The driver refuses to map more of an allocation than it has.
+
+    Args:
+        segments: descriptors, which stay the caller's, each with all bytes of its allocation. They
+            come to lie one after another.
+        device: the device's handle.
+        undo: what unmaps them.
+
+    Returns:
+        Where the first one begins.
     """
     cuda = bindings()
     kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -64,12 +74,15 @@ def map_descriptor(descriptor: int, nbytes: int, device: int, undo: Undo) -> int
     access.location.id = device
     access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     named = "a worker's memory"
-    memory = call(f"importing {named}", "cuMemImportFromShareableHandle", descriptor, kind)
-    undo.add(call, f"releasing {named}", "cuMemRelease", memory)
-    reserving = f"reserving {nbytes} bytes of addresses"
-    address = int(call(reserving, "cuMemAddressReserve", nbytes, 0, 0, 0))
-    undo.add(call, "giving addresses back", "cuMemAddressFree", address, nbytes)
-    call(f"mapping {nbytes} bytes of {named}", "cuMemMap", address, nbytes, 0, memory, 0)
-    undo.add(call, f"unmapping {named}", "cuMemUnmap", address, nbytes)
-    call(f"allowing access to {named}", "cuMemSetAccess", address, nbytes, [access], 1)
-    return address
+    total = sum(nbytes for _, nbytes in segments)
+    reserving = f"reserving {total} bytes of addresses"
+    start = at = int(call(reserving, "cuMemAddressReserve", total, 0, 0, 0))
+    undo.add(call, "giving addresses back", "cuMemAddressFree", start, total)
+    for descriptor, nbytes in segments:
+        memory = call(f"importing {named}", "cuMemImportFromShareableHandle", descriptor, kind)
+        undo.add(call, f"releasing {named}", "cuMemRelease", memory)
+        call(f"mapping {nbytes} bytes of {named}", "cuMemMap", at, nbytes, 0, memory, 0)
+        undo.add(call, f"unmapping {named}", "cuMemUnmap", at, nbytes)
+        at += nbytes
+    call(f"allowing access to {named}", "cuMemSetAccess", start, total, [access], 1)
+    return start
